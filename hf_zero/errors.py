@@ -1,0 +1,27 @@
+"""Exception classes. Every message names the subject (key, parameter, unit, file), the value found, what is allowed and what to do."""
+
+from __future__ import annotations
+
+
+class HfZeroError(Exception):
+    """Base of every error that hf_zero raises on purpose."""
+
+
+class ConfigError(HfZeroError, ValueError):
+    """A value of the configuration is wrong. Names the dotted key, the value, what is allowed and the nearest known key."""
+
+
+class CollectiveError(HfZeroError, RuntimeError):
+    """A collective failed or timed out. Names the phase, the unit, the rank and the events that came before."""
+
+
+class UnsupportedError(HfZeroError, NotImplementedError):
+    """Something that exists elsewhere is not provided here. Names it and what to use instead."""
+
+
+class CheckpointError(HfZeroError, RuntimeError):
+    """A checkpoint cannot be written or read. Names the file, what was expected and what was found."""
+
+
+class StateError(HfZeroError, RuntimeError):
+    """A call came at a moment when it cannot be served (a released parameter, a destroyed engine, a step inside no_sync)."""
