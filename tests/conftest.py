@@ -1,0 +1,67 @@
+"""Fixtures and options of the whole suite: what is slow, what needs a GPU, and what a test must not leave behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests import ranks
+
+# Variables that start-up code reads. A test that leaves one behind changes the meaning of the next.
+WATCHED_PREFIXES = ("ACCELERATE_", "DEEPSPEED_", "DS_", "FSDP_", "HF_ZERO", "LOCAL_", "MASTER_", "RANK", "WORLD_SIZE")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow as well (the full parity matrix)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: minutes; only with --slow (or -m slow)")
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--slow") and "slow" not in config.option.markexpr:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    for item in items:
+        if item.get_closest_marker("gpu") and not _has_gpu():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if any("parity" in item.nodeid for item in items):
+        ranks.warm_up()  # imports transformers while the first tests run
+
+
+def pytest_sessionfinish() -> None:
+    ranks.close_pools()
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail a test that leaves launcher variables or a process group behind in the test process."""
+    before = _watched()
+    yield
+    import torch.distributed as dist
+
+    after = _watched()
+    left_group = dist.is_available() and dist.is_initialized()
+    if left_group:
+        dist.destroy_process_group()
+    for name in after.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    if left_group or changed:
+        pytest.fail(f"the test left behind: process group {left_group}, environment variables {changed}")
+
+
+def _watched() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(WATCHED_PREFIXES)}
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
