@@ -1,0 +1,143 @@
+"""Loss scale of fp16 training: static, or dynamic with growth, backoff and hysteresis."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.observe import warn_once
+
+_FACTOR = 2.0
+
+
+class LossScaler:
+    """The factor that the loss is multiplied with before backward, so that small fp16 gradients stay representable.
+
+    A dynamic scale starts at ``2 ** initial_scale_power``. On a step whose gradients overflow (the engine skips that
+    step) the first ``hysteresis - 1`` overflows are only counted; the next ones halve the scale, never below
+    ``min_loss_scale``. After ``loss_scale_window`` steps in a row without overflow the scale doubles. The tolerance is
+    refilled when the scale doubles, or with ``consecutive_hysteresis`` after every step without overflow.
+
+    DeepSpeed ends the run when a step overflows at the minimum. Here training goes on and one warning names the keys: a
+    single bad batch can overflow at any scale, the step is skipped in any case, and a run that is truly broken shows it
+    in ``skipped_steps`` and in the warning, without losing the job.
+
+    Args:
+        loss_scale: a fixed scale; 0 selects the dynamic one.
+        initial_scale_power: power of two of the first dynamic scale.
+        loss_scale_window: steps without overflow before the dynamic scale doubles.
+        hysteresis: overflows until the dynamic scale is halved; 1 halves at once.
+        consecutive_hysteresis: refill the tolerance after every step without overflow.
+        min_loss_scale: lowest dynamic scale.
+
+    Attributes:
+        scale: the present factor, a float above 0.
+        dynamic: whether ``update`` can change it.
+
+    Raises:
+        ConfigError: for a value out of its range, by its key of the ``fp16`` section.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float = 0.0,
+        initial_scale_power: int = 16,
+        loss_scale_window: int = 1000,
+        hysteresis: int = 2,
+        consecutive_hysteresis: bool = False,
+        min_loss_scale: float = 1.0,
+    ) -> None:
+        _require("fp16.loss_scale", loss_scale, 0, "0 (dynamic) or a fixed factor above 0")
+        self.dynamic = loss_scale == 0
+        if self.dynamic:
+            _require("fp16.initial_scale_power", initial_scale_power, 0, "a power of two from 0 to 1023")
+            _require("fp16.loss_scale_window", loss_scale_window, 1, "a number of steps, at least 1")
+            _require("fp16.hysteresis", hysteresis, 1, "a number of overflows, at least 1")
+            if not 0 < min_loss_scale < math.inf:
+                raise ConfigError(f"fp16.min_loss_scale is {min_loss_scale!r}; expected a number above 0.")
+            if initial_scale_power > 1023:
+                raise ConfigError(f"fp16.initial_scale_power is {initial_scale_power!r}; expected at most 1023.")
+        self.scale = _FACTOR**initial_scale_power if self.dynamic else float(loss_scale)
+        self.window = int(loss_scale_window)
+        self.hysteresis = int(hysteresis)
+        self.consecutive_hysteresis = consecutive_hysteresis
+        self.min_scale = float(min_loss_scale)
+        self._good_steps = 0
+        self._tolerance = self.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        """Takes note of one boundary; call it once per step, with the same ``overflow`` on every rank."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self._good_steps = 0
+            self._back_off()
+            return
+        self._good_steps += 1
+        grow = self._good_steps == self.window
+        if grow:
+            self.scale *= _FACTOR
+            self._good_steps = 0
+        if grow or self.consecutive_hysteresis:
+            self._tolerance = self.hysteresis
+
+    def _back_off(self) -> None:
+        """Spends tolerance, or halves the scale once there is none left."""
+        if self._tolerance > 1:
+            self._tolerance -= 1
+            return
+        if self.scale <= self.min_scale:
+            warn_once(
+                f"gradients overflow at the lowest loss scale {self.scale:g} (fp16.min_loss_scale); steps go on being "
+                "skipped. Lower the learning rate or fp16.min_loss_scale, look for a non-finite value in the data, or "
+                "train in bf16."
+            )
+        self.scale = max(self.scale / _FACTOR, self.min_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values: ``scale``, ``dynamic``, ``good_steps``, ``tolerance``."""
+        return {
+            "scale": self.scale,
+            "dynamic": self.dynamic,
+            "good_steps": self._good_steps,
+            "tolerance": self._tolerance,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a saved state. A static scale stays what the config says; so does a kind that changed.
+
+        The saved tolerance never exceeds the ``hysteresis`` of the present config.
+
+        Raises:
+            CheckpointError: when a value is missing or out of its range.
+        """
+        missing = sorted({"scale", "dynamic", "good_steps", "tolerance"} - set(state))
+        if missing:
+            raise CheckpointError(f"the saved loss scale lacks {', '.join(missing)}; found {sorted(state)}.")
+        if not self.dynamic or not state["dynamic"]:
+            return
+        scale, good_steps, tolerance = state["scale"], state["good_steps"], state["tolerance"]
+        if not (0 < scale < math.inf and good_steps >= 0 and tolerance >= 1):
+            raise CheckpointError(
+                f"the saved loss scale is broken: scale {scale!r} (above 0), good_steps {good_steps!r} (0 or more), "
+                f"tolerance {tolerance!r} (1 or more)."
+            )
+        self.scale = max(float(scale), self.min_scale)
+        # A window that became shorter than the steps already counted must still be reached: grow at the next good step.
+        self._good_steps = min(int(good_steps), self.window - 1)
+        self._tolerance = min(int(tolerance), self.hysteresis)
+
+
+class NullScaler(LossScaler):
+    """The scale of fp32 and bf16 training: always 1."""
+
+    def __init__(self) -> None:
+        super().__init__(loss_scale=1.0)
+
+
+def _require(key: str, value: object, lowest: float, expected: str) -> None:
+    """Refuses anything but a finite number from ``lowest`` on."""
+    numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not numeric or not lowest <= value < math.inf:  # type: ignore[operator]
+        raise ConfigError(f"{key} is {value!r}; expected {expected}.")

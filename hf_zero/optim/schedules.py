@@ -1,0 +1,529 @@
+"""Learning-rate schedules of the ``scheduler`` section: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest.
+
+Each schedule is a function of one integer, ``last_batch_iteration``: -1 before the first ``step()``, then 0, 1, 2, ... The
+rate for the present iteration is always in the optimizer's ``param_groups``, from construction on, so the first optimizer
+step runs at the rate of iteration -1. Parameter names, defaults and numbers are DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler as torch_schedules
+from torch.optim.lr_scheduler import LRScheduler
+
+from hf_zero.errors import CheckpointError, ConfigError, StateError, UnsupportedError
+from hf_zero.observe import warn_once
+from hf_zero.optim.keywords import at_least, boolean, nearest, number, per_group, plain_values, unknown_key
+
+VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+
+_SECTION = "scheduler.params"
+_WARMUP_TYPES = ("log", "linear")
+
+
+class IterationSchedule(LRScheduler):
+    """A schedule that computes every group's rate from ``last_batch_iteration`` alone.
+
+    It is a torch ``LRScheduler`` to ``isinstance``, but needs no more of its optimizer than a live ``param_groups``, so it
+    works on wrappers too; unlike torch's it does not replace ``optimizer.step``.
+
+    Args:
+        optimizer: anything with ``param_groups``, a list of dicts with ``lr`` (float or tensor).
+        last_batch_iteration: the iteration to continue from; -1 starts afresh.
+
+    Attributes:
+        last_batch_iteration: the iteration whose rate is set; also readable as torch's ``last_epoch``.
+        base_lrs: the rate that each group had before any schedule changed it.
+
+    Raises:
+        ConfigError: by a subclass, for parameters out of their range.
+    """
+
+    def __init__(self, optimizer: Any, last_batch_iteration: int = -1) -> None:
+        self.optimizer = optimizer
+        groups = optimizer.param_groups
+        for group in groups:
+            # Torch's convention: schedules built one after the other share one base, whatever the first one did to "lr".
+            group.setdefault("initial_lr", _as_float(group["lr"]))
+        self.base_lrs = [_as_float(group["initial_lr"]) for group in groups]
+        self.last_batch_iteration = int(at_least(f"{_SECTION}.last_batch_iteration", last_batch_iteration, -1))
+        self._step_count = 1
+        self._last_lr: list[float | torch.Tensor] = []
+
+    @property
+    def last_epoch(self) -> int:
+        """Torch's name of ``last_batch_iteration``."""
+        return self.last_batch_iteration
+
+    @last_epoch.setter
+    def last_epoch(self, value: int) -> None:
+        self.last_batch_iteration = value
+
+    def rates(self, iteration: int) -> list[float]:
+        """Returns one rate per parameter group for ``iteration`` (-1 or more), without changing anything."""
+        raise NotImplementedError
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        """Returns the rates of the present iteration, one per parameter group."""
+        return list(self.rates(self.last_batch_iteration))
+
+    def get_last_lr(self) -> list[float | torch.Tensor]:
+        """Returns the rates that are set, one per parameter group; valid from construction on.
+
+        DeepSpeed raises an ``AssertionError`` here before the first step of some schedules, which Trainer logs as rate 0;
+        here the rate that the first step will use is known and returned.
+        """
+        return list(self._last_lr)
+
+    def step(self, last_batch_iteration: int | None = None, *, batch_iteration: int | None = None) -> None:
+        """Moves to the next iteration, or to the one given, and writes its rates into ``param_groups``.
+
+        Args:
+            last_batch_iteration: the iteration to move to; None for the next one.
+            batch_iteration: the same; OneCycle and LRRangeTest of DeepSpeed spell it so.
+        """
+        target = batch_iteration if last_batch_iteration is None else last_batch_iteration
+        self.last_batch_iteration = self.last_batch_iteration + 1 if target is None else int(target)
+        self._step_count += 1
+        self._apply()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values: only the iteration, so that a changed config takes effect on resuming."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Moves to the saved iteration and writes its rates into ``param_groups``.
+
+        Raises:
+            CheckpointError: when the state has no whole number ``last_batch_iteration`` of -1 or more.
+        """
+        iteration = state_dict.get("last_batch_iteration")
+        if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < -1:
+            raise CheckpointError(
+                f"the saved state of {type(self).__name__} has last_batch_iteration {iteration!r} (keys "
+                f"{sorted(state_dict)}); a whole number from -1 on is expected: was it saved from another scheduler?"
+            )
+        self.last_batch_iteration = iteration
+        self._apply()
+
+    def _apply(self) -> None:
+        """Writes the present rates into the groups; subclasses call it at the end of their constructor."""
+        groups, rates = self._groups(), self.rates(self.last_batch_iteration)
+        for group, rate in zip(groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        self._last_lr = list(rates)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, as many as when the schedule was built."""
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self.base_lrs):
+            raise StateError(
+                f"{type(self).__name__} was built for {len(self.base_lrs)} parameter groups and the optimizer now has "
+                f"{len(groups)}; build the scheduler again after adding groups."
+            )
+        return groups
+
+
+class WarmupLR(IterationSchedule):
+    """Rises from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps``, then stays.
+
+    Args:
+        optimizer: anything with ``param_groups``.
+        warmup_min_lr: rate at iteration 0; a number, or a list with one per group.
+        warmup_max_lr: rate after the warm-up; a number, a list, or None for each group's own rate.
+        warmup_num_steps: length of the warm-up. 1 counts as 2, as in DeepSpeed; so does 0, which HF libraries write for
+            "no warm-up".
+        warmup_type: ``"log"``: the fraction of the way is log(iteration + 1) / log(warmup_num_steps); ``"linear"``:
+            iteration / warmup_num_steps.
+        last_batch_iteration: the iteration to continue from.
+
+    Raises:
+        ConfigError: for a value out of its range, or a list that does not match the groups.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: float | list[float] = 0.0,
+        warmup_max_lr: float | list[float] | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        groups = len(self.base_lrs)
+        self.min_lrs = per_group(f"{_SECTION}.warmup_min_lr", warmup_min_lr, groups)
+        self.max_lrs = (
+            self.base_lrs
+            if warmup_max_lr is None
+            else per_group(f"{_SECTION}.warmup_max_lr", warmup_max_lr, groups)
+        )
+        self.warmup_num_steps, self.warmup_type = _read_warmup(warmup_num_steps, warmup_type)
+        self._apply()
+
+    def rates(self, iteration: int) -> list[float]:
+        """Returns ``min + (max - min) * fraction`` for each group."""
+        way = self._fraction(iteration)
+        return [low + (high - low) * way for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    def _fraction(self, iteration: int) -> float:
+        """Part of the way from the lowest to the highest rate, 0 to 1."""
+        return _warmup_fraction(iteration, self.warmup_num_steps, self.warmup_type)
+
+
+class WarmupDecayLR(WarmupLR):
+    """WarmupLR, then a linear fall back to ``warmup_min_lr`` at ``total_num_steps``.
+
+    Args:
+        optimizer: anything with ``param_groups``.
+        total_num_steps: length of the whole schedule in optimizer steps.
+        warmup_min_lr: rate at iteration 0 and at the end; a number or a list.
+        warmup_max_lr: rate after the warm-up; a number or a list.
+        warmup_num_steps: length of the warm-up, as in WarmupLR.
+        warmup_type: ``"log"`` or ``"linear"``.
+        last_batch_iteration: the iteration to continue from.
+
+    Raises:
+        ConfigError: for a value out of its range, or a list that does not match the groups.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_lr: float | list[float] = 0.0,
+        warmup_max_lr: float | list[float] = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        # Before the base class, whose constructor already asks for a rate.
+        self.total_num_steps = at_least(f"{_SECTION}.total_num_steps", total_num_steps, 0)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+        _warn_short(self.total_num_steps, self.warmup_num_steps)
+
+    def _fraction(self, iteration: int) -> float:
+        if iteration < self.warmup_num_steps:
+            return super()._fraction(iteration)
+        falling_steps = max(1.0, self.total_num_steps - self.warmup_num_steps)
+        return max(0.0, (self.total_num_steps - iteration) / falling_steps)
+
+
+class WarmupCosineLR(IterationSchedule):
+    """Rises to each group's own rate, then falls along half a cosine to ``cos_min_ratio`` of it and stays there.
+
+    Before the first ``step()`` the rate is 0 whatever ``warmup_min_ratio`` says, as in DeepSpeed.
+
+    Args:
+        optimizer: anything with ``param_groups``; their rates are the peaks.
+        total_num_steps: length of the whole schedule in optimizer steps.
+        warmup_min_ratio: fraction of the peak at iteration 0.
+        warmup_num_steps: length of the warm-up, as in WarmupLR.
+        cos_min_ratio: fraction of the peak at the end.
+        warmup_type: ``"log"`` or ``"linear"``.
+        last_batch_iteration: the iteration to continue from.
+
+    Raises:
+        ConfigError: for a value out of its range.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        self.total_num_steps = at_least(f"{_SECTION}.total_num_steps", total_num_steps, 0)
+        self.warmup_min_ratio = number(f"{_SECTION}.warmup_min_ratio", warmup_min_ratio)
+        self.cos_min_ratio = number(f"{_SECTION}.cos_min_ratio", cos_min_ratio)
+        self.warmup_num_steps, self.warmup_type = _read_warmup(warmup_num_steps, warmup_type)
+        _warn_short(self.total_num_steps, self.warmup_num_steps)
+        self._apply()
+
+    def rates(self, iteration: int) -> list[float]:
+        """Returns each group's own rate times the ratio of ``iteration``."""
+        ratio = self._ratio(iteration)
+        return [base * ratio for base in self.base_lrs]
+
+    def _ratio(self, iteration: int) -> float:
+        """Fraction of the peak rate, 0 to 1."""
+        if iteration < 0:
+            return 0.0
+        if iteration < self.warmup_num_steps:
+            way = _warmup_fraction(iteration, self.warmup_num_steps, self.warmup_type)
+            return self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * way
+        falling_steps = max(1.0, self.total_num_steps - self.warmup_num_steps)
+        way = min(1.0, (iteration - self.warmup_num_steps + 1) / falling_steps)
+        cosine = (1.0 + math.cos(math.pi * way)) / 2.0
+        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine)
+
+
+class OneCycle(IterationSchedule):
+    """One rise and fall of the rate, with Adam's first beta going the other way, then a decay.
+
+    The cycle looks one iteration ahead: iteration i has the rate of position i + 1. ``betas[1]`` becomes 0.99 while the
+    momentum is cycled. Before the first ``step()`` beta 1 is ``cycle_min_mom``, as in DeepSpeed.
+
+    Args:
+        optimizer: anything with ``param_groups``.
+        cycle_min_lr: rate at both ends of the cycle; a number or a list.
+        cycle_max_lr: rate in the middle; a number or a list.
+        decay_lr_rate: after the cycle the rate is ``cycle_min_lr / (1 + decay_lr_rate * intervals)``; 0 keeps it.
+        cycle_first_step_size: length of the rise.
+        cycle_second_step_size: length of the fall; None for that of the rise.
+        cycle_first_stair_count: the rise goes in this many stairs; 0 for a line.
+        cycle_second_stair_count: the fall goes in this many stairs; None for as many as the rise.
+        decay_step_size: iterations per decay interval; 0 turns both decays off.
+        cycle_momentum: whether to cycle beta 1; off, with one warning, for optimizers without ``betas``.
+        cycle_min_mom: beta 1 in the middle of the cycle.
+        cycle_max_mom: beta 1 at its ends.
+        decay_mom_rate: after the cycle beta 1 is ``cycle_max_mom * (1 + decay_mom_rate * intervals)``; 0 keeps it.
+        last_batch_iteration: the iteration to continue from.
+
+    Raises:
+        ConfigError: for a value out of its range, or a list that does not match the groups.
+    """
+
+    _SECOND_BETA = 0.99
+
+    # Fourteen parameters: they are the keys of the JSON section, and scripts build the class by hand with them.
+    def __init__(
+        self,
+        optimizer: Any,
+        cycle_min_lr: float | list[float],
+        cycle_max_lr: float | list[float],
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: float = 0.8,
+        cycle_max_mom: float = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        groups = len(self.base_lrs)
+        self.min_lrs = per_group(f"{_SECTION}.cycle_min_lr", cycle_min_lr, groups)
+        self.max_lrs = per_group(f"{_SECTION}.cycle_max_lr", cycle_max_lr, groups)
+        self.decay_lr_rate = number(f"{_SECTION}.decay_lr_rate", decay_lr_rate)
+        self.decay_mom_rate = number(f"{_SECTION}.decay_mom_rate", decay_mom_rate)
+        self.decay_step_size = at_least(f"{_SECTION}.decay_step_size", decay_step_size, 0)
+        self.rise_steps = at_least(f"{_SECTION}.cycle_first_step_size", cycle_first_step_size, 1)
+        fall_steps = self.rise_steps if cycle_second_step_size is None else cycle_second_step_size
+        self.fall_steps = at_least(f"{_SECTION}.cycle_second_step_size", fall_steps, 0)
+        self.rise_stairs = at_least(f"{_SECTION}.cycle_first_stair_count", cycle_first_stair_count, 0)
+        fall_stairs = self.rise_stairs if cycle_second_stair_count is None else cycle_second_stair_count
+        self.fall_stairs = at_least(f"{_SECTION}.cycle_second_stair_count", fall_stairs, 0)
+        self.min_mom = number(f"{_SECTION}.cycle_min_mom", cycle_min_mom)
+        self.max_mom = number(f"{_SECTION}.cycle_max_mom", cycle_max_mom)
+        self.cycle_momentum = boolean(f"{_SECTION}.cycle_momentum", cycle_momentum) and self._has_betas()
+        self._apply()
+
+    @property
+    def cycle_steps(self) -> float:
+        """Length of the whole cycle."""
+        return self.rise_steps + self.fall_steps
+
+    def rates(self, iteration: int) -> list[float]:
+        """Returns each group's rate in the cycle, or in the decay after it."""
+        if iteration < self.cycle_steps:
+            height = self._height(iteration + 1)
+            return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        factor = 1.0 + self.decay_lr_rate * self._decay_intervals(iteration)
+        return [low / factor for low in self.min_lrs]
+
+    def momentum(self, iteration: int) -> float:
+        """Returns beta 1 of ``iteration`` (-1 or more), the same for every group."""
+        if iteration < 0:
+            return self.min_mom
+        if iteration < self.cycle_steps:
+            return self.max_mom - (self.max_mom - self.min_mom) * self._height(iteration + 1)
+        return self.max_mom * (1.0 + self.decay_mom_rate * self._decay_intervals(iteration))
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Returns the betas of the present iteration, one pair per group, or None when momentum is not cycled."""
+        if not self.cycle_momentum:
+            return None
+        betas = (self.momentum(self.last_batch_iteration), self._SECOND_BETA)
+        return [betas] * len(self.base_lrs)
+
+    def _height(self, position: float) -> float:
+        """How high the cycle stands at ``position`` (0 to its length): 0 at the ends, 1 in the middle."""
+        if position <= self.rise_steps:
+            climbed, steps, stairs = position, self.rise_steps, self.rise_stairs
+        else:
+            climbed, steps, stairs = self.cycle_steps - position, self.fall_steps, self.fall_stairs
+        # Multiplied before divided: a whole number of stairs must come out whole, or floor() loses one.
+        return math.floor(climbed * stairs / steps) / stairs if stairs else climbed / steps
+
+    def _decay_intervals(self, iteration: int) -> float:
+        """Decay intervals since the cycle's end."""
+        return (iteration - self.cycle_steps + 1) / self.decay_step_size if self.decay_step_size else 0.0
+
+    def _has_betas(self) -> bool:
+        """Whether every group has ``betas``; warns once otherwise."""
+        if all("betas" in group for group in self.optimizer.param_groups):
+            return True
+        warn_once(
+            f"{_SECTION}.cycle_momentum has no effect: {type(self.optimizer).__name__} has no betas to cycle. "
+            "Set it to false to silence this."
+        )
+        return False
+
+    def _apply(self) -> None:
+        super()._apply()
+        for group, betas in zip(self._groups(), self.get_mom() or [], strict=False):
+            group["betas"] = betas
+
+
+class LRRangeTest(IterationSchedule):
+    """Sweeps the rate upwards to find where training diverges: ``min_lr * (1 + step_rate * (iteration + 1) / step_size)``.
+
+    Args:
+        optimizer: anything with ``param_groups``.
+        lr_range_test_min_lr: first rate; a number or a list.
+        lr_range_test_step_size: iterations per interval.
+        lr_range_test_step_rate: growth per interval.
+        lr_range_test_staircase: whether the rate changes only at whole intervals.
+        last_batch_iteration: the iteration to continue from.
+
+    Raises:
+        ConfigError: for a value out of its range, or a list that does not match the groups.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        lr_range_test_min_lr: float | list[float] = 0.001,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        self.min_lrs = per_group(f"{_SECTION}.lr_range_test_min_lr", lr_range_test_min_lr, len(self.base_lrs))
+        self.step_size = at_least(f"{_SECTION}.lr_range_test_step_size", lr_range_test_step_size, 1)
+        self.step_rate = number(f"{_SECTION}.lr_range_test_step_rate", lr_range_test_step_rate)
+        self.staircase = boolean(f"{_SECTION}.lr_range_test_staircase", lr_range_test_staircase)
+        self._apply()
+
+    def rates(self, iteration: int) -> list[float]:
+        """Returns each group's rate in the sweep."""
+        interval = (iteration + 1) / self.step_size
+        if self.staircase:
+            interval = math.floor(interval)
+        return [low * (1.0 + self.step_rate * interval) for low in self.min_lrs]
+
+
+def _as_float(rate: float | torch.Tensor) -> float:
+    """A group's rate as a Python number; torch allows tensors of one element there."""
+    return float(rate)
+
+
+def _read_warmup(num_steps: object, kind: object) -> tuple[float, str]:
+    """Checks the two warm-up parameters; the length comes out as at least 2, so that its logarithm divides."""
+    steps = at_least(f"{_SECTION}.warmup_num_steps", num_steps, 0)
+    if kind not in _WARMUP_TYPES:
+        near = nearest(str(kind), _WARMUP_TYPES)
+        hint = f" Did you mean {near!r}?" if near else ""
+        raise ConfigError(f"{_SECTION}.warmup_type is {kind!r}; allowed: {', '.join(_WARMUP_TYPES)}.{hint}")
+    return max(2, steps), str(kind)
+
+
+def _warmup_fraction(iteration: int, num_steps: float, kind: str) -> float:
+    """Part of the warm-up's height that is reached at ``iteration``, 0 to 1; 0 before the first iteration."""
+    if iteration < 0:
+        return 0.0
+    if iteration >= num_steps:
+        return 1.0
+    return math.log(iteration + 1) / math.log(num_steps) if kind == "log" else iteration / num_steps
+
+
+def _warn_short(total: float, warmup: float) -> None:
+    """Warns about a schedule that ends before its warm-up does."""
+    if total < warmup:
+        warn_once(
+            f"{_SECTION}.total_num_steps is {total:g}, less than warmup_num_steps {warmup:g}: the rate drops to its "
+            "minimum right after the warm-up."
+        )
+
+
+_OWN: dict[str, type[IterationSchedule]] = {
+    kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+_NOT_FROM_JSON = {
+    "LRScheduler": "it is a base class",
+    "_LRScheduler": "it is a base class",
+    "LambdaLR": "its lambda cannot be written in JSON",
+    "MultiplicativeLR": "its lambda cannot be written in JSON",
+    "SequentialLR": "its schedulers cannot be written in JSON",
+    "ChainedScheduler": "its schedulers cannot be written in JSON",
+    "ReduceLROnPlateau": "the engine steps schedulers without a metric",
+}
+
+
+def build_scheduler(type: str, params: Mapping[str, Any] | None, optimizer: Any) -> LRScheduler:
+    """Builds the scheduler that the ``scheduler`` section asks for.
+
+    Args:
+        type: one of ``VALID_LR_SCHEDULES`` or a class of ``torch.optim.lr_scheduler``; letter case is ignored.
+        params: ``scheduler.params``; numbers may be text.
+        optimizer: for our schedules anything with live ``param_groups``; torch's need a ``torch.optim.Optimizer``.
+
+    Raises:
+        ConfigError: for an unknown type, an unknown or missing parameter, or a value out of its range.
+        UnsupportedError: for a torch class that JSON cannot describe.
+    """
+    kind = _find_class(type)
+    values = dict(params or {})
+    signature = inspect.signature(kind)
+    allowed = {name: arg for name, arg in signature.parameters.items() if name != "optimizer"}
+    for key in values:
+        if key not in allowed:
+            raise unknown_key(_SECTION, key, allowed, kind.__name__)
+    required = [name for name, arg in allowed.items() if arg.default is inspect.Parameter.empty]
+    missing = [name for name in required if name not in values]
+    if missing:
+        raise ConfigError(f"{kind.__name__} needs {', '.join(f'{_SECTION}.{name}' for name in missing)}; give a value.")
+    try:
+        return kind(optimizer, **plain_values(_SECTION, values))
+    except (TypeError, ValueError, KeyError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{_SECTION} {values!r} does not fit {kind.__name__}: {error}") from error
+
+
+def _find_class(name: str) -> Callable[..., LRScheduler]:
+    """Looks a type up among ours, then torch's, letter case ignored."""
+    torch_names = [key for key in torch_schedules.__all__ if key not in _NOT_FROM_JSON]
+    for refused, reason in _NOT_FROM_JSON.items():
+        if str(name).lower() == refused.lower():
+            raise UnsupportedError(
+                f"scheduler.type {name!r} cannot be built from the config: {reason}. Build it in code and pass it as "
+                f"lr_scheduler, or use one of: {', '.join(VALID_LR_SCHEDULES)}."
+            )
+    for known in [*_OWN, *torch_names]:
+        if str(name).lower() == known.lower():
+            return _OWN.get(known) or getattr(torch_schedules, known)
+    near = nearest(str(name), [*_OWN, *torch_names])
+    hint = f" Did you mean {near!r}?" if near else ""
+    raise ConfigError(
+        f"scheduler.type is {name!r}, which is no known scheduler.{hint} Allowed: {', '.join(VALID_LR_SCHEDULES)}, or a "
+        f"class of torch.optim.lr_scheduler: {', '.join(sorted(torch_names))}."
+    )
