@@ -1,0 +1,257 @@
+"""The only caller of torch.distributed's collectives: a native back end, a gloo back end, and records of work in flight."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_zero import observe
+from hf_zero.comm.topology import Topology
+from hf_zero.errors import CollectiveError
+
+# torch 2.13 renamed the two; both names mean the same call.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Pending:
+    """A collective in flight: its works, its label, what to do when it ends, and the buffers that must live until then.
+
+    The issuer waits exactly once; ``wait`` is idempotent and frees ``keep``.
+    """
+
+    label: str
+    works: list[Any]
+    finish: Callable[[], None] | None = None
+    keep: tuple[torch.Tensor, ...] = ()
+    done: bool = field(default=False)
+
+    def wait(self) -> None:
+        """Blocks (host back ends) or orders the current stream (device back ends) behind the collective.
+
+        Raises:
+            CollectiveError: A peer failed or the process group's timeout ran out.
+        """
+        if self.done:
+            return
+        self.done = True
+        try:
+            for work in self.works:
+                if work is not None:
+                    work.wait()
+        except RuntimeError as error:
+            raise _collective_error(self.label, error) from error
+        if self.finish is not None:
+            self.finish()
+        self.works, self.finish, self.keep = [], None, ()
+
+
+def _collective_error(label: str, error: BaseException) -> CollectiveError:
+    return CollectiveError(
+        f"rank {observe.global_rank()} failed in {label}: {error}. A peer died, hangs, or runs a different sequence of steps. "
+        f"Recent phases on this rank: {observe.recent_events()}. Look at the other ranks' logs for the first error"
+    )
+
+
+class Collectives(ABC):
+    """What the engine asks of the network: all on 1D buffers, all in the same order on every rank.
+
+    Attributes:
+        topology: The axis all calls run over.
+        sent_bytes: Bytes this rank has handed to the network so far.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self.sent_bytes = 0
+
+    @property
+    def rank(self) -> int:
+        """This rank's position on the axis."""
+        return self.topology.rank
+
+    @property
+    def world(self) -> int:
+        """Number of ranks on the axis."""
+        return self.topology.world
+
+    @abstractmethod
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
+        """Fills ``full`` (world * n,) from every rank's ``shard`` (n,); ``shard`` may be this rank's view of ``full``."""
+
+    @abstractmethod
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, unit: str) -> Pending:
+        """Writes the sum over ranks of this rank's part of ``full`` (world * n,) into ``out`` (n,), of ``out``'s dtype.
+
+        The order of summation is the same on every call; ``full`` must stay untouched until the end.
+        """
+
+    def all_reduce(self, tensor: torch.Tensor, unit: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+        """Sums (or ``op``) ``tensor`` over ranks in place."""
+        label = observe.note("all_reduce", unit)
+        if self.world == 1:
+            return Pending(label, [])
+        self.sent_bytes += 2 * tensor.numel() * tensor.element_size()
+        work = self._launch(label, lambda: dist.all_reduce(tensor, op=op, group=self.topology.group, async_op=True))
+        return Pending(label, [work], keep=(tensor,))
+
+    def broadcast(self, tensor: torch.Tensor, source: int, unit: str) -> None:
+        """Copies ``tensor`` from rank ``source`` of the axis to all, in place, and waits."""
+        label = observe.note("broadcast", unit)
+        if self.world == 1:
+            return
+        self.sent_bytes += tensor.numel() * tensor.element_size() if self.rank == source else 0
+        root = dist.get_global_rank(self.topology.group, source)
+        work = self._launch(label, lambda: dist.broadcast(tensor, root, group=self.topology.group, async_op=True))
+        Pending(label, [work], keep=(tensor,)).wait()
+
+    def broadcast_object(self, value: Any, source: int, unit: str) -> Any:
+        """Returns rank ``source``'s ``value`` (built-in containers and scalars) on every rank."""
+        label = observe.note("broadcast_object", unit)
+        if self.world == 1:
+            return value
+        box = [value]
+        root = dist.get_global_rank(self.topology.group, source)
+        self._launch(label, lambda: dist.broadcast_object_list(box, root, group=self.topology.group))
+        return box[0]
+
+    def gather_objects(self, value: Any, unit: str) -> list[Any]:
+        """Returns every rank's ``value`` in rank order, on every rank."""
+        label = observe.note("gather_objects", unit)
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        self._launch(label, lambda: dist.all_gather_object(values, value, group=self.topology.group))
+        return values
+
+    def barrier(self, unit: str) -> None:
+        """Waits for every rank."""
+        label = observe.note("barrier", unit)
+        if self.world > 1:
+            self._launch(label, lambda: dist.barrier(group=self.topology.group))
+
+    @staticmethod
+    def _launch(label: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise _collective_error(label, error) from error
+
+
+class NativeCollectives(Collectives):
+    """The back end's own all-gather and reduce-scatter (nccl, xccl, mpi)."""
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
+        label = observe.note("all_gather", unit)
+        if self.world == 1:
+            return Pending(label, [], finish=lambda: _copy_unless_same(full, shard))
+        self.sent_bytes += (self.world - 1) * shard.numel() * shard.element_size()
+        work = self._launch(label, lambda: _all_gather_single(full, shard, group=self.topology.group, async_op=True))
+        return Pending(label, [work], keep=(full, shard))
+
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, unit: str) -> Pending:
+        label = observe.note("reduce_scatter", unit)
+        if self.world == 1:
+            return Pending(label, [], finish=lambda: _copy_unless_same(out, full))
+        self.sent_bytes += (self.world - 1) * out.numel() * full.element_size()
+        part = out if out.dtype == full.dtype else torch.empty_like(out, dtype=full.dtype)
+        work = self._launch(label, lambda: _reduce_scatter_single(part, full, group=self.topology.group, async_op=True))
+        return Pending(label, [work], finish=lambda: _copy_unless_same(out, part), keep=(full, part))
+
+
+class GlooCollectives(Collectives):
+    """Direct exchange over gloo: each rank sends its peers their parts, and sums in rank order.
+
+    [Note: direct exchange on gloo] gloo's own ring all-gather and reduce-scatter take 2 to 3 times as long as the same
+    bytes sent directly to each peer (measured on 2 ranks), and the ring's order of summation depends on the rank.
+    Sending directly and summing locally in rank order is faster and deterministic. 16-bit parts are summed in the dtype of
+    ``out``, so a bf16 message is added up in fp32. Device tensors are staged through the host.
+    """
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
+        label = observe.note("all_gather", unit)
+        numel = shard.numel()
+        if full.device.type != "cpu":
+            host_full, host_shard = torch.empty(full.shape, dtype=full.dtype), shard.cpu()
+            works = self._exchange(label, lambda peer: host_shard, lambda peer: host_full[peer * numel : (peer + 1) * numel])
+
+            def finish() -> None:
+                host_full[self.rank * numel : (self.rank + 1) * numel].copy_(host_shard)
+                full.copy_(host_full)
+
+            return Pending(label, works, finish, keep=(full, host_full, host_shard))
+        _copy_unless_same(full[self.rank * numel : (self.rank + 1) * numel], shard)
+        works = self._exchange(label, lambda peer: shard, lambda peer: full[peer * numel : (peer + 1) * numel])
+        return Pending(label, works, keep=(full, shard))
+
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, unit: str) -> Pending:
+        label = observe.note("reduce_scatter", unit)
+        numel = out.numel()
+        host = full if full.device.type == "cpu" else full.cpu()
+        parts = [host[self.rank * numel : (self.rank + 1) * numel]] * self.world
+        for peer in self._peers():
+            parts[peer] = torch.empty(numel, dtype=host.dtype)
+        works = self._exchange(label, lambda peer: host[peer * numel : (peer + 1) * numel], lambda peer: parts[peer])
+
+        def finish() -> None:
+            _sum_in_order(parts, out)
+
+        return Pending(label, works, finish, keep=(full, host, *parts))
+
+    def _peers(self) -> list[int]:
+        # Start behind this rank, so that not all ranks send to rank 0 first.
+        return [(self.rank + step) % self.world for step in range(1, self.world)]
+
+    def _exchange(
+        self, label: str, outgoing: Callable[[int], torch.Tensor], incoming: Callable[[int], torch.Tensor]
+    ) -> list[Any]:
+        group = self.topology.group
+        works = []
+
+        def launch() -> None:
+            for peer in self._peers():
+                target = dist.get_global_rank(group, peer)
+                message, place = outgoing(peer), incoming(peer)
+                if message.numel():
+                    self.sent_bytes += message.numel() * message.element_size()
+                    works.append(dist.irecv(place, src=target, group=group))
+                    works.append(dist.isend(message, dst=target, group=group))
+
+        self._launch(label, launch)
+        return works
+
+
+def _copy_unless_same(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.data_ptr() != source.data_ptr() or target.device != source.device:
+        target.copy_(source)
+
+
+def _sum_in_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:
+    """out = parts[0] + parts[1] + ... , left to right, in ``out``'s dtype; ``out`` shares no memory with the parts."""
+    if out.device.type != "cpu":
+        total = torch.empty(out.shape, dtype=out.dtype)
+        _sum_in_order(parts, total)
+        out.copy_(total)
+        return
+    if len(parts) == 1:
+        _copy_unless_same(out, parts[0])
+        return
+    if parts[0].dtype == out.dtype:
+        torch.add(parts[0], parts[1], out=out)
+    else:
+        out.copy_(parts[0])
+        out.add_(parts[1])
+    for part in parts[2:]:
+        out.add_(part)
+
+
+def build_collectives(topology: Topology) -> Collectives:
+    """The back end that fits the group: direct exchange on gloo, the native calls elsewhere."""
+    backend = str(dist.get_backend(topology.group))
+    return GlooCollectives(topology) if backend == "gloo" else NativeCollectives(topology)

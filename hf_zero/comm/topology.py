@@ -1,0 +1,124 @@
+"""The default process group and the groups the engine works in: every process group is created here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_zero.errors import ConfigError
+from hf_zero.observe import log_rank0
+
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The data-parallel axis this engine shards over.
+
+    Attributes:
+        group: Process group of the axis.
+        rank: This process' position on the axis.
+        world: Number of ranks on the axis.
+        device: Device that parameters and collectives use on this rank.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    world: int
+    device: torch.device
+
+
+def default_device() -> torch.device:
+    """The accelerator of this local rank, or the CPU."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")) % max(count, 1))
+
+
+def default_backend() -> str:
+    """The backend torch.distributed recommends for the device of this rank (nccl, xccl, ...; gloo on a CPU)."""
+    device = default_device()
+    return "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
+
+
+def default_timeout() -> timedelta:
+    """Time a collective may take. ``DEEPSPEED_TIMEOUT`` (minutes) is honoured; else torch.distributed's default."""
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
+    if minutes is not None:
+        try:
+            return timedelta(minutes=float(minutes))
+        except ValueError:
+            raise ConfigError(f"environment variable DEEPSPEED_TIMEOUT is {minutes!r}, a number of minutes is allowed") from None
+    return dist.constants.default_pg_timeout
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Creates the default torch.distributed group when there is none; does nothing when there is one.
+
+    The arguments are those of DeepSpeed's function of the same name. Without a launcher's environment
+    (RANK, WORLD_SIZE, ...) the process becomes a group of one, with no port opened.
+
+    Args:
+        dist_backend: Name of a torch.distributed backend; None takes the device's own.
+        auto_mpi_discovery: Accepted; ranks come from the launcher's environment.
+        distributed_port: Port of rank 0 when the environment names no MASTER_PORT.
+        verbose: Log one line on rank 0.
+        timeout: Longest time a collective may take.
+        init_method: Passed to torch.distributed.
+        dist_init_required: False with no group is an error; None and True create one.
+        config: Accepted; nothing is read from it.
+        rank: Rank, when the environment is not to be asked.
+        world_size: Number of ranks, likewise.
+
+    Raises:
+        ConfigError: The environment is incomplete, or no group exists and ``dist_init_required`` is False.
+    """
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise ConfigError("dist_init_required is False but there is no torch.distributed process group; create one first or pass None")
+    backend = dist_backend or default_backend()
+    timeout = timeout or default_timeout()
+    device = default_device()
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    if init_method is None and rank < 0 and "RANK" not in os.environ:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but RANK is not set; start with torchrun or accelerate launch")
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+        missing = [name for name in _RENDEZVOUS if name not in os.environ]
+        if init_method is None and rank < 0 and missing:
+            raise ConfigError(f"environment variables {', '.join(missing)} are missing; start with torchrun or accelerate launch")
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    if verbose:
+        log_rank0("process group: backend %s, %d rank(s), timeout %s", backend, dist.get_world_size(), timeout)
+
+
+def build_topology(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Topology:
+    """The data-parallel axis over ``group`` (default: all ranks), created if no process group exists yet."""
+    init_distributed()
+    group = group if group is not None else dist.group.WORLD
+    if group is None:
+        raise ConfigError("there is no default process group")
+    return Topology(group, dist.get_rank(group), dist.get_world_size(group), device or default_device())

@@ -1,0 +1,98 @@
+"""Logging and spans: one label per phase, shared by the profiler, the ring of recent events and the tests."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+logger = logging.getLogger("hf_zero")
+if not logger.handlers and not logging.getLogger().handlers:
+    _handler = logging.StreamHandler()
+    _handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [hf_zero] %(message)s"))
+    logger.addHandler(_handler)
+    logger.propagate = False
+logger.setLevel(os.environ.get("HF_ZERO_LOG_LEVEL", "INFO").upper())
+
+_RING_SIZE = 64
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Event:
+    """One entered phase: when (seconds, monotonic) and its label, for example ``hf_zero::gather (layers.3)``."""
+
+    seconds: float
+    label: str
+
+
+_ring: deque[Event] = deque(maxlen=_RING_SIZE)
+_listeners: list[Callable[[str], None]] = []
+
+
+def label(phase: str, unit: str = "") -> str:
+    """Returns the one spelling of a phase's name."""
+    return f"hf_zero::{phase} ({unit})" if unit else f"hf_zero::{phase}"
+
+
+def note(phase: str, unit: str = "") -> str:
+    """Records that a phase begins, in the ring and for listeners; returns its label."""
+    text = label(phase, unit)
+    _ring.append(Event(time.monotonic(), text))
+    for listener in _listeners:
+        listener(text)
+    return text
+
+
+@contextmanager
+def span(phase: str, unit: str = "") -> Iterator[None]:
+    """A phase with a beginning and an end: a profiler range when a profiler runs, an entry in the ring always."""
+    text = note(phase, unit)
+    if torch.autograd.profiler._is_profiler_enabled:
+        with torch.autograd.profiler.record_function(text):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def record_labels() -> Iterator[list[str]]:
+    """Collects the labels noted inside the ``with``; what trace tests compare."""
+    labels: list[str] = []
+    _listeners.append(labels.append)
+    try:
+        yield labels
+    finally:
+        _listeners.remove(labels.append)
+
+
+def recent_events(count: int = 8) -> str:
+    """The last ``count`` labels with their age in seconds, newest last; part of every collective error."""
+    now = time.monotonic()
+    return "; ".join(f"{event.label} {now - event.seconds:.1f}s ago" for event in list(_ring)[-count:]) or "none"
+
+
+def global_rank() -> int:
+    """This process' rank: the process group's if there is one, else the launcher's environment, else 0."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+def log_rank0(message: str, *args: object, level: int = logging.INFO) -> None:
+    """Logs on rank 0 only; ``args`` are formatted lazily."""
+    if logger.isEnabledFor(level) and global_rank() == 0:
+        logger.log(level, message, *args)
+
+
+def warn_once(message: str) -> None:
+    """Warns once per process for the same text, on rank 0 only."""
+    if message not in _warned:
+        _warned.add(message)
+        log_rank0(message, level=logging.WARNING)

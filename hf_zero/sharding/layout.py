@@ -1,0 +1,148 @@
+"""Pure arithmetic of flat units: offsets, padding, rank ranges, group segments. No tensor is touched here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+# A parameter starts at a multiple of this many elements: 32 bytes in 16 bit, 64 bytes in fp32. cuBLAS wants 16 bytes for its
+# fast paths, AVX-512 loads are 64 bytes, and a shard that starts aligned can be sliced by any kernel.
+ALIGNMENT = 16
+
+FROZEN = -1  # group of parameters that no optimizer updates
+
+
+@dataclass(frozen=True)
+class Range:
+    """Half-open range of element positions inside a unit."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 0 when empty."""
+        return max(0, self.stop - self.start)
+
+    def intersect(self, other: Range) -> Range:
+        """The common part; empty (``numel == 0``) when there is none."""
+        start = max(self.start, other.start)
+        return Range(start, max(start, min(self.stop, other.stop)))
+
+    def shift(self, by: int) -> Range:
+        """The same range counted from another origin."""
+        return Range(self.start + by, self.stop + by)
+
+
+@dataclass(frozen=True)
+class ParamSlot:
+    """Where one parameter lies inside its unit.
+
+    Attributes:
+        name: Dotted name in the model.
+        shape: Full shape.
+        numel: Elements of the full parameter (may be 0).
+        offset: First element inside the unit.
+        group: Index of the optimizer's param group, or ``FROZEN``.
+    """
+
+    name: str
+    shape: torch.Size
+    numel: int
+    offset: int
+    group: int
+
+    @property
+    def range(self) -> Range:
+        """Its elements inside the unit."""
+        return Range(self.offset, self.offset + self.numel)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Contiguous elements of one param group inside one rank's shard, counted from the start of the unit."""
+
+    group: int
+    range: Range
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """One flat buffer: its parameters, its padding and its division over ranks.
+
+    Attributes:
+        name: Name of the unit.
+        slots: Parameters by rising offset; those of one group lie side by side.
+        padded_numel: Elements of the whole buffer, a multiple of ``world * ALIGNMENT``.
+        world: Ranks that share it.
+        dtype: Type of the parameters.
+    """
+
+    name: str
+    slots: tuple[ParamSlot, ...]
+    padded_numel: int
+    world: int
+    dtype: torch.dtype
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard."""
+        return self.padded_numel // self.world
+
+    @property
+    def numel(self) -> int:
+        """Elements that belong to parameters, padding left out."""
+        return sum(slot.numel for slot in self.slots)
+
+    def shard_range(self, rank: int) -> Range:
+        """Elements that ``rank`` owns."""
+        return Range(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    def segments(self, rank: int) -> tuple[Segment, ...]:
+        """The parts of ``rank``'s shard, one per param group that reaches into it; ``FROZEN`` is left out.
+
+        A segment covers the alignment gaps between its parameters: they hold zeros and an element-wise optimizer keeps them zero.
+        """
+        extents: dict[int, Range] = {}
+        for slot in self.slots:
+            if slot.group == FROZEN or slot.numel == 0:
+                continue
+            known = extents.get(slot.group)
+            extents[slot.group] = Range(known.start if known else slot.range.start, slot.range.stop)
+        shard = self.shard_range(rank)
+        parts = ((group, extent.intersect(shard)) for group, extent in extents.items())
+        return tuple(Segment(group, part) for group, part in parts if part.numel)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``value``."""
+    return math.ceil(value / multiple) * multiple
+
+
+def build_layout(
+    name: str, params: Sequence[tuple[str, torch.Size]], groups: Sequence[int], dtype: torch.dtype, world: int
+) -> tuple[UnitLayout, tuple[int, ...]]:
+    """Places parameters in a flat buffer, param group by param group and in the given order within one.
+
+    Args:
+        name: Name of the unit.
+        params: (dotted name, full shape) of each parameter.
+        groups: Param group of each parameter, ``FROZEN`` for none.
+        dtype: Their common type.
+        world: Ranks that will share the buffer.
+
+    Returns:
+        The layout, and for each of its slots the index into ``params``.
+    """
+    order = tuple(sorted(range(len(params)), key=lambda index: groups[index]))  # stable: keeps the order within a group
+    slots, offset = [], 0
+    for index in order:
+        param_name, shape = params[index]
+        numel = math.prod(shape)
+        slots.append(ParamSlot(param_name, torch.Size(shape), numel, offset, groups[index]))
+        offset = round_up(offset + numel, ALIGNMENT)
+    padded = max(round_up(offset, world * ALIGNMENT), world * ALIGNMENT)
+    return UnitLayout(name, tuple(slots), padded, world, dtype), order

@@ -1,0 +1,48 @@
+"""ZeRO stages 0 to 3 as rows of one table; no other file asks for the number of a stage to decide what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_zero.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class StagePolicy:
+    """What a stage shards, and when its gradients are reduced.
+
+    Attributes:
+        stage: Its number, for messages.
+        shards_optimizer: Each rank keeps and updates masters and moments of its own shard only.
+        shards_parameters: Units are released between uses and gathered for them.
+        reduces_each_micro_step: Gradients are reduced in every backward; otherwise at the boundary only.
+        allows_deferral: ``no_sync()`` may postpone the reduction to a later micro-step.
+    """
+
+    stage: int
+    shards_optimizer: bool
+    shards_parameters: bool
+    reduces_each_micro_step: bool
+    allows_deferral: bool
+
+
+# [Note: when stage 1 reduces] Stage 1 reduces in every backward like stages 2 and 3, because the order of summation is part of
+# the result: ranks first, micro-steps second, in all three, makes them equal bit for bit under accumulation too. As with DDP,
+# ``no_sync()`` (which accelerate's ``accumulate()`` enters at stages 0 and 1) postpones it to the boundary and saves the traffic.
+_STAGES = {
+    0: StagePolicy(0, shards_optimizer=False, shards_parameters=False, reduces_each_micro_step=False, allows_deferral=True),
+    1: StagePolicy(1, shards_optimizer=True, shards_parameters=False, reduces_each_micro_step=True, allows_deferral=True),
+    2: StagePolicy(2, shards_optimizer=True, shards_parameters=False, reduces_each_micro_step=True, allows_deferral=False),
+    3: StagePolicy(3, shards_optimizer=True, shards_parameters=True, reduces_each_micro_step=True, allows_deferral=False),
+}
+
+
+def stage_policy(stage: int) -> StagePolicy:
+    """The policy of ZeRO stage ``stage`` (Rajbhandari et al., arXiv 1910.02054, section 5).
+
+    Raises:
+        ConfigError: The stage is not 0, 1, 2 or 3.
+    """
+    if stage not in _STAGES:
+        raise ConfigError(f"zero_optimization.stage is {stage!r}, allowed are {sorted(_STAGES)}")
+    return _STAGES[stage]
