@@ -270,6 +270,7 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int, folder: str)
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays; collections between jobs need not look at it
     _FACTORIES.update({name: getattr(torch, name) for name in ("empty", "zeros", "ones", "full", "tensor", "arange")})
     stack = open(os.path.join(folder, f"stack_{rank}"), "w")  # noqa: SIM115 - lives as long as the process
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
