@@ -1,0 +1,70 @@
+"""Build backend: setuptools' wheel plus the start-up hook that serves the `deepspeed` alias.
+
+A ``.pth`` file must lie directly in site-packages. setuptools can place one there for neither a wheel nor an editable
+install, and wheels are plain zip files, so this file adds it through the public hooks of PEP 517 and PEP 660. The editable wheel
+is written here as a whole: one ``.pth`` file with the source folder and the hook, which Python reads in that order.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from setuptools import build_meta
+
+get_requires_for_build_wheel = build_meta.get_requires_for_build_wheel
+get_requires_for_build_editable = build_meta.get_requires_for_build_wheel
+get_requires_for_build_sdist = build_meta.get_requires_for_build_sdist
+prepare_metadata_for_build_wheel = build_meta.prepare_metadata_for_build_wheel
+prepare_metadata_for_build_editable = build_meta.prepare_metadata_for_build_wheel
+build_sdist = build_meta.build_sdist
+
+Settings = dict[str, Any] | None
+
+HOOK_FILE = "hf_zero.pth"
+HOOK_LINE = "import _hf_zero_startup\n"
+WHEEL_FILE = "Wheel-Version: 1.0\nGenerator: hf_zero_build\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
+
+def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
+    """Builds the wheel with setuptools, then adds the hook; returns the file's name."""
+    name = build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+    path = Path(wheel_directory, name)
+    with zipfile.ZipFile(path) as wheel:
+        files = {info.filename: wheel.read(info) for info in wheel.infolist() if not info.is_dir()}
+    files[HOOK_FILE] = HOOK_LINE.encode()
+    _write_wheel(path, files)
+    return name
+
+
+def build_editable(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
+    """Builds a wheel that holds the metadata and one ``.pth`` file naming this source folder; returns the file's name."""
+    root = Path(__file__).resolve().parents[1]
+    with tempfile.TemporaryDirectory() as folder:
+        dist_info = Path(folder, prepare_metadata_for_build_wheel(folder, config_settings))
+        files = {f"{dist_info.name}/{file.relative_to(dist_info).as_posix()}": file.read_bytes() for file in dist_info.rglob("*") if file.is_file()}
+        files[f"{dist_info.name}/WHEEL"] = WHEEL_FILE.encode()
+        files[HOOK_FILE] = f"{root}{os.linesep}{HOOK_LINE}".encode()
+        name = f"{dist_info.stem}-0.editable-py3-none-any.whl"
+        _write_wheel(Path(wheel_directory, name), files)
+    return name
+
+
+def _write_wheel(path: Path, files: dict[str, bytes]) -> None:
+    """Writes a wheel with a fresh RECORD; the metadata folder comes last, as the format recommends."""
+    record = next(name for name in files if name.endswith(".dist-info/WHEEL")).replace("/WHEEL", "/RECORD")
+    files.pop(record, None)
+    lines = [f"{name},sha256={_digest(data)},{len(data)}" for name, data in files.items()]
+    files[record] = "\n".join([*lines, f"{record},,\n"]).encode()
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for name in sorted(files, key=lambda file: (".dist-info/" in file, file)):
+            wheel.writestr(name, files[name])
+
+
+def _digest(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

@@ -1,0 +1,93 @@
+"""`deepspeed.comm`: process start-up and questions about ranks, over torch.distributed.
+
+Collectives of `deepspeed.comm` are torch.distributed's own functions, mapped by the table.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from hf_zero.comm import topology
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Creates the default torch.distributed group, see :func:`hf_zero.comm.topology.init_distributed` for the arguments.
+
+    Called by accelerate with ``dist_backend=None`` it also tells accelerate which backend was taken,
+    see [Note: accelerate without an accelerator].
+    """
+    topology.init_distributed(
+        dist_backend, auto_mpi_discovery, distributed_port, verbose, timeout, init_method, dist_init_required, config, rank, world_size
+    )
+    if dist_backend is None:
+        _tell_accelerate(dist.get_backend())
+
+
+def _tell_accelerate(backend: str) -> None:
+    """[Note: accelerate without an accelerator]
+
+    ``PartialState.__init__`` picks a backend from the accelerators it knows. On a machine without one it has None, calls
+    us with ``dist_backend=None``, and then takes "no backend" for "one process": every rank would see
+    ``num_processes == 1`` and ``is_main_process``, read the whole data set and write the same files. The group exists,
+    so the one missing fact is its backend; accelerate keeps it in the dictionary all states share. We fill it in only while
+    that object is being built (its counts are not there yet) and only if it found none itself.
+    """
+    state_module = sys.modules.get("accelerate.state")
+    if state_module is None:
+        return
+    shared = state_module.PartialState._shared_state
+    if shared and shared.get("backend") is None and "num_processes" not in shared:
+        shared["backend"] = backend
+
+
+def is_available() -> bool:
+    """Whether this PyTorch can communicate at all."""
+    return dist.is_available()
+
+
+def is_initialized() -> bool:
+    """Whether the default process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    """Rank in ``group`` (default: all); a process without a group is rank 0 of 1."""
+    return dist.get_rank(group) if is_initialized() else 0
+
+
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Number of ranks in ``group`` (default: all)."""
+    return dist.get_world_size(group) if is_initialized() else 1
+
+
+def get_local_rank() -> int:
+    """Rank on this machine, as the launcher says."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def get_world_group() -> dist.ProcessGroup | None:
+    """The default process group, None before there is one."""
+    return dist.group.WORLD if is_initialized() else None
+
+
+def barrier(group: dist.ProcessGroup | None = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
+    """Waits for all ranks of ``group``; returns at once in a process without a group."""
+    if not is_initialized():
+        return None
+    return dist.barrier(group=group, async_op=async_op, device_ids=device_ids)

@@ -1,0 +1,240 @@
+"""The alias table: every `deepspeed.*` name that hf_zero serves, and those it refuses with what to use instead.
+
+One row is ``"deepspeed.name": "module:attribute"``; the right side is imported when the name is first used. Modules are
+not listed: each proper prefix of a row is one. A name in neither table does not exist.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+DEEPSPEED_VERSION: Final = "0.19.6"
+
+_COMM_OWN = (
+    "init_distributed",
+    "is_available",
+    "is_initialized",
+    "get_rank",
+    "get_local_rank",
+    "get_world_size",
+    "get_world_group",
+    "barrier",
+)
+_COMM_TORCH = (
+    "ReduceOp",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "broadcast_object_list",
+    "destroy_process_group",
+    "gather",
+    "get_backend",
+    "get_global_rank",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+)
+_ZERO = ("Init", "GatheredParameters", "register_external_parameter", "ZeroParamStatus")
+_FULL_VALUES = (
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+)
+_LEAF_MODULES = ("set_z3_leaf_modules", "unset_z3_leaf_modules", "get_z3_leaf_modules")
+_GROUPS = (
+    "_get_data_parallel_group",
+    "_get_data_parallel_rank",
+    "_get_data_parallel_world_size",
+    "_get_model_parallel_rank",
+    "_get_model_parallel_world_size",
+    "_get_sequence_data_parallel_group",
+    "_get_sequence_data_parallel_rank",
+    "_get_sequence_data_parallel_world_size",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+)
+_SCHEDULES = ("VALID_LR_SCHEDULES", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+_CHECKPOINTING = ("configure", "is_configured", "reset", "checkpoint")
+
+PROVIDED: Final[dict[str, str]] = {
+    # The calls every script makes.
+    "deepspeed.initialize": "hf_zero:initialize",
+    "deepspeed.DeepSpeedEngine": "hf_zero.engine.engine:Engine",
+    "deepspeed.runtime.engine.DeepSpeedEngine": "hf_zero.engine.engine:Engine",
+    "deepspeed.DeepSpeedOptimizer": "hf_zero.optim.sharded:ShardedOptimizer",
+    "deepspeed.ZeROOptimizer": "hf_zero.optim.sharded:ShardedOptimizer",
+    "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer": "hf_zero.optim.sharded:ShardedOptimizer",
+    "deepspeed.runtime.base_optimizer.ZeROOptimizer": "hf_zero.optim.sharded:ShardedOptimizer",
+    "deepspeed.init_distributed": "hf_zero.compat.comm:init_distributed",
+    "deepspeed.add_config_arguments": "hf_zero.compat.command_line:add_config_arguments",
+    # Processes and devices.
+    **{f"deepspeed.comm.{name}": f"hf_zero.compat.comm:{name}" for name in _COMM_OWN},
+    **{f"deepspeed.comm.{name}": f"torch.distributed:{name}" for name in _COMM_TORCH},
+    "deepspeed.accelerator.get_accelerator": "hf_zero.compat.accelerator:get_accelerator",
+    "deepspeed.get_accelerator": "hf_zero.compat.accelerator:get_accelerator",
+    "deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME": "hf_zero.compat.command_line:DEEPSPEED_ENVIRONMENT_NAME",
+    **{f"deepspeed.utils.groups.{name}": f"hf_zero.compat.groups:{name}" for name in _GROUPS},
+    # ZeRO: construction and access to whole values.
+    **{f"deepspeed.zero.{name}": f"hf_zero.zero:{name}" for name in _ZERO},
+    **{f"deepspeed.runtime.zero.{name}": f"hf_zero.zero:{name}" for name in _ZERO},
+    **{f"deepspeed.runtime.zero.partition_parameters.{name}": f"hf_zero.zero:{name}" for name in _ZERO},
+    "deepspeed.zero.partition_parameters": "deepspeed.runtime.zero.partition_parameters",
+    "deepspeed.runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor": (
+        "hf_zero.compat.constructors:zero_wrapper_for_fp_tensor_constructor"
+    ),
+    "deepspeed.runtime.zero.partition_parameters._orig_torch_arange": "torch:arange",
+    "deepspeed.runtime.zero.partition_parameters.get_accelerator": "hf_zero.compat.accelerator:get_accelerator",
+    **{f"deepspeed.utils.{name}": f"hf_zero.utils:{name}" for name in (*_FULL_VALUES, *_LEAF_MODULES)},
+    **{f"deepspeed.utils.z3_leaf_module.{name}": f"hf_zero.utils:{name}" for name in _LEAF_MODULES},
+    # Optimizers and schedules that are constructed by hand (or by accelerate, for an offloaded optimizer).
+    "deepspeed.ops.adam.DeepSpeedCPUAdam": "hf_zero.compat.ops:DeepSpeedCPUAdam",
+    "deepspeed.ops.adam.FusedAdam": "hf_zero.compat.ops:FusedAdam",
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": "hf_zero.compat.ops:DeepSpeedCPUAdam",
+    "deepspeed.ops.adam.fused_adam.FusedAdam": "hf_zero.compat.ops:FusedAdam",
+    "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad": "hf_zero.compat.ops:DeepSpeedCPUAdagrad",
+    "deepspeed.ops.lion.DeepSpeedCPULion": "hf_zero.compat.ops:DeepSpeedCPULion",
+    "deepspeed.ops.lion.FusedLion": "hf_zero.compat.ops:FusedLion",
+    **{f"deepspeed.runtime.lr_schedules.{name}": f"hf_zero.optim.schedules:{name}" for name in _SCHEDULES},
+    # Checkpoints: of the model, and of activations.
+    "deepspeed.checkpoint.utils.clone_tensors_for_torch_save": "hf_zero.compat.tensors:clone_tensors_for_torch_save",
+    "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint": (
+        "hf_zero.checkpoint.zero_to_fp32:get_fp32_state_dict_from_zero_checkpoint"
+    ),
+    "deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict": (
+        "hf_zero.checkpoint.zero_to_fp32:convert_zero_checkpoint_to_fp32_state_dict"
+    ),
+    "deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint": (
+        "hf_zero.checkpoint.zero_to_fp32:load_state_dict_from_zero_checkpoint"
+    ),
+    **{f"deepspeed.checkpointing.{name}": f"hf_zero.compat.checkpointing:{name}" for name in _CHECKPOINTING},
+    **{
+        f"deepspeed.runtime.activation_checkpointing.checkpointing.{name}": f"hf_zero.compat.checkpointing:{name}"
+        for name in _CHECKPOINTING
+    },
+    # Logging.
+    "deepspeed.utils.logger": "hf_zero.observe:logger",
+    "deepspeed.utils.log_dist": "hf_zero.compat.logs:log_dist",
+    "deepspeed.utils.logging.logger": "hf_zero.observe:logger",
+    "deepspeed.utils.logging.log_dist": "hf_zero.compat.logs:log_dist",
+}
+
+_SEQUENCE = "Ulysses sequence parallelism is not implemented; use accelerate's context parallelism (cp_size) or shorter sequences"
+_PIPELINE = "pipeline parallelism is not implemented; ZeRO stage 3 shards the parameters of a model too large for one device"
+_INFERENCE = "inference kernels are not implemented; train with hf_zero, then serve the saved Hugging Face model with vLLM, TGI or transformers"
+_MOE = "expert parallelism is not implemented; Mixture-of-Experts models of transformers train with ZeRO stages 0-3 as they are"
+_CONFIG = "hf_zero reads the configuration with hf_zero.config.resolve.resolve(source), which returns every value with its origin"
+_BUILDER = "nothing is compiled at run time, so there are no op builders"
+_TENSOR_PARALLEL = "AutoTP is not implemented in this version; remove tensor_parallel.autotp_size and use ZeRO stage 3"
+_ONEBIT = "compressed optimizers are not implemented in this version; use AdamW with communication_data_type bf16"
+
+REFUSED: Final[dict[str, str]] = {
+    # Names that the scanned libraries mention.
+    "deepspeed.tp_model_init": _TENSOR_PARALLEL,
+    "deepspeed.runtime.sequence_parallel": _SEQUENCE,
+    "deepspeed.sequence": _SEQUENCE,
+    "deepspeed.utils.groups._get_sequence_parallel_group": _SEQUENCE,
+    "deepspeed.utils.groups._get_sequence_parallel_rank": _SEQUENCE,
+    "deepspeed.utils.groups._get_sequence_parallel_world_size": _SEQUENCE,
+    "deepspeed.runtime.utils.move_to_device": "use accelerate.utils.send_to_device(batch, device)",
+    "deepspeed.utils.is_initialized": "DeepSpeed has no such function either; use deepspeed.comm.is_initialized()",
+    "deepspeed.utils.zero_to_fp32.get_model_state_file": (
+        "checkpoints hold safetensors, not one pickle per rank; use get_fp32_state_dict_from_zero_checkpoint(dir)"
+    ),
+    "deepspeed.utils.zero_to_fp32.get_optim_files": (
+        "checkpoints hold safetensors, not one pickle per rank; use get_fp32_state_dict_from_zero_checkpoint(dir)"
+    ),
+    # The rest of DeepSpeed's public API.
+    "deepspeed.init_inference": _INFERENCE,
+    "deepspeed.InferenceEngine": _INFERENCE,
+    "deepspeed.DeepSpeedInferenceConfig": _INFERENCE,
+    "deepspeed.inference": _INFERENCE,
+    "deepspeed.model_implementations": _INFERENCE,
+    "deepspeed.module_inject": _INFERENCE,
+    "deepspeed.replace_transformer_layer": _INFERENCE,
+    "deepspeed.revert_transformer_layer": _INFERENCE,
+    "deepspeed.DeepSpeedHybridEngine": "the hybrid engine is not implemented; generate with the model under GatheredParameters, or with vLLM",
+    "deepspeed.runtime.hybrid_engine": "the hybrid engine is not implemented; generate with the model under GatheredParameters, or with vLLM",
+    "deepspeed.PipelineModule": _PIPELINE,
+    "deepspeed.PipelineEngine": _PIPELINE,
+    "deepspeed.pipe": _PIPELINE,
+    "deepspeed.runtime.pipe": _PIPELINE,
+    "deepspeed.moe": _MOE,
+    "deepspeed.utils.groups": "only the data-parallel getters are provided; other process groups do not exist here",
+    "deepspeed.DeepSpeedConfig": _CONFIG,
+    "deepspeed.runtime.config": _CONFIG,
+    "deepspeed.runtime.config_utils": _CONFIG,
+    "deepspeed.runtime.zero.config": _CONFIG,
+    "deepspeed.DeepSpeedTransformerLayer": "fused transformer layers are not implemented; use attn_implementation='sdpa' or torch.compile",
+    "deepspeed.DeepSpeedTransformerConfig": "fused transformer layers are not implemented; use attn_implementation='sdpa' or torch.compile",
+    "deepspeed.ops.transformer": "fused transformer layers are not implemented; use attn_implementation='sdpa' or torch.compile",
+    "deepspeed.ops.sparse_attention": "sparse attention is not implemented; use attn_implementation='sdpa' or flex_attention",
+    "deepspeed.ops.op_builder": _BUILDER,
+    "deepspeed.op_builder": _BUILDER,
+    "deepspeed.ops.__compatible_ops__": _BUILDER,
+    "deepspeed.ops.lamb": "LAMB needs whole tensors and is not implemented; use AdamW",
+    "deepspeed.ops.muon": "Muon needs whole matrices and is not implemented; use AdamW",
+    "deepspeed.ops.aio": "asynchronous file I/O is not a public interface of hf_zero",
+    "deepspeed.runtime.fp16.onebit": _ONEBIT,
+    "deepspeed.runtime.fp16": "loss scaling lives in the engine; set the fp16 section of the configuration",
+    "deepspeed.runtime.bf16_optimizer": "the engine keeps fp32 masters itself; set the bf16 section of the configuration",
+    "deepspeed.runtime.zero.stage_1_and_2": "one engine serves every stage; use deepspeed.initialize(...) and engine.optimizer",
+    "deepspeed.runtime.zero.stage3": "one engine serves every stage; use deepspeed.initialize(...) and engine.optimizer",
+    "deepspeed.runtime.zero.parameter_offload": "one engine serves every stage; use deepspeed.initialize(...) and engine.optimizer",
+    "deepspeed.zero.TiledLinear": "tiled layers are not implemented; ZeRO stage 3 shards a layer of any size",
+    "deepspeed.zero.MiCS_Init": "MiCS is not implemented; use deepspeed.zero.Init",
+    "deepspeed.runtime.zero.mics": "MiCS is not implemented; use deepspeed.zero.Init",
+    "deepspeed.zero.ZeroParamType": "use the parameter's ds_status and deepspeed.zero.ZeroParamStatus",
+    "deepspeed.OnDevice": "build the model under torch.device('meta') or under deepspeed.zero.Init()",
+    "deepspeed.utils.OnDevice": "build the model under torch.device('meta') or under deepspeed.zero.Init()",
+    "deepspeed.runtime.dataloader": "pass training_data to deepspeed.initialize, or a torch DataLoader to accelerate",
+    "deepspeed.utils.RepeatingLoader": "loop over the DataLoader again, or use itertools.cycle",
+    "deepspeed.runtime.data_pipeline": "data efficiency is not implemented; do it in the dataset or the sampler",
+    "deepspeed.runtime.progressive_layer_drop": "progressive layer drop is not implemented; use the model's own layerdrop",
+    "deepspeed.runtime.compiler": "use torch.compile or engine.compile()",
+    "deepspeed.linear": "use peft for LoRA and quantized base weights",
+    "deepspeed.compression": "compression is not implemented; use torchao or bitsandbytes",
+    "deepspeed.profiling": "use torch.profiler; phases appear in it as hf_zero::...",
+    "deepspeed.monitor": "track with accelerate (with_tracking, report_to) or with transformers' callbacks",
+    "deepspeed.autotuning": "the autotuner is not implemented; `hf-zero explain` shows what a configuration does",
+    "deepspeed.elasticity": "elastic training is not implemented; a checkpoint loads on any number of ranks",
+    "deepspeed.nebula": "Nebula is not implemented; checkpoints are written to a directory",
+    "deepspeed.io": "checkpoint writers are not pluggable; checkpoints are written to a directory",
+    "deepspeed.checkpoint": "only clone_tensors_for_torch_save is provided; a checkpoint loads on any number of ranks without conversion",
+    "deepspeed.launcher": "there is no launcher of our own; start with `accelerate launch` or torchrun",
+    "deepspeed.env_report": "use `hf-zero report`",
+    "deepspeed.ops.adam": "only DeepSpeedCPUAdam and FusedAdam are provided; torch.optim optimizers work as they are",
+}
+
+MODULES: Final[frozenset[str]] = frozenset(
+    ".".join(parts[:count]) for parts in (name.split(".") for name in PROVIDED) for count in range(1, len(parts))
+)
+
+
+def refusal(full_name: str) -> str | None:
+    """Why ``full_name`` is refused: its own row, or the row of the nearest name above it; None when there is none."""
+    while full_name != "deepspeed":
+        if full_name in REFUSED:
+            return REFUSED[full_name]
+        full_name = full_name.rpartition(".")[0]
+    return None
