@@ -16,8 +16,9 @@ class LossScaler:
 
     A dynamic scale starts at ``2 ** initial_scale_power``. On a step whose gradients overflow (the engine skips that
     step) the first ``hysteresis - 1`` overflows are only counted; the next ones halve the scale, never below
-    ``min_loss_scale``. After ``loss_scale_window`` steps in a row without overflow the scale doubles. The tolerance is
-    refilled when the scale doubles, or with ``consecutive_hysteresis`` after every step without overflow.
+    ``min_loss_scale``. A step without overflow opens a window; after every further ``loss_scale_window`` steps without
+    one the scale doubles. The tolerance is refilled when the scale doubles, or with ``consecutive_hysteresis`` after every
+    step without overflow. The sequence of scales is DeepSpeed's for the same sequence of overflows.
 
     DeepSpeed ends the run when a step overflows at the minimum. Here training goes on and one warning names the keys: a
     single bad batch can overflow at any scale, the step is skipped in any case, and a run that is truly broken shows it
@@ -75,10 +76,11 @@ class LossScaler:
             self._back_off()
             return
         self._good_steps += 1
-        grow = self._good_steps == self.window
+        # The first step after an overflow (or at the start) does not count: DeepSpeed's numbers, step for step.
+        counted = self._good_steps - 1
+        grow = counted > 0 and counted % self.window == 0
         if grow:
             self.scale *= _FACTOR
-            self._good_steps = 0
         if grow or self.consecutive_hysteresis:
             self._tolerance = self.hysteresis
 
@@ -124,8 +126,7 @@ class LossScaler:
                 f"tolerance {tolerance!r} (1 or more)."
             )
         self.scale = max(float(scale), self.min_scale)
-        # A window that became shorter than the steps already counted must still be reached: grow at the next good step.
-        self._good_steps = min(int(good_steps), self.window - 1)
+        self._good_steps = int(good_steps)
         self._tolerance = min(int(tolerance), self.hysteresis)
 
 

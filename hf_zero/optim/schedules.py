@@ -50,7 +50,9 @@ class IterationSchedule(LRScheduler):
         for group in groups:
             # Torch's convention: schedules built one after the other share one base, whatever the first one did to "lr".
             group.setdefault("initial_lr", _as_float(group["lr"]))
-        self.base_lrs = [_as_float(group["initial_lr"]) for group in groups]
+        # Twice the same numbers: torch declares base_lrs as float or tensor, the formulas below need floats.
+        self._peaks = [_as_float(group["initial_lr"]) for group in groups]
+        self.base_lrs = list(self._peaks)
         self.last_batch_iteration = int(at_least(f"{_SECTION}.last_batch_iteration", last_batch_iteration, -1))
         self._step_count = 1
         self._last_lr: list[float | torch.Tensor] = []
@@ -162,9 +164,7 @@ class WarmupLR(IterationSchedule):
         groups = len(self.base_lrs)
         self.min_lrs = per_group(f"{_SECTION}.warmup_min_lr", warmup_min_lr, groups)
         self.max_lrs = (
-            self.base_lrs
-            if warmup_max_lr is None
-            else per_group(f"{_SECTION}.warmup_max_lr", warmup_max_lr, groups)
+            self._peaks if warmup_max_lr is None else per_group(f"{_SECTION}.warmup_max_lr", warmup_max_lr, groups)
         )
         self.warmup_num_steps, self.warmup_type = _read_warmup(warmup_num_steps, warmup_type)
         self._apply()
@@ -256,7 +256,7 @@ class WarmupCosineLR(IterationSchedule):
     def rates(self, iteration: int) -> list[float]:
         """Returns each group's own rate times the ratio of ``iteration``."""
         ratio = self._ratio(iteration)
-        return [base * ratio for base in self.base_lrs]
+        return [peak * ratio for peak in self._peaks]
 
     def _ratio(self, iteration: int) -> float:
         """Fraction of the peak rate, 0 to 1."""
