@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 import time
 from collections import defaultdict
@@ -19,7 +20,7 @@ import transformers
 from tests import ranks
 from tests.matrix import Cell, check_block
 from tests.models import MATRIX
-from tests.parity import LIMITS, Difference
+from tests.parity import LIMITS, Difference, Run
 
 HEADER = """# Parity with plain PyTorch
 
@@ -62,10 +63,6 @@ def main() -> int:
 
 def render(cells: list[Cell], worlds: list[int]) -> str:
     """Return the page: one table by model and precision, one by stage, and the limits that the suite enforces."""
-    import inspect
-
-    from tests.parity import Run
-
     steps = inspect.signature(Run).parameters["steps"].default
     page = HEADER.format(
         worlds=", ".join(map(str, worlds)), steps=steps, runs=len(cells), torch=torch.__version__, transformers=transformers.__version__
