@@ -1,0 +1,63 @@
+# Two commands for a newcomer: `make demo` trains a small GPT-2 with ZeRO-3 on 2 ranks, `make test` runs the tests.
+# Needs Python (3.11 or newer) and make; everything is installed into .venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+READY_DEV := $(VENV)/.ready-dev
+INPUTS := pyproject.toml constraints.txt build_backend/hf_zero_build.py
+
+# Two ranks on a machine without accelerator, one per device otherwise.
+RANKS ?= $(shell $(BIN)/python -c "import torch; print(torch.accelerator.device_count() or 2)")
+DEMO_ARGS ?=
+TEST_ARGS ?=
+BENCH_ARGS ?=
+
+.PHONY: help demo test test-all lint format bench venv clean
+
+help:
+	@echo "make demo      train, evaluate, save and reload a small GPT-2 with ZeRO-3 on 2 ranks"
+	@echo "make test      run the fast tests (TEST_ARGS='-k alias')"
+	@echo "make test-all  run every test"
+	@echo "make lint      check format, style, types and spelling; make format repairs the first two"
+	@echo "make bench     measure step times"
+	@echo "make venv      only install into $(VENV)"
+
+demo: $(READY)
+	PATH="$(CURDIR)/$(BIN):$$PATH" RANKS=$(RANKS) sh examples/clm/demo.sh $(DEMO_ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+test-all: $(READY)
+	$(BIN)/python -m pytest --slow $(TEST_ARGS)
+
+lint: $(READY_DEV)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+format: $(READY_DEV)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.step_time $(BENCH_ARGS)
+
+venv: $(READY)
+
+# PyTorch first: its size makes it worth a line of its own, and builds that need it installed find it.
+$(READY): $(INPUTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install torch==2.13.0
+	$(BIN)/python -m pip install -c constraints.txt -e ".[examples,test]"
+	@touch $@
+
+$(READY_DEV): $(READY)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
