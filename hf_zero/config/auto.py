@@ -1,0 +1,91 @@
+"""Where the value of a key comes from when the configuration says "auto", and which keys must agree with the training arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_ZERO = "zero_optimization"
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _pair(first: Any, second: Any) -> list[Any]:
+    return [first, second]
+
+
+def _zero() -> int:
+    return 0
+
+
+def _square(hidden_size: int) -> int:
+    return hidden_size * hidden_size
+
+
+def _prefetch(hidden_size: int) -> int:
+    return int(0.9 * hidden_size * hidden_size)
+
+
+def _persistence(hidden_size: int) -> int:
+    return 10 * hidden_size
+
+
+def _at_least_one(value: int) -> int:
+    return max(1, int(value))
+
+
+@dataclass(frozen=True)
+class AutoRule:
+    """How one "auto" is filled.
+
+    Attributes:
+        sources: Names in the mapping of sources; all must be there.
+        fill: Computes the value from them, in that order.
+        must_match: A value written in the file must equal the source's; else both are reported as a mismatch.
+    """
+
+    sources: tuple[str, ...]
+    fill: Callable[..., Any] = _same
+    must_match: bool = False
+
+    def value(self, sources: Mapping[str, Any]) -> Any:
+        """The value from `sources`, or None when one of them is missing."""
+        given = [sources.get(name) for name in self.sources]
+        return None if any(value is None for value in given) else self.fill(*given)
+
+    def label(self) -> str:
+        """Names of the sources, for people."""
+        return " + ".join(self.sources) or "constant"
+
+
+AUTO_RULES: dict[str, AutoRule] = {
+    "train_micro_batch_size_per_gpu": AutoRule(("per_device_train_batch_size",), must_match=True),
+    "gradient_accumulation_steps": AutoRule(("gradient_accumulation_steps",), must_match=True),
+    "gradient_clipping": AutoRule(("max_grad_norm",), must_match=True),
+    "optimizer.params.lr": AutoRule(("learning_rate",), must_match=True),
+    "optimizer.params.betas": AutoRule(("adam_beta1", "adam_beta2"), _pair, must_match=True),
+    "optimizer.params.eps": AutoRule(("adam_epsilon",), must_match=True),
+    "optimizer.params.weight_decay": AutoRule(("weight_decay",), must_match=True),
+    "scheduler.params.warmup_min_lr": AutoRule((), _zero),
+    "scheduler.params.warmup_max_lr": AutoRule(("learning_rate",), must_match=True),
+    "scheduler.params.warmup_num_steps": AutoRule(("warmup_num_steps",), _at_least_one, must_match=True),
+    "scheduler.params.total_num_steps": AutoRule(("total_num_steps",), must_match=True),
+    "fp16.enabled": AutoRule(("fp16",), bool, must_match=True),
+    "bf16.enabled": AutoRule(("bf16",), bool, must_match=True),
+    f"{_ZERO}.reduce_bucket_size": AutoRule(("hidden_size",), _square),
+    f"{_ZERO}.stage3_prefetch_bucket_size": AutoRule(("hidden_size",), _prefetch),
+    f"{_ZERO}.stage3_param_persistence_threshold": AutoRule(("hidden_size",), _persistence),
+    f"{_ZERO}.stage": AutoRule(("zero_stage",)),
+    f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": AutoRule(("zero3_save_16bit_model",), bool),
+    f"{_ZERO}.offload_optimizer.device": AutoRule(("offload_optimizer_device",)),
+    f"{_ZERO}.offload_optimizer.nvme_path": AutoRule(("offload_optimizer_nvme_path",)),
+    f"{_ZERO}.offload_param.device": AutoRule(("offload_param_device",)),
+    f"{_ZERO}.offload_param.nvme_path": AutoRule(("offload_param_nvme_path",)),
+}
+"""Dotted key -> rule. `train_batch_size` has none: it follows from the batch identity."""
+
+SOURCE_NAMES: frozenset[str] = frozenset(name for rule in AUTO_RULES.values() for name in rule.sources) | {"world_size"}
+"""Every name that `resolve(sources=...)` understands."""

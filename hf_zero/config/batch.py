@@ -1,0 +1,50 @@
+"""The batch identity: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_zero.config.problems import Problems
+
+TOTAL, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The three batch sizes, in samples, and the number of data-parallel ranks between them."""
+
+    total: int
+    micro: int
+    accumulation: int
+    world_size: int
+
+    def line(self) -> str:
+        """The identity with its numbers, as `explain` prints it."""
+        return (
+            f"{TOTAL} {self.total} = {MICRO} {self.micro} x {ACCUMULATION} {self.accumulation} x data-parallel size {self.world_size}"
+        )
+
+
+def solve(total: int | None, micro: int | None, accumulation: int | None, world_size: int, problems: Problems) -> Batch:
+    """Derive what is missing and check the identity.
+
+    Args:
+        total, micro, accumulation: What the config says; None where it says nothing. Accumulation defaults to 1, then micro to 1.
+        world_size: Number of data-parallel ranks.
+        problems: Receives an error with the three numbers when they do not fit.
+    """
+    if total is not None and micro is not None and accumulation is None:
+        accumulation = max(1, total // (micro * world_size))
+    if accumulation is None:
+        accumulation = 1
+    if micro is None:
+        micro = 1 if total is None else max(1, total // (accumulation * world_size))
+    product = micro * accumulation * world_size
+    batch = Batch(product if total is None else total, micro, accumulation, world_size)
+    if batch.total != product:
+        problems.error(
+            TOTAL,
+            f"does not fit: {batch.total} is not {micro} ({MICRO}) x {accumulation} ({ACCUMULATION}) x {world_size} (data-parallel size) "
+            f"= {product}. Give any two of the three keys, or correct one",
+        )
+    return batch

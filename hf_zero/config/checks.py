@@ -1,0 +1,106 @@
+"""Checks over a whole configuration: what is refused, and which keys exclude each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_zero.config.keys import default_of, extra_of, nested_of
+from hf_zero.config.names import nearest
+from hf_zero.config.not_yet import NOT_YET
+from hf_zero.config.problems import Problems, show
+from hf_zero.config.schema.fields import Section, asks, is_on
+from hf_zero.config.spelling import torch_class
+
+OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "sgd")
+"""Optimizers by config, in lower case; any element-wise class of torch.optim is allowed beside them."""
+
+SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+"""Schedulers by config; any class of torch.optim.lr_scheduler is allowed beside them."""
+
+REFUSED_OPTIMIZERS: dict[str, str] = {
+    **{name: NOT_YET["onebit"] for name in ("onebitadam", "zerooneadam", "onebitlamb") if "onebit" in NOT_YET},
+    "lamb": "needs whole tensors, and units are flat: use AdamW",
+    "muon": "needs whole matrices, and units are flat: use AdamW",
+    "muadam": "not provided: pass an optimizer made with the mup package instead",
+    "muadamw": "not provided: pass an optimizer made with the mup package instead",
+    "musgd": "not provided: pass an optimizer made with the mup package instead",
+}
+
+
+def check_refusals(data: dict[str, Any], section: type[Section], path: str, problems: Problems) -> None:
+    """Report every refused key that asks for something.
+
+    Args:
+        data: Typed values of the block, canonical names.
+        section: Its schema.
+        path: Its dotted path, "" for the root.
+        problems: Receives one refusal per key that asks; keys below a refused one are not listed again.
+    """
+    if section.switch is not None:
+        value, field_extra, default = _switch(data, section)
+        if not is_on(default if value is None else value, field_extra.get("passes", ())):
+            return
+        if field_extra["fate"] == "refused":
+            problems.refuse(f"{path}.{section.switch}", default if value is None else value, field_extra["effect"])
+            return
+    if path == "optimizer.params" and problems.refusals and any(text.startswith("`optimizer.type`") for text in problems.refusals):
+        return
+    for name, value in data.items():
+        if name not in section.model_fields:
+            continue
+        here = f"{path}.{name}" if path else name
+        field = section.model_fields[name]
+        extra, nested = extra_of(field), nested_of(section, name)
+        if here == "optimizer.type" and str(value).lower() in REFUSED_OPTIMIZERS:
+            problems.refuse(here, value, REFUSED_OPTIMIZERS[value.lower()])
+        elif extra["fate"] == "refused":
+            if nested or asks(value, default_of(field), extra.get("passes", ())):
+                problems.refuse(here, value, extra["effect"])
+        elif nested and nested.kind == "one":
+            check_refusals(value, nested.section, here, problems)
+
+
+def _switch(data: dict[str, Any], section: type[Section]) -> tuple[Any, dict[str, Any], Any]:
+    """Value (None when absent), metadata and default of a section's switch, which may lie one section deeper."""
+    holder: type[Section] = section
+    value: Any = data
+    steps = (section.switch or "").split(".")
+    for step in steps[:-1]:
+        nested = nested_of(holder, step)
+        holder = nested.section if nested else holder
+        value = value.get(step, {})
+    field = holder.model_fields[steps[-1]]
+    return value.get(steps[-1]), extra_of(field), default_of(field)
+
+
+def check_values(data: dict[str, Any], problems: Problems) -> None:
+    """Report combinations that contradict each other. Every finding names all keys that take part."""
+    fp16, bf16 = data.get("fp16", {}), data.get("bf16", {})
+    if fp16.get("enabled") and bf16.get("enabled"):
+        problems.error("fp16.enabled", "and `bf16.enabled` are both true; they exclude each other, set one to false")
+    if bf16.get("bf16_optimizer_states") and not bf16.get("bf16_master_weights_and_grads"):
+        problems.error("bf16.bf16_optimizer_states", "is true but `bf16.bf16_master_weights_and_grads` is false; it needs both")
+    if fp16.get("enabled") and not fp16.get("loss_scale") and fp16.get("min_loss_scale", 1) <= 0:
+        text = f"is {show(fp16['min_loss_scale'])}; with a dynamic scale (`fp16.loss_scale` 0) it must be above 0"
+        problems.error("fp16.min_loss_scale", text)
+    if "optimizer" in data:
+        _check_type("optimizer", data["optimizer"].get("type"), OPTIMIZERS + tuple(REFUSED_OPTIMIZERS), problems)
+    if "scheduler" in data:
+        _check_type("scheduler", data["scheduler"].get("type"), SCHEDULERS, problems)
+
+
+def _check_type(section: str, name: str | None, known: tuple[str, ...], problems: Problems) -> None:
+    """`type` of the optimizer or scheduler section: a name of ours (any letter case for optimizers) or a torch class."""
+    if name is None:
+        problems.error(f"{section}.type", f"is missing; a `{section}` section needs one, for example {known[0]}")
+        return
+    own = name.lower() in known if section == "optimizer" else name in known
+    if own or torch_class(section, name) is not None:
+        return
+    guess = nearest(name, known)
+    hint = f"did you mean {guess}?" if guess else f"allowed: {', '.join(known[:5])} or a class of torch.{_module(section)}"
+    problems.error(f"{section}.type", f"is {show(name)}, which is unknown; {hint}")
+
+
+def _module(section: str) -> str:
+    return "optim" if section == "optimizer" else "optim.lr_scheduler"

@@ -1,0 +1,189 @@
+"""The schema as a list: every key with its path, type, default and fate, taken from the pydantic fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from types import UnionType
+from typing import Any, Union, cast, get_args, get_origin
+
+from pydantic import TypeAdapter
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from hf_zero.config.schema.fields import Fate, Section
+from hf_zero.config.schema.root import ZeroConfig
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the configuration.
+
+    Attributes:
+        path: Dotted path; `<metric>`, `<group>`, `[]` and `*` stand for names the user chooses.
+        type_text: What may be written, for people.
+        default: Value when the key is absent (None for sections that are absent by default).
+        text: What the key is about.
+        fate: used, mapped, accepted or refused.
+        effect: What happens to it here: what it does, why it does nothing, or what to use instead.
+        is_section: It holds further keys.
+    """
+
+    path: str
+    type_text: str
+    default: Any
+    text: str
+    fate: Fate
+    effect: str
+    is_section: bool
+
+
+@dataclass(frozen=True)
+class Nested:
+    """How a field nests: one section, a list of them (`list`), or a mapping from the user's names to them (`map`)."""
+
+    kind: str
+    section: type[Section]
+
+
+def extra_of(field: FieldInfo) -> dict[str, Any]:
+    """The metadata that the helper of `schema.fields` stored on a field."""
+    return cast("dict[str, Any]", field.json_schema_extra or {})
+
+
+def default_of(field: FieldInfo) -> Any:
+    """The plain default of a field; sections and required values give None."""
+    value = field.get_default(call_default_factory=True)
+    return None if value is PydanticUndefined or isinstance(value, Section) else value
+
+
+def nested_of(section: type[Section], name: str) -> Nested | None:
+    """The section(s) below a field, or None when the field is a plain value."""
+    if name in section.key_models:
+        return Nested("one", section.key_models[name])
+    return _nested(section.model_fields[name].annotation)
+
+
+def _nested(annotation: Any) -> Nested | None:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return Nested("one", annotation)
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        return next((found for arg in args if (found := _nested(arg))), None)
+    if origin in (list, dict) and args:
+        inner = _nested(args[-1])
+        return Nested("list" if origin is list else "map", inner.section) if inner else None
+    return None
+
+
+@cache
+def adapter_of(section: type[Section], name: str) -> TypeAdapter[Any]:
+    """The validator of one field, with its constraints."""
+    return TypeAdapter(section.model_fields[name].rebuild_annotation())
+
+
+@cache
+def spellings_of(section: type[Section]) -> dict[str, str]:
+    """Every accepted spelling of a section's keys -> the field's name: names, aliases, and `stage3_` names without the prefix."""
+    spellings: dict[str, str] = {}
+    for name, field in section.model_fields.items():
+        for spelling in (name, *extra_of(field).get("also", ())):
+            spellings[spelling] = name
+            if spelling.startswith("stage3_"):
+                spellings[spelling.removeprefix("stage3_")] = name
+    renamed = {alias for field in section.model_fields.values() for alias in extra_of(field).get("also", ())}
+    for alias in renamed & section.model_fields.keys():  # an old name that has a field (and a fate) of its own
+        owner = next(name for name, field in section.model_fields.items() if alias in extra_of(field).get("also", ()))
+        spellings[alias] = spellings[alias.removeprefix("stage3_")] = owner
+    return spellings
+
+
+def type_text(section: type[Section], name: str) -> str:
+    """What may be written for a key, in words."""
+    if nested_of(section, name):
+        return "a block {...}"
+    return _words(adapter_of(section, name).json_schema())
+
+
+def _words(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_words(option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return "one of " + ", ".join(str(value) for value in schema["enum"])
+    kind = schema.get("type")
+    if kind == "array":
+        return f"a list ({_words(schema.get('items', {}))})"
+    words = {
+        "integer": "a whole number",
+        "number": "a number",
+        "boolean": "true or false",
+        "string": "a text",
+        "object": "a block {...}",
+        "null": "null",
+    }.get(kind or "", "any value")
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if low is not None and high is not None:
+        return f"{words} from {low} to {high}"
+    if low is not None:
+        return f"{words}, at least {low}"
+    return f"{words} above {schema['exclusiveMinimum']}" if "exclusiveMinimum" in schema else words
+
+
+@dataclass(frozen=True)
+class _Governor:
+    """The key whose fate the `part` fields below it share."""
+
+    path: str
+    fate: Fate
+    effect: str
+
+
+def _governor_of(section: type[Section], path: str, own: _Governor) -> _Governor:
+    """The governor inside `section`: its switch when it has one, else whatever governs the section itself."""
+    if section.switch is None:
+        return own
+    steps = section.switch.split(".")
+    holder = section
+    for step in steps[:-1]:
+        nested = nested_of(holder, step)
+        if nested is None:
+            raise TypeError(f"{section.__name__}.switch {section.switch!r} names no section")
+        holder = nested.section
+    extra = extra_of(holder.model_fields[steps[-1]])
+    return _Governor(f"{path}.{section.switch}", extra["fate"], extra["effect"])
+
+
+def _inherited(extra: dict[str, Any], governor: _Governor, text: str) -> tuple[Fate, str]:
+    """Fate and effect of a field: its own, or those of its governor."""
+    if extra["fate"] != "part":
+        return extra["fate"], extra["effect"]
+    if governor.fate == "used":
+        return "used", text
+    if governor.fate == "refused":
+        return "refused", f"read only with `{governor.path}`, which is refused: {governor.effect}"
+    return governor.fate, governor.effect
+
+
+def _walk(section: type[Section], path: str, governor: _Governor) -> Iterator[Key]:
+    for name, field in section.model_fields.items():
+        here = f"{path}.{name}" if path else name
+        extra, nested = extra_of(field), nested_of(section, name)
+        text = field.description or ""
+        inside = governor if extra["fate"] == "part" else _Governor(here, extra["fate"], extra["effect"])
+        if nested:
+            inside = _governor_of(nested.section, here, inside)
+        fate, effect = _inherited(extra, inside if nested else governor, text)
+        yield Key(here, type_text(section, name), default_of(field), text, fate, effect, nested is not None)
+        if nested:
+            below = {"one": here, "list": f"{here}[]", "map": f"{here}.{extra.get('each', '<name>')}"}[nested.kind]
+            yield from _walk(nested.section, below, inside)
+    if section.rest is not None:
+        fate, effect = _inherited(extra_of(section.rest), governor, section.rest.description or "")
+        yield Key(f"{path}.*", "any value", None, section.rest.description or "", fate, effect, False)
+
+
+@cache
+def all_keys() -> dict[str, Key]:
+    """Every key of the configuration by path, in the order of the schema."""
+    return {key.path: key for key in _walk(ZeroConfig, "", _Governor("", "used", ""))}

@@ -1,0 +1,60 @@
+"""Which known name an unknown key was probably meant to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+from functools import lru_cache
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` resembles most, or None when it resembles none.
+
+    Names are alike when they are equal up to letter case and separators, when a few single-character edits lead from one to the other
+    (one edit for short names, two or three for longer ones), or when long names share most of their text. Names of up to three
+    characters must be equal up to case or swapped letters: nearly everything is one edit away from `lr`.
+    """
+    best: tuple[float, str] | None = None
+    for candidate in known:
+        score = _likeness(_plain(name), _plain(candidate))
+        if score > 0 and (best is None or score > best[0]):
+            best = (score, candidate)
+    return best[1] if best else None
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def _likeness(name: str, known: str) -> float:
+    """Between 0 (unlike) and 1 (the same)."""
+    if not name or not known:
+        return 0.0
+    if name == known:
+        return 1.0
+    if len(known) <= 3:
+        return 0.9 if len(name) == len(known) and sorted(name) == sorted(known) else 0.0
+    longest = max(len(name), len(known))
+    allowed = 1 if len(known) <= 7 else 2 if len(known) <= 11 else 3
+    if abs(len(name) - len(known)) <= allowed:
+        edits = _edits(name, known)
+        if edits <= allowed:
+            return 1.0 - edits / longest
+    ratio = SequenceMatcher(None, name, known).ratio() if longest >= 8 else 0.0
+    return ratio * 0.9 if ratio >= 0.84 else 0.0
+
+
+@lru_cache(maxsize=4096)
+def _edits(one: str, two: str) -> int:
+    """Insertions, deletions, substitutions and swaps of neighbours that lead from `one` to `two`."""
+    before: list[int] = []
+    row = list(range(len(two) + 1))
+    for i, a in enumerate(one, start=1):
+        now = [i]
+        for j, b in enumerate(two, start=1):
+            cost = min(row[j] + 1, now[j - 1] + 1, row[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == two[j - 2] and one[i - 2] == b:
+                cost = min(cost, before[j - 2] + 1)
+            now.append(cost)
+        before, row = row, now
+    return row[-1]

@@ -1,0 +1,21 @@
+"""What the configuration can ask for and this version does not have.
+
+One row per feature. A field of the schema that belongs to a feature is declared with `later(..., feature="name")`: it is refused
+while the row stands here, and used as soon as the row is deleted. Building a feature therefore means deleting its row.
+"""
+
+from __future__ import annotations
+
+NOT_YET: dict[str, str] = {
+    "offload_optimizer": "not in this version: optimizer states stay on the device. Set the device to none; stage 1, 2 or 3 shards them over ranks",
+    "offload_param": "not in this version: parameter shards stay on the device. Set the device to none; stage 3 shards them over ranks",
+    "tensor_parallel": "not in this version: set the size to 0 or 1 and shard with zero_optimization.stage 3 instead",
+    "onebit": "not in this version: use Adam or AdamW (same update, uncompressed reduction)",
+    "activation_checkpointing": "not in this version: use the model's gradient_checkpointing_enable() or torch.utils.checkpoint",
+    "async_checkpoint": "not in this version: remove the section; checkpoints are written with safetensors before save_checkpoint returns",
+    "node_local_checkpoint": "not in this version: save to a folder that every node sees and leave it false",
+    "flops_profiler": "not in this version: use torch.utils.flop_counter.FlopCounterMode around one step",
+    "comms_logger": "not in this version: run one step under torch.profiler, the collectives carry the labels of their units",
+    "elasticity": "not in this version: set train_batch_size or train_micro_batch_size_per_gpu for the number of ranks you start",
+    "sequence_parallel": "not in this version: leave it at 1 and shard with zero_optimization.stage 3",
+}

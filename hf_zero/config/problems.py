@@ -1,0 +1,86 @@
+"""What is wrong with a configuration, collected so that everything is reported at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hf_zero.errors import ConfigError, UnsupportedError
+
+
+class RefusedKeyError(ConfigError, UnsupportedError):
+    """The configuration asks for something that is not provided. Names each key and what to use instead."""
+
+
+@dataclass
+class Problems:
+    """Collector of findings, by kind. `raise_all` turns them into one exception.
+
+    Args:
+        strict: Warnings count as errors.
+    """
+
+    strict: bool = False
+    errors: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    mismatches: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def error(self, key: str, text: str) -> None:
+        """Record that `key` is wrong."""
+        self.errors.append(f"`{key}` {text}")
+
+    def refuse(self, key: str, value: object, instead: str) -> None:
+        """Record that `key` asks for something this version does not do."""
+        self.refusals.append(f"`{key}` is {show(value)}: {instead}")
+
+    def mismatch(self, key: str, value: object, source: str, expected: object) -> None:
+        """Record that `key` contradicts the value its source gives."""
+        self.mismatches.append(f"ds {key}={show(value)} vs {source}={show(expected)}")
+
+    def warn(self, key: str, text: str) -> None:
+        """Record something that is odd but harmless; an error under `strict`."""
+        (self.errors if self.strict else self.warnings).append(f"`{key}` {text}")
+
+    @property
+    def found(self) -> bool:
+        """Whether anything was found that must stop the run."""
+        return bool(self.errors or self.refusals or self.mismatches)
+
+    def report(self) -> str:
+        """All findings that must stop the run, as one text, grouped by what the user has to do."""
+        blocks = []
+        if self.errors:
+            blocks.append(_block("Please correct the following values of the DeepSpeed config:", self.errors))
+        if self.refusals:
+            blocks.append(_block("The DeepSpeed config asks for things that hf_zero does not provide:", self.refusals))
+        if self.mismatches:
+            head = "Please correct the following DeepSpeed config values, which mismatch the training arguments:"
+            tail = '\nThe easiest way is to set these values to "auto" in the DeepSpeed config.'
+            blocks.append(_block(head, self.mismatches) + tail)
+        return "\n".join(blocks)
+
+    def raise_all(self) -> None:
+        """Raise one exception with every finding.
+
+        Raises:
+            RefusedKeyError: A refused key asks for something (other findings are in the same message).
+            ConfigError: Anything else is wrong.
+        """
+        if self.refusals:
+            raise RefusedKeyError(self.report())
+        if self.found:
+            raise ConfigError(self.report())
+
+
+def _block(head: str, lines: list[str]) -> str:
+    return "\n".join([head, *(f"- {line}" for line in lines)])
+
+
+def show(value: object) -> str:
+    """A value as it would stand in the JSON file, cut when long."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    text = f'"{value}"' if isinstance(value, str) else str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

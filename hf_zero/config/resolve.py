@@ -1,0 +1,284 @@
+"""Any configuration source -> `ResolvedConfig`: no "auto" left, batch sizes solved, every value with its origin."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from hf_zero.config.auto import AUTO_RULES, SOURCE_NAMES
+from hf_zero.config.batch import ACCUMULATION, MICRO, TOTAL, Batch, solve
+from hf_zero.config.checks import check_refusals, check_values
+from hf_zero.config.keys import adapter_of, default_of, extra_of, nested_of, type_text
+from hf_zero.config.names import nearest
+from hf_zero.config.problems import Problems, show
+from hf_zero.config.read import read_config
+from hf_zero.config.schema.fields import Section
+from hf_zero.config.schema.root import ZeroConfig
+from hf_zero.config.spelling import Speller
+from hf_zero.config.table import Row, rows_of
+from hf_zero.errors import ConfigError
+
+STRICT_VARIABLE = "HF_ZERO_STRICT"
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """A configuration that an engine can be built from.
+
+    Attributes:
+        config: The typed configuration; no "auto" is left in it.
+        origin: Dotted key -> where its value comes from: "file", "file (<old spelling>)", "default", "default (...)",
+            "auto <- <source>" or "derived <- ...". Keys that are not listed have their default.
+        raw: The dictionary as the user gave it, untouched.
+        resolved: The same configuration as plain nested dictionaries with canonical names, only what is not default.
+        batch: The batch identity.
+        warnings: Findings that do not stop a run, one sentence each.
+    """
+
+    config: ZeroConfig
+    origin: dict[str, str]
+    raw: dict[str, Any]
+    resolved: dict[str, Any]
+    batch: Batch
+    warnings: list[str]
+
+    def table(self, everything: bool = False) -> list[Row]:
+        """Rows (key, value, origin, fate, effect) of what was set or derived, or of every key."""
+        return rows_of(self.resolved, self.origin, everything=everything)
+
+
+@dataclass
+class Analysis:
+    """Everything that can be said about a configuration, right or wrong. `explain` prints it, `resolve` raises its problems."""
+
+    raw: dict[str, Any]
+    resolved: dict[str, Any]
+    origin: dict[str, str]
+    batch: Batch
+    problems: Problems
+    config: ZeroConfig | None
+
+
+def resolve(
+    source: Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    world_size: int = 1,
+    sources: Mapping[str, Any] | None = None,
+    strict: bool = False,
+    match_sources: bool = True,
+) -> ResolvedConfig:
+    """Read a configuration, fill what it leaves open and check it.
+
+    Args:
+        source: Path, mapping, JSON text or base64 text (see `read_config`).
+        world_size: Number of data-parallel ranks, for the batch identity. `sources["world_size"]` serves when it is left at 1.
+        sources: Values that "auto" stands for (`hf_zero.config.auto.SOURCE_NAMES`). What neither the file nor a source gives takes the
+            default of its key.
+        strict: Warnings are errors too; also switched on by HF_ZERO_STRICT=1.
+        match_sources: Report values of the file that differ from their source, as the Trainer does. False lets the file win silently,
+            as accelerate does.
+
+    Raises:
+        RefusedKeyError: The configuration asks for something that is not provided. It is a ConfigError and an UnsupportedError.
+        ConfigError: Anything else is wrong. Either way the message holds every finding.
+    """
+    analysis = analyse(source, world_size=world_size, sources=sources, strict=strict, match_sources=match_sources)
+    analysis.problems.raise_all()
+    if analysis.config is None:  # cannot happen: values that do not fit the schema are problems
+        raise ConfigError("The configuration does not fit the schema")
+    return ResolvedConfig(
+        config=analysis.config,
+        origin=analysis.origin,
+        raw=analysis.raw,
+        resolved=analysis.resolved,
+        batch=analysis.batch,
+        warnings=analysis.problems.warnings,
+    )
+
+
+def analyse(
+    source: Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    world_size: int = 1,
+    sources: Mapping[str, Any] | None = None,
+    strict: bool = False,
+    match_sources: bool = True,
+) -> Analysis:
+    """`resolve` without raising for what is wrong inside the configuration; same arguments.
+
+    Raises:
+        ConfigError: The source cannot be read at all, or `sources` holds an unknown name.
+    """
+    problems = Problems(strict=strict or strict_by_environment())
+    given = _checked_sources(sources or {})
+    if world_size == 1:
+        world_size = int(given.get("world_size") or 1)
+    raw = read_config(source)
+    speller = Speller(problems)
+    data, origin = speller.canonical(raw), speller.origin
+    _fill_block(data, ZeroConfig, "", given, origin)
+    _fill_from_optimizer(data, origin)
+    data = _typed(data, ZeroConfig, "", problems)
+    batch = _solve_batch(data, world_size, origin, problems)
+    if match_sources:
+        _check_matches(data, given, batch, origin, problems)
+    check_refusals(data, ZeroConfig, "", problems)
+    _settle_overlap(data, origin)
+    check_values(data, problems)
+    config = None if problems.errors else _build(data, problems)
+    return Analysis(raw=raw, resolved=data, origin=origin, batch=batch, problems=problems, config=config)
+
+
+def strict_by_environment() -> bool:
+    """Whether HF_ZERO_STRICT asks for warnings to be errors."""
+    return os.environ.get(STRICT_VARIABLE, "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def _checked_sources(sources: Mapping[str, Any]) -> dict[str, Any]:
+    for name in sources:
+        if name not in SOURCE_NAMES:
+            guess = nearest(name, SOURCE_NAMES)
+            hint = f"did you mean {guess!r}?" if guess else f"known: {', '.join(sorted(SOURCE_NAMES))}"
+            raise ConfigError(f"sources[{name!r}] is no source of an \"auto\" value; {hint}")
+    return dict(sources)
+
+
+# ----------------------------------------------------------------------------------------------------------------- auto
+
+
+def _fill_block(data: dict[str, Any], section: type[Section], path: str, sources: dict[str, Any], origin: dict[str, str]) -> None:
+    """Replace every "auto" below `path` by the value of its source, or drop it so that the default applies."""
+    for name in list(data):
+        here = f"{path}.{name}" if path else name
+        value = data[name]
+        nested = nested_of(section, name) if name in section.model_fields else None
+        if isinstance(value, str) and value == "auto":
+            if name in section.model_fields and extra_of(section.model_fields[name]).get("auto_is_value"):
+                continue
+            rule = AUTO_RULES.get(here)
+            filled = rule.value(sources) if rule else None
+            if rule is None or filled is None:
+                del data[name]
+                origin[here] = f"default (auto: {rule.label()} not given)" if rule else "default (auto)"
+            else:
+                data[name], origin[here] = filled, f"auto <- {rule.label()}"
+        elif nested and nested.kind == "one" and isinstance(value, dict):
+            _fill_block(value, nested.section, here, sources, origin)
+
+
+def _fill_from_optimizer(data: dict[str, Any], origin: dict[str, str]) -> None:
+    """`warmup_max_lr: "auto"` without a learning rate among the sources means the rate that the optimizer section gives."""
+    key = "scheduler.params.warmup_max_lr"
+    if not origin.get(key, "").startswith("default (auto"):
+        return
+    optimizer = data.get("optimizer") or {}
+    rate = (optimizer.get("params") or {}).get("lr") if isinstance(optimizer, dict) else None
+    if rate is not None:
+        data["scheduler"]["params"]["warmup_max_lr"] = rate
+        origin[key] = "auto <- optimizer.params.lr"
+
+
+# ---------------------------------------------------------------------------------------------------------------- types
+
+
+def _typed(data: dict[str, Any], section: type[Section], path: str, problems: Problems) -> dict[str, Any]:
+    """The same block with every value converted to its type; values that do not fit are reported and left out."""
+    typed: dict[str, Any] = {}
+    for name, value in data.items():
+        here = f"{path}.{name}" if path else name
+        if name not in section.model_fields:
+            typed[name] = value
+            continue
+        nested = nested_of(section, name)
+        if nested and nested.kind == "one":
+            typed[name] = _typed(value, nested.section, here, problems)
+        elif nested and nested.kind == "list":
+            typed[name] = [_typed(item or {}, nested.section, f"{here}[{i}]", problems) for i, item in enumerate(value)]
+        elif nested:
+            typed[name] = {key: _typed(item or {}, nested.section, f"{here}.{key}", problems) for key, item in value.items()}
+        else:
+            _store_typed(typed, section, name, value, here, problems)
+    return typed
+
+
+def _store_typed(typed: dict[str, Any], section: type[Section], name: str, value: Any, here: str, problems: Problems) -> None:
+    try:
+        converted = adapter_of(section, name).validate_python(value)
+    except ValidationError:
+        default = default_of(section.model_fields[name])
+        problems.error(here, f"is {show(value)}; allowed: {type_text(section, name)} (default {show(default)})")
+        return
+    if converted is not None:
+        typed[name] = converted
+
+
+def _build(data: dict[str, Any], problems: Problems) -> ZeroConfig | None:
+    try:
+        return ZeroConfig.model_validate(data)
+    except ValidationError as failure:
+        for error in failure.errors():
+            problems.error(".".join(str(step) for step in error["loc"]), error["msg"])
+        return None
+
+
+# --------------------------------------------------------------------------------------------------- batch and mismatches
+
+
+def _solve_batch(data: dict[str, Any], world_size: int, origin: dict[str, str], problems: Problems) -> Batch:
+    batch = solve(data.get(TOTAL), data.get(MICRO), data.get(ACCUMULATION), world_size, problems)
+    known = [key for key in (TOTAL, MICRO, ACCUMULATION) if key in data]
+    for key, value in ((TOTAL, batch.total), (MICRO, batch.micro), (ACCUMULATION, batch.accumulation)):
+        if key in data:
+            continue
+        data[key] = value
+        others = [name for name in known if name != key]
+        defaulted = key != TOTAL and not (key == MICRO and TOTAL in known) and not (key == ACCUMULATION and len(known) == 2)
+        origin[key] = "default" if defaulted else "derived <- " + " and ".join([*(others or [MICRO]), "data-parallel size"])
+    return batch
+
+
+def _check_matches(
+    data: dict[str, Any], sources: dict[str, Any], batch: Batch, origin: dict[str, str], problems: Problems
+) -> None:
+    """Report every value of the file that contradicts the source it belongs to, as the Trainer does."""
+    for key, rule in AUTO_RULES.items():
+        if not rule.must_match or not origin.get(key, "").startswith("file"):
+            continue
+        expected, found = rule.value(sources), _lookup(data, key)
+        if expected is not None and found is not None and not _equal(found, expected):
+            problems.mismatch(key, found, rule.label(), expected)
+    micro, accumulation = (AUTO_RULES[key].value(sources) for key in (MICRO, ACCUMULATION))
+    if origin.get(TOTAL, "").startswith("file") and micro and accumulation:
+        expected = micro * accumulation * batch.world_size
+        if expected != batch.total:
+            problems.mismatch(TOTAL, batch.total, f"{TOTAL} (calculated)", expected)
+
+
+def _equal(found: Any, expected: Any) -> bool:
+    if isinstance(found, list) and isinstance(expected, (list, tuple)):
+        return len(found) == len(expected) and all(_equal(one, two) for one, two in zip(found, expected, strict=True))
+    return bool(found == expected)
+
+
+def _lookup(data: dict[str, Any], key: str) -> Any:
+    """The value at a dotted key, None when it is not there."""
+    value: Any = data
+    for step in key.split("."):
+        value = value.get(step) if isinstance(value, dict) else None
+    return value
+
+
+def _settle_overlap(data: dict[str, Any], origin: dict[str, str]) -> None:
+    """`overlap_comm` defaults to what suits the stage: on for stage 3, off otherwise."""
+    zero = data.setdefault("zero_optimization", {})
+    if isinstance(zero, dict) and "overlap_comm" not in zero:
+        stage = zero.get("stage", 0)
+        zero["overlap_comm"] = stage == 3
+        origin["zero_optimization.overlap_comm"] = f"default (stage {stage})"
+
+
+__all__ = ["Analysis", "ResolvedConfig", "analyse", "resolve", "strict_by_environment"]

@@ -1,0 +1,195 @@
+"""How a configuration key is declared: lenient value types, the `Section` base class, and one helper per fate.
+
+A key is one pydantic field. Its annotation is the type, and the helper that declares it gives default, help and fate:
+
+=============  ==========================================================================================================
+`used`         the engine reads the value
+`mapped`       an old spelling; the reader translates it into the key it names
+`accepted`     has no effect here, for the reason given
+`refused`      raises when it asks for something, and says what to use instead
+`later`        refused as long as its feature has a row in `hf_zero.config.not_yet`, used from then on
+`part`         belongs to a section that is switched on by another key, and shares that key's fate
+=============  ==========================================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+from hf_zero.config.not_yet import NOT_YET
+
+Fate = Literal["used", "mapped", "accepted", "refused", "part"]
+
+OFF_VALUES: tuple[Any, ...] = (None, False, 0, "", "none", {}, [])
+"""Values that leave a switch off, whatever its type."""
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+
+def _lenient_int(value: Any) -> Any:
+    """Integers as people write them: 2e8, "2e8", " 16 ". Fractions, booleans and other texts are left for pydantic to refuse."""
+    if isinstance(value, bool):
+        raise ValueError("a boolean is not a number")
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            value = _parse_float(value)
+    if isinstance(value, float):
+        if not math.isfinite(value) or value != int(value):
+            raise ValueError("not a whole number")
+        return int(value)
+    return value
+
+
+def _lenient_float(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a boolean is not a number")
+    return _parse_float(value) if isinstance(value, str) else value
+
+
+def _parse_float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("not a number") from None
+
+
+def _lenient_bool(value: Any) -> Any:
+    """`true`, "true", "True", "1", "yes", 1 and their opposites; any other number or text is left for pydantic to refuse."""
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+def _lower_text(value: Any) -> Any:
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+_DTYPE_NAMES = {
+    "fp16": "fp16", "float16": "fp16", "half": "fp16",
+    "bf16": "bf16", "bfloat16": "bf16", "bfp16": "bf16",
+    "fp32": "fp32", "float32": "fp32", "float": "fp32",
+}  # fmt: skip
+
+
+def _dtype_name(value: Any) -> Any:
+    """fp16, bf16 or fp32 from any of the usual spellings, torch dtypes included (`str(torch.bfloat16)` is "torch.bfloat16")."""
+    text = str(value).strip().lower().removeprefix("torch.")
+    return _DTYPE_NAMES.get(text, value)
+
+
+def _inf_is_never(value: Any) -> Any:
+    """accelerate writes infinity to mean "never print"; None says the same and is an ordinary value."""
+    value = _parse_float(value) if isinstance(value, str) else value
+    return None if isinstance(value, float) and math.isinf(value) else value
+
+
+Int = Annotated[int, BeforeValidator(_lenient_int)]
+Float = Annotated[float, BeforeValidator(_lenient_float)]
+Bool = Annotated[bool, BeforeValidator(_lenient_bool)]
+Count = Annotated[int, BeforeValidator(_lenient_int), Field(gt=0)]
+Size = Annotated[int, BeforeValidator(_lenient_int), Field(ge=0)]
+NonNegative = Annotated[float, BeforeValidator(_lenient_float), Field(ge=0)]
+Share = Annotated[float, BeforeValidator(_lenient_float), Field(ge=0, le=1)]
+Steps = Annotated[Size | None, BeforeValidator(_inf_is_never)]
+Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(_dtype_name)]
+Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_lower_text)]
+LowerStr = Annotated[str, BeforeValidator(_lower_text)]
+
+
+def lower_choice(value: Any) -> Any:
+    """Validator for `Annotated[Literal[...], BeforeValidator(lower_choice)]`: letter case does not matter."""
+    return _lower_text(value)
+
+
+# ------------------------------------------------------------------------------------------------------------- sections
+
+
+class Section(BaseModel):
+    """A block of the configuration. Immutable; unknown keys never reach it, the reader reports them first."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    switch: ClassVar[str | None] = None
+    """Key (dotted, relative to the section) that turns the section on; while it is off, nothing in the section is asked for."""
+    free_keys: ClassVar[bool] = False
+    """Keys beyond the fields are allowed (a client's own section)."""
+    rest: ClassVar[FieldInfo | None] = None
+    """Fate of those further keys, where the key list has a row for them (`amp.*`)."""
+    key_models: ClassVar[dict[str, SectionClass]] = {}
+    """Fields that stay plain dictionaries for their consumer, with the section that describes the keys inside."""
+
+
+SectionClass = type[Section]
+
+
+class FreeSection(Section):
+    """A section that takes keys of its own beside the fields it knows."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
+
+    free_keys: ClassVar[bool] = True
+
+
+def is_on(value: Any, passes: Iterable[Any] = ()) -> bool:
+    """Whether the (typed) value of a switch turns its section on; `passes` are values that leave it off, such as a degree of 1."""
+    return value not in OFF_VALUES and value not in tuple(passes)
+
+
+# ---------------------------------------------------------------------------------------------------------------- fates
+
+
+def _field(default: Any, text: str, fate: Fate, effect: str, extra: dict[str, Any]) -> Any:
+    """The pydantic field behind every helper; a callable default (a section class, `list`) becomes a factory."""
+    extras = {"fate": fate, "effect": effect, **{name: value for name, value in extra.items() if value not in (None, (), {})}}
+    if callable(default):
+        factory: Callable[[], Any] = default
+        return Field(default_factory=factory, description=text, json_schema_extra=extras)
+    return Field(default=default, description=text, json_schema_extra=extras)
+
+
+def used(default: Any, text: str, **extra: Any) -> Any:
+    """A key whose value the engine reads."""
+    return _field(default, text, "used", text, extra)
+
+
+def accepted(default: Any, text: str, why: str, **extra: Any) -> Any:
+    """A key that has no effect, for the reason `why`."""
+    return _field(default, text, "accepted", why, extra)
+
+
+def mapped(default: Any, text: str, into: str, **extra: Any) -> Any:
+    """An old spelling. `into` names the key it is translated to."""
+    return _field(default, text, "mapped", f"read as {into}", {"into": into, **extra})
+
+
+def refused(default: Any, text: str, instead: str, **extra: Any) -> Any:
+    """A key that raises when it asks for something. `instead` says what to use."""
+    return _field(default, text, "refused", instead, extra)
+
+
+def later(default: Any, text: str, feature: str, **extra: Any) -> Any:
+    """A key of a feature: refused while `NOT_YET` has a row for the feature, used afterwards."""
+    if feature in NOT_YET:
+        return _field(default, text, "refused", NOT_YET[feature], {"feature": feature, **extra})
+    return _field(default, text, "used", text, {"feature": feature, **extra})
+
+
+def part(default: Any, text: str, **extra: Any) -> Any:
+    """A key that only means something when the switch of its section is on; it shares the fate of the switch."""
+    return _field(default, text, "part", "", extra)
+
+
+def section(default: Any, text: str, **extra: Any) -> Any:
+    """A nested section without a fate of its own: that of its switch, else the sum of its keys."""
+    return _field(default, text, "part", "", {"section": True, **extra})
+
+
+def asks(value: Any, default: Any, passes: Iterable[Any] = ()) -> bool:
+    """Whether a value of a refused key asks for something: it is neither the default, nor empty, nor listed as harmless."""
+    return value not in OFF_VALUES and value != default and value not in tuple(passes)

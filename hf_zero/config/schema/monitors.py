@@ -1,0 +1,58 @@
+"""Sections of the sinks that training records are written to."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator
+
+from hf_zero.config.schema.fields import Bool, Count, Section, lower_choice, used
+
+
+class Tensorboard(Section):
+    """`tensorboard`. TensorBoard monitor."""
+
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: Bool = used(False, "Write TensorBoard events")
+    output_path: str = used("", "Folder of the events")
+    job_name: str = used("DeepSpeedJobName", "Sub-folder name")
+
+
+class Wandb(Section):
+    """`wandb`. Weights & Biases monitor."""
+
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: Bool = used(False, "Log to Weights & Biases")
+    group: str | None = used(None, "Run group")
+    team: str | None = used(None, "Team")
+    project: str = used("deepspeed", "Project")
+
+
+class Comet(Section):
+    """`comet`. Comet monitor."""
+
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: Bool = used(False, "Log to Comet")
+    samples_log_interval: Count = used(100, "Samples between submissions")
+    project: str | None = used(None, "Project")
+    workspace: str | None = used(None, "Workspace")
+    api_key: str | None = used(None, "Key")
+    experiment_name: str | None = used(None, "Experiment name")
+    experiment_key: str | None = used(None, "Experiment key")
+    online: Bool | None = used(None, "Online or offline experiment")
+    mode: Annotated[Literal["get", "create", "get_or_create"], BeforeValidator(lower_choice)] | None = used(
+        None, "get create or get_or_create"
+    )
+
+
+class CsvMonitor(Section):
+    """`csv_monitor`. csv monitor."""
+
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: Bool = used(False, "Write csv files")
+    output_path: str = used("", "Folder of the files")
+    job_name: str = used("DeepSpeedJobName", "Sub-folder name")

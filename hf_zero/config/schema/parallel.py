@@ -1,0 +1,153 @@
+"""Sections that split the model in other ways than ZeRO: tensors, experts, pipeline stages, elastic world sizes."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from hf_zero.config.schema.fields import Bool, Float, FreeSection, Int, Section, Size, later, part, refused, section
+
+
+class Pipeline(FreeSection):
+    """`pipeline`. Options of PipelineModule training."""
+
+    stages: Int | str = part("auto", "Number of stages; auto takes it from the module", auto_is_value=True)
+    partition: str = part("best", "How layers are split")
+    seed_layers: Bool = part(False, "Seed each layer separately")
+    activation_checkpoint_interval: Int = part(0, "Layers between checkpoints")
+    pipe_partitioned: Bool = part(True, "Split activations over model-parallel ranks")
+    grad_partitioned: Bool = part(True, "Split activation gradients over model-parallel ranks")
+    use_reentrant: Bool = part(True, "Use the reentrant checkpoint function")
+
+
+class Elasticity(Section):
+    """`elasticity`. Batch size computed for a range of world sizes; other batch keys then raise."""
+
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: Bool = later(False, "Compute batch sizes for many world sizes", "elasticity")
+    max_train_batch_size: Int = part(2000, "Largest global batch")
+    micro_batch_sizes: list[Int] = part(lambda: [2, 4, 6], "Allowed micro batches")
+    min_gpus: Int = part(1, "Fewest ranks")
+    max_gpus: Int = part(10000, "Most ranks")
+    min_time: Int = part(0, "Minutes between scaling events (v0.1)")
+    prefer_larger_batch: Bool = part(True, "Prefer batches near the maximum")
+    version: Float = part(0.2, "Algorithm version")
+    ignore_non_elastic_batch_info: Bool = part(False, "Ignore the other batch keys instead of raising")
+    num_gpus_per_node: Int = part(1, "Ranks per node (v0.2)")
+    model_parallel_size: Int = part(1, "Model parallel degree (v0.2)")
+    prefer_large_batch: Bool = part(True, "Documented name of prefer_larger_batch")
+
+
+class LayerSpec(Section):
+    """`tensor_parallel.partition_config.layer_specs[]`. Settings of `tensor_parallel.partition_config.layer_specs[]`."""
+
+    patterns: list[str] = part(list, "Parameter name patterns")
+    partition_type: str = part("column", "column row or skip")
+    shape: list[Any] | None = part(None, "Logical shape of fused weights")
+    partition_dim: Int | None = part(None, "Split dimension")
+    model_types: list[str] | None = part(None, "Only for these model types")
+    gather_output: Bool = part(False, "Gather column outputs on every rank")
+    grad_allreduce: Bool = part(False, "Sum gradients of skipped parameters over the group")
+
+
+class PartitionConfig(Section):
+    """`tensor_parallel.partition_config`. Custom partitioning."""
+
+    tp_size: Int | None = part(None, "Overwritten by autotp_size")
+    use_default_specs: Bool = part(True, "Merge with the preset")
+    strict_mode: Bool = part(False, "Raise for linear layers no rule matches")
+    embedding_partition_dim: Int = part(1, "Split dimension of embeddings")
+    lm_head_patterns: list[str] = part(lambda: ["lm_head", "embed_out"], "Names of output heads")
+    layer_specs: list[LayerSpec] | None = section(None, "Ordered rules", each="[]")
+
+
+class TpGroup(Section):
+    """`tensor_parallel.tp`. Group options."""
+
+    tp_size: Int = part(1, "Degree")
+    tp_grain_size: Int = part(1, "Split granularity")
+    mpu: Any = part(None, "Topology object")
+    tp_group: Any = part(None, "Process group")
+
+
+class TensorParallel(Section):
+    """`tensor_parallel`. AutoTP training."""
+
+    switch: ClassVar[str | None] = "autotp_size"
+
+    autotp_size: Size = later(0, "Tensor-parallel degree; 0 and 1 are off", "tensor_parallel", passes=(1,))
+    dtype: str = part("float16", "Type the model is converted to")
+    tp_overlap_comm: Bool = part(False, "Overlap the all-reduce")
+    preset_model: str | None = part(None, "llama bloom chatglm mixtral deepseek_v2 qwen2 phi3")
+    partition_config: PartitionConfig | None = section(None, "Custom partitioning")
+    tp: TpGroup | None = section(None, "Group options", also=("tensor_parallel",))
+    injection_policy_tuple: Any = part(None, "Explicit injection policy")
+    keep_module_on_host: Bool = part(False, "Leave loaded weights on the host")
+    replace_with_kernel_inject: Bool = part(False, "Use inference kernels", also=("kernel_inject",))
+
+
+class ExpertParallel(Section):
+    """`expert_parallel`. Expert parallelism."""
+
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: Bool = refused(
+        False, "Turn AutoEP on", "not supported: experts are sharded by zero_optimization.stage 3 like every other parameter"
+    )
+    autoep_size: Int = part(1, "Expert-parallel degree")
+    expert_tensor_parallel_size: Int = part(1, "Only 1 is accepted")
+    validate_folding_routing: Bool = part(False, "Check routing agreement at run time")
+    preset_model: str | None = part(None, "mixtral qwen3_moe qwen3_5_moe deepseek_v2 deepseek_v3")
+    moe_layer_pattern: str | None = part(None, "Pattern of MoE modules")
+    expert_pattern: str | None = part(None, "Child name of the experts")
+    router_pattern: str | None = part(None, "Child name of the router")
+    use_grouped_mm: Bool = part(True, "Grouped matrix product")
+    disable_triton_grouped_mm: Bool = part(False, "Avoid the Triton kernel")
+    route_norm: Bool | None = part(None, "Normalise router scores")
+    route_scale: Float = part(1.0, "Scale router scores")
+    score_apply: str = part("auto", "pre post or auto", auto_is_value=True)
+    score_func: str = part("auto", "softmax sigmoid or auto", auto_is_value=True)
+    combine_impl: str = part("auto", "How expert outputs are combined", auto_is_value=True)
+    num_expert_groups: Int | None = part(None, "Groups for limited routing")
+    num_limited_groups: Int | None = part(None, "Groups chosen")
+    top_k: Int | str = part("auto", "Experts per token", auto_is_value=True)
+    load_balance_coeff: Any = part(None, "Reserved")
+    routed_scaling_factor: Float | str = part("auto", "Scale of routed output", auto_is_value=True)
+    expert_w1: str | None = part(None, "Name of the gate weight")
+    expert_w2: str | None = part(None, "Name of the down weight")
+    expert_w3: str | None = part(None, "Name of the up weight; null means fused")
+    num_experts_attr: str | None = part(None, "Config attribute with the expert count")
+    top_k_attr: str | None = part(None, "Config attribute with top-k")
+    has_shared_experts: Bool | None = part(None, "Layer has shared experts")
+    shared_experts_pattern: str | None = part(None, "Child name of shared experts")
+    shared_experts_gate_pattern: str | None = part(None, "Child name of their gate")
+
+
+class HybridEngine(Section):
+    """`hybrid_engine`. Training and generation in one engine."""
+
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: Bool = refused(
+        False,
+        "Train and generate with one engine",
+        "not supported: call generate() on the module, gathered units are released again afterwards",
+    )
+    max_out_tokens: Int = part(512, "Longest generation")
+    inference_tp_size: Int = part(1, "Tensor-parallel degree of generation")
+    release_inference_cache: Bool = part(False, "Free the cache after generation")
+    pin_parameters: Bool = part(True, "Keep parameters in place")
+    tp_gather_partition_size: Int = part(8, "Layers gathered at a time")
+    enable_cuda_graph: Bool = part(False, "Replay generation from graphs")
+
+
+class InferenceTensorParallel(Section):
+    """`inference.tensor_parallel`. Settings of `inference.tensor_parallel`."""
+
+    tp_size: Int = later(1, "Read by transformers when tensor_parallel.autotp_size is unset", "tensor_parallel")
+
+
+class Inference(FreeSection):
+    """`inference`. Not part of the training parser, ignored there."""
+
+    tensor_parallel: InferenceTensorParallel | None = section(None, "Tensor parallelism as transformers reads it")

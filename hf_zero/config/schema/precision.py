@@ -1,0 +1,91 @@
+"""Sections for number formats: fp16, bf16, apex, autocast and the element types."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic.fields import FieldInfo
+
+from hf_zero.config.schema.fields import (
+    Bool,
+    Count,
+    Dtype,
+    FreeSection,
+    NonNegative,
+    Section,
+    Size,
+    accepted,
+    part,
+    refused,
+    used,
+)
+
+
+class Fp16(Section):
+    """`fp16`. fp16 weights with loss scaling; exclusive with bf16 and amp."""
+
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: Bool = used(False, "Turn fp16 on")
+    auto_cast: Bool = used(False, "Cast forward inputs to fp16")
+    loss_scale: NonNegative = used(0.0, "0 selects dynamic scaling, otherwise the fixed scale")
+    initial_scale_power: Size = used(16, "Dynamic scale starts at two to this power")
+    loss_scale_window: Count = used(1000, "Steps without overflow before the scale grows")
+    hysteresis: Count = used(2, "Overflows tolerated before the scale drops")
+    consecutive_hysteresis: Bool = used(False, "Refill the tolerance after a step without overflow")
+    min_loss_scale: NonNegative = used(1.0, "Lower bound of the dynamic scale")
+    fp16_master_weights_and_grads: Bool = used(False, "Keep master weights and gradients in fp16")
+
+
+class Bf16(Section):
+    """`bf16`. bf16 weights without loss scaling; exclusive with fp16 and amp."""
+
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: Bool = used(False, "Turn bf16 on")
+    immediate_grad_update: Bool = accepted(
+        False,
+        "Fold gradients into the fp32 copy as soon as they appear",
+        "gradients are always added to the shard of their unit as soon as they are reduced",
+    )
+    check_grad_overflow: Bool = used(True, "Skip an update whose gradients are not finite")
+    bf16_master_weights_and_grads: Bool = used(False, "Keep master weights and gradients in bf16")
+    bf16_optimizer_states: Bool = used(False, "Keep moments in bf16; needs bf16_master_weights_and_grads")
+
+
+class Amp(FreeSection):
+    """`amp`. NVIDIA apex mixed precision."""
+
+    switch: ClassVar[str | None] = "enabled"
+
+    rest: ClassVar[FieldInfo | None] = part(None, "Every other key goes to apex amp.initialize")
+
+    enabled: Bool = refused(False, "Turn apex on", "apex is not supported: use fp16, bf16 or torch_autocast")
+    opt_level: str | None = part(None, "apex level O0-O3")
+
+
+class TorchAutocast(Section):
+    """`torch_autocast`. Run the engine forward under torch.autocast."""
+
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: Bool = used(False, "Turn it on; when off an outer autocast region is disabled inside the engine forward")
+    dtype: Dtype | None = used(None, "bfloat16 or float16 (short names accepted)")
+    lower_precision_safe_modules: list[str] | None = used(None, "Module classes whose communication may use the lower type")
+
+
+class DataTypes(Section):
+    """`data_types`. Element types outside the fp16 and bf16 sections."""
+
+    grad_accum_dtype: Dtype | None = used(None, "Type of gradient accumulation: fp32 fp16 bf16; null follows the model")
+    param_dtype: Dtype | None = used(None, "Cast parameters to this type at engine creation")
+    buffer_dtype: Dtype | None = used(None, "Cast buffers to this type; null keeps them")
+
+
+class Msamp(FreeSection):
+    """`msamp`. Written by accelerate for MS-AMP."""
+
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: Bool = refused(True, "Selects msamp.deepspeed.initialize in accelerate", "MS-AMP is not supported: use bf16")
+    opt_level: str = part("O1", "MS-AMP level: O1 or O2")

@@ -1,0 +1,150 @@
+"""The root of the configuration schema."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+
+from hf_zero.config.schema.compression import CompressionTraining, QuantizeTraining, SparseAttention, WeightQuantization
+from hf_zero.config.schema.data import DataEfficiency, LegacyCurriculum, ProgressiveLayerDrop
+from hf_zero.config.schema.fields import (
+    Bool,
+    Count,
+    Dtype,
+    Float,
+    Int,
+    NonNegative,
+    Section,
+    Steps,
+    accepted,
+    later,
+    lower_choice,
+    refused,
+    section,
+    used,
+)
+from hf_zero.config.schema.monitors import Comet, CsvMonitor, Tensorboard, Wandb
+from hf_zero.config.schema.optimization import Optimizer, Scheduler
+from hf_zero.config.schema.parallel import Elasticity, ExpertParallel, HybridEngine, Inference, Pipeline, TensorParallel
+from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16, Msamp, TorchAutocast
+from hf_zero.config.schema.storage import ActivationCheckpointing, Aio, Checkpoint, Compile, DataStates, Nebula
+from hf_zero.config.schema.tools import Autotuning, CommsLogger, FlopsProfiler, Timers
+from hf_zero.config.schema.zero import ZeroOptimization
+
+
+class ZeroConfig(Section):
+    """The whole configuration file, with DeepSpeed's key names."""
+
+    train_batch_size: Count | None = used(
+        None, "Global samples per optimizer step; must equal micro batch x accumulation x data-parallel world size"
+    )
+    train_micro_batch_size_per_gpu: Count | None = used(None, "Samples per rank in one forward/backward")
+    gradient_accumulation_steps: Count | None = used(None, "Micro batches accumulated before one optimizer step")
+    managed_gradient_accumulation: Bool = used(
+        True, "true: engine counts micro steps; false: every step() applies an update and boundary setters are refused"
+    )
+    sequence_parallel_size: Count | None = later(None, "Size of the sequence axis", "sequence_parallel", passes=(1,))
+    data_parallel_size: Count | None = accepted(
+        None,
+        "Size of the data axis",
+        "read only together with sequence_parallel_size; the data-parallel size is the number of ranks",
+    )
+    dataloader_drop_last: Bool = used(False, "Drop the last incomplete batch of the loader the engine builds from training_data")
+    optimizer: Optimizer | None = section(
+        None, "Optimizer the engine builds itself from model_parameters; absent means a client optimizer or none"
+    )
+    zero_allow_untested_optimizer: Bool = used(False, "Accept a client optimizer that is not known to work element by element")
+    zero_force_ds_cpu_optimizer: Bool = accepted(
+        True,
+        "Refuse a client optimizer that is not a DeepSpeed CPU optimizer when the optimizer is offloaded",
+        "any element-wise optimizer can be offloaded, so there is nothing to force",
+    )
+    scheduler: Scheduler | None = section(None, "Scheduler the engine builds on engine.optimizer and advances inside step()")
+    communication_data_type: Dtype | None = used(
+        None, "Element type of gradient reduction: fp16, bf16 or fp32; unset follows the precision"
+    )
+    seq_parallel_communication_data_type: Dtype = accepted(
+        "fp32", "Reduction type across the sequence-parallel group", "read only with sequence parallelism"
+    )
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lower_choice)] = used(
+        "mean", "mean averages over data-parallel ranks, sum leaves the sum"
+    )
+    prescale_gradients: Bool = used(False, "Divide before instead of after the reduction")
+    gradient_predivide_factor: Float = used(1.0, "Extra division before a mean reduction")
+    sparse_gradients: Bool = accepted(
+        False,
+        "Reduce embedding gradients in sparse form; only in the engine reduction used when ZeRO is off",
+        "embedding gradients are reduced dense as part of their unit; the sums are the same",
+    )
+    disable_allgather: Bool = refused(
+        False,
+        "Legacy switch that turns the update all-gather off",
+        "remove it: without the all-gather after the step the ranks would train on old parameters",
+    )
+    allgather_size: Int = accepted(
+        500000000, "Elements per weight all-gather (old name)", "a unit is gathered by one collective, whatever its size"
+    )
+    use_data_before_expert_parallelism: Bool = accepted(
+        False, "Order of data and expert axes when expert groups are made", "there are no expert groups to order"
+    )
+    vocabulary_size: Int | None = accepted(
+        None, "Vocabulary size, checked for alignment", "only used for a warning about alignment; units are padded by themselves"
+    )
+    graph_harvesting: Bool = accepted(
+        False,
+        "Replay ZeRO work through captured graphs where supported",
+        "no part of the step is captured as a graph; the numbers are the same",
+    )
+    fp16: Fp16 = section(Fp16, "fp16 weights with loss scaling; exclusive with bf16 and amp")
+    bf16: Bf16 = section(Bf16, "bf16 weights without loss scaling; exclusive with fp16 and amp", also=("bfloat16",))
+    amp: Amp | None = section(None, "NVIDIA apex mixed precision")
+    torch_autocast: TorchAutocast = section(TorchAutocast, "Run the engine forward under torch.autocast")
+    gradient_clipping: NonNegative = used(1.0, "Clip the global gradient norm to this value; 0 disables")
+    zero_optimization: ZeroOptimization = section(
+        ZeroOptimization, "What ZeRO shards, offloads and gathers; true is the old form of stage 1", bool_ok=True
+    )
+    steps_per_print: Steps = used(None, "Progress line every N steps; null and infinity are silent")
+    wall_clock_breakdown: Bool = used(False, "Time forward, backward and step")
+    memory_breakdown: Bool = used(False, "Log memory use per phase")
+    dump_state: Bool = used(False, "Print the parsed configuration")
+    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(lower_choice)] | None = used(
+        None, "Level of the package logger"
+    )
+    timers: Timers = accepted(Timers, "Timer section", "samples per second are measured where steps_per_print asks for a line")
+    autotuning: Autotuning | None = section(None, "Search for stage, micro batch and related settings from the launcher")
+    flops_profiler: FlopsProfiler | None = section(None, "Count operations and time of one training step")
+    activation_checkpointing: ActivationCheckpointing | None = section(None, "Settings of deepspeed.checkpointing")
+    sparse_attention: SparseAttention | None = refused(
+        None, "Layout of block-sparse attention", "not supported: choose attn_implementation when the model is made"
+    )
+    pipeline: Pipeline | None = accepted(
+        None, "Options of PipelineModule training", "only PipelineModule reads it, which is not provided"
+    )
+    data_efficiency: DataEfficiency | None = section(None, "Curriculum sampling and token dropping")
+    curriculum_learning: LegacyCurriculum | None = section(None, "Older curriculum on sequence length")
+    tensorboard: Tensorboard = section(Tensorboard, "TensorBoard monitor")
+    wandb: Wandb = section(Wandb, "Weights & Biases monitor")
+    comet: Comet = section(Comet, "Comet monitor")
+    csv_monitor: CsvMonitor = section(CsvMonitor, "csv monitor")
+    elasticity: Elasticity | None = section(None, "Batch size computed for a range of world sizes")
+    comms_logger: CommsLogger | None = section(None, "Recorder of collectives")
+    compression_training: CompressionTraining | None = section(None, "Compression techniques")
+    quantize_training: QuantizeTraining | None = section(None, "Old quantization section")
+    weight_quantization: WeightQuantization | None = section(None, "Quantized weights with stage 3")
+    progressive_layer_drop: ProgressiveLayerDrop | None = section(None, "Stochastic depth schedule")
+    checkpoint: Checkpoint = section(Checkpoint, "Options of save and load")
+    nebula: Nebula | None = section(None, "Azure checkpoint service")
+    datastates_ckpt: DataStates | None = later(None, "Asynchronous checkpoint engine", "async_checkpoint", bool_ok=True)
+    data_types: DataTypes = section(DataTypes, "Element types outside the fp16 and bf16 sections")
+    tensor_parallel: TensorParallel | None = section(None, "AutoTP training")
+    expert_parallel: ExpertParallel | None = section(None, "Expert parallelism")
+    hybrid_engine: HybridEngine | None = section(None, "Training and generation in one engine")
+    aio: Aio | None = accepted(
+        None,
+        "Asynchronous I/O",
+        "only read by NVMe offload; whether that is allowed is decided by the device of offload_optimizer and offload_param",
+    )
+    compile: Compile | None = section(None, "DeepCompile")
+    msamp: Msamp | None = section(None, "Written by accelerate for MS-AMP")
+    inference: Inference | None = section(None, "Inference settings that transformers reads")

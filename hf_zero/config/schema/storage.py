@@ -1,0 +1,112 @@
+"""Sections for files and memory: checkpoints, NVMe access, saved activations, compiled graphs."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator
+
+from hf_zero.config.schema.fields import Bool, Float, Int, Section, accepted, later, lower_choice, part, refused
+
+
+class ActivationCheckpointing(Section):
+    """`activation_checkpointing`. Settings of deepspeed.checkpointing."""
+
+    partition_activations: Bool = later(False, "Split saved activations over model-parallel ranks", "activation_checkpointing")
+    cpu_checkpointing: Bool = later(False, "Move saved activations to the host", "activation_checkpointing")
+    contiguous_memory_optimization: Bool = later(False, "Copy saved activations to one buffer", "activation_checkpointing")
+    number_checkpoints: Int | None = accepted(
+        None, "Checkpoint count for that buffer", "only read together with contiguous_memory_optimization"
+    )
+    synchronize_checkpoint_boundary: Bool = later(False, "Synchronise the device at boundaries", "activation_checkpointing")
+    profile: Bool = later(False, "Time each checkpointed function", "activation_checkpointing")
+
+
+class ParallelWrite(Section):
+    """`checkpoint.parallel_write`. Parallel writing."""
+
+    pipeline_stage: Bool = part(False, "Pipeline stages write in parallel")
+
+
+class Writer(Section):
+    """`checkpoint.writer`. Fast checkpoint writer."""
+
+    type: str = part("FAST", "mock python or fast")
+    io_buffer_size: Int = part(67108864, "Buffer bytes")
+    io_buffer_double: Bool = part(True, "Two buffers")
+    show_statistics: Bool = part(False, "Print statistics")
+    data_parallel: str | None = part(None, "replica socket or machine")
+    decoupled: Bool = part(False, "Write in the background")
+    io_multiplier: Int = part(1, "Buffers per writer")
+
+
+class Checkpoint(Section):
+    """`checkpoint`. Options of save and load."""
+
+    tag_validation: Annotated[Literal["ignore", "warn", "fail"], BeforeValidator(lower_choice)] = accepted(
+        "warn", "ignore warn or fail when ranks disagree on the tag", "rank 0 names the folder and every rank writes to that one"
+    )
+    load_universal: Bool = accepted(False, "Load the universal format", "every checkpoint loads on any number of ranks")
+    use_node_local_storage: Bool = later(False, "Each node writes its own files", "node_local_checkpoint")
+    parallel_write: ParallelWrite | None = accepted(None, "Parallel writing", "every rank writes its own file")
+    checkpoint_serialization: Bool = accepted(
+        True, "Serialise with the torch zip format", "files are safetensors and JSON, never pickle"
+    )
+    writer: Writer | None = later(None, "Fast checkpoint writer", "async_checkpoint")
+
+
+class Nebula(Section):
+    """`nebula`. Azure checkpoint service."""
+
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: Bool = refused(False, "Use the Nebula service", "not supported: save to a folder of your storage")
+    enable_nebula_load: Bool = part(True, "Load through the service")
+    nebula_load_path: str | None = part(None, "Load folder")
+    persistent_storage_path: str | None = part(None, "Folder for persistent copies")
+    persistent_time_interval: Int = part(100, "Seconds between persistent copies")
+    num_of_version_in_retention: Int = part(2, "Copies kept")
+
+
+class DataStates(Section):
+    """`datastates_ckpt`. Asynchronous engine; any value except false enables it."""
+
+    host_cache_size: Float | None = part(None, "Host cache size")
+
+
+class Aio(Section):
+    """`aio`. Asynchronous I/O."""
+
+    block_size: Int = part(1048576, "Bytes per request")
+    queue_depth: Int = part(8, "Requests in flight")
+    intra_op_parallelism: Int = part(1, "Threads per request")
+    thread_count: Int = part(1, "Documented name of intra_op_parallelism")
+    single_submit: Bool = part(False, "Submit requests one by one")
+    overlap_events: Bool = part(True, "Overlap submission and completion")
+    use_gds: Bool = part(False, "GPUDirect storage")
+
+
+class Compile(Section):
+    """`compile`. DeepCompile."""
+
+    switch: ClassVar[str | None] = "deepcompile"
+
+    deepcompile: Bool = refused(
+        False, "Use the DeepCompile passes", "not supported: call engine.compile() or torch.compile() on the blocks"
+    )
+    free_activation: Bool = part(False, "Free activations early")
+    free_activation_threshold: Int = part(10485760, "Smallest freed tensor")
+    offload_activation: Bool = part(False, "Offload activations; needs a custom schedule")
+    offload_activation_pin_memory: Bool = part(True, "Pin that host memory")
+    offload_opt_states: Bool = part(False, "Offload optimizer states")
+    double_buffer: Bool = part(True, "Two gather buffers")
+    symmetric_memory: Bool = part(False, "Use symmetric memory")
+    debug_log: Bool = part(False, "Verbose log")
+    offload_parameters: Bool = part(False, "Offload parameters")
+    sync_before_reduce: Bool = part(False, "Synchronise before reduction")
+    sync_after_reduce: Bool = part(False, "Synchronise after reduction")
+    sync_before_allgather: Bool = part(False, "Synchronise before gathering")
+    sync_after_allgather: Bool = part(False, "Synchronise after gathering")
+    keep_int_input_tensors: Bool = part(True, "Keep integer inputs for tracing")
+    keep_all_input_tensors: Bool = part(False, "Keep all inputs for tracing")
+    passes: list[str] | None = part(None, "z1 z3 autosp autotp")

@@ -1,0 +1,85 @@
+"""Sections that measure or tune a run: timers, profilers, the autotuner, the collective recorder."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from hf_zero.config.schema.fields import Bool, Float, Int, Section, later, part, refused, section
+
+
+class Throughput(Section):
+    """`timers.throughput`. Throughput timer."""
+
+    enabled: Bool = part(True, "Measure samples per second")
+    synchronized: Bool = part(True, "Synchronise the device around measurements")
+
+
+class Timers(Section):
+    """`timers`. Timer section."""
+
+    throughput: Throughput = section(Throughput, "Throughput timer")
+
+
+class ModelInfo(Section):
+    """`autotuning.model_info`. Model facts."""
+
+    profile: Bool = part(False, "Collect the facts by profiling")
+    num_params: Int | None = part(None, "Parameter count")
+    hidden_size: Int | None = part(None, "Hidden size")
+    num_layers: Int | None = part(None, "Layer count")
+
+
+class Autotuning(Section):
+    """`autotuning`. Search for stage, micro batch and related settings from the launcher."""
+
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: Bool = refused(
+        False, "Run the tuner from the launcher", "not supported: remove the section and set the batch size yourself"
+    )
+    fast: Bool = part(True, "Tune only stage and micro batch")
+    results_dir: str = part("autotuning_results", "Folder of results")
+    exps_dir: str = part("autotuning_exps", "Folder of experiment descriptions")
+    overwrite: Bool = part(True, "Repeat finished experiments")
+    start_profile_step: Int = part(3, "First profiled step")
+    end_profile_step: Int = part(5, "Last profiled step")
+    metric: str = part("throughput", "latency throughput or flops")
+    metric_path: str | None = part(None, "File that receives the metric")
+    tuner_type: str = part("gridsearch", "gridsearch random or model_based")
+    tuner_early_stopping: Int = part(5, "Experiments without gain before stopping")
+    tuner_num_trials: Int = part(50, "Most experiments per space")
+    arg_mappings: dict[str, Any] | None = part(None, "Map from configuration keys to script arguments")
+    max_train_batch_size: Int | None = part(None, "Upper bound of the global batch")
+    min_train_batch_size: Int = part(1, "Lower bound of the global batch")
+    max_train_micro_batch_size_per_gpu: Int = part(1024, "Upper bound of the micro batch")
+    min_train_micro_batch_size_per_gpu: Int = part(1, "Lower bound of the micro batch")
+    num_tuning_micro_batch_sizes: Int = part(3, "Micro batch sizes tried")
+    mp_size: Int = part(1, "Model parallel degree")
+    model_info_path: str | None = part(None, "File with model facts")
+    model_info: ModelInfo | None = section(None, "Model facts")
+
+
+class FlopsProfiler(Section):
+    """`flops_profiler`. Count operations and time of one training step."""
+
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: Bool = later(False, "Turn the profiler on; also turns wall_clock_breakdown on", "flops_profiler")
+    recompute_fwd_factor: Float = part(0.0, "Extra forward cost of recomputation")
+    profile_step: Int = part(1, "Step that is profiled")
+    module_depth: Int = part(-1, "Depth of the report; -1 is full")
+    top_modules: Int = part(1, "Modules listed per depth")
+    detailed: Bool = part(True, "Print the per-module report")
+    output_file: str | None = part(None, "Report file; null prints")
+
+
+class CommsLogger(Section):
+    """`comms_logger`. Recorder of collectives."""
+
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: Bool = later(False, "Record collectives", "comms_logger")
+    prof_all: Bool = part(True, "Record every operation")
+    prof_ops: list[str] = part(list, "Operations to record")
+    verbose: Bool = part(False, "Print each operation")
+    debug: Bool = part(False, "Add the caller name")

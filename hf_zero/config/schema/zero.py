@@ -1,0 +1,215 @@
+"""The `zero_optimization` section: what is sharded, offloaded and gathered, and when."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from hf_zero.config.schema.fields import (
+    Bool,
+    Count,
+    Device,
+    Float,
+    Int,
+    Section,
+    Share,
+    Size,
+    accepted,
+    later,
+    mapped,
+    part,
+    refused,
+    section,
+    used,
+)
+
+NO_BUCKETS = "every unit is one flat buffer with one collective, so there are no buckets to size"
+NO_QUANTIZATION = "not supported: communication keeps its values exact. Use communication_data_type: bf16 to halve the traffic"
+ALL_RANKS = "not supported: shards are spread over all ranks"
+
+
+DEFAULT_LEAF_CLASSES: tuple[str, ...] = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
+"""Mixture-of-experts blocks whose experts run or not depending on the data."""
+
+
+class ZeroppLocoParam(Section):
+    """`zero_optimization.zeropp_loco_param`. Error compensation of quantized gradients."""
+
+    err_beta: Float = part(0.8, "Moving average of the quantization error")
+    reset_T: Int = part(1024, "Steps between resets of the error buffer")
+
+
+class LeafModule(Section):
+    """`zero_optimization.leaf_module`. Modules fetched as one unit."""
+
+    classes: list[str] = used(lambda: list(DEFAULT_LEAF_CLASSES), "Class paths treated as leaves")
+    names: list[str] = used(list, "Module names treated as leaves")
+    name_suffixes: list[str] = used(list, "Module name endings treated as leaves")
+
+
+class OffloadParam(Section):
+    """`zero_optimization.offload_param`. Keep parameter shards on host or NVMe."""
+
+    switch: ClassVar[str | None] = "device"
+
+    device: Device = later("none", "Target of the parameter shards", "offload_param")
+    nvme_path: str | None = part(None, "Directory for swap files")
+    buffer_count: Int = part(5, "Buffers in the parameter pool")
+    buffer_size: Int = part(100000000, "Elements per buffer")
+    max_in_cpu: Int = part(1000000000, "Elements kept on the host")
+    pin_memory: Bool = part(True, "Use page-locked host memory")
+
+
+class OffloadOptimizer(Section):
+    """`zero_optimization.offload_optimizer`. Keep optimizer states on host or NVMe and update there."""
+
+    switch: ClassVar[str | None] = "device"
+
+    device: Device = later("none", "Target of the optimizer states", "offload_optimizer")
+    nvme_path: str | None = part(None, "Directory for swap files")
+    buffer_count: Int = part(4, "Buffers in the state pool")
+    pin_memory: Bool = part(True, "Use page-locked host memory")
+    pipeline_read: Bool = part(False, "Read the next tile while computing")
+    pipeline_write: Bool = part(False, "Write the previous tile while computing")
+    fast_init: Bool = part(False, "Faster first creation of the swap files")
+    ratio: Share = part(1.0, "Share of parameters updated on the host; below 1 is refused for stages 1-2")
+    super_offload: Bool = part(False, "Speculative host update in a separate process")
+    cpuadam_cores_perc: Share = part(0.8, "Share of host cores for the optimizer process")
+
+
+class Zenflow(Section):
+    """`zero_optimization.zenflow`. Update the most important gradients on the device and the rest later on the host."""
+
+    topk_ratio: Share = part(0.1, "Share of gradients updated immediately")
+    select_strategy: str = part("auto", "auto step or epoch", auto_is_value=True)
+    select_interval: Int | str = part("auto", "How often the selection is renewed", auto_is_value=True)
+    update_interval: Int | str = part("auto", "How often the remaining gradients are applied", auto_is_value=True)
+    overlap_step: Bool = part(False, "Overlap the host update with computation")
+    offload: Bool = part(False, "Keep the states of the selected part on the host")
+    auto_ratio: Share = part(0.99, "Importance threshold of the automatic schedule")
+    full_warm_up_rounds: Int = part(0, "Rounds with full updates at the start")
+    pt_reserved_cores_perc: Share = part(0.5, "Share of cores left to the framework")
+    steps_per_epoch: Int | None = part(None, "Steps per epoch")
+
+
+class ZeroOptimization(Section):
+    """`zero_optimization`. What ZeRO shards, offloads and gathers."""
+
+    stage: Annotated[Int, Field(ge=0, le=3)] = used(0, "0 off; 1 optimizer states; 2 plus gradients; 3 plus parameters")
+    contiguous_gradients: Bool = accepted(
+        True, "Copy gradients to a contiguous buffer as they appear", "the gradients of a unit are always one flat buffer"
+    )
+    reduce_scatter: Bool = accepted(
+        True,
+        "Reduce to the owner instead of all-reduce",
+        "a unit is always reduced to the rank that owns the shard; the sums are the same",
+    )
+    reduce_bucket_size: Size = accepted(500000000, "Elements per gradient reduction", NO_BUCKETS)
+    use_multi_rank_bucket_allreduce: Bool = accepted(
+        True,
+        "Merge the buckets of several ranks into one all-reduce",
+        "every unit is one collective; there are no buckets to merge",
+    )
+    allgather_partitions: Bool = accepted(
+        True, "All-gather updated weights instead of broadcasts", "updated shards are always all-gathered, one collective per unit"
+    )
+    allgather_bucket_size: Size = accepted(500000000, "Elements per weight all-gather", NO_BUCKETS)
+    overlap_comm: Bool | None = used(
+        None, "Overlap gathers and reductions with computation; unset means true for stage 3 and false otherwise"
+    )
+    load_from_fp32_weights: Bool = used(True, "Restore master weights from the fp32 copy in the checkpoint")
+    elastic_checkpoint: Bool = accepted(
+        False, "Checkpoint independent of the rank count", "every checkpoint loads on any number of ranks"
+    )
+    grad_hooks: Bool = accepted(True, "Collect gradients by hooks", "gradients are always collected by hooks")
+    sub_group_size: Count = accepted(
+        1000000000, "Elements updated at a time in the optimizer step", "the optimizer steps one unit at a time"
+    )
+    ignore_unused_parameters: Bool = accepted(
+        True, "Tolerate parameters without gradient", "a parameter without gradient always counts as zero, on every rank"
+    )
+    legacy_stage1: Bool = refused(False, "Old stage 1 implementation", "remove it: stage 1 has one implementation")
+    round_robin_gradients: Bool = accepted(
+        False, "Spread gradient copies to the host over ranks", "shards are dealt evenly over ranks already"
+    )
+    cpu_offload: Bool | None = mapped(
+        None, "Old form of offload_optimizer.device cpu", "zero_optimization.offload_optimizer.device: cpu"
+    )
+    cpu_offload_param: Bool | None = mapped(
+        None, "Old form of offload_param.device cpu", "zero_optimization.offload_param.device: cpu"
+    )
+    cpu_offload_use_pin_memory: Bool | None = accepted(
+        None,
+        "Old form of pin_memory",
+        "replaced by pin_memory inside offload_optimizer and offload_param; the value is not carried over",
+    )
+    stage3_prefetch_bucket_size: Size = used(50000000, "Elements fetched ahead of use")
+    stage3_param_persistence_threshold: Size = used(100000, "Parameters smaller than this stay gathered")
+    stage3_model_persistence_threshold: Size = used(9223372036854775807, "Most elements that may stay gathered in total")
+    stage3_max_live_parameters: Size = used(1000000000, "Most gathered elements per rank")
+    stage3_max_reuse_distance: Size = used(1000000000, "Keep a parameter gathered when reused within this many elements")
+    stage3_gather_16bit_weights_on_model_save: Bool = used(
+        False,
+        "Allow a consolidated 16-bit state dict at save time",
+        also=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
+    )
+    stage3_gather_fp16_weights_on_model_save: Bool = mapped(
+        False,
+        "Older name of stage3_gather_16bit_weights_on_model_save",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    )
+    stage3_module_granularity_threshold: Size = accepted(
+        0,
+        "Treat modules with fewer parameters per descendant than this as one unit",
+        "parameters outside repeated blocks are grouped into one unit already",
+    )
+    stage3_use_all_reduce_for_fetch_params: Bool = accepted(
+        False, "Gather parameters with all-reduce", "a unit is always gathered by one all-gather; the values are the same"
+    )
+    stage3_allgather_sequential: Bool = accepted(
+        False,
+        "Gather parameters one after another instead of coalesced",
+        "a unit is one collective; gathers follow one fixed order",
+    )
+    zero_hpz_partition_size: Count = refused(
+        1,
+        "Ranks that hold a secondary parameter copy; 1 is off",
+        "not supported: use stage 2, or stage 3 with a larger stage3_param_persistence_threshold",
+    )
+    zero_quantized_weights: Bool = refused(False, "Quantize weights for the all-gather", NO_QUANTIZATION)
+    zero_quantized_nontrainable_weights: Bool = refused(False, "Quantize frozen weights for the all-gather", NO_QUANTIZATION)
+    zero_quantized_gradients: Bool = refused(False, "Quantize gradients for the reduction", NO_QUANTIZATION)
+    zeropp_loco_param: ZeroppLocoParam | None = refused(None, "Error compensation of quantized gradients", NO_QUANTIZATION)
+    mics_shard_size: Int = refused(-1, "Ranks per shard group; -1 is off", ALL_RANKS)
+    mics_hierarchical_params_gather: Bool = refused(False, "Gather inside and across nodes in two steps", ALL_RANKS)
+    memory_efficient_linear: Bool = accepted(
+        True,
+        "Replace torch.nn.functional.linear with a version that saves memory",
+        "linear layers are not replaced; released weights take no memory in saved activations",
+    )
+    pipeline_loading_checkpoint: Bool = accepted(
+        False, "Load ranks one after another", "each rank reads only the byte ranges of its own shards"
+    )
+    override_module_apply: Bool = accepted(True, "Patch Module.apply so that it gathers", "torch.nn.Module.apply is never patched")
+    log_trace_cache_warnings: Bool = accepted(
+        False,
+        "Warn when the fetch order trace is invalidated",
+        "the order of gathers is fixed at start; there is no trace that could become invalid",
+    )
+    enable_sanity_checks: Bool = used(False, "Run internal consistency checks")
+    save_muon_momentum_buffer_in_memory: Bool = accepted(
+        False, "Keep Muon momentum in memory", "only read by Muon, which is refused"
+    )
+    leaf_module: LeafModule = section(LeafModule, "Modules fetched as one unit")
+    offload_param: OffloadParam = section(OffloadParam, "Keep parameter shards on host or NVMe")
+    offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "Keep optimizer states on host or NVMe and update there")
+    zenflow: Zenflow | None = refused(
+        None,
+        "Update the most important gradients on the device and the rest later on the host",
+        "not supported: every gradient is applied in the step it belongs to",
+    )

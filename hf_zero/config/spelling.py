@@ -1,0 +1,194 @@
+"""Raw dictionary -> the same configuration with today's key names only; unknown keys are reported with the nearest known one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from hf_zero.config.keys import extra_of, nested_of, spellings_of
+from hf_zero.config.names import nearest
+from hf_zero.config.problems import Problems, show
+from hf_zero.config.schema.fields import Section
+from hf_zero.config.schema.root import ZeroConfig
+
+_TRUE_TEXTS, _FALSE_TEXTS = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_CORE_SECTIONS = ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler", "data_types")
+"""Sections whose keys are looked for when an unknown key stands at the wrong level."""
+
+
+class Speller:
+    """Translates one raw configuration to canonical key names.
+
+    Args:
+        problems: Receives unknown keys, keys given twice under two names, and blocks that are no blocks.
+
+    Attributes:
+        origin: Dotted canonical path -> "file", or "file (<the spelling that was used>)".
+    """
+
+    def __init__(self, problems: Problems) -> None:
+        self.problems = problems
+        self.origin: dict[str, str] = {}
+
+    def canonical(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Nested dictionaries with canonical names. Nulls are gone (they mean "not given"); "auto" still stands."""
+        return self._section(raw, ZeroConfig, "", None)
+
+    def _section(self, raw: Mapping[str, Any], section: type[Section], path: str, kind: Any) -> dict[str, Any]:
+        """One block. `kind` is the `type` beside a `params` block, which decides what further keys it may hold."""
+        data: dict[str, Any] = {}
+        spelled: dict[str, str] = {}
+        names = spellings_of(section)
+        for key, value in raw.items():
+            here = f"{path}.{key}" if path else str(key)
+            name = names.get(key)
+            if name is None:
+                if self._may_stay(key, section, path, kind):
+                    data[key], self.origin[here] = value, "file"
+                continue
+            if value is None:
+                continue
+            if name in spelled:
+                self.problems.error(here, f"and `{spelled[name]}` are two names of the same key; keep one")
+                continue
+            spelled[name] = here
+            if extra_of(section.model_fields[name])["fate"] == "mapped":
+                name, value = self._old_switch(section, name, value, here, raw)
+                if value is None:
+                    continue
+            target = f"{path}.{name}" if path else name
+            found = self._value(value, section, name, target, raw.get("type"))
+            if found is not None:
+                data[name] = found
+                self.origin.setdefault(target, "file" if here == target else f"file ({here})")
+        return data
+
+    def _old_switch(self, section: type[Section], name: str, value: Any, here: str, raw: Mapping[str, Any]) -> tuple[str, Any]:
+        """`cpu_offload: true` and its like -> (name of the block that replaced it, its content), content None when off."""
+        block_path = extra_of(section.model_fields[name])["into"].partition(":")[0].rpartition(".")[0]
+        block = block_path.rpartition(".")[2]
+        on = _truth(value)
+        if on is None:
+            self.problems.error(here, f"is {show(value)}; allowed: true or false")
+        if on and raw.get(block) is not None:
+            self.problems.error(here, f"is the old form of `{block_path}`, which is there as well; keep `{block_path}`")
+            return block, None
+        if on:
+            self.origin[f"{block_path}.device"] = f"file ({here})"
+        return block, {"device": "cpu"} if on else None
+
+    def _value(self, value: Any, section: type[Section], name: str, path: str, kind: Any) -> Any:
+        """A field's value with the sections below it translated; None when it says that the section is off."""
+        nested = nested_of(section, name)
+        if nested is None or (isinstance(value, str) and value == "auto"):
+            return value
+        if nested.kind == "list":
+            if isinstance(value, (list, tuple)):
+                return [self._block(item, nested.section, f"{path}[{i}]", kind) for i, item in enumerate(value)]
+            self.problems.error(path, f"is {show(value)}; allowed: a list of blocks [{{...}}, ...]")
+            return None
+        if nested.kind == "map" and isinstance(value, Mapping):
+            return {key: self._block(item, nested.section, f"{path}.{key}", kind) for key, item in value.items()}
+        if extra_of(section.model_fields[name]).get("bool_ok") and _truth(value) is not None:
+            if not _truth(value):
+                return None
+            if name == "zero_optimization":
+                self.origin[f"{path}.stage"] = f"file ({path}: true)"
+                return {"stage": 1}
+            return {}
+        return self._block(value, nested.section, path, kind)
+
+    def _block(self, value: Any, section: type[Section], path: str, kind: Any) -> dict[str, Any] | None:
+        if isinstance(value, Mapping):
+            return self._section(value, section, path, kind)
+        self.problems.error(path, f"is {show(value)}; allowed: a block {{...}}")
+        return None
+
+    def _may_stay(self, key: Any, section: type[Section], path: str, kind: Any) -> bool:
+        """Whether an unknown key may stay, which only sections that take keys of their own allow. Others are reported."""
+        if not isinstance(key, str):
+            self.problems.error(f"{path}.{key}" if path else str(key), f"is a {type(key).__name__}; keys of a config are texts")
+            return False
+        if not path:
+            self._unknown_at_top(key)
+            return False
+        names = dict.fromkeys(spellings_of(section))
+        arguments = constructor_arguments(path, kind)
+        if arguments is not None:
+            if key in arguments:
+                return True
+            names.update(dict.fromkeys(arguments))
+        guess = nearest(key, names)
+        if guess is None and section.free_keys and arguments is None:
+            return True
+        elsewhere = None if guess else nearest_elsewhere(key)
+        if guess or elsewhere:
+            hint = f"did you mean `{f'{path}.{guess}' if guess else elsewhere}`?"
+        else:
+            hint = f"`{path}` takes {_some(list(names))}"
+        self.problems.error(f"{path}.{key}", f"is unknown; {hint}")
+        return False
+
+    def _unknown_at_top(self, key: str) -> None:
+        if "." in key:
+            block, _, name = key.rpartition(".")
+            self.problems.warn(key, f'is ignored: a key with dots is no path. To set it, write {{"{block}": {{"{name}": ...}}}}')
+            return
+        guess = nearest(key, spellings_of(ZeroConfig)) or nearest_elsewhere(key)
+        if guess:
+            self.problems.error(key, f"is unknown; did you mean `{guess}`?")
+        else:
+            self.problems.warn(key, "is ignored: it resembles no known key, so it is taken for one of your own")
+
+
+def _truth(value: Any) -> bool | None:
+    """True or False for booleans and their usual texts, None for anything else."""
+    text = str(value).strip().lower() if isinstance(value, (bool, int, str)) else ""
+    return True if text in _TRUE_TEXTS else False if text in _FALSE_TEXTS else None
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+
+
+def nearest_elsewhere(key: str) -> str | None:
+    """Dotted path of a key of a core section that `key` resembles, for keys that stand at the wrong level.
+
+    Only names of two words and more count: `type`, `enabled` or `stage` are common names of users' own keys.
+    """
+    paths: dict[str, str] = {}
+    for section_name in _CORE_SECTIONS:
+        nested = nested_of(ZeroConfig, section_name)
+        for name in spellings_of(nested.section) if nested else ():
+            if "_" in name and len(name) >= 8:
+                paths.setdefault(name, f"{section_name}.{name}")
+    guess = nearest(key, paths)
+    return paths[guess] if guess else None
+
+
+# ------------------------------------------------------------------------------------------- arguments of torch classes
+
+_TORCH_NAMES = {"adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", "sgd": "SGD"}
+
+
+def constructor_arguments(path: str, kind: Any) -> frozenset[str] | None:
+    """Argument names of the torch class that the `params` block at `path` is for.
+
+    Returns:
+        None when the block is for no torch class: then it may hold any key that resembles no known one.
+    """
+    if path not in ("optimizer.params", "scheduler.params") or not isinstance(kind, str):
+        return None
+    found = torch_class(path.partition(".")[0], kind)
+    return None if found is None else frozenset(list(inspect.signature(found).parameters)[1:])
+
+
+def torch_class(section: str, name: str) -> type | None:
+    """The class of torch.optim ("optimizer") or torch.optim.lr_scheduler ("scheduler") of that name, or None."""
+    import torch  # only here: reading a config needs torch for nothing else
+
+    module = torch.optim if section == "optimizer" else torch.optim.lr_scheduler
+    base = torch.optim.Optimizer if section == "optimizer" else torch.optim.lr_scheduler.LRScheduler
+    found = getattr(module, _TORCH_NAMES.get(name.lower(), name), None)
+    return found if inspect.isclass(found) and issubclass(found, base) else None
