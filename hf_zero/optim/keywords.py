@@ -108,8 +108,7 @@ def per_group(key: str, value: object, groups: int) -> list[float]:
         return [number(key, value)] * groups
     if len(value) != groups:
         raise ConfigError(
-            f"{key} has {len(value)} values but the optimizer has {groups} parameter groups; "
-            "give one number, or one per group."
+            f"{key} has {len(value)} values but the optimizer has {groups} parameter groups; give one number, or one per group."
         )
     return [number(f"{key}[{index}]", item) for index, item in enumerate(value)]
 

@@ -163,9 +163,7 @@ class WarmupLR(IterationSchedule):
         super().__init__(optimizer, last_batch_iteration)
         groups = len(self.base_lrs)
         self.min_lrs = per_group(f"{_SECTION}.warmup_min_lr", warmup_min_lr, groups)
-        self.max_lrs = (
-            self._peaks if warmup_max_lr is None else per_group(f"{_SECTION}.warmup_max_lr", warmup_max_lr, groups)
-        )
+        self.max_lrs = self._peaks if warmup_max_lr is None else per_group(f"{_SECTION}.warmup_max_lr", warmup_max_lr, groups)
         self.warmup_num_steps, self.warmup_type = _read_warmup(warmup_num_steps, warmup_type)
         self._apply()
 

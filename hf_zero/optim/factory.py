@@ -1,0 +1,219 @@
+"""The ``optimizer`` section as a ``torch.optim.Optimizer``, with DeepSpeed's meaning of every parameter."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
+from hf_zero.observe import warn_once
+from hf_zero.optim.elementwise import whole_tensor_reason
+from hf_zero.optim.keywords import boolean, nearest, plain_values, unknown_key
+from hf_zero.optim.lion import Lion
+from hf_zero.optim.uncorrected_adam import UncorrectedAdam
+
+_SECTION = "optimizer.params"
+OptimizerClass = Callable[..., torch.optim.Optimizer]
+
+# Where torch's fused kernels exist in every torch that we support.
+_FUSED_DEVICES: dict[OptimizerClass, frozenset[str]] = {
+    torch.optim.Adam: frozenset({"cpu", "cuda"}),
+    torch.optim.AdamW: frozenset({"cpu", "cuda"}),
+    torch.optim.SGD: frozenset({"cpu", "cuda"}),
+    torch.optim.Adagrad: frozenset({"cpu"}),
+}
+
+# Lower-case DeepSpeed type -> what to use instead.
+_REFUSED: dict[str, str] = {
+    "lamb": 'it scales each update by norms of whole parameters; use "AdamW"',
+    "onebitlamb": 'it scales each update by norms of whole parameters; use "AdamW"',
+    "onebitadam": 'its compressed communication is not provided; use "Adam" or "AdamW"',
+    "zerooneadam": 'its compressed communication is not provided; use "Adam" or "AdamW"',
+    "muon": 'it orthogonalises whole matrices; use "AdamW" or "Lion"',
+    "muadam": 'build mup\'s MuAdam in code and pass it as optimizer, or use "Adam"',
+    "muadamw": 'build mup\'s MuAdamW in code and pass it as optimizer, or use "AdamW"',
+    "musgd": 'build mup\'s MuSGD in code and pass it as optimizer, or use "SGD"',
+}
+
+# DeepSpeed's own keys of the Adam types, beside those of torch.optim.AdamW.
+_ADAM_KEYS = ("torch_adam", "adam_w_mode", "bias_correction", "set_grad_none", "fp32_optimizer_states")
+# DeepSpeed's keys that change nothing here -> the value that they describe.
+_WITHOUT_EFFECT = {
+    "set_grad_none": (True, "gradients are always dropped after a step"),
+    "fp32_optimizer_states": (True, "optimizer states have the dtype of the master weights, fp32"),
+}
+
+
+def build_optimizer(
+    type: str,
+    params: Mapping[str, Any] | None,
+    param_groups: Sequence[dict[str, Any]] | Sequence[Parameter],
+    *,
+    device_type: str = "cpu",
+) -> torch.optim.Optimizer:
+    """Builds the optimizer that the ``optimizer`` section asks for.
+
+    ``"Adam"`` is AdamW unless ``adam_w_mode`` is false, and neither decays weights unless told, as in DeepSpeed. With
+    ``torch_adam`` the rest of ``params`` goes to torch's class, whose own defaults then hold (AdamW's weight decay of 0.01).
+
+    Args:
+        type: Adam, AdamW, Lion, Adagrad, SGD or another class of ``torch.optim``; letter case is ignored.
+        params: ``optimizer.params``; numbers may be text. A parameter that is missing or None keeps the class' default.
+        param_groups: parameters, or group dicts whose own options win over ``params``.
+        device_type: where the optimizer will run. Torch's fused kernels are used where they exist for it, else its
+            foreach ones; ``fused`` and ``foreach`` in ``params`` overrule that.
+
+    Returns:
+        An optimizer over the given parameters, with one group per given group.
+
+    Raises:
+        ConfigError: for an unknown type or parameter, a value out of its range, or no parameters at all.
+        UnsupportedError: for a type or option that needs whole tensors or is not provided.
+    """
+    groups = list(param_groups)
+    if not groups:
+        raise ConfigError(f"optimizer.type {type!r} got no parameters: every parameter of the model is frozen.")
+    name = str(type).lower()
+    _refuse_type(type)
+    values = plain_values(_SECTION, {key: value for key, value in (params or {}).items() if value is not None})
+    if "max_grad_norm" in values:
+        raise ConfigError(
+            f"{_SECTION}.max_grad_norm is not a parameter of any optimizer; write "
+            f'"gradient_clipping": {values["max_grad_norm"]!r} at the top level instead.'
+        )
+    if name in ("adam", "adamw"):
+        kind, values = _resolve_adam(type, values)
+    elif name == "lion":
+        kind, values = Lion, _drop_without_effect(values)
+    else:
+        kind = _find_torch_class(type)
+        values = _resolve_adagrad(values) if kind is torch.optim.Adagrad else values
+    allowed = _keywords(kind)
+    for key in values:
+        if key not in allowed:
+            raise unknown_key(_SECTION, key, _allowed_names(name, allowed), str(type))
+    return _construct(kind, values | _fast_path(kind, values, groups, device_type), groups)
+
+
+def _resolve_adam(type_name: str, values: dict[str, Any]) -> tuple[OptimizerClass, dict[str, Any]]:
+    """Chooses the class for Adam and AdamW, and turns DeepSpeed's keys into its keywords."""
+    torch_adam = boolean(f"{_SECTION}.torch_adam", values.get("torch_adam", False))
+    adam_w_mode = boolean(f"{_SECTION}.adam_w_mode", values.get("adam_w_mode", True))
+    bias_correction = boolean(f"{_SECTION}.bias_correction", values.get("bias_correction", True))
+    if type_name.lower() == "adamw" and not adam_w_mode:
+        warn_once(f'{_SECTION}.adam_w_mode false has no effect on type {type_name!r}; use type "Adam" for Adam\'s weight decay.')
+        adam_w_mode = True
+    rest = _drop_without_effect(values)
+    rest = {key: value for key, value in rest.items() if key not in _ADAM_KEYS}
+    if not torch_adam:
+        rest.setdefault("weight_decay", 0.0)
+    if bias_correction:
+        return (torch.optim.AdamW if adam_w_mode else torch.optim.Adam), rest
+    if rest.pop("amsgrad", False):
+        raise UnsupportedError(
+            f"{_SECTION} has bias_correction false and amsgrad true; the two are not provided together. Drop one of them."
+        )
+    rest.pop("fused", None)  # asks for a faster kernel, of which this class has none; the numbers are the same
+    return UncorrectedAdam, rest | {"decoupled_weight_decay": adam_w_mode}
+
+
+def _resolve_adagrad(values: dict[str, Any]) -> dict[str, Any]:
+    """Drops the keys of DeepSpeed's host Adagrad that torch's does not have."""
+    rest = _drop_without_effect(values)
+    if boolean(f"{_SECTION}.amsgrad", rest.pop("amsgrad", False)):
+        raise UnsupportedError(f'{_SECTION}.amsgrad is true, which Adagrad does not have. Drop it, or use type "Adam".')
+    return rest
+
+
+def _drop_without_effect(values: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out the keys that change nothing here, with a warning when the user asked for another value."""
+    for key, (held, reason) in _WITHOUT_EFFECT.items():
+        if key in values and boolean(f"{_SECTION}.{key}", values[key]) is not held:
+            warn_once(f"{_SECTION}.{key} {values[key]!r} has no effect: {reason}.")
+    return {key: value for key, value in values.items() if key not in _WITHOUT_EFFECT}
+
+
+def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
+    """The optimizers of ``torch.optim`` that can run on shards, by name."""
+    found = {name: value for name, value in vars(torch.optim).items() if inspect.isclass(value)}
+    return {
+        name: value
+        for name, value in found.items()
+        if issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer and whole_tensor_reason(value) is None
+    }
+
+
+def _refuse_type(type_name: str) -> None:
+    """Raises for DeepSpeed types that are not provided and torch classes that need whole tensors."""
+    remedy = _REFUSED.get(str(type_name).lower())
+    if remedy is not None:
+        raise UnsupportedError(f"optimizer.type {type_name!r} is not provided: {remedy}.")
+    for name, value in vars(torch.optim).items():
+        if name.lower() == str(type_name).lower() and inspect.isclass(value):
+            reason = whole_tensor_reason(value)
+            if reason is not None:
+                raise UnsupportedError(
+                    f'optimizer.type {type_name!r} cannot run on ZeRO shards: {reason}. Use "AdamW", "Adam", "Lion" or "SGD".'
+                )
+
+
+def _find_torch_class(name: str) -> type[torch.optim.Optimizer]:
+    """Looks a type up in ``torch.optim``, letter case ignored."""
+    classes = _torch_classes()
+    for known, value in classes.items():
+        if known.lower() == str(name).lower():
+            return value
+    names = sorted({*classes, "Lion"})
+    near = nearest(str(name), names)
+    hint = f" Did you mean {near!r}?" if near else ""
+    raise ConfigError(f"optimizer.type is {name!r}, which is no known optimizer.{hint} Allowed: {', '.join(names)}.")
+
+
+def _keywords(kind: OptimizerClass) -> set[str]:
+    """The keywords that a class takes beside its parameters."""
+    return set(inspect.signature(kind).parameters) - {"params"}
+
+
+def _allowed_names(name: str, keywords: set[str]) -> set[str]:
+    """What a user may write for a type: the class' keywords and DeepSpeed's keys."""
+    if name in ("adam", "adamw"):
+        return (keywords | set(_ADAM_KEYS) | {"amsgrad"}) - {"decoupled_weight_decay"}
+    if name in ("lion", "adagrad"):
+        return keywords | set(_WITHOUT_EFFECT)
+    return keywords
+
+
+def _fast_path(kind: OptimizerClass, values: Mapping[str, Any], groups: Sequence[Any], device_type: str) -> dict[str, bool]:
+    """Chooses torch's fused or foreach kernels, unless the user chose or asks for what they exclude."""
+    if any(values.get(key) is not None for key in ("fused", "foreach")) or values.get("differentiable"):
+        return {}
+    devices = _FUSED_DEVICES.get(kind, frozenset())
+    tensors = [tensor for group in groups for tensor in _tensors(group)]
+    if device_type in devices and all(t.is_floating_point() and t.device.type in devices for t in tensors):
+        return {"fused": True}
+    return {"foreach": True} if "foreach" in _keywords(kind) else {}
+
+
+def _tensors(group: Any) -> list[torch.Tensor]:
+    """The parameters of a group dict, of a ``(name, parameter)`` pair, or the parameter itself."""
+    if isinstance(group, torch.Tensor):
+        return [group]
+    if isinstance(group, tuple):
+        return [group[1]]
+    inside = group["params"]
+    return [inside] if isinstance(inside, torch.Tensor) else [t for item in inside for t in _tensors(item)]
+
+
+def _construct(kind: OptimizerClass, values: dict[str, Any], groups: list[Any]) -> torch.optim.Optimizer:
+    """Calls the class; what it refuses becomes a ``ConfigError`` that shows the section."""
+    try:
+        return kind(groups, **values)
+    except HfZeroError:
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:
+        shown = {key: value for key, value in values.items() if key not in ("foreach", "decoupled_weight_decay")}
+        raise ConfigError(f"{_SECTION} {shown!r} does not fit {getattr(kind, '__name__', kind)}: {error}") from error
