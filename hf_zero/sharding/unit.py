@@ -210,8 +210,8 @@ class Unit:
             self.shard.copy_(self.master)
 
     def start_spread(self) -> Pending | None:
-        """Starts the all-gather of updated shards into the whole buffer of a unit that is never released; collective."""
-        if self.releasable or self.layout.world == 1:
+        """Starts the all-gather of updated shards into the whole buffer, for a unit that stays gathered; collective."""
+        if self.layout.world == 1 or self.state is not UnitState.GATHERED:
             return None
         return self.collectives.all_gather(self._buffer, self.shard, self.name)
 

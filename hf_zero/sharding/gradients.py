@@ -1,0 +1,154 @@
+"""Gradients of one unit: collected from autograd into a flat buffer, reduced over ranks, accumulated over micro-steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.comm.collectives import Collectives, Pending
+from hf_zero.errors import StateError
+from hf_zero.sharding.unit import Unit
+
+
+@dataclass(frozen=True)
+class GradientPolicy:
+    """How gradients travel and where they are summed.
+
+    Attributes:
+        message_dtype: Type on the network; None keeps the parameters' type (stage 0: the accumulation type).
+        accumulation_dtype: Type of the sums over ranks and micro-steps.
+        pre_scale: Factor applied while a gradient is copied into the flat buffer, before the reduction.
+        post_scale: Factor applied to the reduced sum.
+        sharded: Reduce-scatter to the owner (stages 1 to 3), else all-reduce (stage 0).
+    """
+
+    message_dtype: torch.dtype | None
+    accumulation_dtype: torch.dtype
+    pre_scale: float
+    post_scale: float
+    sharded: bool
+
+
+class UnitGradients:
+    """The flat gradient of one trainable unit.
+
+    Life of a gradient: autograd hands ``param.grad`` over (``collect``), it is scaled into ``_flat`` (padded_numel,) and dropped
+    from the parameter; ``start_reduce`` sends ``_flat`` off; ``finish_reduce`` adds the result to ``shard`` (shard_numel,).
+
+    [Note: stolen gradients] autograd's first accumulation into an empty ``param.grad`` moves the incoming tensor without a copy.
+    Copying it into the flat buffer and scaling it on the way is the only pass; handing autograd views of the flat buffer instead
+    costs a zeroing pass and an addition that reads both.
+    """
+
+    def __init__(self, unit: Unit, collectives: Collectives, policy: GradientPolicy) -> None:
+        self.unit = unit
+        self.shard: torch.Tensor | None = None  # (shard_numel,) sum over ranks and micro-steps; None before the first reduction
+        self._collectives = collectives
+        self._policy = policy
+        self._flat: torch.Tensor | None = None  # (padded_numel,); freed when its reduction ends
+        self._written = [False] * len(unit.layout.slots)
+        self._received: torch.Tensor | None = None
+        self._pending: Pending | None = None
+
+    @property
+    def has_local(self) -> bool:
+        """Whether gradients of this rank wait to be reduced."""
+        return self._flat is not None and self._pending is None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every parameter of the unit has handed in a gradient since the last reduction."""
+        return all(self._written)
+
+    def collect(self, index: int, deferred: bool) -> None:
+        """Takes the gradient of parameter ``index`` from autograd.
+
+        Args:
+            index: Position in the unit.
+            deferred: The reduction comes in a later micro-step, so sum in the accumulation type meanwhile.
+        """
+        param, slot = self.unit.params[index], self.unit.layout.slots[index]
+        if param is None or param.grad is None:
+            return
+        grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
+        param.grad = None
+        if self._pending is not None:
+            self.finish_reduce()
+        flat = self._allocate(deferred)
+        target = flat[slot.range.start : slot.range.stop].view(slot.shape)
+        if self._written[index]:
+            target.add_(grad, alpha=self._policy.pre_scale)
+        elif self._policy.pre_scale == 1.0:
+            target.copy_(grad)
+        elif grad.dtype == target.dtype:
+            torch.mul(grad, self._policy.pre_scale, out=target)
+        else:
+            target.copy_(grad).mul_(self._policy.pre_scale)
+        self._written[index] = True
+
+    def _allocate(self, deferred: bool) -> torch.Tensor:
+        if self._flat is None:
+            layout = self.unit.layout
+            keep_wide = deferred or not self._policy.sharded
+            dtype = self._policy.accumulation_dtype if keep_wide else (self._policy.message_dtype or layout.dtype)
+            # Empty, not zeroed: gaps and missing parameters are zeroed in start_reduce, everything else is overwritten.
+            self._flat = torch.empty(layout.padded_numel, dtype=dtype, device=self.unit.shard.device)
+        return self._flat
+
+    def _zero_unwritten(self, flat: torch.Tensor) -> None:
+        """Zeroes what no gradient was written to: parameters unused on this rank, gaps, padding."""
+        end = 0
+        for slot, written in zip(self.unit.layout.slots, self._written, strict=True):
+            flat[end : slot.range.start].zero_()
+            if not written:
+                flat[slot.range.start : slot.range.stop].zero_()
+            end = slot.range.stop
+        flat[end:].zero_()
+
+    def start_reduce(self) -> Pending:
+        """Sends this rank's gradients off, zeros where it has none; collective."""
+        if self._pending is not None:
+            raise StateError(f"unit {self.unit.name}: a reduction is in flight already")
+        flat = self._allocate(deferred=False)
+        self._zero_unwritten(flat)
+        message_dtype = self._policy.message_dtype
+        if not self._policy.sharded:
+            message = flat if message_dtype in (None, flat.dtype) else flat.to(message_dtype)
+            self._received = message
+            self._pending = self._collectives.all_reduce(message, self.unit.name)
+        else:
+            wanted = message_dtype or self.unit.layout.dtype
+            message = flat if flat.dtype == wanted else flat.to(wanted)
+            self._received = torch.empty(self.unit.layout.shard_numel, dtype=self._policy.accumulation_dtype, device=flat.device)
+            self._pending = self._collectives.reduce_scatter(message, self._received, self.unit.name)
+        self._flat = None
+        self._written = [False] * len(self._written)
+        return self._pending
+
+    def finish_reduce(self) -> None:
+        """Waits for the reduction in flight, if any, and adds its result to ``shard``."""
+        if self._pending is None or self._received is None:
+            return
+        self._pending.wait()
+        received, self._received, self._pending = self._received, None, None
+        if self._policy.post_scale != 1.0:
+            received.mul_(self._policy.post_scale)
+        if self.shard is None:
+            self.shard = received.to(self._policy.accumulation_dtype)
+        else:
+            self.shard.add_(received)
+
+    def reduced(self) -> torch.Tensor:
+        """The reduced gradient of this rank's shard, (shard_numel,); zeros if no backward reached the unit."""
+        self.finish_reduce()
+        if self.shard is None:
+            self.shard = torch.zeros(self.unit.layout.shard_numel, dtype=self._policy.accumulation_dtype, device=self.unit.shard.device)
+        return self.shard
+
+    def clear(self) -> None:
+        """Forgets everything accumulated, after a step or to discard a broken one."""
+        self.finish_reduce()
+        self.shard = None
+        self._flat = None
+        self._written = [False] * len(self._written)

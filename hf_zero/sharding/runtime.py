@@ -1,0 +1,342 @@
+"""Hooks: turns module forwards and autograd events into gathers, releases and reductions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.errors import StateError
+from hf_zero.observe import logger, note, span
+from hf_zero.sharding.external import external_parameters, guard, unguard
+from hf_zero.sharding.outputs import tensors_in
+from hf_zero.sharding.reducer import Reducer
+from hf_zero.sharding.schedule import Block, GatherSchedule
+from hf_zero.sharding.unit import find_unit
+
+
+class IterationState(Enum):
+    """Where the iteration is. Changed only by ``begin_backward`` and ``end_backward`` of ``Runtime``."""
+
+    FORWARD = "forward"  # a forward runs, or nothing does
+    BACKWARD = "backward"
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _outside_compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps torch.compile out of a hook, without importing its machinery for those who do not use it."""
+    wrapped: Callable[..., Any] | None = None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal wrapped
+        if wrapped is None:
+            if "torch._dynamo.eval_frame" not in sys.modules:
+                return function(*args, **kwargs)
+            wrapped = torch.compiler.disable(function)
+        return wrapped(*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
+
+
+class Runtime:
+    """The hooks of one engine on one module.
+
+    Attributes:
+        module: The user's module.
+        root: Block of what belongs to no other block.
+        blocks: The other blocks, in the model's order.
+        schedule: Gathers and releases; None when nothing is ever released.
+        reducer: Gradients on their way; None without optimizer.
+        state: Where the iteration is.
+    """
+
+    def __init__(
+        self, module: nn.Module, root: Block, blocks: list[Block], schedule: GatherSchedule | None, reducer: Reducer | None
+    ) -> None:
+        self.module = module
+        self.root = root
+        self.blocks = blocks
+        self.schedule = schedule
+        self.reducer = reducer
+        self.state = IterationState.FORWARD
+        self._training_forward = False
+        self._stack: list[Block] = []  # blocks whose forward runs now, outermost first
+        self._handles: list[Any] = []
+        self._block_of_unit = {id(unit): block for block in (root, *blocks) for unit in block.units}
+        self._gradients = {id(entry.unit): entry for entry in (reducer.gradients if reducer else ())}
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Puts the hooks on the module; ``detach`` takes them out."""
+        module_runtimes = self.module.__dict__.setdefault("_hf_zero_runtimes", [])
+        for former in list(module_runtimes):
+            former.detach()
+        module_runtimes.append(self)
+        self._hook(self.root.module, self.root)
+        for block in self.blocks:
+            self._hook(block.module, block)
+        if self.schedule is not None:
+            self._hook_strays()
+            guard(self.module, self._on_released_read)
+            self._resolve_externals()
+        if self.reducer is not None:
+            self.reducer.attach(self._notice_backward)
+
+    def detach(self) -> None:
+        """Takes all hooks out. Parameters of released units stay released until another engine takes the module."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self.reducer is not None:
+            self.reducer.detach()
+        if self.schedule is not None:
+            unguard(self.module)
+        runtimes = self.module.__dict__.get("_hf_zero_runtimes", [])
+        if self in runtimes:
+            runtimes.remove(self)
+
+    @property
+    def attached(self) -> bool:
+        """Whether the module still obeys this runtime; another engine on the same module takes it over."""
+        return bool(self._handles)
+
+    def _hook(self, module: nn.Module, block: Block) -> None:
+        pre = _outside_compile(lambda *_: self._enter(block))
+        post = _outside_compile(lambda _module, _args, output: self._leave(block, output))
+        self._handles.append(module.register_forward_pre_hook(pre, prepend=True))
+        self._handles.append(module.register_forward_hook(post, always_call=True))
+
+    def _hook_strays(self) -> None:
+        """Hooks every module with parameters of its own, so that a submodule called by itself finds them whole."""
+        hooked = {id(block.module) for block in (self.root, *self.blocks)}
+        for module in self.module.modules():
+            if id(module) in hooked:
+                continue
+            owners = [find_unit(param) for param in module._parameters.values() if param is not None]
+            blocks = {id(owner[0]): self._block_of_unit[id(owner[0])] for owner in owners if owner and id(owner[0]) in self._block_of_unit}
+            for block in {id(block): block for block in blocks.values()}.values():
+                self._hook_stray(module, block)
+
+    def _hook_stray(self, module: nn.Module, block: Block) -> None:
+        alone: list[bool] = []
+
+        def pre(*_: Any) -> None:
+            outside = not block.open and self.state is IterationState.FORWARD
+            alone.append(outside)
+            if outside:
+                self._enter(block)
+            elif not block.gathered:
+                self._read(block)
+
+        def post(_module: nn.Module, _args: Any, output: Any) -> None:
+            if alone and alone.pop():
+                self._leave(block, output)
+
+        self._handles.append(module.register_forward_pre_hook(_outside_compile(pre), prepend=True))
+        self._handles.append(module.register_forward_hook(_outside_compile(post), always_call=True))
+
+    def _resolve_externals(self) -> None:
+        for name, module in self.module.named_modules():
+            for param in external_parameters(module):
+                owner = find_unit(param)
+                target = self._block_of_unit.get(id(owner[0])) if owner else None
+                holder = self._block_around(name)
+                if target is not None and target is not holder:
+                    self._add_external(holder, target)
+
+    def _block_around(self, name: str) -> Block:
+        return next((block for block in self.blocks if name == block.name or name.startswith(f"{block.name}.")), self.root)
+
+    @staticmethod
+    def _add_external(holder: Block, target: Block) -> None:
+        target.sticky = True
+        if target not in holder.externals:
+            holder.externals.append(target)
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _enter(self, block: Block) -> None:
+        if self.state is IterationState.BACKWARD:
+            if _in_backward():
+                self._recompute(block)
+                return
+            self.abort()  # a backward that broke off
+        with span("pre_forward", block.name):
+            if block is self.root and not block.open:
+                self._training_forward = torch.is_grad_enabled()
+                self._stack.clear()
+                if self.schedule is not None:
+                    self.schedule.begin_forward(self._training_forward)
+            elif self.schedule is not None:
+                self._gather_for_forward(block)
+            block.open += 1
+            self._stack.append(block)
+            if not torch.is_grad_enabled() and self._training_forward and block is not self.root:
+                block.checkpointed += 1
+                if block.checkpointed > 1:
+                    self._defer(block)
+
+    def _gather_for_forward(self, block: Block) -> None:
+        if self.schedule is None:
+            return
+        if self.root.open:
+            self.schedule.forward(block)
+            for external in block.externals:
+                self.schedule.forward(external)
+        else:  # a part of the model called by itself: no round, the caller decides what runs
+            block.gather()
+            for external in block.externals:
+                external.gather()
+
+    def _defer(self, block: Block) -> None:
+        if self.reducer is not None:
+            for unit in block.units:
+                if id(unit) in self._gradients:
+                    self.reducer.defer(self._gradients[id(unit)])
+
+    def _leave(self, block: Block, output: Any) -> None:
+        if self.state is IterationState.BACKWARD:
+            return
+        if self._stack and self._stack[-1] is block:
+            self._stack.pop()
+        block.open = max(0, block.open - 1)
+        if output is None or self.schedule is None:
+            return
+        with span("post_forward", block.name):
+            if torch.is_grad_enabled():
+                self._watch(block, output)
+            if block is not self.root:
+                self.schedule.after_forward(block)
+            elif not block.open:
+                self._end_forward()
+
+    def _end_forward(self) -> None:
+        if self.schedule is None:
+            return
+        self.schedule.end_forward()
+        if not self.schedule.learned:
+            collectives = next((unit.collectives for block in (self.root, *self.blocks) for unit in block.units), None)
+            names = [block.name for block in self.schedule.observed]
+            self.schedule.learn(collectives.broadcast_object(names, 0, "order of blocks") if collectives else names)
+
+    def _watch(self, block: Block, output: Any) -> None:
+        """Arranges for ``block`` to be whole when its backward begins: when the first gradient of an output is known."""
+        fired = False
+
+        def pre_backward(grad: torch.Tensor) -> None:
+            nonlocal fired
+            if not fired:
+                fired = True
+                self._pre_backward(block)
+
+        hook = _outside_compile(pre_backward)
+        watched = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        for tensor in watched:
+            tensor.register_hook(hook)
+        if watched:
+            block.pending += 1
+
+    def _on_released_read(self, param: nn.Parameter) -> None:
+        owner = find_unit(param)
+        block = self._block_of_unit.get(id(owner[0])) if owner else None
+        if block is not None and (self._stack or (self.state is IterationState.BACKWARD and _in_backward())):
+            self._read(block)
+
+    def _read(self, block: Block) -> None:
+        """A released parameter of ``block`` is read while other modules run: gathers it and remembers who reads it."""
+        if self.schedule is None:
+            return
+        reader = self._stack[-1] if self._stack else self.root
+        note("external", block.name)
+        if block not in reader.externals and reader is not block:
+            logger.debug("parameters of %s are read inside %s", block.name, reader.name)
+            self._add_external(reader, block)
+        if self.state is IterationState.BACKWARD:
+            self.schedule.backward(block)
+        else:
+            self._gather_for_forward(block)
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Enters BACKWARD; called by the engine, or by the first hook of a backward the user started."""
+        if self.state is IterationState.BACKWARD:
+            return
+        self.state = IterationState.BACKWARD
+        self._stack.clear()
+        note("backward")
+        if self.schedule is not None:
+            self.schedule.begin_backward()
+
+    def _notice_backward(self) -> None:
+        if self.state is not IterationState.BACKWARD:
+            self.begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _pre_backward(self, block: Block) -> None:
+        self._notice_backward()
+        if self.schedule is not None:
+            with span("pre_backward", block.name):
+                block.pending = max(0, block.pending - 1)
+                if block is not self.root:
+                    self.schedule.backward(block)
+
+    def _recompute(self, block: Block) -> None:
+        """A forward inside backward: activation checkpointing.
+
+        [Note: recomputation] Reentrant checkpointing ran the block without gradient first; its backward follows the recomputation at
+        once. Otherwise the block's outputs were watched in forward. In both cases the block is gathered here and released when
+        backward moves on, never by the recomputation's own end.
+        """
+        if self.schedule is None:
+            block.checkpointed = max(0, block.checkpointed - 1)
+            return
+        with span("recompute", block.name):
+            self.schedule.backward(block)
+            block.checkpointed = max(0, block.checkpointed - 1)
+
+    def end_backward(self) -> None:
+        """Leaves BACKWARD: joins what other ranks gathered and reduced; collective. Does nothing outside a backward."""
+        if self.state is not IterationState.BACKWARD:
+            return
+        with span("end_backward"):
+            if self.schedule is not None:
+                self.schedule.end_backward()
+            if self.reducer is not None:
+                self.reducer.flush()
+        self._finish()
+
+    def abort(self) -> None:
+        """Forgets a forward or backward that broke off with an error; local."""
+        if self.schedule is not None:
+            self.schedule.release_all()
+        if self.reducer is not None:
+            self.reducer.clear()
+        self._finish()
+
+    def _finish(self) -> None:
+        self.state = IterationState.FORWARD
+        self._stack.clear()
+        for block in (self.root, *self.blocks):
+            block.open = block.pending = block.checkpointed = 0
+
+    def require_idle(self, what: str) -> None:
+        """Raises unless no backward runs.
+
+        Raises:
+            StateError: ``what`` was called inside a backward.
+        """
+        if self.state is IterationState.BACKWARD and _in_backward():
+            raise StateError(f"{what} was called inside a backward pass")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        return self

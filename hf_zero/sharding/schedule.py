@@ -1,0 +1,258 @@
+"""When blocks are gathered and released at stage 3: rounds in one fixed order, the same on every rank whatever its data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from hf_zero.sharding.unit import Unit, UnitState
+
+
+@dataclass(frozen=True)
+class GatherLimits:
+    """How much may be gathered, in elements; the names are those of the configuration without ``stage3_``.
+
+    Attributes:
+        prefetch_bucket_size: Gathered ahead of use; at least one block unless 0.
+        max_live_parameters: Gathered at once, for what is not strictly needed now.
+        max_reuse_distance: A block stays gathered from forward to backward if fewer elements are used in between.
+    """
+
+    prefetch_bucket_size: int = 50_000_000
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+
+
+@dataclass(eq=False)
+class Block:
+    """A module and the units that must be whole while it runs, with the counts that say when they no longer must.
+
+    Attributes:
+        name: Dotted name of the module.
+        module: The module.
+        units: One per dtype and kind (trainable, frozen).
+        read_in_backward: Whether backward reads the parameters' values.
+        open: Forwards of the module running now.
+        pending: Forwards whose backward is still to come.
+        checkpointed: Forwards without gradient inside a training forward: a recomputation is still to come.
+        keep: Stays gathered from this forward to its backward.
+        sticky: Used by other modules too: stays gathered until the end of the phase.
+        executed: Has run in the current round.
+        externals: Other blocks whose parameters this module reads.
+    """
+
+    name: str
+    module: nn.Module
+    units: list[Unit]
+    read_in_backward: bool = True
+    open: int = 0
+    pending: int = 0
+    checkpointed: int = 0
+    keep: bool = False
+    sticky: bool = False
+    executed: bool = False
+    externals: list[Block] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        """Elements that gathering it allocates."""
+        return sum(unit.layout.padded_numel for unit in self.units)
+
+    @property
+    def resident(self) -> bool:
+        """Whether all units are gathered or on their way."""
+        return all(unit.state is not UnitState.SHARDED for unit in self.units)
+
+    @property
+    def gathered(self) -> bool:
+        """Whether all units are whole now."""
+        return all(unit.state is UnitState.GATHERED for unit in self.units)
+
+    def start_gather(self) -> None:
+        """Starts the all-gathers; collective."""
+        for unit in self.units:
+            unit.start_gather()
+
+    def gather(self) -> None:
+        """Makes all units whole; collective unless they are."""
+        for unit in self.units:
+            unit.gather()
+
+    def release(self) -> None:
+        """Drops all units that nobody pins."""
+        for unit in self.units:
+            unit.release()
+
+
+class GatherSchedule:
+    """Rounds over the blocks: up in forward, down in backward.
+
+    [Note: rounds] A round has a cursor. Asking for block j gathers all blocks from the cursor to j that are not resident, those that
+    this rank skipped included, and moves the cursor behind j; the end of the phase joins the rest. Each block's gather is therefore
+    issued once per round and in order, and whether it is issued depends only on what was resident when the round began, which is
+    the same on every rank. Asking for a block behind the cursor that was released (a module that runs twice) ends the round and
+    begins another; ranks must agree on that, which they do when it is the model's structure that repeats.
+    """
+
+    def __init__(self, root: Block, blocks: Sequence[Block], limits: GatherLimits) -> None:
+        self.root = root
+        self.order = list(blocks)  # in the order of forward; the root, needed throughout, is not part of a round
+        self.limits = limits
+        self.learned = False  # whether `order` is what forward was seen to do; until then nothing skipped is released
+        self.observed: list[Block] = []
+        self._cursor = 0
+        self._swept = 0  # position up to which passed blocks were looked at for release
+        self._line: list[Block] = []  # the order of the current round
+        self._position: dict[int, int] = {}  # id of a block -> its place in the line
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, training: bool) -> None:
+        """Starts the round of a forward of the whole model and gathers the root."""
+        for block in self.order:
+            block.open = 0
+            if not block.keep:
+                block.release()
+        self._begin(self.order)
+        self._choose_kept(training)
+        self.root.gather()
+        self._prefetch()
+
+    def forward(self, block: Block) -> None:
+        """Makes ``block`` whole inside a forward of the whole model; collective."""
+        if not self.learned and block not in self.observed:
+            self.observed.append(block)
+        self._request(block)
+        if self.learned:
+            for other in self._passed(block):
+                if not (other.executed or other.open or other.keep or other.sticky):
+                    other.release()
+
+    def after_forward(self, block: Block) -> None:
+        """Releases ``block`` after its forward unless it is needed again soon."""
+        if not (block.open or block.keep or block.sticky):
+            block.release()
+
+    def end_forward(self) -> None:
+        """Joins the gathers of the blocks this rank skipped; releases what is not kept; collective."""
+        self._finish_round()
+        for block in self.order:
+            if block.keep:
+                block.gather()
+            else:
+                block.release()
+        if not self.root.keep:
+            self.root.release()
+
+    def _choose_kept(self, training: bool) -> None:
+        """[Note: reuse distance] Elements used between a block's forward and its backward: twice all that runs behind it."""
+        self.root.keep = training
+        behind, live = 0, self.root.numel
+        for block in reversed(self.order):
+            live += block.numel
+            near = 2 * behind + block.numel <= self.limits.max_reuse_distance
+            block.keep = training and block.read_in_backward and near and live <= self.limits.max_live_parameters
+            behind += block.numel
+
+    def learn(self, names: Sequence[str]) -> None:
+        """Takes the order in which rank 0 saw the blocks run; unseen ones keep their place behind their predecessor."""
+        rank = {name: index for index, name in enumerate(names)}
+        place, last = {}, -1
+        for block in self.order:
+            last = rank.get(block.name, last)
+            place[block.name] = last
+        self.order.sort(key=lambda block: place[block.name])  # stable
+        self.learned = True
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Starts the round of a backward and gathers the root; collective."""
+        self._begin([block for block in reversed(self.order) if block.read_in_backward])
+        self.root.gather()
+
+    def backward(self, block: Block) -> None:
+        """Makes ``block`` and what it reads elsewhere whole inside backward; collective. Releases what is done."""
+        self._request(block)
+        for external in block.externals:
+            self._request(external)
+        for other in self._passed(block):
+            if not (other.pending or other.checkpointed or other.sticky or other in block.externals):
+                other.release()
+
+    def end_backward(self) -> None:
+        """Joins the gathers that are left and releases everything; collective."""
+        self._finish_round()
+        self.release_all()
+
+    def release_all(self) -> None:
+        """Releases every block and forgets what was to come; local."""
+        for block in (self.root, *self.order):
+            block.open = block.pending = block.checkpointed = 0
+            block.keep = False
+            block.release()
+
+    # -- one round ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, line: list[Block]) -> None:
+        self._line = line
+        self._position = {id(block): index for index, block in enumerate(line)}
+        self._cursor = self._swept = 0
+        for block in line:
+            block.executed = False
+
+    def _passed(self, block: Block) -> list[Block]:
+        """Blocks of the line before ``block`` that were not yet looked at since the line last reached this far."""
+        position = self._position.get(id(block))
+        if position is None:
+            return []
+        start = self._swept if self._swept <= position else 0
+        self._swept = position
+        return self._line[start:position]
+
+    def _request(self, block: Block) -> None:
+        if block is self.root:
+            self.root.gather()
+            return
+        position = self._position.get(id(block))
+        if position is None:  # an embedding in backward: a recomputation reads it after all
+            block.gather()
+            return
+        if position < self._cursor and not block.resident:
+            self._finish_round()
+            self._begin(self._line)
+        self._advance(position)
+        block.executed = True
+        block.gather()
+        self._prefetch()
+
+    def _advance(self, position: int) -> None:
+        """Issues the gathers up to and including ``position``; blocks skipped on the way are dropped by the callers."""
+        while self._cursor <= position:
+            self._line[self._cursor].start_gather()
+            self._cursor += 1
+
+    def _prefetch(self) -> None:
+        ahead, live = 0, sum(block.numel for block in (self.root, *self.order) if block.resident)
+        while self._cursor < len(self._line) and self.limits.prefetch_bucket_size > 0:
+            block = self._line[self._cursor]
+            if not block.resident:
+                ahead += block.numel
+                first = ahead == block.numel
+                if (not first and ahead > self.limits.prefetch_bucket_size) or live + ahead > self.limits.max_live_parameters:
+                    return
+                if first and self._in_flight():
+                    return
+            self._advance(self._cursor)
+
+    def _in_flight(self) -> bool:
+        return any(unit.state is UnitState.GATHERING for block in self._line for unit in block.units)
+
+    def _finish_round(self) -> None:
+        while self._cursor < len(self._line):
+            block = self._line[self._cursor]
+            self._advance(self._cursor)
+            if not (block.keep or block.pending or block.sticky or block.open):
+                block.release()
