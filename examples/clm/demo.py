@@ -1,0 +1,82 @@
+"""Train a small GPT-2 with ZeRO-3 on this machine, evaluate, save, reload and generate: what `make demo` runs.
+
+Takes all GPUs, or two gloo ranks on a machine without one. Needs no network. Further flags go to the training script:
+
+    python examples/clm/demo.py --max_train_steps 400
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CPU_RANKS = 2
+# About two minutes of training on two slow cores; seconds on GPUs.
+TRAINING_FLAGS = {
+    "--output_dir": "runs/demo",
+    "--block_size": "128",
+    "--n_layer": "4",
+    "--n_embd": "256",
+    "--n_head": "4",
+    "--vocab_size": "4096",
+    "--per_device_train_batch_size": "8",
+    "--per_device_eval_batch_size": "8",
+    "--learning_rate": "2e-3",
+    "--weight_decay": "0.1",
+    "--num_warmup_steps": "20",
+    "--max_train_steps": "160",
+}
+
+
+def count_gpus() -> int:
+    """GPUs (or other accelerators) that torch sees."""
+    import torch
+
+    return torch.accelerator.device_count()
+
+
+def launch_command(gpus: int, further_flags: Sequence[str] = ()) -> list[str]:
+    """Command line of the demo, to be run from the repository's root.
+
+    Args:
+        gpus: GPUs of this machine; 0 launches ``CPU_RANKS`` ranks.
+        further_flags: Flags of the training script; they come last, so they win.
+    """
+    launcher = Path(sys.executable).with_name("accelerate")
+    launch = [str(launcher), "launch", "--config_file", "examples/clm/accelerate_zero3.yaml", "--main_process_port", "0"]
+    launch += ["--num_processes", str(gpus or CPU_RANKS), "--mixed_precision", "bf16" if gpus else "no"]
+    flags = [word for flag in TRAINING_FLAGS.items() for word in flag]
+    return [*launch, "examples/clm/run_clm_no_trainer.py", *flags, *further_flags]
+
+
+def launch_environment(gpus: int, cores: int) -> dict[str, str]:
+    """Environment of the demo: the cores are shared out among the ranks unless the user has decided otherwise.
+
+    Args:
+        gpus: GPUs of this machine.
+        cores: CPU cores that this process may use.
+    """
+    threads = max(1, cores // (gpus or CPU_RANKS))
+    return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | dict(os.environ)
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use (containers often get fewer than the machine has)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def main() -> None:
+    """Run the demo and pass its exit code on."""
+    gpus = count_gpus()
+    command = launch_command(gpus, sys.argv[1:])
+    print("$ " + shlex.join(command), flush=True)
+    sys.exit(subprocess.run(command, cwd=REPOSITORY, env=launch_environment(gpus, available_cores()), check=False).returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Trackers of the example: those of Accelerate, and a CSV file."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import netrc
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from accelerate.tracking import GeneralTracker, on_main_process
+
+
+class CsvTracker(GeneralTracker):
+    """Accelerate tracker that appends every number to a CSV file, one row ``step,name,value`` each.
+
+    One number per row keeps the columns the same whatever a run logs, so that a resumed run appends to the same file.
+
+    Args:
+        path: File to append to; its folder is created.
+    """
+
+    name = "csv"
+    requires_logging_directory = False
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    @property
+    def tracker(self) -> Path:
+        """What `Accelerator.get_tracker(..., unwrap=True)` hands out: the file."""
+        return self.path
+
+    @on_main_process
+    def start(self) -> None:
+        """Create the file with its header, unless it is there."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.path.exists():
+            self._append([("step", "name", "value")])
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Log the numbers among the hyper-parameters as rows of step 0."""
+        self.log({f"config/{name}": value for name, value in values.items() if isinstance(value, (int, float))}, step=0)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Append ``values``, one row each.
+
+        Args:
+            values: Names and numbers.
+            step: Optimizer step; None leaves the cell empty.
+            **kwargs: What other trackers take; not used here.
+        """
+        self._append([("" if step is None else step, name, value) for name, value in values.items()])
+
+    def _append(self, rows: list[tuple[Any, ...]]) -> None:
+        with self.path.open("a", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(rows)
+
+
+def make_trackers(args: argparse.Namespace) -> tuple[list[Any], str]:
+    """Choose what goes to `Accelerator(log_with=...)`.
+
+    Args:
+        args: ``with_tracking``, ``report_to`` and ``output_dir``.
+
+    Returns:
+        Trackers (empty when tracking is off), and one line for the user, empty when there is nothing to say.
+    """
+    if not args.with_tracking:
+        return [], ""
+    trackers: list[Any] = []
+    if args.report_to in ("csv", "all"):
+        trackers.append(CsvTracker(Path(args.output_dir) / "metrics.csv"))
+    if args.report_to != "csv":
+        trackers.append(args.report_to)
+    note = ""
+    if args.report_to in ("wandb", "all") and not has_wandb_account():
+        os.environ["WANDB_MODE"] = "offline"  # otherwise wandb stops and asks for a key
+        note = "wandb: no account is configured here, so the run is kept offline; `wandb sync` uploads it later."
+    return trackers, note
+
+
+def tracker_options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Options of `Accelerator.init_trackers`: wandb keeps its files in the output folder too."""
+    return {"wandb": {"dir": args.output_dir}}
+
+
+def has_wandb_account() -> bool:
+    """Whether wandb can start without asking: a mode or credentials in the environment, or a key that `wandb login` stored."""
+    if {"WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"} & os.environ.keys():
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        return host in netrc.netrc(path).hosts
+    except (OSError, netrc.NetrcParseError):
+        return False
