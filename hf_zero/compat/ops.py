@@ -13,6 +13,7 @@ import torch
 
 from hf_zero.errors import UnsupportedError
 from hf_zero.observe import warn_once
+from hf_zero.optim.lion import Lion
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -51,7 +52,7 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         fp32_optimizer_states: bool = True,
     ) -> None:
         name = type(self).__name__
-        _require(name, "bias_correction", bias_correction, True, "use torch.optim.AdamW with an equivalent warm-up")
+        _require(name, "bias_correction", bias_correction, True, "use hf_zero.optim.uncorrected_adam.UncorrectedAdam, or optimizer.params.bias_correction in the configuration")
         _require(name, "fp32_optimizer_states", fp32_optimizer_states, True, "leave it out; moments are kept in fp32")
         params = list(model_params)
         _warn_about_foreign_groups(name, params)
@@ -110,6 +111,49 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         _require("DeepSpeedCPUAdagrad", "amsgrad", amsgrad, False, "leave it out")
         _require("DeepSpeedCPUAdagrad", "fp32_optimizer_states", fp32_optimizer_states, True, "leave it out; the sums are kept in fp32")
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+class DeepSpeedCPULion(Lion):
+    """Lion with DeepSpeed's keywords.
+
+    Args:
+        model_params: Parameters, or groups as dicts.
+        lr: Learning rate.
+        betas: Interpolation of the update, decay of the momentum.
+        weight_decay: Decoupled weight decay.
+        fp32_optimizer_states: Only true is provided.
+        adamw_mode: Ignored: accelerate passes it to whatever class it picked.
+
+    Raises:
+        UnsupportedError: A value that is not provided.
+    """
+
+    def __init__(
+        self,
+        model_params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+        adamw_mode: bool = False,
+    ) -> None:
+        _require("DeepSpeedCPULion", "fp32_optimizer_states", fp32_optimizer_states, True, "leave it out; the momentum is kept in fp32")
+        super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+class FusedLion(Lion):
+    """Lion with the keywords of DeepSpeed's GPU class (``set_grad_none``)."""
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        _require("FusedLion", "set_grad_none", set_grad_none, True, "leave it out; gradients are released after the step")
+        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
 def _require(owner: str, name: str, value: bool, allowed: bool, remedy: str) -> None:

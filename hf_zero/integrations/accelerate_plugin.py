@@ -1,0 +1,218 @@
+"""The ZeRO plugin for `Accelerator(deepspeed_plugin=...)`, with typed arguments, and the stand-ins for objects the config builds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils import DummyOptim as AccelerateDummyOptim
+from accelerate.utils import DummyScheduler as AccelerateDummyScheduler
+
+from hf_zero.config.read import read_config
+from hf_zero.errors import ConfigError, UnsupportedError
+
+__all__ = ["DummyOptim", "DummyScheduler", "ZeroPlugin"]
+
+Device = Literal["none", "cpu", "nvme"]
+_DEVICES = ("none", "cpu", "nvme")
+_PRECISIONS = ("no", "fp16", "bf16")
+# accelerate computes these from `model.config.hidden_size` and gives up on models that keep their sizes in a sub-config.
+_RESOLVED_FROM_MODEL = (
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+)
+
+
+class ZeroPlugin(DeepSpeedPlugin):
+    """An accelerate `DeepSpeedPlugin` configured by a DeepSpeed JSON, by typed arguments, or by both; writes no files.
+
+    A typed argument fills a value that the JSON lacks or leaves on ``"auto"``; one that contradicts the JSON is an error.
+    Arguments left out come from the answers of `accelerate config`, as in the stock plugin. ``"auto"`` values that accelerate
+    cannot fill are left to hf_zero's own resolver.
+
+    Args:
+        config: DeepSpeed configuration: path, dict, JSON text or base64 text.
+        stage: ZeRO stage 0, 1, 2 or 3 (2 when nothing says otherwise).
+        offload_optimizer: Where optimizer state rests: ``"none"``, ``"cpu"``, ``"nvme"`` or a whole `offload_optimizer` section.
+        offload_param: The same for parameters (stage 3).
+        tensor_parallel_size: Ranks that share one copy of each layer.
+        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
+        gradient_accumulation_steps: Micro-steps per optimizer step; left out, the Accelerator's own value holds.
+        gradient_clipping: Largest gradient norm, 0 turns clipping off.
+        **options: Further arguments of `DeepSpeedPlugin` by its names (``zero3_init_flag``, ``is_train_batch_min``, ...).
+
+    Raises:
+        ConfigError: An argument has a value outside its range, or arguments contradict the JSON (all are listed).
+        UnsupportedError: ``mixed_precision="fp8"``.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        *,
+        stage: Literal[0, 1, 2, 3] | None = None,
+        offload_optimizer: Device | Mapping[str, Any] | None = None,
+        offload_param: Device | Mapping[str, Any] | None = None,
+        tensor_parallel_size: int | None = None,
+        mixed_precision: Literal["no", "fp16", "bf16"] | None = None,
+        gradient_accumulation_steps: int | None = None,
+        gradient_clipping: float | None = None,
+        **options: Any,
+    ) -> None:
+        if mixed_precision == "fp8":
+            raise UnsupportedError("ZeroPlugin(mixed_precision='fp8') is not provided; use 'bf16'")
+        _check("stage", stage, (0, 1, 2, 3))
+        _check("mixed_precision", mixed_precision, _PRECISIONS)
+        _check_at_least("tensor_parallel_size", tensor_parallel_size, 1)
+        _check_at_least("gradient_accumulation_steps", gradient_accumulation_steps, 1)
+        _check_at_least("gradient_clipping", gradient_clipping, 0)
+        values: dict[str, Any] = {
+            "zero_optimization.stage": stage,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "gradient_clipping": gradient_clipping,
+            "tensor_parallel.autotp_size": tensor_parallel_size if tensor_parallel_size != 1 else None,
+            **_precision_values(mixed_precision),
+            **_offload_values("offload_optimizer", offload_optimizer),
+            **_offload_values("offload_param", offload_param),
+        }
+        source = config if config is not None else _config_of_launcher()
+        if source is None:
+            self._start_from_answers(values, options)
+        else:
+            self._start_from_config(read_config(source), values, options)
+
+    def _start_from_answers(self, values: dict[str, Any], options: dict[str, Any]) -> None:
+        """Lets the stock plugin build its JSON from the launcher's answers, and writes the typed arguments over them."""
+        if "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL" not in os.environ:
+            # Nobody was asked. False would make `accelerator.get_state_dict` fail at stage 3.
+            options.setdefault("zero3_save_16bit_model", True)
+        super().__init__(
+            zero_stage=values["zero_optimization.stage"],
+            gradient_accumulation_steps=values["gradient_accumulation_steps"],
+            offload_optimizer_device=values.get("zero_optimization.offload_optimizer.device"),
+            offload_param_device=values.get("zero_optimization.offload_param.device"),
+            **options,
+        )
+        for key, value in values.items():
+            if value is not None:
+                _set(self.deepspeed_config, key, value)
+        if values["gradient_clipping"] is not None:
+            self.gradient_clipping = values["gradient_clipping"]
+        self.hf_ds_config.set_stage_and_offload()
+
+    def _start_from_config(self, raw: dict[str, Any], values: dict[str, Any], options: dict[str, Any]) -> None:
+        """Completes the user's JSON with the typed arguments, and hands it to the stock plugin as a dict."""
+        raw.setdefault("zero_optimization", {})
+        if not isinstance(raw["zero_optimization"], dict):  # the old spelling of stages 1 and 0, which accelerate cannot read
+            raw["zero_optimization"] = {"stage": int(_same(raw["zero_optimization"], True))}
+        conflicts = []
+        for key, value in values.items():
+            if value is None:
+                continue
+            found = _get(raw, key)
+            if found is None or found == "auto":
+                _set(raw, key, value)
+            elif not _same(found, value):
+                conflicts.append(f"- {key}: the configuration says {found!r}, ZeroPlugin was given {value!r}")
+        if conflicts:
+            raise ConfigError(
+                "ZeroPlugin's arguments contradict its configuration:\n"
+                + "\n".join(conflicts)
+                + '\nDrop the arguments, or write "auto" for these keys in the configuration.'
+            )
+        # The stock plugin would say 1 here, and overrule the Accelerator's number with it.
+        raw.setdefault("gradient_accumulation_steps", "auto")
+        steps_per_print = raw.get("steps_per_print")
+        super().__init__(hf_ds_config=raw, **options)
+        if steps_per_print not in (None, "auto"):
+            # The stock plugin silences DeepSpeed by force; ours prints on rank 0 only, and only when asked.
+            self.deepspeed_config["steps_per_print"] = steps_per_print
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether accelerate has to fill a key; not for those that the engine resolves from the model itself."""
+        return ds_key_long not in _RESOLVED_FROM_MODEL and bool(super().is_auto(ds_key_long))
+
+    def fill_match(self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any) -> None:
+        """Fills one ``"auto"`` value if accelerate knows it, and leaves it to hf_zero's resolver if not."""
+        if ds_key_long not in kwargs and self.get_value(ds_key_long) == "auto":
+            return
+        super().fill_match(ds_key_long, mismatches, must_match, **kwargs)
+
+
+class DummyOptim(AccelerateDummyOptim):
+    """Stands for the optimizer of the configuration; accelerate's class of that name serves as well.
+
+    Args:
+        params: Parameters or group dicts; a generator is kept as a list, as it is read more than once.
+        lr: Fills ``optimizer.params.lr`` where that is ``"auto"``.
+        weight_decay: The same for ``optimizer.params.weight_decay``.
+        **kwargs: Kept as ``kwargs``, for callers that look there.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(list(params), lr=lr, weight_decay=weight_decay, **kwargs)
+
+
+class DummyScheduler(AccelerateDummyScheduler):
+    """Stands for the scheduler of the configuration; accelerate's class of that name serves as well."""
+
+
+def _config_of_launcher() -> str | None:
+    """The configuration file that `accelerate config` was told, if it was."""
+    source = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    return None if source == "none" else source
+
+
+def _precision_values(mixed_precision: str | None) -> dict[str, Any]:
+    if mixed_precision is None:
+        return {}
+    return {"fp16.enabled": mixed_precision == "fp16", "bf16.enabled": mixed_precision == "bf16"}
+
+
+def _offload_values(name: str, section: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """One `zero_optimization.offload_*` section as dotted keys."""
+    if section is None:
+        return {}
+    settings: dict[str, Any] = {"device": section} if isinstance(section, str) else dict(section)
+    _check(f"{name} device", settings.get("device"), _DEVICES)
+    if settings.get("device") == "nvme" and not settings.get("nvme_path"):
+        raise ConfigError(f'ZeroPlugin({name}) is on nvme without a place; give {name}={{"device": "nvme", "nvme_path": "/path"}}')
+    return {f"zero_optimization.{name}.{key}": value for key, value in settings.items()}
+
+
+def _check(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value is not None and (isinstance(value, bool) or value not in allowed):
+        raise ConfigError(f"ZeroPlugin: {name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
+
+
+def _check_at_least(name: str, value: float | None, lowest: int) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < lowest):
+        raise ConfigError(f"ZeroPlugin: {name} is {value!r}; a number of at least {lowest} is allowed")
+
+
+def _same(found: Any, value: Any) -> bool:
+    """Whether a value of the JSON means the same as a typed one; sloppy files write ``"true"`` and ``"2"``."""
+    if isinstance(found, str):
+        return found.strip().lower() == str(value).lower()
+    return bool(found == value)
+
+
+def _get(config: Mapping[str, Any], dotted: str) -> Any:
+    node: Any = config
+    for part in dotted.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def _set(config: dict[str, Any], dotted: str, value: Any) -> None:
+    """Writes ``value`` under a dotted key, making the sections on the way."""
+    *sections, last = dotted.split(".")
+    node = config
+    for part in sections:
+        if not isinstance(node.get(part), dict):
+            node[part] = {}
+        node = node[part]
+    node[last] = value
