@@ -21,6 +21,8 @@ from tests.models import CASES, Batch, ModelCase, cast_floats, concatenate
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Feed = Callable[[int, int, int], Batch]  # (step, micro-step, rank) -> batch
+Forward = Callable[[nn.Module, Batch], Tensor]  # (model or engine, batch) -> loss
+MicroStep = Callable[[Any, Batch, Forward, int], float]  # (engine, batch, forward, micro-step) -> loss
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ LIMITS = {
 # ------------------------------------------------------------------------------------------------ reference
 
 
-def reference(model: nn.Module, feed: Feed, forward: Callable[[nn.Module, Batch], Tensor], run: Run, world: int) -> Trace:
+def reference(model: nn.Module, feed: Feed, forward: Forward, run: Run, world: int) -> Trace:
     """Train ``model`` in one process on the parts of ``world`` ranks, weights in ``run.dtype``, masters in fp32."""
     dtype = DTYPES[run.dtype]
     cast_model(model, dtype)
@@ -134,7 +136,7 @@ def reference(model: nn.Module, feed: Feed, forward: Callable[[nn.Module, Batch]
 
 
 def backward_part(
-    model: nn.Module, forward: Callable[[nn.Module, Batch], Tensor], batch: Batch, factor: float, trainable: dict[str, nn.Parameter], sums: dict[str, Tensor]
+    model: nn.Module, forward: Forward, batch: Batch, factor: float, trainable: dict[str, nn.Parameter], sums: dict[str, Tensor]
 ) -> float:
     """Forward and backward of one rank's micro-step in the model's dtype; adds its gradients to fp32 ``sums``."""
     loss = forward(model, batch)
@@ -219,18 +221,23 @@ def initialize(model: nn.Module, run: Run, **arguments: Any) -> Any:
     return hf_zero.initialize(model=model.to(ranks.device()), config=config, **arguments)[0]
 
 
-def train(engine: Any, feed: Feed, forward: Callable[[nn.Module, Batch], Tensor], run: Run, first_step: int = 0) -> Trace:
+def micro_step(engine: Any, batch: Batch, forward: Forward, _micro: int) -> float:
+    """Forward, backward and ``step`` after every micro-step: the engine counts."""
+    loss = forward(engine, batch)
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def train(engine: Any, feed: Feed, forward: Forward, run: Run, micro_step: MicroStep = micro_step) -> Trace:
     """Train through the engine on this rank's parts. Collective; every rank returns the same losses and norms."""
     trace = Trace()
     dtype = DTYPES[run.dtype]
-    for step in range(first_step, first_step + run.steps):
+    for step in range(run.steps):
         losses = []
         for micro in range(run.accumulation):
             batch = {k: v.to(ranks.device()) for k, v in cast_floats(feed(step, micro, ranks.rank()), dtype).items()}
-            loss = forward(engine, batch)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(micro_step(engine, batch, forward, micro))
         trace.losses.append(mean_over_ranks(losses))
         trace.norms.append(as_float(engine.get_global_grad_norm()))
         trace.skipped.append(bool(engine.optimizer.overflow))
@@ -305,6 +312,23 @@ def check_bitwise(trace: Trace, expected: Trace, label: str = "") -> None:
     different = [name for name, weight in trace.weights.items() if not torch.equal(weight, expected.weights[name])]
     if different:
         raise AssertionError(f"{label}: weights not bitwise equal: {different}")
+
+
+def check_training(
+    build: Callable[[], nn.Module], feed: Feed, forward: Forward, run: Run, *, micro_step: MicroStep = micro_step, label: str = "", **arguments: Any
+) -> Trace:
+    """Train a model through the engine and, on rank 0, compare with the reference that runs the same parts one by one.
+
+    ``arguments`` go to ``hf_zero.initialize``; a callable value is called with the model (an optimizer, say).
+    """
+    model = build()
+    arguments = {name: value(model) if callable(value) else value for name, value in arguments.items()}
+    engine = initialize(model, run, **arguments)
+    trace = train(engine, feed, forward, run, micro_step)
+    engine.destroy()
+    if ranks.rank() == 0:
+        check(trace, reference(build(), feed, forward, run, ranks.world()), run, label)
+    return trace
 
 
 def check_case(name: str, run: Run, rows: int = 2, expected: Trace | None = None) -> tuple[Trace, Difference | None]:
