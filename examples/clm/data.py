@@ -144,8 +144,9 @@ def load_raw_datasets(args: argparse.Namespace) -> DatasetDict:
         return DatasetDict(train=Dataset.from_dict({"text": train}), validation=Dataset.from_dict({"text": validation}))
 
     options: dict[str, Any] = {}
+    source: tuple[str, ...]
     if args.dataset_name:
-        source = (args.dataset_name, args.dataset_config_name)
+        source = (args.dataset_name, args.dataset_config_name) if args.dataset_config_name else (args.dataset_name,)
     else:
         extension = args.train_file.rsplit(".", 1)[-1]
         source = ("text" if extension == "txt" else extension,)

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # Shapes of the GPT-2 family as published; everything else is GPT2Config's default.
-KNOWN_CONFIGS: dict[str, dict[str, int]] = {
+KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 12, "n_embd": 768, "n_head": 12},
     "gpt2-medium": {"n_layer": 24, "n_embd": 1024, "n_head": 16},
     "gpt2-large": {"n_layer": 36, "n_embd": 1280, "n_head": 20},
     "gpt2-xl": {"n_layer": 48, "n_embd": 1600, "n_head": 25},
 }
-SMALL_CONFIG = {"n_layer": 4, "n_embd": 256, "n_head": 4}
+SMALL_CONFIG: dict[str, Any] = {"n_layer": 4, "n_embd": 256, "n_head": 4}
 # Under ZeRO-3 a parameter has shape [0], so biases and norms are told by name, never by their number of dims.
 NO_DECAY = ("bias", "ln_", "layer_norm", "layernorm", "norm.")
 
@@ -145,7 +145,8 @@ def build_model(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, ar
 
 def parameter_groups(model: PreTrainedModel, weight_decay: float) -> list[dict[str, Any]]:
     """Split the trainable parameters into those with and those without weight decay; empty groups are left out."""
-    decay, plain = [], []
+    decay: list[torch.nn.Parameter] = []
+    plain: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             (plain if any(mark in name for mark in NO_DECAY) else decay).append(parameter)

@@ -333,7 +333,8 @@ def reload_and_generate(run: Run, tokenizer: PreTrainedTokenizerBase, engine_los
     torch.manual_seed(run.args.seed)
     length = {"min_new_tokens": GENERATED_TOKENS, "max_new_tokens": GENERATED_TOKENS}
     output = model.generate(**prompt, **length, do_sample=True, top_k=20, pad_token_id=tokenizer.eos_token_id)
-    print("    " + " ".join(tokenizer.decode(output[0], skip_special_tokens=True).split()))
+    line = str(tokenizer.decode(output[0], skip_special_tokens=True))
+    print("    " + " ".join(line.split()))
 
 
 def push(run: Run) -> None:
