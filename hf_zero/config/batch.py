@@ -20,9 +20,7 @@ class Batch:
 
     def line(self) -> str:
         """The identity with its numbers, as `explain` prints it."""
-        return (
-            f"{TOTAL} {self.total} = {MICRO} {self.micro} x {ACCUMULATION} {self.accumulation} x data-parallel size {self.world_size}"
-        )
+        return f"{TOTAL} {self.total} = {MICRO} {self.micro} x {ACCUMULATION} {self.accumulation} x data-parallel size {self.world_size}"
 
 
 def solve(total: int | None, micro: int | None, accumulation: int | None, world_size: int, problems: Problems) -> Batch:

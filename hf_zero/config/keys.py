@@ -28,6 +28,9 @@ class Key:
         fate: used, mapped, accepted or refused.
         effect: What happens to it here: what it does, why it does nothing, or what to use instead.
         is_section: It holds further keys.
+        passes: Values of a refused key that ask for nothing, beside its default.
+        switch: Path of the key that turns the section around it on, "" when nothing does.
+        also: Other accepted spellings of the last name.
     """
 
     path: str
@@ -37,6 +40,9 @@ class Key:
     fate: Fate
     effect: str
     is_section: bool
+    passes: tuple[Any, ...] = ()
+    switch: str = ""
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,12 +128,14 @@ def _words(schema: dict[str, Any]) -> str:
         "object": "a block {...}",
         "null": "null",
     }.get(kind or "", "any value")
-    low, high = schema.get("minimum"), schema.get("maximum")
+    # Behind a validator of ours pydantic leaves the constraint under its own name, not under JSON schema's.
+    low, high = schema.get("minimum", schema.get("ge")), schema.get("maximum", schema.get("le"))
+    above = schema.get("exclusiveMinimum", schema.get("gt"))
     if low is not None and high is not None:
         return f"{words} from {low} to {high}"
     if low is not None:
         return f"{words}, at least {low}"
-    return f"{words} above {schema['exclusiveMinimum']}" if "exclusiveMinimum" in schema else words
+    return f"{words} above {above}" if above is not None else words
 
 
 @dataclass(frozen=True)
@@ -174,13 +182,26 @@ def _walk(section: type[Section], path: str, governor: _Governor) -> Iterator[Ke
         if nested:
             inside = _governor_of(nested.section, here, inside)
         fate, effect = _inherited(extra, inside if nested else governor, text)
-        yield Key(here, type_text(section, name), default_of(field), text, fate, effect, nested is not None)
+        passes = tuple(extra.get("passes", ()))
+        switch = governor.path if governor.path != here and not nested else ""
+        yield Key(
+            here,
+            type_text(section, name),
+            default_of(field),
+            text,
+            fate,
+            effect,
+            nested is not None,
+            passes,
+            switch,
+            tuple(extra.get("also", ())),
+        )
         if nested:
             below = {"one": here, "list": f"{here}[]", "map": f"{here}.{extra.get('each', '<name>')}"}[nested.kind]
             yield from _walk(nested.section, below, inside)
     if section.rest is not None:
         fate, effect = _inherited(extra_of(section.rest), governor, section.rest.description or "")
-        yield Key(f"{path}.*", "any value", None, section.rest.description or "", fate, effect, False)
+        yield Key(f"{path}.*", "any value", None, section.rest.description or "", fate, effect, is_section=False)
 
 
 @cache

@@ -7,8 +7,8 @@ while the row stands here, and used as soon as the row is deleted. Building a fe
 from __future__ import annotations
 
 NOT_YET: dict[str, str] = {
-    "offload_optimizer": "not in this version: optimizer states stay on the device. Set the device to none; stage 1, 2 or 3 shards them over ranks",
-    "offload_param": "not in this version: parameter shards stay on the device. Set the device to none; stage 3 shards them over ranks",
+    "offload_optimizer": "not in this version: set the device to none; stages 1, 2 and 3 shard optimizer states over the ranks",
+    "offload_param": "not in this version: set the device to none; stage 3 shards parameters over the ranks",
     "tensor_parallel": "not in this version: set the size to 0 or 1 and shard with zero_optimization.stage 3 instead",
     "onebit": "not in this version: use Adam or AdamW (same update, uncompressed reduction)",
     "activation_checkpointing": "not in this version: use the model's gradient_checkpointing_enable() or torch.utils.checkpoint",

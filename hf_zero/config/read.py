@@ -44,7 +44,9 @@ def read_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str,
     decoded = _from_base64(source)
     if decoded is None:
         short = source if len(source) <= 120 else source[:117] + "..."
-        raise ConfigError(f"The config {short!r} is no existing file, no JSON text and no base64 text. Give the path of a JSON file or a dict.")
+        raise ConfigError(
+            f"The config {short!r} is no existing file, no JSON text and no base64 text. Give the path of a JSON file or a dict."
+        )
     return _parse(decoded, "the base64 text")
 
 

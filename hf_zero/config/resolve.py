@@ -143,7 +143,7 @@ def _checked_sources(sources: Mapping[str, Any]) -> dict[str, Any]:
         if name not in SOURCE_NAMES:
             guess = nearest(name, SOURCE_NAMES)
             hint = f"did you mean {guess!r}?" if guess else f"known: {', '.join(sorted(SOURCE_NAMES))}"
-            raise ConfigError(f"sources[{name!r}] is no source of an \"auto\" value; {hint}")
+            raise ConfigError(f'sources[{name!r}] is no source of an "auto" value; {hint}')
     return dict(sources)
 
 
@@ -241,9 +241,7 @@ def _solve_batch(data: dict[str, Any], world_size: int, origin: dict[str, str], 
     return batch
 
 
-def _check_matches(
-    data: dict[str, Any], sources: dict[str, Any], batch: Batch, origin: dict[str, str], problems: Problems
-) -> None:
+def _check_matches(data: dict[str, Any], sources: dict[str, Any], batch: Batch, origin: dict[str, str], problems: Problems) -> None:
     """Report every value of the file that contradicts the source it belongs to, as the Trainer does."""
     for key, rule in AUTO_RULES.items():
         if not rule.must_match or not origin.get(key, "").startswith("file"):

@@ -169,8 +169,6 @@ def nearest_elsewhere(key: str) -> str | None:
 
 # ------------------------------------------------------------------------------------------- arguments of torch classes
 
-_TORCH_NAMES = {"adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", "sgd": "SGD"}
-
 
 def constructor_arguments(path: str, kind: Any) -> frozenset[str] | None:
     """Argument names of the torch class that the `params` block at `path` is for.
@@ -185,10 +183,12 @@ def constructor_arguments(path: str, kind: Any) -> frozenset[str] | None:
 
 
 def torch_class(section: str, name: str) -> type | None:
-    """The class of torch.optim ("optimizer") or torch.optim.lr_scheduler ("scheduler") of that name, or None."""
+    """The class of torch.optim ("optimizer") or torch.optim.lr_scheduler ("scheduler") of that name (any letter case), or None."""
     import torch  # only here: reading a config needs torch for nothing else
 
     module = torch.optim if section == "optimizer" else torch.optim.lr_scheduler
     base = torch.optim.Optimizer if section == "optimizer" else torch.optim.lr_scheduler.LRScheduler
-    found = getattr(module, _TORCH_NAMES.get(name.lower(), name), None)
-    return found if inspect.isclass(found) and issubclass(found, base) else None
+    for known, value in vars(module).items():
+        if known.lower() == name.lower() and inspect.isclass(value) and issubclass(value, base) and value is not base:
+            return value
+    return None

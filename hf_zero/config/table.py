@@ -1,19 +1,19 @@
 """Tables of configuration keys: the rows that `hf-zero explain` prints, and the reference page docs/config.md.
 
-    python -m hf_zero.config.table --write docs/config.md
+The page is written by `python -m hf_zero.config.table --write docs/config.md`, and a test fails when it is not current.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_zero.config.keys import Key, all_keys, spellings_of
+from hf_zero.config.auto import AUTO_RULES
+from hf_zero.config.keys import Key, all_keys
 from hf_zero.config.problems import show
-from hf_zero.config.schema.fields import Section
+from hf_zero.config.schema.fields import asks, is_on
 
 
 class Row(NamedTuple):
@@ -26,6 +26,9 @@ class Row(NamedTuple):
     effect: str
 
 
+# -------------------------------------------------------------------------------------------------- rows of one configuration
+
+
 def rows_of(resolved: dict[str, Any], origin: dict[str, str], everything: bool = False) -> list[Row]:
     """Rows in the order of the schema.
 
@@ -35,18 +38,42 @@ def rows_of(resolved: dict[str, Any], origin: dict[str, str], everything: bool =
         everything: All keys, not only those that were set, filled or derived.
     """
     values = dict(_leaves(resolved, ""))
-    keys = all_keys()
     rows = []
-    for path, key in keys.items():
-        if key.is_section or path.endswith("*") or "<" in path or "[]" in path:
+    for path, key in _with_free_keys(values).items():
+        if path not in values and path not in origin and not everything:
             continue
-        if path in values or path in origin or everything:
-            value = values.pop(path, key.default)
-            rows.append(Row(path, show(value), origin.get(path, "default"), key.fate, key.effect))
-    for path, value in values.items():  # keys under names of the user's own: constructor arguments, metrics, groups
-        pattern = _pattern(path, keys)
-        rows.append(Row(path, show(value), origin.get(path, "file"), pattern.fate, pattern.effect))
+        value = values.get(path, key.default)
+        left_open = path not in values and path.startswith(("optimizer.params.", "scheduler.params."))
+        shown = "(default of the class)" if left_open else show(value)
+        rows.append(Row(path, shown, origin.get(path, "default"), *_fate_here(key, value, values)))
     return rows
+
+
+def _with_free_keys(values: dict[str, Any]) -> dict[str, Key]:
+    """Every key that is a plain value, by path, with the keys under a user's own names put beside their neighbours."""
+    keys = {path: key for path, key in all_keys().items() if not key.is_section and not any(mark in path for mark in ("*", "<", "[]"))}
+    free: dict[str, list[str]] = {}
+    for path in values.keys() - keys.keys():
+        free.setdefault(path.partition(".")[0], []).append(path)
+    listed: dict[str, Key] = {}
+    sections = [path.partition(".")[0] for path in keys]
+    for position, (path, key) in enumerate(keys.items()):
+        listed[path] = key
+        if sections[position] not in sections[position + 1 : position + 2]:
+            listed.update({name: _pattern(name) for name in sorted(free.get(sections[position], ()))})
+    return listed
+
+
+def _fate_here(key: Key, value: Any, values: dict[str, Any]) -> tuple[str, str]:
+    """Fate and effect of a key with this value: a refused key that asks for nothing is harmless."""
+    if key.fate != "refused":
+        return key.fate, key.effect
+    switch = all_keys().get(key.switch)
+    if switch and not switch.is_section and not is_on(values.get(switch.path, switch.default), switch.passes):
+        return "accepted", f"not read while `{switch.path}` is {show(values.get(switch.path, switch.default))}"
+    if not asks(value, key.default, key.passes):
+        return "accepted", "asks for nothing here"
+    return key.fate, key.effect
 
 
 def _leaves(block: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
@@ -59,11 +86,112 @@ def _leaves(block: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
             yield here, value
 
 
-def _pattern(path: str, keys: dict[str, Key]) -> Key:
+def _pattern(path: str) -> Key:
     """The row of the key list for a path under a user's own name: the nearest section above it, or its `*` row."""
-    while path:
-        path = path.rpartition(".")[0]
-        for candidate in (f"{path}.*", path):
+    keys, above = all_keys(), path
+    while above:
+        above = above.rpartition(".")[0]
+        for candidate in (f"{above}.*", above):
             if candidate in keys:
                 return keys[candidate]
     raise KeyError(path)
+
+
+# ---------------------------------------------------------------------------------------------------------- reference page
+
+_INTRODUCTION = """# Configuration keys
+
+This page is generated from the schema by `python -m hf_zero.config.table --write docs/config.md`; do not edit it.
+
+A config is a DeepSpeed JSON file (comments and trailing commas are allowed), a dict, JSON text, or JSON text in base64.
+Each of the {count} keys has one fate:
+
+| fate | keys | meaning |
+|---|---:|---|
+| used | {used} | does what it says |
+| mapped | {mapped} | an old spelling, read as the key it names |
+| accepted | {accepted} | has no effect here, for the reason given |
+| refused | {refused} | stops the run when it asks for something, that is when its value is neither the default nor off |
+
+`hf-zero explain CONFIG` prints the same for one file: every value, where it comes from and what happens to it.
+
+## Reading rules
+
+- `null` means "not given". Booleans may be `"true"` and `"false"`, whole numbers `2e8` and `"2e8"`, element types `bf16`, `bfloat16`
+  or `torch.bfloat16`. `steps_per_print` may be `Infinity`.
+- An unknown key that resembles a known one is an error that names the known one, at every level. One that resembles nothing is an error
+  inside a section and a warning at the top level, where tools put keys of their own. A key with dots at the top level
+  (`zero_optimization.reduce_bucket_size`) is no path: it has no effect and is a warning.
+- `strict=True`, `--strict` or `HF_ZERO_STRICT=1` make every warning an error.
+- All findings are reported together.
+- The prefix `stage3_` may be left out. Two spellings of one key in one file are an error.
+- `"auto"` takes the value of its source (next table), else the default of the key; a whole section may be `"auto"`.
+- Of `train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` any two give the third:
+  `train_batch_size` = micro batch x accumulation x number of data-parallel ranks.
+
+## What "auto" stands for
+
+A value written in the file must equal its source where the last column says so; differences are reported as the Trainer does.
+
+| key | source | must match |
+|---|---|---|
+{auto}
+"""
+
+_FORMULAS = {
+    "zero_optimization.reduce_bucket_size": "hidden_size x hidden_size",
+    "zero_optimization.stage3_prefetch_bucket_size": "0.9 x hidden_size x hidden_size",
+    "zero_optimization.stage3_param_persistence_threshold": "10 x hidden_size",
+    "scheduler.params.warmup_min_lr": "0",
+    "scheduler.params.warmup_max_lr": "learning_rate, else optimizer.params.lr",
+    "scheduler.params.warmup_num_steps": "warmup_num_steps, at least 1",
+}
+
+
+def reference_page() -> str:
+    """The text of docs/config.md."""
+    keys = list(all_keys().values())
+    counts = {fate: sum(key.fate == fate for key in keys) for fate in ("used", "mapped", "accepted", "refused")}
+    auto = [f"| `{key}` | {_FORMULAS.get(key, rule.label())} | {'yes' if rule.must_match else ''} |" for key, rule in AUTO_RULES.items()]
+    auto.insert(1, "| `train_batch_size` | micro batch x accumulation x ranks | yes |")
+    parts = [_INTRODUCTION.format(count=len(keys), auto="\n".join(auto), **counts)]
+    parts.append(_section_table("Top level", [key for key in keys if "." not in key.path]))
+    for name in dict.fromkeys(key.path.partition(".")[0] for key in keys if "." in key.path):
+        parts.append(_section_table(f"`{name}`", [key for key in keys if key.path.startswith(f"{name}.")]))
+    return "\n".join(parts)
+
+
+def _section_table(title: str, keys: Sequence[Key]) -> str:
+    lines = [f"## {title}\n", "| key | type | default | fate | what it does, or why not |", "|---|---|---|---|---|"]
+    for key in keys:
+        effect = key.text if key.effect == key.text else f"{key.text}. *{key.fate.capitalize()}:* {key.effect}"
+        cells = (
+            f"`{key.path}`" + _also(key),
+            key.type_text.removesuffix(" or null"),
+            "" if key.is_section else f"`{show(key.default)}`",
+            key.fate,
+            effect,
+        )
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _also(key: Key) -> str:
+    """Other spellings, but not those that only leave `stage3_` out (there is a rule for them)."""
+    others = [name for name in key.also if name not in (key.path.rpartition(".")[2].removeprefix("stage3_"),)]
+    return f" (also {', '.join(f'`{name}`' for name in others)})" if others else ""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the reference page, or write it to a file."""
+    parser = argparse.ArgumentParser(prog="python -m hf_zero.config.table", description="Reference page of all configuration keys.")
+    parser.add_argument("--write", metavar="FILE", help="file to write instead of printing, for example docs/config.md")
+    target = parser.parse_args(arguments).write
+    if target:
+        Path(target).write_text(reference_page(), encoding="utf-8")
+    else:
+        print(reference_page())
+
+
+if __name__ == "__main__":
+    main()

@@ -46,8 +46,8 @@ class Fp16MixedQuantize(Section):
     quantize_change_ratio: Float = part(0.001, "Blend speed")
 
 
-class SharedParameters(Section):
-    """`compression_training.weight_quantization.shared_parameters`. Settings of `compression_training.weight_quantization.shared_parameters`."""
+class WeightShared(Section):
+    """What all groups of quantized weights share."""
 
     enabled: Bool = refused(False, "Turn weight quantization on", COMPRESS_AFTERWARDS)
     quantizer_kernel: Bool = part(False, "Use the native kernel")
@@ -60,33 +60,33 @@ class SharedParameters(Section):
     fp16_mixed_quantize: Fp16MixedQuantize | None = section(None, "Blend of quantized and fp16 values")
 
 
-class CompressedWeightsGroupParams(Section):
-    """`compression_training.weight_quantization.different_groups.<group>.params`. Settings of `compression_training.weight_quantization.different_groups.<group>.params`."""
+class WeightBits(Section):
+    """Bit widths of one group of quantized weights."""
 
     start_bits: Int | None = part(None, "First width")
     target_bits: Int | None = part(None, "Last width")
     quantization_period: Int = part(1, "Steps per bit")
 
 
-class Group(Section):
-    """`compression_training.weight_quantization.different_groups.<group>`. Settings of `compression_training.weight_quantization.different_groups.<group>`."""
+class WeightGroup(Section):
+    """One group of quantized weights."""
 
-    params: CompressedWeightsGroupParams | None = section(None, "")
+    params: WeightBits | None = section(None, "Values of the group")
     modules: list[str] | str = part("*", "Module patterns")
     related_modules: list[Any] | None = part(None, "Related module patterns")
 
 
-class CompressedWeights(Section):
-    """`compression_training.weight_quantization`. shared_parameters plus different_groups (required when enabled)."""
+class WeightCompression(Section):
+    """`compression_training.weight_quantization`. Quantized weights."""
 
     switch: ClassVar[str | None] = "shared_parameters.enabled"
 
-    shared_parameters: SharedParameters | None = section(None, "")
-    different_groups: dict[str, Group] | None = section(None, "", each="<group>")
+    shared_parameters: WeightShared | None = section(None, "Settings of all groups")
+    different_groups: dict[str, WeightGroup] | None = section(None, "Groups of modules, by name", each="<group>")
 
 
-class ActivationQuantizationSharedParameters(Section):
-    """`compression_training.activation_quantization.shared_parameters`. Settings of `compression_training.activation_quantization.shared_parameters`."""
+class ActivationShared(Section):
+    """What all groups of quantized activations share."""
 
     enabled: Bool = refused(False, "Turn activation quantization on", COMPRESS_AFTERWARDS)
     quantization_type: str = part("symmetric", "symmetric or asymmetric")
@@ -94,31 +94,45 @@ class ActivationQuantizationSharedParameters(Section):
     schedule_offset: Int = part(1000, "First active step")
 
 
-class Params(Section):
-    """`compression_training.activation_quantization.different_groups.<group>.params`. Settings of `compression_training.activation_quantization.different_groups.<group>.params`."""
+class ActivationBits(Section):
+    """Bit width of one group of quantized activations."""
 
     bits: Int | None = part(None, "Width")
 
 
-class DifferentGroupsGroup(Section):
-    """`compression_training.activation_quantization.different_groups.<group>`. Settings of `compression_training.activation_quantization.different_groups.<group>`."""
+class ActivationGroup(Section):
+    """One group of quantized activations."""
 
-    params: Params | None = section(None, "")
+    params: ActivationBits | None = section(None, "Values of the group")
     modules: list[str] | str = part("*", "Module patterns")
     related_modules: list[Any] | None = part(None, "Related module patterns")
 
 
 class ActivationQuantization(Section):
-    """`compression_training.activation_quantization`. shared_parameters plus different_groups (required when enabled)."""
+    """`compression_training.activation_quantization`. Quantized activations."""
 
     switch: ClassVar[str | None] = "shared_parameters.enabled"
 
-    shared_parameters: ActivationQuantizationSharedParameters | None = section(None, "")
-    different_groups: dict[str, DifferentGroupsGroup] | None = section(None, "", each="<group>")
+    shared_parameters: ActivationShared | None = section(None, "Settings of all groups")
+    different_groups: dict[str, ActivationGroup] | None = section(None, "Groups of modules, by name", each="<group>")
 
 
-class SparsePruningSharedParameters(Section):
-    """`compression_training.sparse_pruning.shared_parameters`. Settings of `compression_training.sparse_pruning.shared_parameters`."""
+class PrunedShare(Section):
+    """How much of one pruned group is kept."""
+
+    dense_ratio: Float | None = part(None, "Share kept")
+
+
+class PrunedGroup(Section):
+    """One group of pruned modules."""
+
+    params: PrunedShare | None = section(None, "Values of the group")
+    modules: list[str] | str = part("*", "Module patterns")
+    related_modules: list[Any] | None = part(None, "Modules whose columns follow")
+
+
+class SparsePruningShared(Section):
+    """What all groups of sparse pruning share."""
 
     enabled: Bool = refused(False, "Turn sparse pruning on", COMPRESS_AFTERWARDS)
     method: str = part("l1", "l1 topk or snip_momentum")
@@ -130,62 +144,34 @@ class SparsePruningSharedParameters(Section):
     excluded_modules: list[str] = part(list, "Modules left alone (snip_momentum)")
 
 
-class GroupParams(Section):
-    """`compression_training.sparse_pruning.different_groups.<group>.params`. Settings of `compression_training.sparse_pruning.different_groups.<group>.params`."""
-
-    dense_ratio: Float | None = part(None, "Share kept")
-
-
-class SparsePruningDifferentGroupsGroup(Section):
-    """`compression_training.sparse_pruning.different_groups.<group>`. Settings of `compression_training.sparse_pruning.different_groups.<group>`."""
-
-    params: GroupParams | None = section(None, "")
-    modules: list[str] | str = part("*", "Module patterns")
-    related_modules: list[Any] | None = part(None, "Related module patterns")
-
-
 class SparsePruning(Section):
-    """`compression_training.sparse_pruning`. shared_parameters plus different_groups (required when enabled unless snip_momentum)."""
+    """`compression_training.sparse_pruning`. Pruned single weights."""
 
     switch: ClassVar[str | None] = "shared_parameters.enabled"
 
-    shared_parameters: SparsePruningSharedParameters | None = section(None, "")
-    different_groups: dict[str, SparsePruningDifferentGroupsGroup] | None = section(None, "", each="<group>")
+    shared_parameters: SparsePruningShared | None = section(None, "Settings of all groups")
+    different_groups: dict[str, PrunedGroup] | None = section(None, "Groups of modules, by name", each="<group>")
 
 
-class RowPruningSharedParameters(Section):
-    """`compression_training.row_pruning.shared_parameters`. Settings of `compression_training.row_pruning.shared_parameters`."""
+class RowPruningShared(Section):
+    """What all groups of row pruning share."""
 
     enabled: Bool = refused(False, "Turn row pruning on", COMPRESS_AFTERWARDS)
     method: str = part("l1", "l1 or topk")
     schedule_offset: Int = part(1000, "First active step")
 
 
-class DifferentGroupsGroupParams(Section):
-    """`compression_training.row_pruning.different_groups.<group>.params`. Settings of `compression_training.row_pruning.different_groups.<group>.params`."""
-
-    dense_ratio: Float | None = part(None, "Share kept")
-
-
-class RowPruningDifferentGroupsGroup(Section):
-    """`compression_training.row_pruning.different_groups.<group>`. Settings of `compression_training.row_pruning.different_groups.<group>`."""
-
-    params: DifferentGroupsGroupParams | None = section(None, "")
-    modules: list[str] | str = part("*", "Module patterns")
-    related_modules: list[Any] | None = part(None, "Modules whose columns follow")
-
-
 class RowPruning(Section):
-    """`compression_training.row_pruning`. shared_parameters plus different_groups (required when enabled)."""
+    """`compression_training.row_pruning`. Pruned rows."""
 
     switch: ClassVar[str | None] = "shared_parameters.enabled"
 
-    shared_parameters: RowPruningSharedParameters | None = section(None, "")
-    different_groups: dict[str, RowPruningDifferentGroupsGroup] | None = section(None, "", each="<group>")
+    shared_parameters: RowPruningShared | None = section(None, "Settings of all groups")
+    different_groups: dict[str, PrunedGroup] | None = section(None, "Groups of modules, by name", each="<group>")
 
 
-class HeadPruningSharedParameters(Section):
-    """`compression_training.head_pruning.shared_parameters`. Settings of `compression_training.head_pruning.shared_parameters`."""
+class HeadPruningShared(Section):
+    """What all groups of head pruning share."""
 
     enabled: Bool = refused(False, "Turn head pruning on", COMPRESS_AFTERWARDS)
     method: str = part("topk", "l1 or topk")
@@ -193,74 +179,42 @@ class HeadPruningSharedParameters(Section):
     num_heads: Int | None = part(None, "Number of heads")
 
 
-class HeadPruningParams(Section):
-    """`compression_training.head_pruning.different_groups.<group>.params`. Settings of `compression_training.head_pruning.different_groups.<group>.params`."""
-
-    dense_ratio: Float | None = part(None, "Share kept")
-
-
-class HeadPruningDifferentGroupsGroup(Section):
-    """`compression_training.head_pruning.different_groups.<group>`. Settings of `compression_training.head_pruning.different_groups.<group>`."""
-
-    params: HeadPruningParams | None = section(None, "")
-    modules: list[str] | str = part("*", "Module patterns")
-    related_modules: list[Any] | None = part(None, "Modules whose columns follow")
-
-
 class HeadPruning(Section):
-    """`compression_training.head_pruning`. shared_parameters plus different_groups (required when enabled)."""
+    """`compression_training.head_pruning`. Pruned attention heads."""
 
     switch: ClassVar[str | None] = "shared_parameters.enabled"
 
-    shared_parameters: HeadPruningSharedParameters | None = section(None, "")
-    different_groups: dict[str, HeadPruningDifferentGroupsGroup] | None = section(None, "", each="<group>")
+    shared_parameters: HeadPruningShared | None = section(None, "Settings of all groups")
+    different_groups: dict[str, PrunedGroup] | None = section(None, "Groups of modules, by name", each="<group>")
 
 
-class ChannelPruningSharedParameters(Section):
-    """`compression_training.channel_pruning.shared_parameters`. Settings of `compression_training.channel_pruning.shared_parameters`."""
+class ChannelPruningShared(Section):
+    """What all groups of channel pruning share."""
 
     enabled: Bool = refused(False, "Turn channel pruning on", COMPRESS_AFTERWARDS)
     method: str = part("l1", "l1 or topk")
     schedule_offset: Int = part(1000, "First active step")
 
 
-class ChannelPruningParams(Section):
-    """`compression_training.channel_pruning.different_groups.<group>.params`. Settings of `compression_training.channel_pruning.different_groups.<group>.params`."""
-
-    dense_ratio: Float | None = part(None, "Share kept")
-
-
-class ChannelPruningDifferentGroupsGroup(Section):
-    """`compression_training.channel_pruning.different_groups.<group>`. Settings of `compression_training.channel_pruning.different_groups.<group>`."""
-
-    params: ChannelPruningParams | None = section(None, "")
-    modules: list[str] | str = part("*", "Module patterns")
-    related_modules: list[Any] | None = part(None, "Modules whose columns follow")
-
-
 class ChannelPruning(Section):
-    """`compression_training.channel_pruning`. shared_parameters plus different_groups (required when enabled)."""
+    """`compression_training.channel_pruning`. Pruned channels."""
 
     switch: ClassVar[str | None] = "shared_parameters.enabled"
 
-    shared_parameters: ChannelPruningSharedParameters | None = section(None, "")
-    different_groups: dict[str, ChannelPruningDifferentGroupsGroup] | None = section(None, "", each="<group>")
+    shared_parameters: ChannelPruningShared | None = section(None, "Settings of all groups")
+    different_groups: dict[str, PrunedGroup] | None = section(None, "Groups of modules, by name", each="<group>")
 
 
 class CompressionTraining(Section):
     """`compression_training`. Compression techniques."""
 
     layer_reduction: LayerReduction | None = section(None, "Student from selected teacher layers")
-    weight_quantization: CompressedWeights | None = section(None, "shared_parameters plus different_groups (required when enabled)")
-    activation_quantization: ActivationQuantization | None = section(
-        None, "shared_parameters plus different_groups (required when enabled)"
-    )
-    sparse_pruning: SparsePruning | None = section(
-        None, "shared_parameters plus different_groups (required when enabled unless snip_momentum)"
-    )
-    row_pruning: RowPruning | None = section(None, "shared_parameters plus different_groups (required when enabled)")
-    head_pruning: HeadPruning | None = section(None, "shared_parameters plus different_groups (required when enabled)")
-    channel_pruning: ChannelPruning | None = section(None, "shared_parameters plus different_groups (required when enabled)")
+    weight_quantization: WeightCompression | None = section(None, "Quantize weights step by step")
+    activation_quantization: ActivationQuantization | None = section(None, "Quantize activations")
+    sparse_pruning: SparsePruning | None = section(None, "Prune single weights")
+    row_pruning: RowPruning | None = section(None, "Prune rows")
+    head_pruning: HeadPruning | None = section(None, "Prune attention heads")
+    channel_pruning: ChannelPruning | None = section(None, "Prune channels")
 
 
 class Eigenvalue(Section):

@@ -9,8 +9,8 @@ from hf_zero.config.schema.fields import Bool, Float, Int, Section, part, refuse
 OWN_SAMPLER = "not supported: pass a sampler to your DataLoader"
 
 
-class ScheduleConfig(Section):
-    """`data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.<metric>.schedule_config`. Settings of `data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.<metric>.schedule_config`."""
+class MetricPacing(Section):
+    """Pacing of one curriculum metric."""
 
     total_curriculum_step: Int | None = part(None, "Steps to reach the end (linear, root)")
     difficulty_step: Int | None = part(None, "Difficulty granularity (linear, root)")
@@ -20,7 +20,7 @@ class ScheduleConfig(Section):
 
 
 class Metric(Section):
-    """`data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.<metric>`. Settings of `data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.<metric>`."""
+    """One curriculum metric."""
 
     index_to_sample_path: str | None = part(None, "Index file of samples")
     index_to_metric_path: str | None = part(None, "Index file of metric values")
@@ -29,7 +29,7 @@ class Metric(Section):
     min_difficulty: Int | None = part(None, "Difficulty at the start")
     max_difficulty: Int | None = part(None, "Difficulty at the end")
     schedule_type: str | None = part(None, "fixed_linear fixed_root fixed_discrete or custom")
-    schedule_config: ScheduleConfig | None = section(None, "")
+    schedule_config: MetricPacing | None = section(None, "Parameters of the pacing function")
 
 
 class CurriculumLearning(Section):
@@ -64,8 +64,8 @@ class DataSampling(Section):
     dynamic_batching: DynamicBatching | None = section(None, "Batches sized by token count")
 
 
-class RandomLtdScheduleScheduleConfig(Section):
-    """`data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config`. Settings of `data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config`."""
+class LtdPacing(Section):
+    """Pacing of random layer token dropping."""
 
     require_steps: Int | None = part(None, "Steps to reach the end")
     seq_per_step: Int | None = part(None, "Length granularity")
@@ -77,7 +77,7 @@ class RandomLtdSchedule(Section):
     min_value: Int | None = part(None, "First kept length")
     max_value: Int | None = part(None, "Last kept length")
     schedule_type: str | None = part(None, "fixed_linear")
-    schedule_config: RandomLtdScheduleScheduleConfig | None = section(None, "")
+    schedule_config: LtdPacing | None = section(None, "Parameters of the pacing function")
 
 
 class LayerTokenLrSchedule(Section):
@@ -123,7 +123,7 @@ class DataEfficiency(Section):
     data_routing: DataRouting | None = section(None, "Token routing part")
 
 
-class CurriculumLearningScheduleConfig(Section):
+class CurriculumPacing(Section):
     """`curriculum_learning.schedule_config`. Parameters of the pacing function."""
 
     total_curriculum_step: Int | None = part(None, "Steps to reach the end (linear, root)")
@@ -143,7 +143,7 @@ class LegacyCurriculum(Section):
     min_difficulty: Int | None = part(None, "Difficulty at the start")
     max_difficulty: Int | None = part(None, "Difficulty at the end")
     schedule_type: str | None = part(None, "fixed_linear fixed_root fixed_discrete or custom")
-    schedule_config: CurriculumLearningScheduleConfig | None = section(None, "Parameters of the pacing function")
+    schedule_config: CurriculumPacing | None = section(None, "Parameters of the pacing function")
 
 
 class ProgressiveLayerDrop(Section):

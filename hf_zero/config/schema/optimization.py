@@ -15,7 +15,7 @@ NO_MUON = "only read by Muon, which needs whole matrices: use AdamW"
 class OptimizerParams(FreeSection):
     """`optimizer.params`. Keyword arguments of the optimizer constructor."""
 
-    rest: ClassVar[FieldInfo | None] = used(None, "Any other key goes to the constructor; unknown keys make it raise TypeError")
+    rest: ClassVar[FieldInfo | None] = used(None, "Argument of the torch.optim class")
 
     lr: Float = used(0.001, "Base learning rate")
     betas: list[Float] = used(lambda: [0.9, 0.999], "First and second moment coefficients")
@@ -46,9 +46,7 @@ class OptimizerParams(FreeSection):
     var_update_scaler: Int = later(16, "Interval policy of variance updates", "onebit")
     local_step_scaler: Int = later(32678, "Interval scaling of local steps", "onebit")
     local_step_clipper: Int = later(16, "Longest local-step interval", "onebit")
-    momentum: Float | None = used(
-        None, "SGD and RMSprop momentum (torch.optim); Muon reads it too, which this version does not have"
-    )
+    momentum: Float | None = used(None, "SGD and RMSprop momentum (torch.optim); Muon reads it too, which this version does not have")
     muon_lr: Float | None = refused(None, "Learning rate of the parameters flagged use_muon", NO_MUON)
     adam_lr: Float | None = refused(None, "Learning rate of the remaining parameters", NO_MUON)
     ns_method: str = refused("gram", "Newton-Schulz variant: gram or standard", NO_MUON)
@@ -61,7 +59,7 @@ class Optimizer(Section):
 
     type: str | None = used(
         None,
-        "Adam, AdamW, Adagrad, Lion (any letter case) or the exact name of a torch.optim class; OneBitAdam, ZeroOneAdam, OneBitLamb, Lamb, Muon and the mup types are refused",
+        "Adam, AdamW, Adagrad, Lion, SGD or another class of torch.optim; 1-bit types, Lamb, Muon and mup types are refused",
     )
     legacy_fusion: Bool = accepted(
         False, "Use the older fused fp16 wrapper for a fused optimizer", "there is one fp16 path, over flat units"
@@ -103,7 +101,5 @@ class Scheduler(Section):
 
     key_models: ClassVar[dict[str, SectionClass]] = {"params": SchedulerParams}
 
-    type: str | None = used(
-        None, "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR or a torch.optim.lr_scheduler class name"
-    )
+    type: str | None = used(None, "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR or a torch.optim.lr_scheduler class name")
     params: dict[str, Any] | None = used(None, "Keyword arguments of the scheduler constructor")

@@ -39,7 +39,7 @@ class Elasticity(Section):
 
 
 class LayerSpec(Section):
-    """`tensor_parallel.partition_config.layer_specs[]`. Settings of `tensor_parallel.partition_config.layer_specs[]`."""
+    """`tensor_parallel.partition_config.layer_specs[]`. One rule of how a layer is split."""
 
     patterns: list[str] = part(list, "Parameter name patterns")
     partition_type: str = part("column", "column row or skip")
@@ -142,12 +142,12 @@ class HybridEngine(Section):
 
 
 class InferenceTensorParallel(Section):
-    """`inference.tensor_parallel`. Settings of `inference.tensor_parallel`."""
+    """`inference.tensor_parallel`. Tensor parallelism as transformers reads it."""
 
     tp_size: Int = later(1, "Read by transformers when tensor_parallel.autotp_size is unset", "tensor_parallel")
 
 
 class Inference(FreeSection):
-    """`inference`. Not part of the training parser, ignored there."""
+    """`inference`. Inference settings that transformers reads."""
 
     tensor_parallel: InferenceTensorParallel | None = section(None, "Tensor parallelism as transformers reads it")

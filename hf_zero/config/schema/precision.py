@@ -58,7 +58,7 @@ class Amp(FreeSection):
 
     switch: ClassVar[str | None] = "enabled"
 
-    rest: ClassVar[FieldInfo | None] = part(None, "Every other key goes to apex amp.initialize")
+    rest: ClassVar[FieldInfo | None] = part(None, "Argument of apex amp.initialize")
 
     enabled: Bool = refused(False, "Turn apex on", "apex is not supported: use fp16, bf16 or torch_autocast")
     opt_level: str | None = part(None, "apex level O0-O3")

@@ -118,9 +118,7 @@ class ZeroConfig(Section):
     sparse_attention: SparseAttention | None = refused(
         None, "Layout of block-sparse attention", "not supported: choose attn_implementation when the model is made"
     )
-    pipeline: Pipeline | None = accepted(
-        None, "Options of PipelineModule training", "only PipelineModule reads it, which is not provided"
-    )
+    pipeline: Pipeline | None = accepted(None, "Options of PipelineModule training", "only PipelineModule reads it, which is not provided")
     data_efficiency: DataEfficiency | None = section(None, "Curriculum sampling and token dropping")
     curriculum_learning: LegacyCurriculum | None = section(None, "Older curriculum on sequence length")
     tensorboard: Tensorboard = section(Tensorboard, "TensorBoard monitor")

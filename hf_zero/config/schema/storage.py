@@ -49,9 +49,7 @@ class Checkpoint(Section):
     load_universal: Bool = accepted(False, "Load the universal format", "every checkpoint loads on any number of ranks")
     use_node_local_storage: Bool = later(False, "Each node writes its own files", "node_local_checkpoint")
     parallel_write: ParallelWrite | None = accepted(None, "Parallel writing", "every rank writes its own file")
-    checkpoint_serialization: Bool = accepted(
-        True, "Serialise with the torch zip format", "files are safetensors and JSON, never pickle"
-    )
+    checkpoint_serialization: Bool = accepted(True, "Serialise with the torch zip format", "files are safetensors and JSON, never pickle")
     writer: Writer | None = later(None, "Fast checkpoint writer", "async_checkpoint")
 
 

@@ -34,9 +34,7 @@ class Autotuning(Section):
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Bool = refused(
-        False, "Run the tuner from the launcher", "not supported: remove the section and set the batch size yourself"
-    )
+    enabled: Bool = refused(False, "Run the tuner from the launcher", "not supported: remove the section and set the batch size yourself")
     fast: Bool = part(True, "Tune only stage and micro batch")
     results_dir: str = part("autotuning_results", "Folder of results")
     exps_dir: str = part("autotuning_exps", "Folder of experiment descriptions")

@@ -123,9 +123,7 @@ class ZeroOptimization(Section):
         None, "Overlap gathers and reductions with computation; unset means true for stage 3 and false otherwise"
     )
     load_from_fp32_weights: Bool = used(True, "Restore master weights from the fp32 copy in the checkpoint")
-    elastic_checkpoint: Bool = accepted(
-        False, "Checkpoint independent of the rank count", "every checkpoint loads on any number of ranks"
-    )
+    elastic_checkpoint: Bool = accepted(False, "Checkpoint independent of the rank count", "every checkpoint loads on any number of ranks")
     grad_hooks: Bool = accepted(True, "Collect gradients by hooks", "gradients are always collected by hooks")
     sub_group_size: Count = accepted(
         1000000000, "Elements updated at a time in the optimizer step", "the optimizer steps one unit at a time"
@@ -137,12 +135,8 @@ class ZeroOptimization(Section):
     round_robin_gradients: Bool = accepted(
         False, "Spread gradient copies to the host over ranks", "shards are dealt evenly over ranks already"
     )
-    cpu_offload: Bool | None = mapped(
-        None, "Old form of offload_optimizer.device cpu", "zero_optimization.offload_optimizer.device: cpu"
-    )
-    cpu_offload_param: Bool | None = mapped(
-        None, "Old form of offload_param.device cpu", "zero_optimization.offload_param.device: cpu"
-    )
+    cpu_offload: Bool | None = mapped(None, "Old form of offload_optimizer.device cpu", "zero_optimization.offload_optimizer.device: cpu")
+    cpu_offload_param: Bool | None = mapped(None, "Old form of offload_param.device cpu", "zero_optimization.offload_param.device: cpu")
     cpu_offload_use_pin_memory: Bool | None = accepted(
         None,
         "Old form of pin_memory",
@@ -202,9 +196,7 @@ class ZeroOptimization(Section):
         "the order of gathers is fixed at start; there is no trace that could become invalid",
     )
     enable_sanity_checks: Bool = used(False, "Run internal consistency checks")
-    save_muon_momentum_buffer_in_memory: Bool = accepted(
-        False, "Keep Muon momentum in memory", "only read by Muon, which is refused"
-    )
+    save_muon_momentum_buffer_in_memory: Bool = accepted(False, "Keep Muon momentum in memory", "only read by Muon, which is refused")
     leaf_module: LeafModule = section(LeafModule, "Modules fetched as one unit")
     offload_param: OffloadParam = section(OffloadParam, "Keep parameter shards on host or NVMe")
     offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "Keep optimizer states on host or NVMe and update there")

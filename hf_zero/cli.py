@@ -1,0 +1,146 @@
+"""The `hf-zero` command: `explain` a configuration, `report` the environment. Arguments and printing, no logic.
+
+Exit codes: 0 all is well, 1 the configuration (or model) has a fault, 2 the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hf_zero.errors import HfZeroError
+
+if TYPE_CHECKING:
+    from hf_zero.config.resolve import Analysis
+    from hf_zero.config.table import Row
+
+_STYLES = {"used": "green", "mapped": "cyan", "accepted": "dim", "refused": "bold red"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: Command line without the program's name, by default that of the process.
+
+    Returns:
+        The exit code.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except HfZeroError as error:
+        print(f"hf-zero: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader (a pager, `head`) has seen enough
+        sys.stderr.close()
+        return 0
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hf-zero", description="ZeRO training with DeepSpeed configuration files.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    explain = commands.add_parser("explain", help="what each key of a DeepSpeed config does here, and what is wrong with it")
+    explain.add_argument("config", help="JSON file, JSON text or base64 text")
+    explain.add_argument("--model", help='local model folder, config.json or Hub ID that "auto" sizes are taken from')
+    explain.add_argument("--world", type=_positive, default=1, metavar="N", help="number of data-parallel ranks (default 1)")
+    explain.add_argument("--source", action="append", default=[], type=_source, metavar="NAME=VALUE", help=_SOURCE_HELP)
+    explain.add_argument("--strict", action="store_true", help="treat warnings as errors")
+    explain.add_argument("--all", action="store_true", help="also list the keys that are at their default")
+    explain.add_argument("--json", action="store_true", help="print rows, batch, warnings and errors as JSON")
+    explain.set_defaults(run=_explain)
+    report = commands.add_parser("report", help="versions, devices and variables, to paste into a bug report")
+    report.set_defaults(run=_report)
+    return parser
+
+
+_SOURCE_HELP = 'value of a training argument that "auto" stands for, such as learning_rate=3e-5; may be given several times'
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks (1 or more)")
+    return number
+
+
+def _source(text: str) -> tuple[str, Any]:
+    name, found, value = text.partition("=")
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name.strip(), json.loads(value)
+    except json.JSONDecodeError:
+        return name.strip(), value
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from hf_zero.config.resolve import analyse
+    from hf_zero.config.sources import infer_sources_from_model
+    from hf_zero.config.table import rows_of
+
+    sources = dict(options.source)
+    if options.model:
+        sources = {**infer_sources_from_model(options.model), **sources}
+    analysis = analyse(options.config, world_size=options.world, sources=sources, strict=options.strict)
+    rows = rows_of(analysis.resolved, analysis.origin, everything=options.all)
+    if options.json:
+        _print_json(rows, analysis)
+    else:
+        _print_table(rows, analysis)
+    return 1 if analysis.problems.found else 0
+
+
+def _print_json(rows: Sequence[Row], analysis: Analysis) -> None:
+    problems, batch = analysis.problems, analysis.batch
+    content = {
+        "keys": [row._asdict() for row in rows],
+        "batch": {
+            "train_batch_size": batch.total,
+            "train_micro_batch_size_per_gpu": batch.micro,
+            "gradient_accumulation_steps": batch.accumulation,
+            "data_parallel_size": batch.world_size,
+        },
+        "warnings": problems.warnings,
+        "errors": problems.errors + problems.refusals + problems.mismatches,
+    }
+    print(json.dumps(content, indent=2))
+
+
+def _print_table(rows: Sequence[Row], analysis: Analysis) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(soft_wrap=False)
+    if not console.is_terminal and console.width < 160:
+        console = Console(width=160)  # a file or pipe has no width of its own
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("key", no_wrap=True)
+    for name in ("value", "source", "fate", "effect"):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(row.key, Text(row.value), Text(row.source), Text(row.fate, style=_STYLES[row.fate]), Text(row.effect))
+    console.print(table)
+    console.print(Text(analysis.batch.line()))
+    for warning in analysis.problems.warnings:
+        console.print(Text(f"warning: {warning}", style="yellow"))
+    if analysis.problems.found:
+        sys.stdout.flush()
+        print(f"\n{analysis.problems.report()}", file=sys.stderr)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from hf_zero.environment import as_text, environment_facts
+
+    print(as_text(environment_facts()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Values that "auto" takes from a model: its hidden size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_zero.errors import ConfigError
+
+_NAMES = ("hidden_size", "hidden_sizes", "d_model", "n_embd", "dim", "model_dim")
+_INNER = ("text_config", "language_config", "llm_config", "text_encoder", "decoder", "encoder", "generator", "thinker_config")
+
+
+def hidden_size_of(model_or_config: Any) -> int | None:
+    """Hidden size of a model: the largest when the layers differ, that of the text part when there are several parts.
+
+    Args:
+        model_or_config: A module with `.config`, a transformers config, or a config as a mapping.
+
+    Returns:
+        None when no size is found under any of the usual names.
+    """
+    config = getattr(model_or_config, "config", None)
+    config = model_or_config if config is None or isinstance(model_or_config, Mapping) else config
+    for name in _NAMES:
+        size = _largest(_read(config, name))
+        if size is not None:
+            return size
+    for name in _INNER:
+        inner = _read(config, name)
+        size = None if inner is None or inner is config else hidden_size_of(inner)
+        if size is not None:
+            return size
+    return None
+
+
+def _read(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def _largest(value: Any) -> int | None:
+    """The number, or the largest of a list of numbers; None for anything else."""
+    if isinstance(value, (list, tuple)) and value and all(isinstance(item, int) for item in value):
+        return int(max(value))
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def infer_sources_from_model(model: Any) -> dict[str, Any]:
+    """What a model tells `resolve(sources=...)`.
+
+    Args:
+        model: A module, a transformers config, a folder or file with a config.json, or an ID on the Hub.
+
+    Returns:
+        `{"hidden_size": ...}`, empty when the model has no hidden size under a known name.
+
+    Raises:
+        ConfigError: The path or ID cannot be loaded.
+    """
+    if isinstance(model, (str, Path)):
+        model = _load(str(model))
+    size = hidden_size_of(model)
+    return {} if size is None else {"hidden_size": size}
+
+
+def _load(name: str) -> Any:
+    from transformers import AutoConfig  # heavy, and only needed here
+
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"The model {name!r} is no local config and no ID that could be loaded: {reason}") from error

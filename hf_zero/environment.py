@@ -1,0 +1,125 @@
+"""What is installed and which devices are there: the block that users paste into bug reports."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Mapping
+
+Facts = dict[str, dict[str, str]]
+
+LIBRARIES = (
+    "accelerate", "transformers", "peft", "trl", "lightning", "datasets", "tokenizers", "safetensors", "numpy", "pydantic", "triton",
+    "tensorboard", "wandb", "comet_ml", "mpi4py",
+)  # fmt: skip
+
+VARIABLE_PREFIXES = ("ACCELERATE_", "HF_ZERO", "CUDA_VISIBLE_DEVICES", "NCCL_", "GLOO_", "TORCH_DISTRIBUTED_", "OMP_NUM_THREADS", "DS_")
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTORCH_CUDA_ALLOC_CONF")
+_SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+def environment_facts(environ: Mapping[str, str] | None = None) -> Facts:
+    """Facts by group: group -> name -> text. Starts no process group and allocates nothing on a device.
+
+    Args:
+        environ: Environment variables to look at, by default those of the process.
+    """
+    return {
+        "hf_zero": _package_facts(),
+        "torch": _torch_facts(),
+        "devices": _device_facts(),
+        "deepspeed": _deepspeed_facts(),
+        "libraries": {name: version for name in LIBRARIES if (version := installed_version(name))},
+        "variables": _variables(os.environ if environ is None else environ),
+    }
+
+
+def installed_version(distribution: str) -> str:
+    """Version of an installed distribution, "" when it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _package_facts() -> dict[str, str]:
+    version = installed_version("hf_zero") or "not installed (run from its source folder)"
+    return {"version": version, "python": f"{platform.python_version()} ({sys.executable})", "system": platform.platform()}
+
+
+def _torch_facts() -> dict[str, str]:
+    import torch
+    import torch.distributed as dist
+
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "CPU"
+    backends = []
+    if dist.is_available():
+        known = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available, "mpi": dist.is_mpi_available}
+        backends = [name for name, available in known.items() if available()]
+        if getattr(dist, "is_xccl_available", lambda: False)():
+            backends.append("xccl")
+    return {
+        "version": torch.__version__,
+        "built for": built_for,
+        "distributed backends": ", ".join(backends) or "none",
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def _device_facts() -> dict[str, str]:
+    import torch
+
+    facts = {"cpu": f"{os.cpu_count()} cores, {platform.machine()}"}
+    memory = _host_memory_bytes()
+    if memory:
+        facts["host memory"] = f"{memory / 2**30:.1f} GiB"
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(index)
+            facts[f"cuda:{index}"] = f"{device.name}, {device.total_memory / 2**30:.1f} GiB"
+    else:
+        facts["accelerator"] = "none"
+    return facts
+
+
+def _host_memory_bytes() -> int:
+    """Physical memory of the machine, 0 where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 0
+
+
+def _deepspeed_facts() -> dict[str, str]:
+    from hf_zero.compat.finder import alias_is_active, real_deepspeed_importable
+
+    real, active = real_deepspeed_importable(), alias_is_active()
+    facts = {
+        "real DeepSpeed installed": "yes" if real else "no",
+        "`import deepspeed` is": "hf_zero" if active else "DeepSpeed" if real else "nothing",
+    }
+    version = installed_version("deepspeed")
+    if version:
+        facts["version it reports"] = version
+    return facts
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that change what a run does, sorted; values of secrets are hidden."""
+    found = {name: value for name, value in environ.items() if name in VARIABLES or name.startswith(VARIABLE_PREFIXES)}
+    return {
+        name: "(hidden)" if any(word in name for word in _SECRET_WORDS) else value if len(value) <= 100 else value[:97] + "..."
+        for name, value in sorted(found.items())
+    }
+
+
+def as_text(facts: Facts) -> str:
+    """The block: one heading per group, one aligned line per fact."""
+    lines = []
+    for group, entries in facts.items():
+        lines.append(f"{group}:")
+        width = max((len(name) for name in entries), default=0)
+        lines += [f"  {name:<{width}}  {value}" for name, value in entries.items()] or ["  none"]
+    return "\n".join(lines)
