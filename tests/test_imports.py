@@ -1,0 +1,125 @@
+"""Importing hf_zero is cheap and brings no framework; modules import in one direction, without cycles."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.processes import REPO, run_python
+
+PACKAGE = REPO / "hf_zero"
+FRAMEWORKS = ("transformers", "accelerate", "peft", "trl", "datasets", "lightning", "deepspeed")
+
+# Layers of the package: a module imports only from its own row and the rows above it.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("hf_zero", "hf_zero.errors", "hf_zero.observe"),
+    ("hf_zero.config", "hf_zero.comm", "hf_zero.sharding", "hf_zero.optim", "hf_zero.checkpoint"),
+    ("hf_zero.engine", "hf_zero.zero", "hf_zero.utils"),
+    ("hf_zero.compat", "hf_zero.integrations", "hf_zero.environment", "hf_zero.cli"),
+)
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(REPO).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(path: Path, *, top_level_only: bool) -> set[str]:
+    """Names of modules imported by a file, type-checking blocks left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = tree.body if top_level_only else list(ast.walk(tree))
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def layer_of(module: str) -> int:
+    owners = [(len(prefix), index) for index, row in enumerate(LAYERS) for prefix in row if module == prefix or module.startswith(f"{prefix}.")]
+    return max(owners)[1]
+
+
+def test_package_import_starts_nothing_heavy() -> None:
+    out = run_python("""
+        import sys
+        import hf_zero
+        heavy = [name for name in ("torch", "transformers", "accelerate", "pydantic", "deepspeed") if name in sys.modules]
+        print(heavy, hf_zero.__version__)
+    """)
+    assert out.startswith("[] 0.")
+
+
+def test_engine_import_brings_no_framework_and_starts_no_device() -> None:
+    out = run_python(f"""
+        import sys
+        import hf_zero
+        hf_zero.initialize, hf_zero.zero.Init, hf_zero.utils.safe_get_full_grad
+        import hf_zero.compat.ops, hf_zero.compat.accelerator
+        import torch
+        print([name for name in {FRAMEWORKS!r} if name in sys.modules], torch.cuda.is_initialized(), torch.distributed.is_initialized())
+    """)
+    assert out.strip() == "[] False False"
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_frameworks_are_imported_only_by_integrations(name: str) -> None:
+    if name.startswith("hf_zero.integrations"):
+        return
+    used = {module.split(".")[0] for module in imports_of(modules()[name], top_level_only=True)}
+    assert not used & set(FRAMEWORKS)
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_modules_import_only_from_their_layer_or_above(name: str) -> None:
+    own = layer_of(name)
+    below = {module for module in imports_of(modules()[name], top_level_only=False) if module.startswith("hf_zero.") and layer_of(module) > own}
+    if name != "hf_zero":  # the root serves public names lazily, from every layer
+        assert not below
+
+
+def test_there_is_no_import_cycle() -> None:
+    known = modules()
+    edges: dict[str, set[str]] = defaultdict(set)
+    for name, path in known.items():
+        edges[name] = {module for module in imports_of(path, top_level_only=True) if module in known and module != name}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"import cycle: {' -> '.join((*trail[trail.index(name) :], name))}"
+        if name not in done:
+            for target in sorted(edges[name]):
+                visit(target, (*trail, name))
+            done.add(name)
+
+    for name in known:
+        visit(name, ())
+
+
+def test_only_collectives_call_torch_distributed_collectives() -> None:
+    """One file issues collectives, so that a test can record them and an error can name the phase."""
+    banned = {"all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "reduce_scatter"}
+    offenders = []
+    for name, path in modules().items():
+        if name == "hf_zero.comm.collectives":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in banned
+                and isinstance(node.func.value, (ast.Name, ast.Attribute))
+                and ast.unparse(node.func.value) in ("dist", "torch.distributed", "torch.distributed.distributed_c10d")
+            ):
+                offenders.append(f"{name}:{node.lineno} {node.func.attr}")
+    assert not offenders

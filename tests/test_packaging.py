@@ -1,0 +1,144 @@
+"""Installing: from the source folder, from a built wheel and editable, without compiler, network or GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.processes import REPO, environment
+
+SOURCES = ("hf_zero", "build_backend")
+FILES = ("pyproject.toml", "_hf_zero_startup.py", "README.md", "LICENSE", "MANIFEST.in")
+QUESTION = """
+import importlib.metadata as m, importlib.util, sys
+import hf_zero.compat
+print(importlib.util.find_spec("deepspeed").origin, m.version("deepspeed"), m.version("hf_zero"), hf_zero.compat.__file__)
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources, so that building leaves nothing in the repository."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in SOURCES:
+        shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(REPO / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source))
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def _pip(*arguments: str, python: Path | None = None) -> None:
+    """Runs this environment's pip, for another interpreter if given. A compiler is out of its reach."""
+    target = ["--python", str(python)] if python else []
+    # A compiler that always fails stands in for a machine without one.
+    env = environment({"CC": "/bin/false", "CXX": "/bin/false", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+    done = subprocess.run([sys.executable, "-m", "pip", *target, *arguments], env=env, capture_output=True, text=True, cwd="/", timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _fresh_python(folder: Path) -> Path:
+    """A virtual environment with nothing but setuptools, which an editable build without isolation needs."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=120)
+    python = folder / "bin" / "python"
+    (site,) = folder.glob("lib/python*/site-packages")
+    import setuptools
+
+    (site / "setuptools_of_test.pth").write_text(f"{Path(setuptools.__file__).parents[1]}\n")
+    return python
+
+
+def _ask(python: Path) -> list[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_ZERO"))}
+    done = subprocess.run([str(python), "-c", QUESTION], env=env, capture_output=True, text=True, cwd="/", timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("kind", ["folder", "wheel", "editable"])
+def test_alias_is_active_after_every_kind_of_install(kind: str, source: Path, wheel: Path, tmp_path: Path) -> None:
+    python = _fresh_python(tmp_path / "venv")
+    what = {"folder": [str(source)], "wheel": [str(wheel)], "editable": ["-e", str(source)]}[kind]
+    _pip("install", "--no-deps", "--no-build-isolation", *what, python=python)
+    origin, alias_version, version, file = _ask(python)
+    assert (origin, alias_version) == ("hf_zero", "0.19.6")
+    assert version == _project()["version"]
+    expected = source if kind == "editable" else tmp_path / "venv"
+    assert Path(file).resolve().is_relative_to(expected.resolve())
+    assert (tmp_path / "venv" / "bin" / "hf-zero").exists()
+    _pip("uninstall", "-y", "hf_zero", python=python)
+    assert not list((tmp_path / "venv").rglob("hf_zero.pth")), "uninstalling must take the start-up hook along"
+
+
+def test_wheel_is_pure_and_its_record_is_complete(wheel: Path) -> None:
+    import base64
+    import hashlib
+
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        record = next(name for name in names if name.endswith("/RECORD"))
+        rows = [line.rsplit(",", 2) for line in archive.read(record).decode().split()]
+        assert {name for name, _, _ in rows} == names
+        for name, digest, size in rows:
+            if name != record:
+                data = archive.read(name)
+                assert digest == "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+                assert int(size) == len(data)
+        assert archive.read("hf_zero.pth") == b"import _hf_zero_startup\n"
+    assert {"hf_zero/py.typed", "_hf_zero_startup.py", "hf_zero/compat/table.py"} <= names
+    assert not {name for name in names if name.startswith(("tests", "examples", "benchmarks"))}
+
+
+def test_every_module_is_in_the_wheel(wheel: Path) -> None:
+    """A sub-package without ``__init__.py`` would be left out silently."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    missing = {path.relative_to(REPO).as_posix() for path in (REPO / "hf_zero").rglob("*.py")} - names
+    assert not missing
+
+
+def test_entry_point_and_extras_are_declared(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        entry_points = next(archive.read(name).decode() for name in archive.namelist() if name.endswith("entry_points.txt"))
+        metadata = next(archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA"))
+    assert "hf-zero = hf_zero.cli:main" in entry_points
+    assert set(re.findall(r"^Provides-Extra: (.+)$", metadata, re.MULTILINE)) == {"examples", "test", "dev"}
+    assert "License-Expression: Apache-2.0" in metadata and "Requires-Dist: torch>=2.8" in metadata
+    assert "Requires-Dist: deepspeed" not in metadata
+
+
+def test_version_is_one() -> None:
+    import hf_zero
+
+    assert hf_zero.__version__ == _project()["version"]
+
+
+def test_every_dependency_is_pinned_and_the_makefile_agrees() -> None:
+    """`make venv` must give every machine the same versions."""
+    lines = [line for line in (REPO / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    pins = dict(line.split("==") for line in lines)
+    project = _project()
+    wanted = project["dependencies"] + [item for extra in project["optional-dependencies"].values() for item in extra]
+    names = {re.split(r"[<>=!~; \[]", item)[0].lower().replace("_", "-") for item in wanted}
+    assert not names - pins.keys()
+    assert f"torch=={pins['torch']}\n" in (REPO / "Makefile").read_text()
+
+
+def _project() -> dict[str, object]:
+    return tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
