@@ -79,8 +79,21 @@ def start(name: str, python: str, shape: str, size: dict[str, int], world: int) 
     log = tempfile.TemporaryFile("w+", prefix="step_time_")  # noqa: SIM115 - closed by Contender.stop
     processes = []
     for rank in range(world):
-        launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        settings = {"OMP_NUM_THREADS": 1, "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": 0, "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+        launch = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        settings = {
+            "OMP_NUM_THREADS": 1,
+            "DS_ACCELERATOR": "cpu",
+            "DS_BUILD_OPS": 0,
+            "TRANSFORMERS_VERBOSITY": "error",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         env = {**os.environ, **{key: str(value) for key, value in (launch | settings).items()}}
         if name.startswith("hf_zero"):
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH")]))
@@ -199,7 +212,8 @@ def main() -> int:
         for contender in contenders:
             contender.stop()
     rows = summarize(contenders, world)
-    title = f"{arguments.shape} {size['layers']} x {size['width']}, batch {size['batch']} x {size['length']}, fp32, {world} gloo rank(s), 1 thread each"
+    model = f"{arguments.shape} {size['layers']} x {size['width']}"
+    title = f"{model}, batch {size['batch']} x {size['length']}, fp32, {world} gloo rank(s), 1 thread each"
     show(rows, title, Console(width=120))
     if arguments.json:
         import torch

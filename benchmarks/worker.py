@@ -33,17 +33,32 @@ def build_model(shape: str, size: dict[str, int]) -> nn.Module:
 
         return GPT2LMHeadModel(
             GPT2Config(
-                vocab_size=size["vocab"], n_positions=size["length"], n_embd=size["width"], n_layer=size["layers"], n_head=size["heads"],
-                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0,
+                vocab_size=size["vocab"],
+                n_positions=size["length"],
+                n_embd=size["width"],
+                n_layer=size["layers"],
+                n_head=size["heads"],
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                use_cache=False,
+                bos_token_id=0,
+                eos_token_id=0,
             )  # fmt: skip
         )
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=size["vocab"], hidden_size=size["width"], intermediate_size=size["width"] * 8 // 3 // 32 * 32,
-            num_hidden_layers=size["layers"], num_attention_heads=size["heads"], num_key_value_heads=size["heads"] // 2,
-            max_position_embeddings=size["length"], tie_word_embeddings=False, use_cache=False,
+            vocab_size=size["vocab"],
+            hidden_size=size["width"],
+            intermediate_size=size["width"] * 8 // 3 // 32 * 32,
+            num_hidden_layers=size["layers"],
+            num_attention_heads=size["heads"],
+            num_key_value_heads=size["heads"] // 2,
+            max_position_embeddings=size["length"],
+            tie_word_embeddings=False,
+            use_cache=False,
         )  # fmt: skip
     )
 

@@ -17,11 +17,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well (the full parity matrix)")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: minutes; only with --slow (or -m slow)")
-    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--slow") and "slow" not in config.option.markexpr:
         slow = [item for item in items if item.get_closest_marker("slow")]

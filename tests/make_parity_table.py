@@ -1,7 +1,7 @@
 """Write docs/parity.md: run the matrix and publish the largest differences.
 
-    python -m tests.make_parity_table --write docs/parity.md
-    python -m tests.make_parity_table --models gpt2 --worlds 2        # print only
+python -m tests.make_parity_table --write docs/parity.md
+python -m tests.make_parity_table --models gpt2 --worlds 2        # print only
 """
 
 from __future__ import annotations

@@ -92,9 +92,7 @@ def _vectors(generator: torch.Generator, rows: int) -> Batch:
 def _gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        vocab_size=VOCAB, n_positions=32, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-    )
+    config = GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     return GPT2LMHeadModel(config)
 
 
@@ -107,9 +105,7 @@ def _llama() -> nn.Module:
 def _t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(
-        vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0
-    )
+    config = T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0)
     return T5ForConditionalGeneration(config)
 
 
@@ -126,7 +122,9 @@ def _blenderbot() -> nn.Module:
 
 
 def _bart_like(config: Any) -> Any:
-    sides = {f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in (("layers", 2), ("ffn_dim", 32), ("attention_heads", 2))}
+    sides = {
+        f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in (("layers", 2), ("ffn_dim", 32), ("attention_heads", 2))
+    }
     return config(vocab_size=VOCAB, max_position_embeddings=32, d_model=16, dropout=0.0, **sides)
 
 

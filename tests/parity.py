@@ -149,7 +149,12 @@ def backward_part(
 
 
 def reference_step(
-    masters: dict[str, Tensor], gradients: dict[str, Tensor], optimizer: torch.optim.Optimizer, clip: float, trace: Trace, scaler: ReferenceScaler | None
+    masters: dict[str, Tensor],
+    gradients: dict[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    clip: float,
+    trace: Trace,
+    scaler: ReferenceScaler | None,
 ) -> None:
     """Norm, clip and update of the masters, unless a gradient is not finite."""
     norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients.values()]))
@@ -315,7 +320,14 @@ def check_bitwise(trace: Trace, expected: Trace, label: str = "") -> None:
 
 
 def check_training(
-    build: Callable[[], nn.Module], feed: Feed, forward: Forward, run: Run, *, micro_step: MicroStep = micro_step, label: str = "", **arguments: Any
+    build: Callable[[], nn.Module],
+    feed: Feed,
+    forward: Forward,
+    run: Run,
+    *,
+    micro_step: MicroStep = micro_step,
+    label: str = "",
+    **arguments: Any,
 ) -> Trace:
     """Train a model through the engine and, on rank 0, compare with the reference that runs the same parts one by one.
 

@@ -30,7 +30,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Literal
 
-PRELOAD = ("torch", "torch.distributed", "numpy", "transformers.modeling_utils") + tuple(
+PRELOAD = ("tests.alias_first", "torch", "torch.distributed", "numpy", "transformers.modeling_utils") + tuple(
     f"transformers.models.{name}.modeling_{name}"
     for name in ("gpt2", "llama", "t5", "bart", "albert", "mixtral", "deberta_v2", "blenderbot", "vit")
 )
@@ -97,9 +97,7 @@ def run_ranks(
     Raises:
         RankError: a rank raised, died or hung.
     """
-    outcomes = observe_ranks(
-        function, world_size, *args, timeout=timeout, group_timeout=group_timeout, group=group, env=env
-    )
+    outcomes = observe_ranks(function, world_size, *args, timeout=timeout, group_timeout=group_timeout, group=group, env=env)
     if not all(outcome.ok for outcome in outcomes):
         raise RankError(getattr(function, "__qualname__", str(function)), outcomes)
     return [outcome.value for outcome in outcomes]
@@ -121,9 +119,7 @@ def observe_ranks(
         if pool is not None:
             pool.kill()
         pool = _POOLS[world_size] = RankPool(world_size)
-    outcomes = pool.call(
-        pickle.dumps((function, args)), timeout=timeout, group_timeout=group_timeout, group=group, env=env, grace=grace
-    )
+    outcomes = pool.call(pickle.dumps((function, args)), timeout=timeout, group_timeout=group_timeout, group=group, env=env, grace=grace)
     if not all(outcome.ok for outcome in outcomes):
         pool.kill()
         del _POOLS[world_size]
@@ -155,9 +151,7 @@ class RankPool:
         self._processes: list[Any] = []
         for rank in range(world_size):
             parent_end, child_end = multiprocessing.Pipe()
-            process = _context().Process(
-                target=_serve, args=(child_end, rank, world_size, self._folder.name), daemon=True
-            )
+            process = _context().Process(target=_serve, args=(child_end, rank, world_size, self._folder.name), daemon=True)
             process.start()
             child_end.close()
             self._pipes.append(parent_end)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests import ranks
@@ -24,10 +24,8 @@ class Checkpointed(Mlp):
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.entry(inputs)
         if self.mode == "nested":
-            hidden = checkpoint(self._all_blocks, hidden, use_reentrant=False)
-        else:
-            hidden = self._all_blocks(hidden)
-        return self.head(hidden)
+            return self.head(checkpoint(self._all_blocks, hidden, use_reentrant=False))
+        return self.head(self._all_blocks(hidden))
 
     def _all_blocks(self, hidden: Tensor) -> Tensor:
         for block in self.blocks:

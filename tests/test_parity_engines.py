@@ -59,7 +59,9 @@ def _policy_and_reference(stage: int, reference_stage: int) -> None:
     teacher.destroy()
     assert all(torch.equal(left[name], weight) for name, weight in plain_reference.state_dict().items() if name in left)
     if ranks.rank() == 0:
-        expected = reference(CASE.build(0), CASE.rows, lambda model, batch: distance(model, plain_reference.eval(), batch), run, ranks.world())
+        expected = reference(
+            CASE.build(0), CASE.rows, lambda model, batch: distance(model, plain_reference.eval(), batch), run, ranks.world()
+        )
         check(trace, expected, run, "policy and reference")
 
 

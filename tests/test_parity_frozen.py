@@ -75,7 +75,9 @@ def _build_peft() -> nn.Module:
     model = CASES["llama"].build()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        return get_peft_model(model, LoraConfig(r=2, lora_alpha=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], bias="none")).train()
+        return get_peft_model(
+            model, LoraConfig(r=2, lora_alpha=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], bias="none")
+        ).train()
 
 
 def _peft(run: Run) -> None:

@@ -45,7 +45,9 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def plain_training(optimizer_of: Callable[[Any], torch.optim.Optimizer], groups_of: Callable[[nn.Module], Any], run: Run, lrs: list[float] | None) -> Trace:
+def plain_training(
+    optimizer_of: Callable[[Any], torch.optim.Optimizer], groups_of: Callable[[nn.Module], Any], run: Run, lrs: list[float] | None
+) -> Trace:
     """Plain PyTorch on the concatenated batch with any optimizer and any groups, fp32."""
     model = CASE.build()
     optimizer = optimizer_of(groups_of(model))
@@ -94,7 +96,9 @@ def _groups_as_dicts(run: Run, config_optimizer: str) -> None:
     params = {"lr": 1e-2, "eps": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.1}
     model = CASE.build()
     engine = initialize(
-        model, Run(**{**vars(run), "extra": {"optimizer": {"type": config_optimizer, "params": params}}}), model_parameters=decay_groups(model)
+        model,
+        Run(**{**vars(run), "extra": {"optimizer": {"type": config_optimizer, "params": params}}}),
+        model_parameters=decay_groups(model),
     )
     assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.2, 0.0]
     assert [group["lr"] for group in engine.optimizer.param_groups] == [1e-2, 5e-3]

@@ -13,7 +13,12 @@ from tests.models import CASES, Batch, class_loss
 from tests.parity import Run, check_training, initialize
 
 STAGES = (0, 1, 2, 3)
-SCHEDULE = {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 10, "warmup_type": "linear"}}}
+SCHEDULE = {
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 10, "warmup_type": "linear"},
+    }
+}
 
 
 def feed_with_one_infinity(step: int, micro: int, rank: int) -> Batch:

@@ -87,12 +87,16 @@ def nothing_on_rank_zero(step: int, micro: int, rank: int) -> list[int]:
     return [] if rank == 0 else [0, 1, 2, 3]
 
 
-CHOICES = {
-    function.__name__: function
-    for function in (
-        expert_per_rank, rotating_expert, layer_drop, dropped_on_every_rank, reversed_on_odd_ranks, repeated_on_one_rank, nothing_on_rank_zero,
-    )
-}  # fmt: skip
+FEEDS = (
+    expert_per_rank,
+    rotating_expert,
+    layer_drop,
+    dropped_on_every_rank,
+    reversed_on_odd_ranks,
+    repeated_on_one_rank,
+    nothing_on_rank_zero,
+)
+CHOICES = {function.__name__: function for function in FEEDS}
 
 
 def _check(kind: str, choice: str, run: Run) -> None:

@@ -1,0 +1,13 @@
+"""Imported by the rank server before transformers: makes ``import deepspeed`` find hf_zero, as an installed wheel does at start-up.
+
+transformers decides at import whether DeepSpeed exists, so the answer must be there before it.
+"""
+
+import traceback
+
+try:
+    import hf_zero
+
+    hf_zero.install_as_deepspeed()
+except Exception:  # the server must live: tests of the alias then fail with their own message, the others run
+    traceback.print_exc()

@@ -1,0 +1,69 @@
+"""A rank that dies, hangs or fails: the others end within the group's timeout, with an error that names unit and phase."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from tests import ranks
+from tests.models import CASES, class_loss
+from tests.parity import Run, initialize
+
+TIMEOUT = 5.0
+# Where rank 1 stops: before a block's forward, in its backward, between backward and step.
+PLACES = ("forward", "backward", "step")
+WAYS = ("dies", "hangs", "raises")
+
+
+def _stop(way: str) -> None:
+    if way == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if way == "hangs":
+        time.sleep(1000)
+    raise ValueError("rank 1 has a bug of its own")
+
+
+def _train_until(stage: int, place: str, way: str) -> None:
+    engine = initialize(CASES["mlp"].build(), Run(stage=stage))
+    armed = ranks.rank() == 1
+    count = 0
+
+    def in_second_step(*_: Any) -> None:
+        if armed and count == 1:
+            _stop(way)
+
+    block = engine.module.blocks[1]
+    if place == "forward":
+        block.register_forward_pre_hook(in_second_step)
+    if place == "backward":
+        block.down.register_full_backward_pre_hook(in_second_step)
+    for count in range(3):
+        loss = class_loss(engine, CASES["mlp"].rows(count, 0, ranks.rank()))
+        engine.backward(loss)
+        if place == "step":
+            in_second_step()
+        engine.step()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_other_rank_ends_with_the_unit_and_phase(stage: int, place: str, way: str) -> None:
+    start = time.monotonic()
+    grace = 1.0 if way == "hangs" else TIMEOUT + 8  # one that hangs never reports, the survivor comes first
+    outcomes = ranks.observe_ranks(_train_until, 2, stage, place, way, timeout=TIMEOUT + 20, group_timeout=TIMEOUT, grace=grace)
+    seconds = time.monotonic() - start
+    survivor, culprit = outcomes
+    assert culprit.status == {"dies": "died", "hangs": "hung", "raises": "error"}[way], culprit.text
+    assert survivor.status == "error", survivor.text
+    assert "CollectiveError" in survivor.text, survivor.text
+    units = ("root", "blocks.0", "blocks.1", "blocks.2", "grad_norm", "norm")
+    phases = ("gather", "reduce", "norm", "step")
+    message = survivor.text[survivor.text.rindex("CollectiveError") :]
+    assert any(unit in message for unit in units), message
+    assert any(phase in message for phase in phases), message
+    assert survivor.seconds < TIMEOUT + 15, f"took {seconds:.0f} s"

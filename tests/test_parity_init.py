@@ -1,0 +1,432 @@
+"""zero.Init, GatheredParameters and the safe accessors: parameters that are shards from construction on, read and written whole."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests import ranks
+from tests.models import CASES, ModelCase, class_loss
+from tests.parity import DTYPES, Run, check, initialize, micro_step, reference, train
+
+STAGES = (0, 1, 2, 3)
+MLP = CASES["mlp"]
+MODELS = ("gpt2", "llama", "t5", "bart", "albert", "mixtral", "deberta_v2", "vit")
+
+
+def gather(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters, whole. Collective."""
+    import hf_zero
+
+    named = list(model.named_parameters())
+    with hf_zero.zero.GatheredParameters([parameter for _, parameter in named]):
+        return {name: parameter.detach().clone() for name, parameter in named}
+
+
+def check_from_here(model: nn.Module, case: ModelCase, run: Run, label: str) -> None:
+    """Train a model whose parameters are shards already; the reference starts from the same weights."""
+    start = gather(model)
+    engine = initialize(model, run)
+    trace = train(engine, case.rows, case.forward, run)
+    engine.destroy()
+    if ranks.rank() == 0:
+        plain = case.build()
+        plain.load_state_dict(start, strict=False)
+        if hasattr(plain, "tie_weights"):
+            plain.tie_weights()
+        check(trace, reference(plain, case.rows, case.forward, run, ranks.world()), run, label)
+
+
+@contextmanager
+def transformers_zero3(run: Run) -> Iterator[None]:
+    """What Trainer and accelerate do: while this object lives, transformers builds and loads models inside zero.Init."""
+    from transformers.integrations import HfDeepSpeedConfig
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    holder = HfDeepSpeedConfig(run.config())
+    assert is_deepspeed_zero3_enabled()
+    yield
+    del holder
+    assert not is_deepspeed_zero3_enabled()
+
+
+# ------------------------------------------------------------------------------------------------ construction
+
+
+def _init_then_train(run: Run, name: str) -> None:
+    import hf_zero
+
+    case = CASES[name]
+    with hf_zero.zero.Init(config_dict_or_path=run.config()):
+        model = case.build()
+    plain = case.build()
+    for (name_, parameter), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert isinstance(parameter, nn.Parameter) and parameter.shape == torch.Size([0]), f"{name_} is whole: {tuple(parameter.shape)}"
+        assert (parameter.ds_shape, parameter.ds_numel) == (wanted.shape, wanted.numel()), name_
+        assert parameter.dtype == DTYPES[run.dtype], f"{name_}: {parameter.dtype}"
+    for name_, value in gather(model).items():
+        assert torch.equal(value, dict(plain.named_parameters())[name_].to(value.dtype)), f"{name_} differs from a plain build"
+    check_from_here(model, case, run, f"zero.Init {name}")
+
+
+def _ranks_build_different_weights(run: Run) -> None:
+    """Rank 0's values win, at construction already."""
+    import hf_zero
+
+    with hf_zero.zero.Init(config_dict_or_path=run.config()):
+        model = MLP.build(seed=ranks.rank())
+    wanted = dict(MLP.build(seed=0).named_parameters())
+    assert all(torch.equal(value, wanted[name].to(value.dtype)) for name, value in gather(model).items())
+
+
+def _from_config(run: Run, name: str) -> None:
+    """transformers' ``_from_config`` under HfDeepSpeedConfig, for every architecture."""
+    case = CASES[name]
+    plain = case.build()
+    with transformers_zero3(run):
+        torch.manual_seed(0)
+        model = type(plain)._from_config(copy.deepcopy(plain.config)).train()
+        assert all(parameter.shape == torch.Size([0]) for parameter in model.parameters())
+    check_from_here(model, case, run, f"from_config {name}")
+
+
+def _from_pretrained(run: Run, name: str, folder: str) -> None:
+    """Loading into shards gives the file's values exactly."""
+    case = CASES[name]
+    plain = case.build()
+    if ranks.rank() == 0:
+        plain.save_pretrained(folder)
+    dist.barrier()
+    with transformers_zero3(run):
+        model = type(plain).from_pretrained(folder, dtype=DTYPES[run.dtype]).train()
+    wanted = dict(plain.named_parameters())
+    for key, value in gather(model).items():
+        assert torch.equal(value, wanted[key].to(value.dtype)), f"{key} differs from the file"
+    check_from_here(model, case, run, f"from_pretrained {name}")
+
+
+def _speech_and_others(name: str) -> None:
+    """Models that gather a parameter inside the gather of its module while they build (real DeepSpeed fails on these)."""
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "num_feat_extract_layers": 2}
+    convolutions = {
+        "conv_dim": (8, 8),
+        "conv_stride": (2, 2),
+        "conv_kernel": (3, 3),
+        "num_conv_pos_embeddings": 4,
+        "num_conv_pos_embedding_groups": 2,
+    }
+    builders: dict[str, Callable[[], Any]] = {
+        "wav2vec2": lambda: transformers.Wav2Vec2Model._from_config(transformers.Wav2Vec2Config(**sizes, **convolutions)),
+        "hubert": lambda: transformers.HubertModel._from_config(transformers.HubertConfig(**sizes, **convolutions)),
+        "sew": lambda: transformers.SEWModel._from_config(transformers.SEWConfig(**sizes, **convolutions)),
+        "patchtst": lambda: transformers.PatchTSTModel._from_config(
+            transformers.PatchTSTConfig(
+                d_model=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32, context_length=16, patch_length=4
+            )
+        ),
+        "distilbert": lambda: transformers.DistilBertModel._from_config(
+            transformers.DistilBertConfig(vocab_size=64, dim=16, n_layers=2, n_heads=2, hidden_dim=32, sinusoidal_pos_embds=True)
+        ),
+    }
+    with transformers_zero3(Run(stage=3)):
+        torch.manual_seed(0)
+        model = builders[name]()
+    assert all(parameter.shape == torch.Size([0]) for parameter in model.parameters())
+    assert all(bool(torch.isfinite(value).all()) for value in gather(model).values())
+
+
+def _adapters_on_shards(run: Run) -> None:
+    """Ordinary parameters added to a model of shards (PEFT, resized embeddings): initialize takes the mixture."""
+    import hf_zero
+
+    def add_adapter(model: nn.Module) -> nn.Module:
+        model.requires_grad_(False)
+        torch.manual_seed(1)
+        model.head = nn.Linear(16, 4)
+        return model
+
+    with hf_zero.zero.Init(config_dict_or_path=run.config()):
+        model = MLP.build()
+    engine = initialize(add_adapter(model), run)
+    trace = train(engine, MLP.rows, class_loss, run)
+    engine.destroy()
+    if ranks.rank() == 0:
+        check(trace, reference(add_adapter(MLP.build()), MLP.rows, class_loss, run, ranks.world()), run, "adapter on shards")
+
+
+def _arange_keeps_its_dtype(dtype: str) -> None:
+    """Integer and explicitly typed tensors made inside Init are not cast (rotary tables, position ids)."""
+    import hf_zero
+
+    with hf_zero.zero.Init(config_dict_or_path=Run(stage=3, dtype=dtype).config()):
+        assert torch.arange(4).dtype == torch.int64
+        assert torch.zeros(2, dtype=torch.float64).dtype == torch.float64
+        layer = nn.Linear(4, 4)
+    assert layer.weight.dtype == DTYPES[dtype]
+    assert torch.zeros(2).dtype == torch.float32
+    assert nn.Linear(2, 2).weight.shape == (2, 2)
+
+
+def _disabled(stage: int) -> None:
+    import hf_zero
+
+    with hf_zero.zero.Init(config_dict_or_path=Run(stage=3).config(), enabled=False):
+        assert nn.Linear(4, 3).weight.shape == (3, 4)
+    with pytest.raises(RuntimeError, match="in the body"), hf_zero.zero.Init(config_dict_or_path=Run(stage=3).config()):
+        raise RuntimeError("in the body")
+    assert nn.Linear(4, 3).weight.shape == (3, 4)
+
+
+# ------------------------------------------------------------------------------------------------ GatheredParameters
+
+
+def _lenient(stage: int) -> None:
+    """None, generators, single tensors, ordinary and detached tensors, buffers, duplicates, empty, nested, disabled."""
+    import hf_zero
+
+    gathered = hf_zero.zero.GatheredParameters
+    model = initialize(MLP.build(), Run(stage=stage)).module
+    weight, shape = model.blocks[0].up.weight, (32, 16)
+    ordinary, buffer = nn.Parameter(torch.ones(3)), torch.ones(2)
+    whole = stage < 3
+    inputs: list[Any] = [
+        weight, [weight, weight], [None, weight], (parameter for parameter in model.parameters()), model.parameters(),
+        [weight, ordinary, buffer], {"key": weight}.values(),
+    ]  # fmt: skip
+    for argument in inputs:
+        with gathered(argument):
+            assert weight.shape == shape
+        assert (weight.shape == shape) == whole
+    for harmless in (
+        [],
+        None,
+        [None],
+        ordinary,
+        buffer,
+        list(model.state_dict().values()),
+        [parameter.detach() for parameter in model.parameters()],
+    ):
+        with gathered(harmless, modifier_rank=0):
+            pass
+    with gathered(weight), gathered([weight, model.head.weight]):
+        assert weight.shape == shape and model.head.weight.shape == (4, 16)
+    with gathered(weight, enabled=False):
+        assert (weight.shape == shape) == whole
+    with gathered(weight, fwd_module=model.blocks[1]):
+        assert weight.shape == shape
+    with pytest.raises(ValueError, match="in the body"), gathered(weight):
+        raise ValueError("in the body")
+    assert (weight.shape == shape) == whole
+
+
+def _modifier_rank_before_initialize(run: Run) -> None:
+    import hf_zero
+
+    with hf_zero.zero.Init(config_dict_or_path=run.config()):
+        model = MLP.build()
+    with hf_zero.zero.GatheredParameters(list(model.blocks[0].parameters()), modifier_rank=0):
+        if ranks.rank() == 0:
+            nn.init.constant_(model.blocks[0].up.weight, 0.25)
+    with hf_zero.zero.GatheredParameters([model.blocks[1].up.weight]):  # nobody may modify: changes are dropped
+        model.blocks[1].up.weight.data.fill_(9.0)
+    weights = gather(model)
+    assert bool((weights["blocks.0.up.weight"] == 0.25).all())
+    plain = dict(MLP.build().named_parameters())
+    assert torch.equal(weights["blocks.1.up.weight"], plain["blocks.1.up.weight"].to(weights["blocks.1.up.weight"].dtype))
+    check_from_here(model, MLP, run, "modified before initialize")
+
+
+def _modifier_rank_after_initialize(run: Run) -> None:
+    """A change after initialize reaches the forward, the master, and what training makes of it."""
+    import hf_zero
+
+    def change(model: nn.Module) -> None:
+        with torch.no_grad():
+            model.blocks[0].up.weight.fill_(0.25)
+            model.head.bias.copy_(torch.arange(4.0))
+
+    model = MLP.build()
+    engine = initialize(model, run)
+    chosen = [model.blocks[0].up.weight, model.head.bias]
+    with hf_zero.zero.GatheredParameters(chosen, modifier_rank=1):
+        if ranks.rank() == 1:
+            change(model)
+    trace = train(engine, MLP.rows, class_loss, run)
+    engine.destroy()
+    if ranks.rank() == 0:
+        plain = MLP.build()
+        change(plain)
+        check(trace, reference(plain, MLP.rows, class_loss, run, ranks.world()), run, "modified after initialize")
+
+
+def _deep_copy_inside_a_gather(stage: int) -> None:
+    """PEFT's modules_to_save: the copy holds ordinary whole parameters that outlive the gather."""
+    import hf_zero
+
+    engine = initialize(MLP.build(), Run(stage=stage))
+    head = engine.module.head
+    with hf_zero.zero.GatheredParameters(head.parameters()):
+        twin = copy.deepcopy(head)
+    assert twin.weight.shape == (4, 16) and torch.equal(twin.weight, MLP.build().head.weight)
+    twin(torch.randn(2, 16)).sum().backward()
+    assert twin.weight.grad is not None
+    assert not hasattr(twin.weight, "ds_status") or stage < 3
+    engine.destroy()
+
+
+# ------------------------------------------------------------------------------------------------ accessors
+
+
+def _full_values_against_plain(run: Run) -> None:
+    """fp32 weight, gradient and moments of every parameter, whole, against plain PyTorch."""
+    from hf_zero.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+
+    plain = MLP.build()
+    settings = {"lr": run.lr, "betas": (0.9, 0.99), "eps": run.eps, "weight_decay": run.weight_decay}
+    optimizer = torch.optim.AdamW(plain.parameters(), **settings)
+    engine = initialize(MLP.build(), run)
+    pairs = list(zip(engine.module.named_parameters(), plain.parameters(), strict=True))
+    for step in range(2):
+        for rank in range(ranks.world()):
+            (class_loss(plain, MLP.rows(step, 0, rank)) / ranks.world()).backward()
+        loss = class_loss(engine, MLP.rows(step, 0, ranks.rank()))
+        engine.backward(loss)
+        for (name, parameter), wanted in pairs:
+            torch.testing.assert_close(
+                safe_get_full_grad(parameter), wanted.grad, rtol=1e-4, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+            )
+        engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        for (_, parameter), wanted in pairs:
+            torch.testing.assert_close(safe_get_full_fp32_param(parameter), wanted.detach(), rtol=1e-4, atol=1e-7)
+            for key in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(
+                    safe_get_full_optimizer_state(parameter, key), optimizer.state[wanted][key], rtol=1e-4, atol=1e-9
+                )
+    engine.destroy()
+
+
+def _set_full_values(run: Run) -> None:
+    """What safe_set_* writes is what training goes on from."""
+    from hf_zero.utils import safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+    engine = initialize(MLP.build(), run)
+    parameter = engine.module.blocks[1].up.weight
+    micro_step(engine, {**MLP.rows(0, 0, ranks.rank()), **_inputs(run, 0)}, class_loss, 0)
+    value = torch.full((32, 16), 0.125)
+    safe_set_full_fp32_param(parameter, value)
+    safe_set_full_optimizer_state(parameter, value * 0.01, "exp_avg")
+    assert torch.equal(safe_get_full_optimizer_state(parameter, "exp_avg"), value * 0.01)
+    weights = gather(engine.module)
+    assert torch.equal(weights["blocks.1.up.weight"].float(), value)
+    assert bool((weights["blocks.1.down.weight"].float() != 0.125).any())
+    micro_step(engine, {**MLP.rows(1, 0, ranks.rank()), **_inputs(run, 1)}, class_loss, 0)
+    moved = gather(engine.module)["blocks.1.up.weight"].float() - value
+    assert 0 < moved.abs().max() < 0.1, "the step did not start from the value that was set"
+    engine.destroy()
+
+
+def _inputs(run: Run, step: int) -> dict[str, Tensor]:
+    return {"inputs": MLP.rows(step, 0, ranks.rank())["inputs"].to(DTYPES[run.dtype])}
+
+
+def _every_parameter_has_deepspeed_attributes(stage: int) -> None:
+    """Trap 15 of the outside API."""
+    engine = initialize(MLP.build(), Run(stage=stage))
+    for parameter in engine.module.parameters():
+        assert isinstance(parameter.ds_numel, int) and isinstance(parameter.ds_shape, torch.Size)
+        assert parameter.ds_shape.numel() == parameter.ds_numel
+        parameter.ds_active_sub_modules.clear()
+        assert parameter.ds_status is not None and parameter.ds_id is not None
+        assert parameter.partition_numel() <= parameter.ds_numel
+        if stage == 3:
+            assert parameter.data.shape == torch.Size([0])
+    engine.destroy()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["mlp", "conv", "tied_coder", "odd_mlp", "gpt2", "albert"])
+def test_zero_init(name: str, dtype: str) -> None:
+    ranks.run_ranks(_init_then_train, 3, Run(stage=3, dtype=dtype, accumulation=2), name)
+
+
+def test_zero_init_takes_the_weights_of_rank_zero() -> None:
+    ranks.run_ranks(_ranks_build_different_weights, 3, Run(stage=3))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_from_config_under_zero3(name: str) -> None:
+    ranks.run_ranks(_from_config, 2, Run(stage=3, dtype="bf16", accumulation=2), name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bart", "albert", "mixtral"])
+def test_transformers_from_pretrained_under_zero3(name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        ranks.run_ranks(_from_pretrained, 2, Run(stage=3, dtype="fp32"), name, folder)
+
+
+@pytest.mark.parametrize("name", ["wav2vec2", "hubert", "sew", "patchtst", "distilbert"])
+def test_models_that_gather_while_they_build(name: str) -> None:
+    ranks.run_ranks(_speech_and_others, 2, name)
+
+
+def test_ordinary_parameters_on_a_model_of_shards() -> None:
+    ranks.run_ranks(_adapters_on_shards, 2, Run(stage=3, accumulation=2))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_tensors_made_inside_init_keep_their_dtype(dtype: str) -> None:
+    ranks.run_ranks(_arange_keeps_its_dtype, 2, dtype)
+
+
+def test_disabled_init_and_errors_inside_it() -> None:
+    ranks.run_ranks(_disabled, 2, 3)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gathered_parameters_is_lenient(stage: int) -> None:
+    ranks.run_ranks(_lenient, 2, stage)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_modifier_rank_before_initialize(dtype: str) -> None:
+    ranks.run_ranks(_modifier_rank_before_initialize, 2, Run(stage=3, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_modifier_rank_after_initialize(stage: int, dtype: str) -> None:
+    ranks.run_ranks(_modifier_rank_after_initialize, 2, Run(stage=stage, dtype=dtype))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_deep_copy_inside_a_gather(stage: int) -> None:
+    ranks.run_ranks(_deep_copy_inside_a_gather, 2, stage)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_full_values_equal_plain_pytorch(stage: int, world_size: int) -> None:
+    ranks.run_ranks(_full_values_against_plain, world_size, Run(stage=stage))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_values_can_be_set_whole(stage: int, dtype: str) -> None:
+    ranks.run_ranks(_set_full_values, 2, Run(stage=stage, dtype=dtype))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_carry_deepspeeds_attributes(stage: int) -> None:
+    ranks.run_ranks(_every_parameter_has_deepspeed_attributes, 2, stage)
