@@ -47,7 +47,8 @@ class UnitGradients:
         self._collectives = collectives
         self._policy = policy
         self._flat: torch.Tensor | None = None  # (padded_numel,); freed when its reduction ends
-        self._written = [False] * len(unit.layout.slots)
+        self._written = [False] * len(unit.layout.slots)  # what `_flat` holds, over all micro-steps since the last reduction
+        self._arrived = 0  # gradients of this backward
         self._received: torch.Tensor | None = None
         self._pending: Pending | None = None
 
@@ -58,8 +59,12 @@ class UnitGradients:
 
     @property
     def complete(self) -> bool:
-        """Whether every parameter of the unit has handed in a gradient since the last reduction."""
-        return all(self._written)
+        """Whether every parameter of the unit has handed in a gradient in this backward."""
+        return self._arrived >= len(self._written)
+
+    def begin_backward(self) -> None:
+        """A new backward: no gradient has arrived yet."""
+        self._arrived = 0
 
     def collect(self, index: int, deferred: bool) -> None:
         """Takes the gradient of parameter ``index`` from autograd.
@@ -86,6 +91,7 @@ class UnitGradients:
         else:
             target.copy_(grad).mul_(self._policy.pre_scale)
         self._written[index] = True
+        self._arrived += 1
 
     def _allocate(self, deferred: bool) -> torch.Tensor:
         if self._flat is None:
@@ -151,4 +157,5 @@ class UnitGradients:
         self.finish_reduce()
         self.shard = None
         self._flat = None
+        self._arrived = 0
         self._written = [False] * len(self._written)

@@ -50,10 +50,6 @@ class Reducer:
             handle.remove()
         self._handles = []
 
-    def reorder(self, gradients: Sequence[UnitGradients]) -> None:
-        """Takes a new order of the same units, between steps; every rank gives the same."""
-        self.gradients[:] = gradients
-
     def defer(self, gradients: UnitGradients) -> None:
         """Leaves a unit for the end of this backward: its block runs several times, gradients arrive piecemeal."""
         self._deferred.add(id(gradients))
@@ -94,6 +90,8 @@ class Reducer:
                     self._send(gradients)
         while self._flying:
             self._flying.popleft().finish_reduce()
+        for gradients in self.gradients:
+            gradients.begin_backward()
         self._next = len(self.gradients) - 1
         self._deferred.clear()
 

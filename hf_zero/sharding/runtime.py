@@ -56,6 +56,7 @@ class Runtime:
         schedule: Gathers and releases; None when nothing is ever released.
         reducer: Gradients on their way; None without optimizer.
         state: Where the iteration is.
+        forwards: Forwards begun so far.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Runtime:
         self.schedule = schedule
         self.reducer = reducer
         self.state = IterationState.FORWARD
+        self.forwards = 0  # forwards of the whole module, or of a block by itself, outside backward
         self._training_forward = False
         self._stack: list[Block] = []  # blocks whose forward runs now, outermost first
         self._handles: list[Any] = []
@@ -171,6 +173,8 @@ class Runtime:
                 return
             self.abort()  # a backward that broke off
         with span("pre_forward", block.name):
+            if not self.root.open:
+                self.forwards += 1
             if block is self.root and not block.open:
                 self._training_forward = torch.is_grad_enabled()
                 self._stack.clear()
@@ -328,6 +332,11 @@ class Runtime:
         self._stack.clear()
         for block in (self.root, *self.blocks):
             block.open = block.pending = block.checkpointed = 0
+
+    def release_for_update(self) -> None:
+        """Before an update: what is gathered becomes stale, so it is released; local."""
+        if self.schedule is not None:
+            self.schedule.release_all()
 
     def require_idle(self, what: str) -> None:
         """Raises unless no backward runs.

@@ -99,7 +99,7 @@ class Unit:
         own = buffer[self.owned.start : self.owned.stop]
         self.shard = own.clone() if self.releasable else own
         self._pending: Pending | None = None
-        self._pins = 0
+        self._pins: list[int | None] = []  # one entry per holder: the rank whose changes it will broadcast, or None
 
     @property
     def name(self) -> str:
@@ -166,23 +166,31 @@ class Unit:
         finally:
             self.unpin(release=not was_whole)
 
-    def pin(self) -> bool:
-        """Gathers and keeps the unit gathered until ``unpin``; collective. Returns whether it was whole already."""
+    def pin(self, modifier_rank: int | None = None) -> bool:
+        """Gathers and keeps the unit gathered until ``unpin``; collective. Returns whether it was whole already.
+
+        Args:
+            modifier_rank: Rank whose changes the holder will broadcast before it lets go.
+        """
         was_whole = self.state is not UnitState.SHARDED
         self.gather()
-        self._pins += 1
+        self._pins.append(modifier_rank)
         return was_whole
 
     def unpin(self, release: bool = True) -> None:
-        """Undoes one ``pin``; with ``release`` the last one also releases."""
-        self._pins -= 1
-        if release and self._pins == 0:
+        """Undoes the last ``pin``; with ``release`` the last one also releases."""
+        self._pins.pop()
+        if release and not self._pins:
             self.release()
+
+    def modifier_of_outer(self) -> int | None:
+        """The modifier rank of a holder outside the innermost one, if any has one."""
+        return next((rank for rank in self._pins[:-1] if rank is not None), None)
 
     @property
     def pinned(self) -> bool:
         """Whether somebody holds the unit gathered."""
-        return self._pins > 0
+        return bool(self._pins)
 
     def _enter(self, state: UnitState) -> None:
         self.state = state
@@ -214,6 +222,10 @@ class Unit:
         if self.layout.world == 1 or self.state is not UnitState.GATHERED:
             return None
         return self.collectives.all_gather(self._buffer, self.shard, self.name)
+
+    def drop_master(self) -> None:
+        """Frees the master; the unit is not trained any more."""
+        self.master = None
 
     def take_full(self) -> None:
         """Copies this rank's part of the gathered buffer into shard and master, after the parameters were written to; local."""
@@ -372,8 +384,8 @@ def build_unit(name: str, members: Sequence[NamedParam], dtype: torch.dtype, spe
     unit._point_at_views()
     if unit.trainable:
         master_dtype = spec.master_dtype or dtype
-        own = values[unit.owned.start : unit.owned.stop]
-        unit.master = unit.shard if master_dtype == dtype else own.to(master_dtype, copy=True)
+        # From the 16-bit values, as DeepSpeed does: a model that zero.Init cast at construction gives the same masters.
+        unit.master = unit.shard if master_dtype == dtype else unit.shard.to(master_dtype)
     _own(unit)
     return unit
 

@@ -1,0 +1,35 @@
+"""hf_zero: a ZeRO engine for Hugging Face Trainer and Accelerate that takes DeepSpeed configurations. Names load on first use."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_NAMES = {
+    "initialize": "hf_zero.engine.build",
+    "Engine": "hf_zero.engine.engine",
+    "init_distributed": "hf_zero.comm.topology",
+    "install_as_deepspeed": "hf_zero.compat",
+    "ZeroPlugin": "hf_zero.integrations.accelerate_plugin",
+    "DummyOptim": "hf_zero.integrations.accelerate_plugin",
+    "DummyScheduler": "hf_zero.integrations.accelerate_plugin",
+    "zero": "hf_zero.zero",
+    "utils": "hf_zero.utils",
+    "errors": "hf_zero.errors",
+}
+_MODULES = ("zero", "utils", "errors")
+
+__all__ = ["__version__", *_NAMES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module 'hf_zero' has no attribute {name!r}; it has {', '.join(__all__)}")
+    module = importlib.import_module(_NAMES[name])
+    return module if name in _MODULES else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

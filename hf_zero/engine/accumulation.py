@@ -1,0 +1,91 @@
+"""Which backward is the last of its optimizer step: counted by the engine, or said by the caller."""
+
+from __future__ import annotations
+
+from hf_zero.errors import StateError
+
+
+class Accumulation:
+    """Counts micro-steps for every calling convention in use.
+
+    [Note: accumulation protocols] accelerate 1.15 and TRL say before each backward whether it is the boundary, and step there only;
+    accelerate 1.6 and Lightning's Trainer call ``step`` after every micro-step and rely on the count; Fabric steps the optimizer
+    itself. Counting backwards (those after a new forward) and ignoring steps off the boundary serves all of them.
+
+    Attributes:
+        steps: Micro-steps per optimizer step.
+        managed: The engine counts; otherwise every step is a boundary.
+        boundary: Whether the micro-step begun last is a boundary.
+        micro_steps: Micro-steps so far.
+    """
+
+    def __init__(self, steps: int, managed: bool) -> None:
+        self.steps = steps
+        self.managed = managed
+        self.boundary = False
+        self.micro_steps = 0
+        self._said: bool | None = None
+        self._in_cycle = 0
+        self._forwards_seen = -1
+        self._no_sync_depth = 0
+        self._awaits_step = False  # between a backward and the step call that follows it
+
+    def say(self, is_boundary: bool) -> None:
+        """The caller decides from now on.
+
+        Raises:
+            StateError: ``managed_gradient_accumulation`` is false.
+        """
+        if not self.managed:
+            raise StateError(
+                "set_gradient_accumulation_boundary was called but managed_gradient_accumulation is false in the configuration: "
+                "every step() applies an update then. Remove the call or the key"
+            )
+        self._said = bool(is_boundary)
+
+    def begin(self, forwards: int) -> bool:
+        """A backward begins after ``forwards`` forwards in all; returns whether its gradients complete an optimizer step."""
+        if forwards != self._forwards_seen:
+            self._forwards_seen = forwards
+            self.micro_steps += 1
+            self._in_cycle += 1
+        self.boundary = self.next_is_boundary(begun=True)
+        self._awaits_step = True
+        return self.boundary
+
+    def current_is_boundary(self) -> bool:
+        """Whether the micro-step that the caller is in (or about to begin) is a boundary."""
+        return self.boundary if self._awaits_step else self.next_is_boundary()
+
+    def step_called(self) -> bool:
+        """The caller steps; returns whether that means an update."""
+        self._awaits_step = False
+        return self.boundary
+
+    def next_is_boundary(self, begun: bool = False) -> bool:
+        """Whether the micro-step that runs (``begun``) or comes next is a boundary."""
+        if self._no_sync_depth:
+            return False
+        if not self.managed:
+            return True
+        if self._said is not None:
+            return self._said
+        return (self._in_cycle + (0 if begun else 1)) >= self.steps
+
+    def stepped(self) -> None:
+        """An optimizer step was taken: a new cycle begins."""
+        self._in_cycle = 0
+        self.boundary = False
+
+    def enter_no_sync(self) -> None:
+        """No boundary until ``leave_no_sync``."""
+        self._no_sync_depth += 1
+
+    def leave_no_sync(self) -> None:
+        """Ends one ``enter_no_sync``."""
+        self._no_sync_depth -= 1
+
+    @property
+    def in_no_sync(self) -> bool:
+        """Whether a ``no_sync`` is open."""
+        return self._no_sync_depth > 0

@@ -1,0 +1,380 @@
+"""``initialize``: the only reader of the resolved configuration; makes all parts of an engine and puts them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from hf_zero.comm.collectives import Collectives, build_collectives
+from hf_zero.comm.topology import Topology, build_topology, init_distributed
+from hf_zero.config.resolve import ResolvedConfig, resolve
+from hf_zero.config.schema.root import ZeroConfig
+from hf_zero.engine.engine import Engine, EngineParts
+from hf_zero.engine.full_values import Training, register_training
+from hf_zero.engine.loss_scale import LossScaler, NullScaler
+from hf_zero.engine.precision import PrecisionPolicy, cast_and_move, cast_param
+from hf_zero.engine.step import Stepper, StepSettings
+from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.metrics import build_sinks
+from hf_zero.observe import log_rank0, logger, warn_once
+from hf_zero.optim.elementwise import require_elementwise, whole_tensor_reason
+from hf_zero.optim.factory import build_optimizer
+from hf_zero.optim.schedules import build_scheduler
+from hf_zero.optim.sharded import ShardedOptimizer, group_of_params
+from hf_zero.sharding.gradients import GradientPolicy, UnitGradients
+from hf_zero.sharding.grouping import BlockSpec, LeafModules, build_blocks
+from hf_zero.sharding.layout import FROZEN
+from hf_zero.sharding.leaf_modules import leaf_module_names
+from hf_zero.sharding.reducer import Reducer
+from hf_zero.sharding.runtime import Runtime
+from hf_zero.sharding.schedule import Block, GatherLimits, GatherSchedule
+from hf_zero.sharding.stages import StagePolicy, stage_policy
+from hf_zero.sharding.unit import NamedParam, Unit, UnitSpec, build_unit, find_unit
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Engine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
+    """Makes an engine of ``model``; collective. The arguments are those of DeepSpeed's function.
+
+    Args:
+        args: Namespace whose ``deepspeed_config`` names the configuration when ``config`` is not given.
+        model: The module to train; its parameters may come from ``zero.Init``.
+        optimizer: An element-wise torch optimizer over the model's parameters, or a function that makes one of
+            ``model_parameters``; wins over the configuration's.
+        model_parameters: What the configuration's optimizer trains, parameters or groups; None is all that require grad.
+        training_data: A dataset to make a distributed loader of.
+        lr_scheduler: A scheduler the engine steps, or a function that makes one of the torch optimizer.
+        distributed_port: Port of rank 0 when the environment names none.
+        mpu: Object whose ``get_data_parallel_group()`` names the axis to shard over.
+        dist_init_required: As in ``init_distributed``.
+        collate_fn: For the loader.
+        config: Path, dict, JSON or base64 text.
+        mesh_param: Refused; device meshes are not supported.
+        config_params: As ``config``, which wins.
+
+    Returns:
+        The engine, its optimizer or None, the loader or None, and the scheduler the engine steps or None.
+
+    Raises:
+        ConfigError: Something in the configuration or the arguments is wrong.
+        UnsupportedError: Something asked for is not provided.
+    """
+    if model is None:
+        raise ConfigError("initialize() needs model=, a torch.nn.Module")
+    if mesh_param is not None:
+        raise UnsupportedError(f"mesh_param={mesh_param!r}: device meshes are not supported; leave it out")
+    source = config if config is not None else config_params
+    if source is None:
+        source = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    if source is None:
+        raise ConfigError("initialize() needs config= (a path, a dict or JSON text), or args.deepspeed_config")
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    topology = build_topology(mpu.get_data_parallel_group() if mpu is not None else None)
+    resolved = resolve(source, world_size=topology.world)
+    _announce(resolved)
+    builder = EngineBuilder(model, resolved, topology)
+    inner = builder.inner_optimizer(optimizer, list(model_parameters) if model_parameters is not None else None)
+    engine = builder.build(inner, lr_scheduler)
+    loader = make_loader(training_data, resolved, topology, collate_fn) if training_data is not None else None
+    return engine, engine.optimizer if inner is not None else None, loader, engine.lr_scheduler
+
+
+def _announce(resolved: ResolvedConfig) -> None:
+    for warning in resolved.warnings:
+        warn_once(warning)
+    if resolved.config.log_level is not None:
+        logger.setLevel(resolved.config.log_level.upper())
+    if resolved.config.dump_state:
+        for row in resolved.table():
+            log_rank0("%s = %s (%s)", row.key, row.value, row.origin)
+
+
+class EngineBuilder:
+    """Assembles one engine.
+
+    Attributes:
+        module: The user's module.
+        resolved: The configuration.
+        policy: The ZeRO stage.
+        precision: Element types.
+        collectives: Network of the data-parallel axis.
+    """
+
+    def __init__(self, module: nn.Module, resolved: ResolvedConfig, topology: Topology) -> None:
+        self.module = module
+        self.resolved = resolved
+        self.config: ZeroConfig = resolved.config
+        self.policy: StagePolicy = stage_policy(self.config.zero_optimization.stage)
+        self.precision = precision_policy(self.config)
+        self.collectives: Collectives = build_collectives(topology)
+        self.topology = topology
+        self.names = {id(param): name for name, param in module.named_parameters()}
+
+    def inner_optimizer(self, client: Any, model_parameters: list[Any] | None) -> torch.optim.Optimizer | None:
+        """The torch optimizer over the model's own parameters, or None for an engine that only runs forward."""
+        trainable = [param for param in self.module.parameters() if param.requires_grad]
+        params = model_parameters if model_parameters is not None else trainable
+        if isinstance(client, torch.optim.Optimizer):
+            inner = client
+        elif callable(client):
+            inner = client(params)
+        elif client is not None:
+            raise ConfigError(f"optimizer is a {type(client).__name__}; a torch.optim.Optimizer or a function that makes one is allowed")
+        elif self.config.optimizer is not None and self.config.optimizer.type and params:
+            section = self.resolved.resolved.get("optimizer") or {}
+            inner = build_optimizer(
+                self.config.optimizer.type, section.get("params"), params, device_type=self.topology.device.type
+            )
+        else:
+            return None
+        if not self.config.zero_allow_untested_optimizer or _needs_whole_tensors(inner):
+            require_elementwise(inner)
+        return inner
+
+    def build(self, inner: torch.optim.Optimizer | None, lr_scheduler: Any) -> Engine:
+        """Makes units of the model's parameters, the step over them, and the engine."""
+        root, blocks = self._blocks(inner)
+        units = [unit for block in (root, *blocks) for unit in block.units]
+        reducer = self._reducer([unit for unit in units if unit.trainable]) if inner is not None else None
+        runtime = Runtime(self.module, root, blocks, self._schedule(root, blocks), reducer)
+        scaler = loss_scaler(self.config) if inner is not None else NullScaler()
+        optimizer = ShardedOptimizer(inner, [unit for unit in units if unit.trainable]) if inner is not None else None
+        stepper = None
+        if optimizer is not None and reducer is not None:
+            settings = StepSettings(self.config.gradient_clipping, self.policy.shards_optimizer, self.precision.skips_overflow)
+            stepper = Stepper(runtime, reducer, optimizer, scaler, self.collectives, settings)
+            for gradients in reducer.gradients:
+                register_training(gradients.unit, Training(gradients, optimizer, scaler))
+        scheduler = self._scheduler(lr_scheduler, optimizer)
+        sinks = build_sinks(self.config) if self.collectives.rank == 0 and optimizer is not None else []
+        self._persist_and_release(units)
+        runtime.attach()
+        parts = EngineParts(
+            runtime, units, self.collectives, self.policy, self.precision, scaler, optimizer, stepper, scheduler, sinks
+        )
+        engine = Engine(self.module, self.resolved, parts)
+        log_rank0("%s", describe(engine))
+        return engine
+
+    # -- units --------------------------------------------------------------------------------------------------------
+
+    def _blocks(self, inner: torch.optim.Optimizer | None) -> tuple[Block, list[Block]]:
+        groups = group_of_params(inner, self.names) if inner is not None else {}
+        members = [NamedParam(name, param, groups.get(id(param), FROZEN)) for name, param in self.module.named_parameters()]
+        in_units = [member for member in members if self._belongs_in_unit(member)]
+        specs = build_blocks(self.module, in_units, self._leaves())
+        root, *blocks = [self._block(spec) for spec in specs]
+        taken = {id(member.param) for member in in_units}
+        for member in members:
+            if id(member.param) not in taken and find_unit(member.param) is None:
+                cast_param(member.param, self.precision, self.topology.device)
+        cast_and_move(self.module, self.precision, self.topology.device)
+        self._sync_buffers()
+        return root, blocks
+
+    def _belongs_in_unit(self, member: NamedParam) -> bool:
+        """Trainable parameters always; frozen ones where parameters are sharded, or when they come sharded from ``zero.Init``."""
+        if not member.param.is_floating_point():
+            return False
+        return member.group != FROZEN or self.policy.shards_parameters or find_unit(member.param) is not None
+
+    def _leaves(self) -> LeafModules:
+        section = self.config.zero_optimization.leaf_module
+        names = (*section.names, *leaf_module_names(self.module))
+        return LeafModules(tuple(section.classes), names, tuple(section.name_suffixes))
+
+    def _block(self, spec: BlockSpec) -> Block:
+        """One unit per element type and kind; the block's own name when there is just one."""
+        kinds: dict[tuple[bool, torch.dtype], list[NamedParam]] = {}
+        for member in spec.members:
+            kinds.setdefault((member.group == FROZEN, self.precision.unit_dtype(member.param)), []).append(member)
+        units = []
+        for (frozen, dtype), members in kinds.items():
+            suffix = "" if len(kinds) == 1 else f" [{'frozen ' if frozen else ''}{str(dtype).removeprefix('torch.')}]"
+            units.append(build_unit(spec.name + suffix, members, dtype, self._unit_spec(dtype)))
+        return Block(spec.name, spec.module, units, spec.read_in_backward)
+
+    def _unit_spec(self, dtype: torch.dtype) -> UnitSpec:
+        master = self.precision.master_dtype
+        if master is None or (self.precision.param_dtype is None and dtype == torch.float64):
+            master = dtype
+        return UnitSpec(
+            self.collectives,
+            shards=self.policy.shards_optimizer,
+            releasable=self.policy.shards_parameters and self.topology.world > 1,
+            master_dtype=master,
+        )
+
+    def _sync_buffers(self) -> None:
+        """Takes rank 0's buffers, once."""
+        for name, buffer in self.module.named_buffers():
+            if buffer.numel() and not buffer.is_meta:
+                contiguous = buffer.data.contiguous()
+                self.collectives.broadcast(contiguous, 0, f"buffer {name}")
+                if contiguous.data_ptr() != buffer.data_ptr():
+                    buffer.data.copy_(contiguous)
+
+    def _persist_and_release(self, units: list[Unit]) -> None:
+        """Releases what was built whole, except units small enough to stay."""
+        zero = self.config.zero_optimization
+        budget = zero.stage3_model_persistence_threshold
+        for unit in units:
+            numel = unit.layout.numel
+            if unit.releasable and numel <= zero.stage3_param_persistence_threshold and numel <= budget:
+                budget -= numel
+                unit.pin()
+            unit.release()
+
+    # -- gradients and gathers ------------------------------------------------------------------------------------------
+
+    def _reducer(self, units: list[Unit]) -> Reducer:
+        collectives = self.collectives
+        if self.policy.shards_parameters and self.topology.world > 1:
+            # [Note: two process groups] Gathers and reductions each have an order of their own; on one group their interleaving,
+            # which may differ between ranks that skip a block, would have to agree too.
+            ranks = dist.get_process_group_ranks(self.topology.group)
+            group = dist.new_group(ranks, timeout=_timeout_of(self.topology.group), backend=dist.get_backend(self.topology.group))
+            collectives = build_collectives(Topology(group, self.topology.rank, self.topology.world, self.topology.device))
+        policy = gradient_policy(self.config, self.precision, self.policy, self.topology.world)
+        overlap = self.config.zero_optimization.overlap_comm is not False
+        return Reducer([UnitGradients(unit, collectives, policy) for unit in units], overlap)
+
+    def _schedule(self, root: Block, blocks: list[Block]) -> GatherSchedule | None:
+        if not any(unit.releasable for block in (root, *blocks) for unit in block.units):
+            return None
+        zero = self.config.zero_optimization
+        limits = GatherLimits(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
+        return GatherSchedule(root, blocks, limits)
+
+    def _scheduler(self, client: Any, optimizer: ShardedOptimizer | None) -> Any:
+        if optimizer is None:
+            return None
+        if client is not None:
+            is_factory = callable(client) and not hasattr(client, "step")
+            return client(optimizer.inner) if is_factory else client
+        section = self.config.scheduler
+        if section is None or not section.type:
+            return None
+        params = (self.resolved.resolved.get("scheduler") or {}).get("params")
+        return build_scheduler(section.type, params, optimizer)
+
+
+def _needs_whole_tensors(inner: torch.optim.Optimizer) -> bool:
+    return whole_tensor_reason(type(inner)) is not None
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout the user gave the group, so that ours ends a hang as soon."""
+    options = getattr(group._get_backend(torch.device("cpu")) if dist.get_backend(group) == "gloo" else None, "options", None)
+    return getattr(options, "_timeout", None)
+
+
+# -- configuration to policies --------------------------------------------------------------------------------------------
+
+
+def precision_policy(config: ZeroConfig) -> PrecisionPolicy:
+    """Element types that the sections fp16, bf16, data_types, torch_autocast and communication_data_type ask for."""
+    low = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
+    types = config.data_types
+    param_dtype = low or (_DTYPES[types.param_dtype] if types.param_dtype else None)
+    low_masters = config.fp16.fp16_master_weights_and_grads if config.fp16.enabled else config.bf16.bf16_master_weights_and_grads
+    if config.bf16.enabled and low_masters != config.bf16.bf16_optimizer_states:
+        raise UnsupportedError(
+            f"bf16.bf16_master_weights_and_grads is {low_masters} and bf16.bf16_optimizer_states is {config.bf16.bf16_optimizer_states}: "
+            "masters and moments have one element type here; set both to the same value"
+        )
+    autocast = config.torch_autocast
+    autocast_dtype = _DTYPES[autocast.dtype or "bf16"] if autocast.enabled else None
+    reduced = param_dtype in (torch.float16, torch.bfloat16)
+    accumulation = param_dtype if low_masters and param_dtype else torch.float32
+    if types.grad_accum_dtype:
+        accumulation = _DTYPES[types.grad_accum_dtype]
+    return PrecisionPolicy(
+        param_dtype=param_dtype,
+        master_dtype=(param_dtype if low_masters else torch.float32) if reduced else None,
+        accumulation_dtype=accumulation,
+        message_dtype=_DTYPES[config.communication_data_type] if config.communication_data_type else None,
+        buffer_dtype=_DTYPES[types.buffer_dtype] if types.buffer_dtype else None,
+        autocast_dtype=autocast_dtype,
+        casts_inputs=config.fp16.enabled and config.fp16.auto_cast,
+        skips_overflow=config.fp16.enabled
+        or (config.bf16.enabled and config.bf16.check_grad_overflow)
+        or autocast_dtype == torch.float16,
+    )
+
+
+def gradient_policy(config: ZeroConfig, precision: PrecisionPolicy, stage: StagePolicy, world: int) -> GradientPolicy:
+    """Scaling and element types of the reduction.
+
+    The mean is taken by dividing before the sum (``prescale_gradients``, or no predivide factor: one pass, and fp16 sums cannot
+    overflow), or split around it by ``gradient_predivide_factor``.
+    """
+    total = 1.0 if config.gradient_allreduce_op == "sum" else 1.0 / world
+    split = config.gradient_predivide_factor != 1.0 and not config.prescale_gradients and total != 1.0
+    pre = 1.0 / config.gradient_predivide_factor if split else total
+    return GradientPolicy(
+        message_dtype=precision.message_dtype,
+        accumulation_dtype=precision.accumulation_dtype,
+        pre_scale=pre,
+        post_scale=total / pre,
+        sharded=stage.shards_optimizer,
+    )
+
+
+def loss_scaler(config: ZeroConfig) -> LossScaler | NullScaler:
+    """The loss scale of fp16 (weights or autocast); 1 otherwise."""
+    autocast_fp16 = config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16"
+    if not (config.fp16.enabled or autocast_fp16):
+        return NullScaler()
+    fp16 = config.fp16
+    return LossScaler(
+        loss_scale=fp16.loss_scale,
+        initial_scale_power=fp16.initial_scale_power,
+        loss_scale_window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        min_loss_scale=fp16.min_loss_scale,
+    )
+
+
+def make_loader(
+    dataset: Any, resolved: ResolvedConfig, topology: Topology, collate_fn: Callable[[Any], Any] | None
+) -> DataLoader[Any]:
+    """A loader that gives each rank its own micro-batches of ``dataset``; sized datasets are shuffled."""
+    batch, drop_last = resolved.batch.micro, resolved.config.dataloader_drop_last
+    sampler = None
+    if hasattr(dataset, "__len__") and not isinstance(dataset, torch.utils.data.IterableDataset):
+        sampler = DistributedSampler(dataset, num_replicas=topology.world, rank=topology.rank, drop_last=drop_last)
+    return DataLoader(dataset, batch_size=batch, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last)
+
+
+def describe(engine: Engine) -> str:
+    """One line: stage, ranks, precision, units, bytes of model state on this rank."""
+    states = sum(unit.shard.nbytes for unit in engine.units)
+    masters = sum(unit.master.nbytes for unit in engine.units if unit.master is not None and unit.master is not unit.shard)
+    precision = str(engine.precision.param_dtype or "own dtype").removeprefix("torch.")
+    return (
+        f"ZeRO stage {engine.policy.stage} on {engine.collectives.world} rank(s), {precision}, {len(engine.units)} units, "
+        f"{sum(unit.layout.numel for unit in engine.units):,} parameters, {(states + masters) / 2**20:.1f} MiB of shards and masters here"
+    )

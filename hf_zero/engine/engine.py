@@ -1,0 +1,364 @@
+"""The engine users hold: a module whose ``backward`` and ``step`` train a sharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hf_zero.checkpoint.export import consolidated_state_dict
+from hf_zero.comm.collectives import Collectives
+from hf_zero.config.resolve import ResolvedConfig
+from hf_zero.config.schema.root import ZeroConfig
+from hf_zero.engine import getters
+from hf_zero.engine.accumulation import Accumulation
+from hf_zero.engine.clock import Clock
+from hf_zero.engine.loss_scale import LossScaler, NullScaler
+from hf_zero.engine.offload_handle import OffloadHandle
+from hf_zero.engine.precision import PrecisionPolicy
+from hf_zero.engine.step import Stepper, StepResult
+from hf_zero.errors import ConfigError, StateError
+
+from hf_zero.observe import log_rank0, warn_once
+from hf_zero.optim.sharded import ShardedOptimizer
+from hf_zero.sharding.runtime import Runtime
+from hf_zero.sharding.stages import StagePolicy
+from hf_zero.sharding.unit import Unit
+
+if TYPE_CHECKING:
+    from hf_zero.metrics import Sink
+
+
+@dataclass
+class Progress:
+    """Counters of one engine.
+
+    Attributes:
+        global_steps: Optimizer steps taken, skipped ones included.
+        skipped_steps: Steps skipped for a gradient that is not finite.
+        global_samples: Samples of all ranks seen at the boundaries.
+        last_step_applied: Whether the last step updated the weights.
+        last_norm: Gradient norm of the last step, before clipping; 0-dim tensor, or None before the first.
+        last_loss: Loss given to the last backward, detached; on the device.
+    """
+
+    global_steps: int = 0
+    skipped_steps: int = 0
+    global_samples: int = 0
+    last_step_applied: bool = False
+    last_norm: torch.Tensor | None = None
+    last_loss: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What ``build`` has made for an engine.
+
+    Attributes:
+        runtime: Hooks on the module.
+        units: All units, trainable and frozen.
+        collectives: The data-parallel axis.
+        policy: The ZeRO stage.
+        precision: Element types.
+        scaler: Loss scale.
+        optimizer: None for an engine that only runs forward.
+        stepper: None likewise.
+        scheduler: Stepped by the engine; None when the caller steps his own.
+        sinks: Monitors of the configuration, on rank 0.
+    """
+
+    runtime: Runtime
+    units: list[Unit]
+    collectives: Collectives
+    policy: StagePolicy
+    precision: PrecisionPolicy
+    scaler: LossScaler | NullScaler
+    optimizer: ShardedOptimizer | None = None
+    stepper: Stepper | None = None
+    scheduler: Any = None
+    sinks: list[Sink] = field(default_factory=list)
+
+
+class Engine(nn.Module):
+    """Trains ``module`` with ZeRO; what ``hf_zero.initialize`` returns first.
+
+    DeepSpeed's read-only methods and counters (``global_steps``, ``train_batch_size()``, ``get_lr()``, ...) are served from the
+    table in ``getters.py``; any other unknown name is looked up on the wrapped module.
+
+    Attributes:
+        module: The user's module, the same object.
+        optimizer: ``ShardedOptimizer``, or at stage 3 without optimizer a handle for libraries that expect one, or None.
+        lr_scheduler: Stepped inside ``step``; may be set to None.
+        units: The flat buffers.
+        resolved: The configuration with the source of every value.
+    """
+
+    def __init__(self, module: nn.Module, resolved: ResolvedConfig, parts: EngineParts) -> None:
+        super().__init__()
+        self.module = module
+        self.resolved = resolved
+        self.settings: ZeroConfig = resolved.config
+        self.runtime = parts.runtime
+        self.units = parts.units
+        self.collectives = parts.collectives
+        self.policy = parts.policy
+        self.precision = parts.precision
+        self.scaler = parts.scaler
+        self.stepper = parts.stepper
+        self.lr_scheduler = parts.scheduler
+        self.sinks = parts.sinks
+        self.progress = Progress()
+        self.accumulation = Accumulation(resolved.batch.accumulation, self.settings.managed_gradient_accumulation)
+        self.clock = Clock(parts.collectives.topology.device, self.settings.wall_clock_breakdown, self.settings.memory_breakdown)
+        handle = OffloadHandle(module)
+        self.optimizer: Any = parts.optimizer
+        if parts.optimizer is not None:
+            parts.optimizer.connect(self.step, self.zero_grad)
+            parts.optimizer.parameter_offload = handle
+        elif self.policy.shards_parameters:
+            self.optimizer = handle
+
+    # -- forward, backward, step ----------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module; its hooks gather and release."""
+        if self.precision.casts_inputs and self.precision.param_dtype is not None:
+            args, kwargs = _cast_floating((args, kwargs), self.precision.param_dtype)
+        with self.clock.phase("forward"), self._autocast():
+            return self.module(*args, **kwargs)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        device_type = self.collectives.topology.device.type
+        if self.precision.autocast_dtype is not None:
+            return torch.autocast(device_type, dtype=self.precision.autocast_dtype)
+        if torch.is_autocast_enabled(device_type):
+            warn_once(
+                "torch.autocast is on around the engine but torch_autocast.enabled is not set: it is switched off inside forward, as "
+                'DeepSpeed does. Write "torch_autocast": {"enabled": true, "dtype": "bfloat16"} to have it'
+            )
+            return torch.autocast(device_type, enabled=False)
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any) -> torch.Tensor:
+        """Back-propagates ``loss`` and reduces gradients as the stage says; collective.
+
+        Args:
+            loss: Scalar of this rank's micro-batch.
+            retain_graph: As in ``Tensor.backward``.
+            scale_wrt_gas: Divide by ``gradient_accumulation_steps``; False when the caller has normalised the loss.
+            **kwargs: Passed to ``Tensor.backward`` (``inputs``, ``create_graph``).
+
+        Returns:
+            ``loss``, divided as it was back-propagated (without the loss scale).
+
+        Raises:
+            StateError: The engine has no optimizer, or another engine has taken its module.
+        """
+        self._require_optimizer("backward")
+        boundary = self.accumulation.begin(self.runtime.forwards)
+        reducer = self.stepper.reducer  # type: ignore[union-attr]
+        deferred = self.accumulation.in_no_sync and self.policy.allows_deferral
+        reducer.enabled = not deferred and (self.policy.reduces_each_micro_step or boundary)
+        if scale_wrt_gas and self.accumulation.steps > 1:
+            loss = loss / self.accumulation.steps
+        self.progress.last_loss = loss.detach()
+        scale = self.scaler.scale
+        scaled = loss if scale == 1.0 else loss.float() * scale
+        with self.clock.phase("backward"):
+            self.runtime.begin_backward()
+            try:
+                scaled.backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
+            except BaseException:
+                self.runtime.abort()
+                raise
+            self.runtime.end_backward()
+        return loss
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """At a boundary: clips, updates, spreads the new weights and steps the scheduler; otherwise nothing. Collective.
+
+        Args:
+            lr_kwargs: Keyword arguments for the scheduler's ``step``.
+
+        Raises:
+            StateError: The engine has no optimizer, or another engine has taken its module.
+        """
+        self._require_optimizer("step")
+        if not self.accumulation.step_called():
+            return
+        with self.clock.phase("step"):
+            result = self.stepper.take()  # type: ignore[union-attr]
+        self.accumulation.stepped()
+        progress = self.progress
+        progress.global_steps += 1
+        progress.global_samples += self.resolved.batch.total
+        progress.skipped_steps += result.skipped
+        progress.last_step_applied = not result.skipped
+        progress.last_norm = result.norm
+        if self.lr_scheduler is not None and not result.skipped:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self._report(result)
+
+    def _report(self, result: StepResult) -> None:
+        progress = self.progress
+        self.clock.end_step(progress.global_steps, self.resolved.batch.total)
+        every = self.settings.steps_per_print
+        print_line = bool(every) and progress.global_steps % every == 0  # type: ignore[operator]
+        if not (print_line or self.sinks):
+            return
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        loss = float(progress.last_loss) if progress.last_loss is not None else float("nan")
+        if print_line:
+            log_rank0(
+                "step=%d, skipped=%d, lr=%s, loss=%.6g, grad_norm=%.6g, samples/s=%.2f",
+                progress.global_steps,
+                progress.skipped_steps,
+                rates,
+                loss,
+                float(result.norm),
+                self.clock.samples_per_second(),
+            )
+        # DeepSpeed's names, so that dashboards made for it go on working.
+        record = {"Train/Samples/train_loss": loss, "Train/Samples/lr": rates[0] if rates else 0.0}
+        record["Train/Samples/grad_norm"] = float(result.norm)
+        if self.scaler.scale != 1.0:
+            record["Train/Samples/loss_scale"] = self.scaler.scale
+        for sink in self.sinks:
+            sink.write(record, progress.global_samples)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops ``param.grad`` left on parameters that no unit trains; gradients accumulated so far are kept, as in DeepSpeed."""
+        for param in self.module.parameters():
+            param.grad = None
+
+    def discard_gradients(self) -> None:
+        """Forgets gradients accumulated since the last step, on this rank; every rank must call it."""
+        if self.stepper is not None:
+            self.stepper.reducer.clear()
+            self.accumulation.stepped()
+
+    # -- accumulation -------------------------------------------------------------------------------------------------
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says whether the coming backward completes an optimizer step; the engine's own count is not asked from then on."""
+        self.accumulation.say(is_boundary)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Micro-steps inside are not the last of an optimizer step.
+
+        At stages 0 and 1 their gradients stay whole and local, and are reduced with the first backward outside. At stages 2 and 3
+        they are reduced at once, because only their shards are kept.
+        """
+        self.accumulation.enter_no_sync()
+        try:
+            yield
+        finally:
+            self.accumulation.leave_no_sync()
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of all gradients in the last step, before clipping and without loss scale; None before the first step."""
+        return None if self.progress.last_norm is None else float(self.progress.last_norm)
+
+    # -- saving and loading -------------------------------------------------------------------------------------------
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        """Whole weights of the training type: a dict on rank 0, None elsewhere; collective."""
+        return consolidated_state_dict(self.module, self.collectives, exclude_frozen_parameters)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        """As ``_consolidated_16bit_state_dict``, for callers that know it under this name.
+
+        Raises:
+            ValueError: The stage is not 3; a plain ``state_dict()`` serves there.
+        """
+        if not self.policy.shards_parameters:
+            raise ValueError(f"parameters are not sharded at zero_optimization.stage {self.policy.stage}; use module.state_dict()")
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as the user gave it, a plain dict."""
+        return self.resolved.raw
+
+    def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:  # type: ignore[override]
+        """Compiles every block in place with torch.compile (the whole module when no block was found)."""
+        options = {"backend": backend, **(compile_kwargs or {})}
+        targets = [block.module for block in self.runtime.blocks] or [self.module]
+        for target in targets:
+            target.compile(**options)
+
+    def to(self, *args: Any, **kwargs: Any) -> Engine:
+        """Accepts what changes nothing; units cannot be moved or cast.
+
+        Raises:
+            ConfigError: Another device or floating-point type is asked for.
+        """
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        here = self.collectives.topology.device
+        if device is not None and device.type != here.type:
+            raise ConfigError(f"engine.to({device}): the engine lives on {here}; initialize() chooses the device of the local rank")
+        present = getters.METHODS["communication_data_type"](self) if dtype is None else self.precision.param_dtype or torch.float32
+        if dtype is not None and dtype != present:
+            raise ConfigError(f"engine.to({dtype}): the engine trains in {present}; set fp16, bf16 or data_types in the configuration")
+        return self
+
+    def destroy(self) -> None:
+        """Frees gradients, masters and optimizer state. The module stays usable: whole at stages 0 to 2, gathered by its hooks at 3."""
+        for sink in self.sinks:
+            sink.close()
+        self.sinks = []
+        if self.stepper is not None:
+            self.stepper.reducer.clear()
+            self.stepper.reducer.detach()
+            for unit in self.units:
+                unit.drop_master()
+            self.runtime.reducer = None
+            self.optimizer.connect(None, None)
+            self.optimizer.inner.state.clear()
+        self.stepper = None
+        self.optimizer = None
+        self.lr_scheduler = None
+
+    def _require_optimizer(self, what: str) -> None:
+        if self.stepper is None:
+            raise StateError(
+                f"{what}() on an engine without optimizer; pass optimizer= to initialize(), or an optimizer section with model_parameters="
+            )
+        if not self.runtime.attached:
+            raise StateError(f"{what}() on an engine whose module was given to another initialize(); use the newer engine")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in getters.METHODS:
+            return _bind(getters.METHODS[name], self)
+        if name in getters.VALUES:
+            return getters.VALUES[name](self)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or name.startswith("__"):
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+
+def _bind(getter: Callable[[Engine], Any], engine: Engine) -> Callable[[], Any]:
+    def method() -> Any:
+        return getter(engine)
+
+    return method
+
+
+def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return type(value)({key: _cast_floating(item, dtype) for key, item in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_cast_floating(item, dtype) for item in value)
+    return value

@@ -1,0 +1,214 @@
+"""Whole fp32 values, gradients and optimizer state of single parameters: DeepSpeed's ``safe_get`` and ``safe_set`` functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+
+from hf_zero.engine.loss_scale import LossScaler
+from hf_zero.errors import StateError
+from hf_zero.optim.sharded import OwnedSegment, ShardedOptimizer
+from hf_zero.sharding.gradients import UnitGradients
+from hf_zero.sharding.unit import Unit, find_unit
+
+
+@dataclass(frozen=True)
+class Training:
+    """What trains a unit: its gradients, the optimizer and the loss scale."""
+
+    gradients: UnitGradients
+    optimizer: ShardedOptimizer
+    scaler: LossScaler
+
+
+_training: WeakKeyDictionary[Unit, Training] = WeakKeyDictionary()
+
+
+def register_training(unit: Unit, training: Training) -> None:
+    """Notes who trains ``unit``, for the functions of this file."""
+    _training[unit] = training
+
+
+def _find(param: torch.Tensor) -> tuple[Unit, int] | None:
+    owner = find_unit(param)
+    return owner if owner is not None and owner[0].master is not None else None
+
+
+def _must_find(param: torch.Tensor, what: str) -> tuple[Unit, int]:
+    owner = _find(param)
+    if owner is None:
+        raise StateError(f"{what}: this tensor (shape {tuple(param.shape)}) is not a parameter that an engine trains")
+    return owner
+
+
+def _master(unit: Unit) -> torch.Tensor:
+    if unit.master is None:
+        raise StateError(f"unit {unit.name} is not trained")
+    return unit.master
+
+
+def _write(unit: Unit, index: int, flat: torch.Tensor, value: torch.Tensor) -> None:
+    """Writes this rank's part of the whole ``value`` of parameter ``index`` into the sharded ``flat``."""
+    slot = unit.layout.slots[index]
+    if value.numel() != slot.numel:
+        raise StateError(f"parameter {slot.name} has shape {tuple(slot.shape)}, the value has {tuple(value.shape)}")
+    part = slot.range.intersect(unit.owned)
+    if part.numel:
+        source = value.detach().reshape(-1)[part.start - slot.offset : part.stop - slot.offset]
+        flat[part.start - unit.owned.start : part.stop - unit.owned.start].copy_(source)
+
+
+def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
+    """The whole master of ``param``, of its full shape; None if no engine trains it. Collective."""
+    owner = _find(param)
+    return owner[0].gather_param(owner[1], _master(owner[0]), "master") if owner else None
+
+
+def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Sets master and 16-bit value of ``param`` from ``value`` (full shape, the same on every rank); collective.
+
+    Raises:
+        StateError: No engine trains ``param``, or the shapes differ.
+    """
+    unit, index = _must_find(param, "safe_set_full_fp32_param")
+    _write(unit, index, _master(unit), value)
+    _publish(unit)
+
+
+def _publish(unit: Unit) -> None:
+    unit.publish()
+    pending = unit.start_spread()
+    if pending is not None:
+        pending.wait()
+
+
+def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """The whole gradient of ``param``, averaged over ranks, without loss scale, between backward and step; else None. Collective."""
+    owner = _find(param)
+    if owner is None:
+        return None
+    training = _training[owner[0]]
+    training.gradients.finish_reduce()
+    if training.gradients.shard is None:
+        return None
+    grad = owner[0].gather_param(owner[1], training.gradients.shard, "gradient")
+    return grad if training.scaler.scale == 1.0 else grad / training.scaler.scale
+
+
+def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Sets the gradient that the coming step will use, from ``value`` (full shape, without loss scale).
+
+    Raises:
+        StateError: No engine trains ``param``, or the shapes differ.
+    """
+    unit, index = _must_find(param, "safe_set_full_grad")
+    training = _training[unit]
+    _write(unit, index, training.gradients.reduced(), value * training.scaler.scale)
+
+
+def _state_parts(unit: Unit, key: str) -> list[tuple[OwnedSegment, torch.Tensor]] | None:
+    optimizer = _training[unit].optimizer
+    parts = []
+    for segment in optimizer.segments_of(unit):
+        value = optimizer.inner.state.get(segment.tensor, {}).get(key)
+        if not isinstance(value, torch.Tensor) or value.shape != segment.tensor.shape:
+            return None
+        parts.append((segment, value))
+    return parts
+
+
+def _state_flat(unit: Unit, key: str) -> torch.Tensor | None:
+    parts = _state_parts(unit, key)
+    if parts is None:
+        return None
+    flat = torch.zeros_like(_master(unit))
+    for segment, value in parts:
+        flat[segment.range.start : segment.range.stop] = value
+    return flat
+
+
+def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+    """The whole state ``optim_state_key`` (``exp_avg``, ...) of ``param``; None before the first step. Collective."""
+    owner = _find(param)
+    flat = _state_flat(owner[0], optim_state_key) if owner else None
+    return owner[0].gather_param(owner[1], flat, optim_state_key) if owner and flat is not None else None
+
+
+def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
+    """Sets the state ``optim_state_key`` of ``param`` from ``value`` (full shape).
+
+    Raises:
+        StateError: No engine trains ``param``, there is no such state yet, or the shapes differ.
+    """
+    unit, index = _must_find(param, "safe_set_full_optimizer_state")
+    parts, flat = _state_parts(unit, optim_state_key), _state_flat(unit, optim_state_key)
+    if parts is None or flat is None:
+        raise StateError(f"there is no optimizer state {optim_state_key!r}; states exist after the first step")
+    _write(unit, index, flat, value)
+    for segment, state in parts:
+        state.copy_(flat[segment.range.start : segment.range.stop])
+
+
+def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of the master of ``param``, 1D, maybe empty; None if no engine trains it."""
+    owner = _find(param)
+    return owner[0].shard_part(owner[1], _master(owner[0])) if owner else None
+
+
+def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of the gradient of ``param``, without loss scale, 1D; None when there is none."""
+    owner = _find(param)
+    if owner is None:
+        return None
+    training = _training[owner[0]]
+    training.gradients.finish_reduce()
+    if training.gradients.shard is None:
+        return None
+    part = owner[0].shard_part(owner[1], training.gradients.shard)
+    return part if training.scaler.scale == 1.0 else part / training.scaler.scale
+
+
+def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+    """This rank's part of an optimizer state of ``param``, 1D; None before the first step."""
+    owner = _find(param)
+    flat = _state_flat(owner[0], optim_state_key) if owner else None
+    return owner[0].shard_part(owner[1], flat) if owner and flat is not None else None
+
+
+def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Sets this rank's part of the master of ``param``; every rank must call it. Collective at stages 1 and 2.
+
+    Raises:
+        StateError: No engine trains ``param``.
+    """
+    unit, index = _must_find(param, "safe_set_local_fp32_param")
+    unit.shard_part(index, _master(unit)).copy_(value)
+    _publish(unit)
+
+
+def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Sets this rank's part of the gradient of ``param`` (without loss scale).
+
+    Raises:
+        StateError: No engine trains ``param``.
+    """
+    unit, index = _must_find(param, "safe_set_local_grad")
+    training = _training[unit]
+    unit.shard_part(index, training.gradients.reduced()).copy_(value * training.scaler.scale)
+
+
+def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
+    """Sets this rank's part of an optimizer state of ``param``.
+
+    Raises:
+        StateError: No engine trains ``param``, or there is no such state yet.
+    """
+    unit, index = _must_find(param, "safe_set_local_optimizer_state")
+    parts, flat = _state_parts(unit, optim_state_key), _state_flat(unit, optim_state_key)
+    if parts is None or flat is None:
+        raise StateError(f"there is no optimizer state {optim_state_key!r}; states exist after the first step")
+    unit.shard_part(index, flat).copy_(value)
+    for segment, state in parts:
+        state.copy_(flat[segment.range.start : segment.range.stop])

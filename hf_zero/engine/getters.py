@@ -1,0 +1,89 @@
+"""DeepSpeed's read-only engine methods, as a table over our own values: name -> function of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from hf_zero.engine.engine import Engine
+
+
+def _rates(engine: Engine) -> list[float]:
+    return [float(group["lr"]) for group in engine.optimizer.param_groups] if engine.optimizer is not None else []
+
+
+def _dtype(engine: Engine) -> torch.dtype:
+    return engine.precision.param_dtype or next((param.dtype for param in engine.module.parameters()), torch.float32)
+
+
+def _batch_info(engine: Engine) -> tuple[int, int, int]:
+    batch = engine.resolved.batch
+    return batch.total, batch.micro, batch.accumulation
+
+
+METHODS: dict[str, Callable[[Engine], Any]] = {
+    "train_batch_size": lambda engine: engine.resolved.batch.total,
+    "train_micro_batch_size_per_gpu": lambda engine: engine.resolved.batch.micro,
+    "gradient_accumulation_steps": lambda engine: engine.accumulation.steps,
+    "get_batch_info": _batch_info,
+    "gradient_clipping": lambda engine: engine.settings.gradient_clipping,
+    "steps_per_print": lambda engine: engine.settings.steps_per_print,
+    "wall_clock_breakdown": lambda engine: engine.settings.wall_clock_breakdown,
+    "zero_optimization": lambda engine: engine.policy.stage > 0,
+    "zero_optimization_stage": lambda engine: engine.policy.stage,
+    "zero_optimization_partition_gradients": lambda engine: engine.policy.stage >= 2,
+    "zero_optimization_partition_weights": lambda engine: engine.policy.stage >= 3,
+    "zero_gather_16bit_weights_on_model_save": lambda engine: (
+        engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
+    ),
+    "zero_offload_optimizer": lambda engine: engine.settings.zero_optimization.offload_optimizer,
+    "zero_offload_param": lambda engine: engine.settings.zero_optimization.offload_param,
+    "zero_overlap_comm": lambda engine: engine.settings.zero_optimization.overlap_comm,
+    "fp16_enabled": lambda engine: engine.settings.fp16.enabled,
+    "bfloat16_enabled": lambda engine: engine.settings.bf16.enabled,
+    "fp16_auto_cast": lambda engine: engine.settings.fp16.auto_cast,
+    "amp_enabled": lambda engine: False,
+    "torch_autocast_enabled": lambda engine: engine.settings.torch_autocast.enabled,
+    "torch_autocast_dtype": lambda engine: engine.precision.autocast_dtype,
+    "dynamic_loss_scale": lambda engine: engine.scaler.dynamic,
+    "loss_scale": lambda engine: engine.scaler.scale,
+    "initial_dynamic_scale": lambda engine: 2**engine.settings.fp16.initial_scale_power,
+    "communication_data_type": lambda engine: engine.precision.message_dtype or _dtype(engine),
+    "postscale_gradients": lambda engine: not engine.settings.prescale_gradients,
+    "gradient_predivide_factor": lambda engine: engine.settings.gradient_predivide_factor,
+    "sparse_gradients_enabled": lambda engine: False,
+    "dataloader_drop_last": lambda engine: engine.settings.dataloader_drop_last,
+    "optimizer_name": lambda engine: engine.settings.optimizer.type if engine.settings.optimizer else None,
+    "optimizer_params": lambda engine: (engine.resolved.resolved.get("optimizer") or {}).get("params"),
+    "scheduler_name": lambda engine: engine.settings.scheduler.type if engine.settings.scheduler else None,
+    "scheduler_params": lambda engine: (engine.resolved.resolved.get("scheduler") or {}).get("params"),
+    "get_lr": _rates,
+    "get_mom": lambda engine: [group.get("betas", group.get("momentum")) for group in engine.optimizer.param_groups],
+    "get_data_types": lambda engine: (_dtype(engine), engine.precision.accumulation_dtype),
+    "is_gradient_accumulation_boundary": lambda engine: engine.accumulation.current_is_boundary(),
+    "was_step_applied": lambda engine: engine.progress.last_step_applied,
+    "dump_state": lambda engine: engine.settings.dump_state,
+    "load_universal_checkpoint": lambda engine: False,
+    "has_moe_layers": lambda engine: False,
+}
+
+VALUES: dict[str, Callable[[Engine], Any]] = {
+    "global_steps": lambda engine: engine.progress.global_steps,
+    "global_samples": lambda engine: engine.progress.global_samples,
+    "skipped_steps": lambda engine: engine.progress.skipped_steps,
+    "micro_steps": lambda engine: engine.accumulation.micro_steps,
+    "device": lambda engine: engine.collectives.topology.device,
+    "dp_world_size": lambda engine: engine.collectives.world,
+    "world_size": lambda engine: engine.collectives.world,
+    "mp_world_size": lambda engine: 1,
+    "global_rank": lambda engine: engine.collectives.rank,
+    "local_rank": lambda engine: engine.collectives.topology.device.index or 0,
+    "data_parallel_group": lambda engine: engine.collectives.topology.group,
+    "seq_data_parallel_group": lambda engine: engine.collectives.topology.group,
+    "basic_optimizer": lambda engine: engine.optimizer.inner if engine.optimizer is not None else None,
+    "client_optimizer": lambda engine: engine.optimizer.inner if engine.optimizer is not None else None,
+    "dist_backend": lambda engine: torch.distributed.get_backend(engine.collectives.topology.group),
+}

@@ -1,0 +1,90 @@
+"""``zero.Init`` with DeepSpeed's arguments: reads the configuration and opens ``ModelInit``."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.comm.topology import init_distributed
+from hf_zero.config.resolve import resolve
+from hf_zero.engine.build import precision_policy
+from hf_zero.errors import UnsupportedError
+from hf_zero.observe import warn_once
+from hf_zero.sharding.init_context import ModelInit
+
+
+class Init:
+    """Context in which a model is built sharded (stage 3); DeepSpeed's ``zero.Init``.
+
+    Creates the process group if there is none. On one rank nothing is sharded.
+
+    Args:
+        module: An existing module to shard at once.
+        data_parallel_group: Process group to shard over; None is all ranks.
+        mem_efficient_linear: Accepted; linear layers are left as they are.
+        remote_device: "none" or None; offloaded construction ("cpu", "nvme") keeps shards where the rank computes.
+        pin_memory: Accepted; see ``remote_device``.
+        config_dict_or_path: Configuration; values of "auto" are allowed.
+        config: The same, older name.
+        enabled: False makes it do nothing.
+        dtype: Type of the parameters; None takes the configuration's.
+        mpu: Object whose ``get_data_parallel_group()`` names the group.
+        zero_param_parallel_group: Refused.
+        zero_quantized_weights: Refused.
+        zero_quantized_nontrainable_weights: Refused.
+        sequence_data_parallel_group: As ``data_parallel_group``.
+        param_swapper: Refused.
+
+    Raises:
+        UnsupportedError: A refused argument is given.
+        ConfigError: The configuration is wrong.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+    ) -> None:
+        refused = {
+            "zero_param_parallel_group": zero_param_parallel_group,
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+            "param_swapper": param_swapper,
+        }
+        for name, value in refused.items():
+            if value:
+                raise UnsupportedError(f"zero.Init({name}={value!r}) is not provided; leave it out")
+        if remote_device not in (None, "none"):
+            warn_once(f"zero.Init(remote_device={remote_device!r}): shards are built on the device of the rank")
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        if enabled:
+            init_distributed()
+            if dtype is None and source is not None:
+                dtype = precision_policy(resolve(source, world_size=torch.distributed.get_world_size()).config).param_dtype
+        group = data_parallel_group or sequence_data_parallel_group or (mpu.get_data_parallel_group() if mpu is not None else None)
+        self._inner = ModelInit(group, dtype, enabled=enabled)
+        if module is not None and enabled:
+            self._inner.shard_all(module)
+
+    def __enter__(self) -> Init:
+        self._inner.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._inner.__exit__(kind, error, trace)

@@ -1,0 +1,107 @@
+"""One optimizer step, as a straight list of phases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.engine.grad_norm import clip_factor, first_non_finite, global_norm
+from hf_zero.engine.loss_scale import LossScaler, NullScaler
+from hf_zero.observe import log_rank0, span
+from hf_zero.optim.sharded import ShardedOptimizer
+from hf_zero.sharding.reducer import Reducer
+from hf_zero.sharding.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step needs to know.
+
+    Attributes:
+        max_norm: Clip the global norm to this; 0 is off.
+        sharded: Gradients are divided over ranks (stages 1 to 3).
+        skips_overflow: Skip the update when a gradient is not finite.
+    """
+
+    max_norm: float
+    sharded: bool
+    skips_overflow: bool
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did: the norm before clipping (0-dim tensor, unscaled), and whether it was skipped and for which parameter."""
+
+    norm: torch.Tensor
+    skipped: bool
+    culprit: str = ""
+
+
+class Stepper:
+    """Takes optimizer steps: finish reductions, norm, check, clip, update, publish, spread."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        reducer: Reducer,
+        optimizer: ShardedOptimizer,
+        scaler: LossScaler | NullScaler,
+        collectives: Collectives,
+        settings: StepSettings,
+    ) -> None:
+        self.runtime = runtime
+        self.reducer = reducer
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.collectives = collectives
+        self.settings = settings
+        # Both in the model's order; the reducer's own order is the model's too.
+        self._gradients = {id(entry.unit): entry for entry in reducer.gradients}
+
+    def take(self) -> StepResult:
+        """One step over the gradients accumulated so far; collective."""
+        with span("finish_reduce"):
+            shards = [self._gradients[id(unit)].reduced() for unit in self.optimizer.units]
+        with span("norm"):
+            scaled_norm = global_norm(shards, self.collectives, self.settings.sharded)
+        overflow = self.settings.skips_overflow and not bool(torch.isfinite(scaled_norm))
+        norm = scaled_norm / self.scaler.scale
+        culprit = ""
+        if overflow:
+            culprit = first_non_finite(self.optimizer.units, shards, self.collectives)
+        else:
+            with span("clip"):
+                self._scale(shards, clip_factor(norm, self.settings.max_norm) / self.scaler.scale)
+            with span("update"):
+                self.runtime.release_for_update()
+                self.optimizer.update(shards)
+            with span("publish"):
+                self._publish()
+        self.optimizer.overflow = overflow
+        before = self.scaler.scale
+        self.scaler.update(overflow)
+        if overflow:
+            log_rank0("step skipped: the gradient of %s is not finite (loss scale %g, now %g)", culprit, before, self.scaler.scale)
+        self.reducer.clear()
+        return StepResult(norm, overflow, culprit)
+
+    @staticmethod
+    def _scale(shards: list[torch.Tensor], factor: torch.Tensor) -> None:
+        # On a CPU reading the factor is free and most steps need none; on a device it would stall, so multiply always.
+        if factor.device.type == "cpu":
+            value = float(factor)
+            if value != 1.0:
+                torch._foreach_mul_(shards, value)
+        else:
+            torch._foreach_mul_(shards, factor)
+
+    def _publish(self) -> None:
+        pending = []
+        for unit in self.optimizer.units:
+            unit.publish()
+            pending.append(unit.start_spread())
+        for entry in pending:
+            if entry is not None:
+                entry.wait()

@@ -1,0 +1,88 @@
+"""``zero.Init``: parameters become shards while the model is being built."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+
+from hf_zero.comm.collectives import build_collectives
+from hf_zero.comm.topology import build_topology
+from hf_zero.sharding.layout import FROZEN
+from hf_zero.sharding.unit import NamedParam, UnitSpec, build_unit, find_unit
+
+
+class ModelInit:
+    """Shards parameters as soon as their module is finished, so that no rank ever holds the whole model.
+
+    [Note: when a module is finished] Its constructor has returned when it is assigned to its parent, which torch reports through its
+    registration hooks. So each layer is whole only between its own construction and its assignment; the largest single layer
+    bounds the memory. Values are rank 0's. Hooks are registered on entry and removed on exit; nothing else in torch is changed.
+
+    Args:
+        group: Data-parallel process group; None is all ranks.
+        dtype: Type floating-point parameters are cast to; None leaves them.
+        device: Where shards live; None is the device of the local rank.
+        enabled: False makes it do nothing.
+    """
+
+    def __init__(
+        self,
+        group: torch.distributed.ProcessGroup | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self._dtype = dtype
+        self._spec: UnitSpec | None = None
+        if enabled:
+            topology = build_topology(group, device)
+            self._spec = UnitSpec(build_collectives(topology), shards=True, releasable=topology.world > 1)
+        self._open: dict[int, nn.Module] = {}  # modules with parameters of their own that are not sharded yet
+        self._stack = ExitStack()
+
+    def __enter__(self) -> ModelInit:
+        if self._spec is not None and self._spec.releasable:
+            for handle in (
+                register_module_parameter_registration_hook(self._on_parameter),
+                register_module_module_registration_hook(self._on_module),
+            ):
+                self._stack.callback(handle.remove)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+        if kind is None:
+            for module in list(self._open.values()):
+                self.shard(module)
+        self._open.clear()
+
+    def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and find_unit(param) is None:
+            self._open[id(module)] = module
+
+    def _on_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        if module is not None:
+            for inner in module.modules():
+                if self._open.pop(id(inner), None) is not None:
+                    self.shard(inner)
+
+    def shard(self, module: nn.Module) -> None:
+        """Shards the parameters that ``module`` itself registers; collective."""
+        if self._spec is None or not self._spec.releasable:
+            return
+        for name, param in module._parameters.items():
+            if param is None or param.is_meta or not param.is_floating_point() or find_unit(param) is not None:
+                continue
+            label = f"{type(module).__name__}.{name}"
+            unit = build_unit(label, [NamedParam(label, param, FROZEN)], self._dtype or param.dtype, self._spec)
+            unit.release()
+
+    def shard_all(self, module: nn.Module) -> None:
+        """Shards every parameter of an existing module; collective."""
+        for inner in module.modules():
+            self.shard(inner)
+
