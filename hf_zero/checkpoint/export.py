@@ -27,7 +27,7 @@ def consolidated_state_dict(
     entries = {
         name: value
         for name, value in module.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor) and not (exclude_frozen_parameters and isinstance(value, nn.Parameter) and not value.requires_grad)
+        if isinstance(value, torch.Tensor) and not (exclude_frozen_parameters and _is_frozen(value))
     }
     writes = collectives.rank == 0
     copies: dict[int, torch.Tensor] = {}
@@ -51,6 +51,10 @@ def _by_unit(values: list[torch.Tensor]) -> list[tuple[Unit, list[torch.Tensor]]
         if owner is not None:
             found.setdefault(id(owner[0]), (owner[0], []))[1].append(value)
     return list(found.values())
+
+
+def _is_frozen(value: torch.Tensor) -> bool:
+    return isinstance(value, nn.Parameter) and not value.requires_grad
 
 
 def _host_copy(value: torch.Tensor) -> torch.Tensor:

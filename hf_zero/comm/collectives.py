@@ -208,9 +208,7 @@ class GlooCollectives(Collectives):
         # Start behind this rank, so that not all ranks send to rank 0 first.
         return [(self.rank + step) % self.world for step in range(1, self.world)]
 
-    def _exchange(
-        self, label: str, outgoing: Callable[[int], torch.Tensor], incoming: Callable[[int], torch.Tensor]
-    ) -> list[Any]:
+    def _exchange(self, label: str, outgoing: Callable[[int], torch.Tensor], incoming: Callable[[int], torch.Tensor]) -> list[Any]:
         group = self.topology.group
         works = []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -107,7 +107,7 @@ def _announce(resolved: ResolvedConfig) -> None:
         logger.setLevel(resolved.config.log_level.upper())
     if resolved.config.dump_state:
         for row in resolved.table():
-            log_rank0("%s = %s (%s)", row.key, row.value, row.origin)
+            log_rank0("%s = %s (%s)", row.key, row.value, row.source)
 
 
 class EngineBuilder:
@@ -143,9 +143,7 @@ class EngineBuilder:
             raise ConfigError(f"optimizer is a {type(client).__name__}; a torch.optim.Optimizer or a function that makes one is allowed")
         elif self.config.optimizer is not None and self.config.optimizer.type and params:
             section = self.resolved.resolved.get("optimizer") or {}
-            inner = build_optimizer(
-                self.config.optimizer.type, section.get("params"), params, device_type=self.topology.device.type
-            )
+            inner = build_optimizer(self.config.optimizer.type, section.get("params"), params, device_type=self.topology.device.type)
         else:
             return None
         if not self.config.zero_allow_untested_optimizer or _needs_whole_tensors(inner):
@@ -170,9 +168,7 @@ class EngineBuilder:
         sinks = build_sinks(self.config) if self.collectives.rank == 0 and optimizer is not None else []
         self._persist_and_release(units)
         runtime.attach()
-        parts = EngineParts(
-            runtime, units, self.collectives, self.policy, self.precision, scaler, optimizer, stepper, scheduler, sinks
-        )
+        parts = EngineParts(runtime, units, self.collectives, self.policy, self.precision, scaler, optimizer, stepper, scheduler, sinks)
         engine = Engine(self.module, self.resolved, parts)
         log_rank0("%s", describe(engine))
         return engine
@@ -318,9 +314,7 @@ def precision_policy(config: ZeroConfig) -> PrecisionPolicy:
         buffer_dtype=_DTYPES[types.buffer_dtype] if types.buffer_dtype else None,
         autocast_dtype=autocast_dtype,
         casts_inputs=config.fp16.enabled and config.fp16.auto_cast,
-        skips_overflow=config.fp16.enabled
-        or (config.bf16.enabled and config.bf16.check_grad_overflow)
-        or autocast_dtype == torch.float16,
+        skips_overflow=config.fp16.enabled or (config.bf16.enabled and config.bf16.check_grad_overflow) or autocast_dtype == torch.float16,
     )
 
 
@@ -358,12 +352,10 @@ def loss_scaler(config: ZeroConfig) -> LossScaler | NullScaler:
     )
 
 
-def make_loader(
-    dataset: Any, resolved: ResolvedConfig, topology: Topology, collate_fn: Callable[[Any], Any] | None
-) -> DataLoader[Any]:
+def make_loader(dataset: Any, resolved: ResolvedConfig, topology: Topology, collate_fn: Callable[[Any], Any] | None) -> DataLoader[Any]:
     """A loader that gives each rank its own micro-batches of ``dataset``; sized datasets are shuffled."""
     batch, drop_last = resolved.batch.micro, resolved.config.dataloader_drop_last
-    sampler = None
+    sampler: DistributedSampler[Any] | None = None
     if hasattr(dataset, "__len__") and not isinstance(dataset, torch.utils.data.IterableDataset):
         sampler = DistributedSampler(dataset, num_replicas=topology.world, rank=topology.rank, drop_last=drop_last)
     return DataLoader(dataset, batch_size=batch, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last)

@@ -22,7 +22,6 @@ from hf_zero.engine.offload_handle import OffloadHandle
 from hf_zero.engine.precision import PrecisionPolicy
 from hf_zero.engine.step import Stepper, StepResult
 from hf_zero.errors import ConfigError, StateError
-
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.sharding.runtime import Runtime

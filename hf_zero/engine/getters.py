@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from hf_zero.engine.engine import Engine
+# The engine's type is not named here: engine.py imports this table, and imports go one way.
+Getter = Callable[[Any], Any]
 
 
-def _rates(engine: Engine) -> list[float]:
+def _rates(engine: Any) -> list[float]:
     return [float(group["lr"]) for group in engine.optimizer.param_groups] if engine.optimizer is not None else []
 
 
-def _dtype(engine: Engine) -> torch.dtype:
+def _dtype(engine: Any) -> torch.dtype:
     return engine.precision.param_dtype or next((param.dtype for param in engine.module.parameters()), torch.float32)
 
 
-def _batch_info(engine: Engine) -> tuple[int, int, int]:
+def _batch_info(engine: Any) -> tuple[int, int, int]:
     batch = engine.resolved.batch
     return batch.total, batch.micro, batch.accumulation
 
 
-METHODS: dict[str, Callable[[Engine], Any]] = {
+METHODS: dict[str, Getter] = {
     "train_batch_size": lambda engine: engine.resolved.batch.total,
     "train_micro_batch_size_per_gpu": lambda engine: engine.resolved.batch.micro,
     "gradient_accumulation_steps": lambda engine: engine.accumulation.steps,
@@ -36,9 +36,7 @@ METHODS: dict[str, Callable[[Engine], Any]] = {
     "zero_optimization_stage": lambda engine: engine.policy.stage,
     "zero_optimization_partition_gradients": lambda engine: engine.policy.stage >= 2,
     "zero_optimization_partition_weights": lambda engine: engine.policy.stage >= 3,
-    "zero_gather_16bit_weights_on_model_save": lambda engine: (
-        engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
-    ),
+    "zero_gather_16bit_weights_on_model_save": lambda engine: engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save,
     "zero_offload_optimizer": lambda engine: engine.settings.zero_optimization.offload_optimizer,
     "zero_offload_param": lambda engine: engine.settings.zero_optimization.offload_param,
     "zero_overlap_comm": lambda engine: engine.settings.zero_optimization.overlap_comm,
@@ -70,7 +68,7 @@ METHODS: dict[str, Callable[[Engine], Any]] = {
     "has_moe_layers": lambda engine: False,
 }
 
-VALUES: dict[str, Callable[[Engine], Any]] = {
+VALUES: dict[str, Getter] = {
     "global_steps": lambda engine: engine.progress.global_steps,
     "global_samples": lambda engine: engine.progress.global_samples,
     "skipped_steps": lambda engine: engine.progress.skipped_steps,

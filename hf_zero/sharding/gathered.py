@@ -21,8 +21,8 @@ class GatheredParameters:
     forward gathered stays gathered.
 
     [Note: changes inside GatheredParameters] With ``modifier_rank`` the values of that rank are broadcast at exit and become the
-    values of shards and masters on all ranks. Without it changes made to a sharded parameter are dropped at exit. When an outer context with
-    a ``modifier_rank`` holds the same unit, the broadcast is left to it: transformers enters inner contexts on rank 0 only.
+    values of shards and masters on all ranks. Without it changes made to a sharded parameter are dropped at exit. When an outer
+    context with a ``modifier_rank`` holds the same unit, the broadcast is left to it: transformers enters inner contexts on rank 0 only.
 
     Args:
         params: Parameters.

@@ -40,7 +40,8 @@ class LeafModules:
 
     def match(self, name: str, module: nn.Module) -> bool:
         """Whether ``module`` is one of them."""
-        kinds = {kind.__name__ for kind in type(module).__mro__} | {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__}
+        lineage = type(module).__mro__
+        kinds = {kind.__name__ for kind in lineage} | {f"{kind.__module__}.{kind.__qualname__}" for kind in lineage}
         return bool(kinds & set(self.classes)) or name in self.names or any(name.endswith(suffix) for suffix in self.name_suffixes)
 
 

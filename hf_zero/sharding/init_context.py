@@ -85,4 +85,3 @@ class ModelInit:
         """Shards every parameter of an existing module; collective."""
         for inner in module.modules():
             self.shard(inner)
-
