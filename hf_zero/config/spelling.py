@@ -68,7 +68,7 @@ class Speller:
         """`cpu_offload: true` and its like -> (name of the block that replaced it, its content), content None when off."""
         block_path = extra_of(section.model_fields[name])["into"].partition(":")[0].rpartition(".")[0]
         block = block_path.rpartition(".")[2]
-        on = _truth(value)
+        on = False if isinstance(value, str) and value == "auto" else _truth(value)
         if on is None:
             self.problems.error(here, f"is {show(value)}; allowed: true or false")
         if on and raw.get(block) is not None:

@@ -33,7 +33,7 @@ class Fp16(Section):
     loss_scale_window: Count = used(1000, "Steps without overflow before the scale grows")
     hysteresis: Count = used(2, "Overflows tolerated before the scale drops")
     consecutive_hysteresis: Bool = used(False, "Refill the tolerance after a step without overflow")
-    min_loss_scale: NonNegative = used(1.0, "Lower bound of the dynamic scale")
+    min_loss_scale: Size = used(1, "Lower bound of the dynamic scale")
     fp16_master_weights_and_grads: Bool = used(False, "Keep master weights and gradients in fp16")
 
 

@@ -1,0 +1,168 @@
+"""Where training records go: TensorBoard, Weights & Biases, Comet and CSV files, as their sections of the config say.
+
+Only one rank writes. The caller builds sinks on rank 0 and hands them records; names go out as they come in, so that dashboards made for
+DeepSpeed keep working when the caller uses its names (`Train/Samples/train_loss`, `Train/Samples/lr`, `Train/Samples/loss_scale`).
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from hf_zero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hf_zero.config.schema import ZeroConfig
+    from hf_zero.config.schema.monitors import Comet, CsvMonitor, Tensorboard, Wandb
+
+
+class Sink(ABC):
+    """One place that training records are written to."""
+
+    @abstractmethod
+    def write(self, record: Mapping[str, float], step: int) -> None:
+        """Write one record.
+
+        Args:
+            record: Name -> value, for example loss, learning rate, gradient norm and loss scale.
+            step: Position on the horizontal axis, growing; DeepSpeed counts samples here.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Flush and release what the sink holds. A second call does nothing."""
+
+
+def build_sinks(config: ZeroConfig) -> list[Sink]:
+    """The sinks whose sections are enabled, in the order tensorboard, wandb, comet, csv_monitor. Call it on one rank only.
+
+    Raises:
+        ConfigError: A section is enabled but its package is not installed. No sink is left open.
+    """
+    sinks: list[Sink] = []
+    try:
+        if config.tensorboard.enabled:
+            sinks.append(TensorboardSink(config.tensorboard))
+        if config.wandb.enabled:
+            sinks.append(WandbSink(config.wandb))
+        if config.comet.enabled:
+            sinks.append(CometSink(config.comet))
+        if config.csv_monitor.enabled:
+            sinks.append(CsvSink(config.csv_monitor))
+    except BaseException:
+        for sink in sinks:
+            sink.close()
+        raise
+    return sinks
+
+
+def _import(section: str, module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"`{section}.enabled` is true but the package {package} cannot be imported ({error}). "
+            f"Install it (pip install {package}) or set `{section}.enabled` to false"
+        ) from error
+
+
+def _folder(output_path: str, job_name: str) -> Path:
+    """Folder of a file sink: the job's, below the output path or else below the folder that the run was started in."""
+    return Path(output_path or ".").expanduser() / job_name
+
+
+class TensorboardSink(Sink):
+    """TensorBoard event files in `<output_path>/<job_name>`."""
+
+    def __init__(self, section: Tensorboard) -> None:
+        tensorboard = _import("tensorboard", "torch.utils.tensorboard", "tensorboard")
+        self._writer = tensorboard.SummaryWriter(log_dir=str(_folder(section.output_path, section.job_name)))
+
+    def write(self, record: Mapping[str, float], step: int) -> None:
+        for name, value in record.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink(Sink):
+    """A Weights & Biases run: the one that is active (a tracker of the user's), else one of its own."""
+
+    def __init__(self, section: Wandb) -> None:
+        wandb = _import("wandb", "wandb", "wandb")
+        self._own = wandb.run is None
+        self._run = wandb.init(project=section.project, group=section.group, entity=section.team) if self._own else wandb.run
+
+    def write(self, record: Mapping[str, float], step: int) -> None:
+        if self._own:
+            self._run.log(dict(record), step=step)
+        else:  # the owner of the run counts its steps; a step that goes backwards would be dropped
+            self._run.log({**record, "hf_zero/step": step})
+
+    def close(self) -> None:
+        if self._own:
+            self._run.finish()
+        self._own = False
+
+
+class CometSink(Sink):
+    """A Comet experiment, written at most once every `samples_log_interval` steps."""
+
+    def __init__(self, section: Comet) -> None:
+        comet = _import("comet", "comet_ml", "comet_ml")
+        options = {
+            "api_key": section.api_key,
+            "project": section.project,
+            "workspace": section.workspace,
+            "experiment_key": section.experiment_key,
+            "mode": section.mode,
+            "online": section.online,
+        }
+        self._experiment = comet.start(**{name: value for name, value in options.items() if value is not None})
+        if section.experiment_name is not None:
+            self._experiment.set_name(section.experiment_name)
+        self._interval = section.samples_log_interval
+        self._last: int | None = None
+
+    def write(self, record: Mapping[str, float], step: int) -> None:
+        if self._last is not None and step - self._last < self._interval:
+            return
+        self._last = step
+        self._experiment.log_metrics(dict(record), step=step)
+
+    def close(self) -> None:
+        self._experiment.end()
+
+
+class CsvSink(Sink):
+    """One CSV file per name in `<output_path>/<job_name>`, with the columns step and name; later runs append."""
+
+    def __init__(self, section: CsvMonitor) -> None:
+        self._folder = _folder(section.output_path, section.job_name)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._files: dict[str, IO[str]] = {}
+
+    def write(self, record: Mapping[str, float], step: int) -> None:
+        for name, value in record.items():
+            file = self._files.get(name) or self._open(name)
+            csv.writer(file).writerow([step, value])
+            file.flush()
+
+    def _open(self, name: str) -> IO[str]:
+        safe = "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in name)
+        file = (self._folder / f"{safe}.csv").open("a", newline="", encoding="utf-8")
+        if file.tell() == 0:
+            csv.writer(file).writerow(["step", name])
+        self._files[name] = file
+        return file
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
