@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +19,8 @@ from hf_zero.config.keys import all_keys
 from hf_zero.config.resolve import resolve
 from hf_zero.config.sources import hidden_size_of, infer_sources_from_model
 from hf_zero.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
 
 TRAINER_CONFIG: dict[str, Any] = {
     "train_batch_size": "auto",
@@ -80,22 +85,34 @@ def test_auto_takes_the_sources() -> None:
     assert resolved.origin["train_batch_size"].startswith("derived")
 
 
+_FILL_WITH_TRANSFORMERS = """
+import json, sys
+import _hf_zero_startup  # transformers wants a distribution named deepspeed
+from types import SimpleNamespace
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+config = HfTrainerDeepSpeedConfig(json.loads(sys.argv[1]))
+config.trainer_config_process(SimpleNamespace(**json.loads(sys.argv[2])))
+args = SimpleNamespace(get_warmup_steps=lambda steps: 0)
+config.trainer_config_finalize(args, SimpleNamespace(config=SimpleNamespace(hidden_size=30)), 100)
+print(json.dumps(config.config))
+"""
+
+
 def test_auto_equals_what_transformers_fills() -> None:
     """The same file, filled by the Trainer's own code and by ours."""
-    deepspeed = pytest.importorskip("transformers.integrations.deepspeed")
-    accelerate = pytest.importorskip("accelerate.utils.deepspeed")
-    args = SimpleNamespace(
-        world_size=2, per_device_train_batch_size=4, gradient_accumulation_steps=3, max_grad_norm=0.5, learning_rate=5e-5, adam_beta1=0.8,
-        adam_beta2=0.95, adam_epsilon=1e-7, weight_decay=0.1, save_on_each_node=False, fp16=False, fp16_full_eval=False, bf16=True,
-        bf16_full_eval=False, get_warmup_steps=lambda steps: 0,
-    )  # fmt: skip
-    theirs = deepspeed.HfTrainerDeepSpeedConfig.__new__(deepspeed.HfTrainerDeepSpeedConfig)
-    accelerate.HfDeepSpeedConfig.__init__(theirs, copy.deepcopy(TRAINER_CONFIG))  # without the check that deepspeed is installed
-    theirs._dtype, theirs.mismatches = None, []
-    theirs.trainer_config_process(args)
-    theirs.trainer_config_finalize(args, SimpleNamespace(config=SimpleNamespace(hidden_size=30)), 100)
-    ours = resolve(TRAINER_CONFIG, world_size=2, sources=SOURCES).config
-    assert resolve(theirs.config, world_size=2).config == ours
+    pytest.importorskip("transformers")
+    names = {
+        "per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm", "learning_rate", "adam_beta1", "adam_beta2",
+        "adam_epsilon", "weight_decay", "fp16", "bf16",
+    }  # fmt: skip
+    arguments: dict[str, Any] = {name: SOURCES[name] for name in names}
+    arguments |= {"world_size": 2, "save_on_each_node": False, "fp16_full_eval": False, "bf16_full_eval": False}
+    command = [sys.executable, "-c", _FILL_WITH_TRANSFORMERS, json.dumps(TRAINER_CONFIG), json.dumps(arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "HF_ZERO": "1"}, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    assert resolve(theirs, world_size=2).config == resolve(TRAINER_CONFIG, world_size=2, sources=SOURCES).config
 
 
 def test_auto_without_sources_takes_defaults() -> None:

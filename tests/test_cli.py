@@ -1,0 +1,158 @@
+"""The `hf-zero` command: what it prints and how it ends."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_zero.cli import main
+from hf_zero.environment import as_text, environment_facts
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": "auto",
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "cpu_offload": False, "overlap_comm": None},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "fused": True}},
+    "autotuning": {"enabled": False, "fast": True},
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def rows_of(text: str) -> dict[str, dict[str, str]]:
+    return {row["key"]: row for row in json.loads(text)["keys"]}
+
+
+def test_explain_prints_the_table_and_the_batch_line(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "explain", file, "--world", "2")
+    assert (code, err) == (0, "")
+    for heading in ("key", "value", "source", "fate", "effect"):
+        assert heading in out.splitlines()[1]
+    line = next(line for line in out.splitlines() if "zero_optimization.stage " in line)
+    assert line.split()[1:4] == ["3", "file", "used"]
+    batch = "train_batch_size 8 = train_micro_batch_size_per_gpu 4 x gradient_accumulation_steps 1 x data-parallel size 2"
+    assert batch in out
+    assert "checkpoint.load_universal" not in out, "keys at their default are left out"
+    assert max(len(line) for line in out.splitlines()) <= 160
+
+
+def test_explain_as_json(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "explain", file, "--world", "2", "--json", "--source", "learning_rate=3e-5")
+    assert code == 0
+    rows = rows_of(out)
+    assert rows["optimizer.params.lr"] == {
+        "key": "optimizer.params.lr", "value": "3e-05", "source": "auto <- learning_rate", "fate": "used", "effect": "Base learning rate",
+    }  # fmt: skip
+    assert rows["gradient_accumulation_steps"]["source"] == "default"
+    assert rows["zero_optimization.overlap_comm"] | {"effect": ""} == {
+        "key": "zero_optimization.overlap_comm", "value": "true", "source": "default (stage 3)", "fate": "used", "effect": "",
+    }  # fmt: skip
+    assert rows["optimizer.params.fused"]["fate"] == "used"
+    assert rows["autotuning.fast"]["effect"] == "not read while `autotuning.enabled` is false"
+    assert json.loads(out)["batch"]["train_batch_size"] == 8
+
+
+def test_explain_all_lists_every_plain_key(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "explain", file, "--json", "--all")
+    rows = rows_of(out)
+    assert len(rows) > 450
+    assert rows["checkpoint.load_universal"]["source"] == "default"
+    assert not [key for key, row in rows.items() if row["fate"] == "refused"], "a default never asks for what is refused"
+
+
+def test_explain_takes_sizes_from_a_model(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.GPT2Config(n_embd=48).save_pretrained(tmp_path / "model")
+    code, out, _ = run(capsys, "explain", file, "--json", "--model", str(tmp_path / "model"))
+    assert code == 0
+    assert rows_of(out)["zero_optimization.reduce_bucket_size"]["value"] == "2304"
+
+
+def test_explain_reads_text_and_base64(capsys: pytest.CaptureFixture[str]) -> None:
+    text = '{"zero_optimization": {"stage": 2}}'
+    for source in (text, base64.urlsafe_b64encode(text.encode()).decode()):
+        code, out, _ = run(capsys, "explain", source, "--json")
+        assert (code, rows_of(out)["zero_optimization.stage"]["value"]) == (0, "2")
+
+
+def test_explain_shows_the_table_and_the_faults_of_a_bad_config(capsys: pytest.CaptureFixture[str]) -> None:
+    bad = '{"zero_optimization": {"stage": 2, "overlap_com": true, "offload_optimizer": {"device": "cpu"}}}'
+    code, out, err = run(capsys, "explain", bad)
+    assert code == 1
+    assert "zero_optimization.stage" in out
+    assert err.count("zero_optimization.overlap_com`") == 1
+    assert "did you mean `zero_optimization.overlap_comm`" in err
+    assert err.count("zero_optimization.offload_optimizer.device") == 1
+    line = next(line for line in out.splitlines() if "offload_optimizer.device" in line)
+    assert "refused" in line
+
+
+def test_explain_strict(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "explain", '{"mine": 1}')
+    assert code == 0
+    assert "warning: `mine`" in out
+    code, out, err = run(capsys, "explain", '{"mine": 1}', "--strict")
+    assert code == 1
+    assert "`mine`" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["explain", "absent.json"], 1, "absent.json"),
+        (["explain", "{}", "--model", "/no/such/model"], 1, "/no/such/model"),
+        (["explain", "{}", "--source", "learning_rat=1"], 1, "learning_rate"),
+        (["explain"], 2, "config"),
+        (["explain", "{}", "--world", "0"], 2, "1 or more"),
+        (["explain", "{}", "--world", "two"], 2, "two"),
+        (["explain", "{}", "--source", "lr"], 2, "NAME=VALUE"),
+        ([], 2, "COMMAND"),
+        (["train"], 2, "train"),
+    ],
+)
+def test_faults_are_printed_once_without_traceback(arguments: list[str], code: int, words: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "hf_zero.cli", *arguments], capture_output=True, text=True, timeout=240)
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    monkeypatch.setenv("ACCELERATE_SECRET_TOKEN", "abc123")
+    code, out, err = run(capsys, "report")
+    assert (code, err) == (0, "")
+    for group in ("hf_zero", "torch", "devices", "deepspeed", "libraries", "variables"):
+        assert f"{group}:" in out.splitlines()
+    assert torch.__version__ in out
+    assert "gloo" in out
+    assert "real DeepSpeed installed" in out
+    assert "ACCELERATE_DEEPSPEED_ZERO_STAGE" in out
+    assert "abc123" not in out, "secrets stay out of bug reports"
+
+
+def test_report_of_an_empty_environment() -> None:
+    facts = environment_facts({})
+    assert facts["variables"] == {}
+    assert "variables:\n  none" in as_text(facts)
+    assert facts["libraries"]["pydantic"]
