@@ -321,12 +321,19 @@ def precision_policy(config: ZeroConfig) -> PrecisionPolicy:
 def gradient_policy(config: ZeroConfig, precision: PrecisionPolicy, stage: StagePolicy, world: int) -> GradientPolicy:
     """Scaling and element types of the reduction.
 
-    The mean is taken by dividing before the sum (``prescale_gradients``, or no predivide factor: one pass, and fp16 sums cannot
-    overflow), or split around it by ``gradient_predivide_factor``.
+    The mean is taken before the sum in fp32, where it costs nothing (the copy into the flat buffer scales on the way), and after it
+    in 16 bit, where dividing by a number of ranks that is no power of two would round every element of the message.
+    ``prescale_gradients``
+    divides before in any case (fp16 sums on a device then cannot overflow), ``gradient_predivide_factor`` splits the division.
     """
     total = 1.0 if config.gradient_allreduce_op == "sum" else 1.0 / world
-    split = config.gradient_predivide_factor != 1.0 and not config.prescale_gradients and total != 1.0
-    pre = 1.0 / config.gradient_predivide_factor if split else total
+    low = (precision.message_dtype or precision.param_dtype or torch.float32).itemsize < 4
+    if total == 1.0:
+        pre = 1.0
+    elif config.gradient_predivide_factor != 1.0 and not config.prescale_gradients:
+        pre = 1.0 / config.gradient_predivide_factor
+    else:
+        pre = 1.0 if low and not config.prescale_gradients else total
     return GradientPolicy(
         message_dtype=precision.message_dtype,
         accumulation_dtype=precision.accumulation_dtype,

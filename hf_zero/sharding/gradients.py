@@ -16,7 +16,8 @@ class GradientPolicy:
     """How gradients travel and where they are summed.
 
     Attributes:
-        message_dtype: Type on the network; None keeps the parameters' type (stage 0: the accumulation type).
+        message_dtype: Type on the network; None is the type of what is sent: the parameters' for one micro-step's gradients,
+            the accumulation type for sums of several and at stage 0.
         accumulation_dtype: Type of the sums over ranks and micro-steps.
         pre_scale: Factor applied while a gradient is copied into the flat buffer, before the reduction.
         post_scale: Factor applied to the reduced sum.
@@ -118,16 +119,15 @@ class UnitGradients:
             raise StateError(f"unit {self.unit.name}: a reduction is in flight already")
         flat = self._allocate(deferred=False)
         self._zero_unwritten(flat)
-        message_dtype = self._policy.message_dtype
-        if not self._policy.sharded:
-            message = flat if message_dtype in (None, flat.dtype) else flat.to(message_dtype)
-            self._received = message
-            self._pending = self._collectives.all_reduce(message, self.unit.name)
-        else:
-            wanted = message_dtype or self.unit.layout.dtype
-            message = flat if flat.dtype == wanted else flat.to(wanted)
+        # What was summed over micro-steps in the accumulation type travels in it too, unless the configuration names another.
+        wanted = self._policy.message_dtype or flat.dtype
+        message = flat if flat.dtype == wanted else flat.to(wanted)
+        if self._policy.sharded:
             self._received = torch.empty(self.unit.layout.shard_numel, dtype=self._policy.accumulation_dtype, device=flat.device)
             self._pending = self._collectives.reduce_scatter(message, self._received, self.unit.name)
+        else:
+            self._received = message
+            self._pending = self._collectives.all_reduce(message, self.unit.name)
         self._flat = None
         self._written = [False] * len(self._written)
         return self._pending
