@@ -122,3 +122,16 @@ def build_topology(group: dist.ProcessGroup | None = None, device: torch.device 
     if group is None:
         raise ConfigError("there is no default process group")
     return Topology(group, dist.get_rank(group), dist.get_world_size(group), device or default_device())
+
+
+def twin_topology(topology: Topology) -> Topology:
+    """The same ranks in a process group of their own, with the same back end and timeout; collective."""
+    backend = dist.get_backend(topology.group)
+    group = dist.new_group(dist.get_process_group_ranks(topology.group), timeout=_timeout_of(topology), backend=backend)
+    return Topology(group, topology.rank, topology.world, topology.device)
+
+
+def _timeout_of(topology: Topology) -> timedelta | None:
+    """The timeout the group was created with; ``new_group`` would take the library's default otherwise. None if it does not tell."""
+    options = getattr(topology.group._get_backend(topology.device), "options", None)
+    return getattr(options, "_timeout", None)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from hf_zero.comm.collectives import Collectives, build_collectives
-from hf_zero.comm.topology import Topology, build_topology, init_distributed
+from hf_zero.comm.topology import Topology, build_topology, init_distributed, twin_topology
 from hf_zero.config.resolve import ResolvedConfig, resolve
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.engine.engine import Engine, EngineParts
@@ -249,9 +247,7 @@ class EngineBuilder:
         if self.policy.shards_parameters and self.topology.world > 1:
             # [Note: two process groups] Gathers and reductions each have an order of their own; on one group their interleaving,
             # which may differ between ranks that skip a block, would have to agree too.
-            ranks = dist.get_process_group_ranks(self.topology.group)
-            group = dist.new_group(ranks, timeout=_timeout_of(self.topology.group), backend=dist.get_backend(self.topology.group))
-            collectives = build_collectives(Topology(group, self.topology.rank, self.topology.world, self.topology.device))
+            collectives = build_collectives(twin_topology(self.topology))
         policy = gradient_policy(self.config, self.precision, self.policy, self.topology.world)
         overlap = self.config.zero_optimization.overlap_comm is not False
         return Reducer([UnitGradients(unit, collectives, policy) for unit in units], overlap)
@@ -278,12 +274,6 @@ class EngineBuilder:
 
 def _needs_whole_tensors(inner: torch.optim.Optimizer) -> bool:
     return whole_tensor_reason(type(inner)) is not None
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout the user gave the group, so that ours ends a hang as soon."""
-    options = getattr(group._get_backend(torch.device("cpu")) if dist.get_backend(group) == "gloo" else None, "options", None)
-    return getattr(options, "_timeout", None)
 
 
 # -- configuration to policies --------------------------------------------------------------------------------------------
@@ -323,8 +313,8 @@ def gradient_policy(config: ZeroConfig, precision: PrecisionPolicy, stage: Stage
 
     The mean is taken before the sum in fp32, where it costs nothing (the copy into the flat buffer scales on the way), and after it
     in 16 bit, where dividing by a number of ranks that is no power of two would round every element of the message.
-    ``prescale_gradients``
-    divides before in any case (fp16 sums on a device then cannot overflow), ``gradient_predivide_factor`` splits the division.
+    ``prescale_gradients`` divides before in any case (fp16 sums on a device then cannot overflow), ``gradient_predivide_factor``
+    splits the division.
     """
     total = 1.0 if config.gradient_allreduce_op == "sum" else 1.0 / world
     low = (precision.message_dtype or precision.param_dtype or torch.float32).itemsize < 4
