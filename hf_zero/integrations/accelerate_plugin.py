@@ -12,6 +12,7 @@ from accelerate.utils import DummyScheduler as AccelerateDummyScheduler
 
 from hf_zero.config.read import read_config
 from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.observe import warn_once
 
 __all__ = ["DummyOptim", "DummyScheduler", "ZeroPlugin"]
 
@@ -79,6 +80,7 @@ class ZeroPlugin(DeepSpeedPlugin):
             **_offload_values("offload_param", offload_param),
         }
         source = config if config is not None else _config_of_launcher()
+        self._config_in_code = config is not None
         if source is None:
             self._start_from_answers(values, options)
         else:
@@ -130,6 +132,15 @@ class ZeroPlugin(DeepSpeedPlugin):
         if steps_per_print not in (None, "auto"):
             # The stock plugin silences DeepSpeed by force; ours prints on rank 0 only, and only when asked.
             self.deepspeed_config["steps_per_print"] = steps_per_print
+
+    def _deepspeed_config_checks(self) -> None:
+        """Lets a configuration given in code win over the launcher's answers, which the stock plugin would refuse."""
+        if not self._config_in_code:
+            super()._deepspeed_config_checks()
+            return
+        answers = sorted(filter(None, os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")))
+        if answers:
+            warn_once(f"ZeroPlugin has its own configuration; of the launcher's {', '.join(answers)} only what it leaves on \"auto\" is filled")
 
     def is_auto(self, ds_key_long: str) -> bool:
         """Whether accelerate has to fill a key; not for those that the engine resolves from the model itself."""
