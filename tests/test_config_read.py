@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from pathlib import Path
 from types import MappingProxyType
 
@@ -41,6 +42,13 @@ def test_mapping_is_copied_deeply() -> None:
     read = read_config(MappingProxyType(source))
     read["zero_optimization"]["stage"] = 3
     assert source["zero_optimization"]["stage"] == 1
+
+
+def test_objects_of_a_config_in_code_are_kept() -> None:
+    group, lock = object(), threading.Lock()  # a lock cannot be copied, like a process group
+    read = read_config({"tensor_parallel": {"tp": {"mpu": lock, "tp_group": group}}, "list": [group]})
+    assert read["tensor_parallel"]["tp"] == {"mpu": lock, "tp_group": group}
+    assert read["list"][0] is group
 
 
 def test_infinity_survives() -> None:

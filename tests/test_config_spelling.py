@@ -274,6 +274,7 @@ def test_values_that_do_not_fit(config: dict[str, Any], key: str, allowed: str) 
         ({"zero_optimization": {"mics_shard_size": 8}}, "zero_optimization.mics_shard_size"),
         ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 3}}}, "optimizer.type"),
+        ({"optimizer": {"params": {"cuda_aware": True, "freeze_step": 3}, "type": "ZeroOneAdam"}}, "optimizer.type"),
         ({"optimizer": {"type": "Muon"}}, "optimizer.type"),
         ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, "optimizer.params.max_grad_norm"),
         ({"optimizer": {"type": "AdamW", "params": {"freeze_step": 400}}}, "optimizer.params.freeze_step"),
@@ -345,6 +346,7 @@ def test_both_16bit_formats() -> None:
     ("config", "words"),
     [
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, ["bf16.bf16_optimizer_states", "bf16_master_weights_and_grads"]),
+        ({"bf16": {"bf16_master_weights_and_grads": True}}, ["bf16.bf16_optimizer_states", "bf16_master_weights_and_grads"]),
         ({"fp16": {"enabled": True, "min_loss_scale": 0}}, ["fp16.min_loss_scale", "fp16.loss_scale"]),
         ({"optimizer": {"params": {"lr": 1}}}, ["optimizer.type", "missing"]),
         ({"optimizer": {"type": "AdamX"}}, ["optimizer.type", "adam"]),

@@ -17,8 +17,11 @@ OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "sgd")
 SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 """Schedulers by config; any class of torch.optim.lr_scheduler is allowed beside them."""
 
+ONE_BIT_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
+"""Optimizers with compressed reduction."""
+
 REFUSED_OPTIMIZERS: dict[str, str] = {
-    **{name: NOT_YET["onebit"] for name in ("onebitadam", "zerooneadam", "onebitlamb") if "onebit" in NOT_YET},
+    **{name: NOT_YET["onebit"] for name in ONE_BIT_OPTIMIZERS if "onebit" in NOT_YET},
     "lamb": "needs whole tensors, and units are flat: use AdamW",
     "muon": "needs whole matrices, and units are flat: use AdamW",
     "muadam": "not provided: pass an optimizer made with the mup package instead",
@@ -43,7 +46,8 @@ def check_refusals(data: dict[str, Any], section: type[Section], path: str, prob
         if field_extra["fate"] == "refused":
             problems.refuse(f"{path}.{section.switch}", default if value is None else value, field_extra["effect"])
             return
-    if path == "optimizer.params" and problems.refusals and any(text.startswith("`optimizer.type`") for text in problems.refusals):
+    if path == "optimizer" and str(data.get("type")).lower() in REFUSED_OPTIMIZERS:
+        problems.refuse("optimizer.type", data["type"], REFUSED_OPTIMIZERS[data["type"].lower()])
         return
     for name, value in data.items():
         if name not in section.model_fields:
@@ -51,9 +55,7 @@ def check_refusals(data: dict[str, Any], section: type[Section], path: str, prob
         here = f"{path}.{name}" if path else name
         field = section.model_fields[name]
         extra, nested = extra_of(field), nested_of(section, name)
-        if here == "optimizer.type" and str(value).lower() in REFUSED_OPTIMIZERS:
-            problems.refuse(here, value, REFUSED_OPTIMIZERS[value.lower()])
-        elif extra["fate"] == "refused":
+        if extra["fate"] == "refused":
             if nested or asks(value, default_of(field), extra.get("passes", ())):
                 problems.refuse(here, value, extra["effect"])
         elif nested and nested.kind == "one":
@@ -78,13 +80,15 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
     fp16, bf16 = data.get("fp16", {}), data.get("bf16", {})
     if fp16.get("enabled") and bf16.get("enabled"):
         problems.error("fp16.enabled", "and `bf16.enabled` are both true; they exclude each other, set one to false")
-    if bf16.get("bf16_optimizer_states") and not bf16.get("bf16_master_weights_and_grads"):
-        problems.error("bf16.bf16_optimizer_states", "is true but `bf16.bf16_master_weights_and_grads` is false; it needs both")
+    masters, states = bf16.get("bf16_master_weights_and_grads", False), bf16.get("bf16_optimizer_states", False)
+    if masters != states:
+        text = f"is {show(states)} but `bf16.bf16_master_weights_and_grads` is {show(masters)}"
+        problems.error("bf16.bf16_optimizer_states", f"{text}; masters and moments have one element type, set both")
     if fp16.get("enabled") and not fp16.get("loss_scale") and fp16.get("min_loss_scale", 1) <= 0:
         text = f"is {show(fp16['min_loss_scale'])}; with a dynamic scale (`fp16.loss_scale` 0) it must be above 0"
         problems.error("fp16.min_loss_scale", text)
     if "optimizer" in data:
-        _check_type("optimizer", data["optimizer"].get("type"), OPTIMIZERS + tuple(REFUSED_OPTIMIZERS), problems)
+        _check_type("optimizer", data["optimizer"].get("type"), OPTIMIZERS + ONE_BIT_OPTIMIZERS + tuple(REFUSED_OPTIMIZERS), problems)
     if "scheduler" in data:
         _check_type("scheduler", data["scheduler"].get("type"), SCHEDULERS, problems)
 

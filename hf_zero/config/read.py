@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import copy
 import json
 import os
 import re
@@ -22,17 +21,17 @@ def read_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str,
     """Read a configuration without interpreting any key.
 
     Args:
-        source: A mapping (copied deeply), a path, JSON text, or JSON text in base64 (URL-safe or plain), as launchers pass it through
-            environment variables. Files may hold comments (`//`, `#`, `/* */`) and trailing commas.
+        source: A mapping (its blocks and lists are copied), a path, JSON text, or JSON text in base64 (URL-safe or plain), as launchers
+            pass it through environment variables. Files may hold comments (`//`, `#`, `/* */`) and trailing commas.
 
     Returns:
-        A new dictionary; nothing in it is shared with `source`.
+        A new dictionary; no block or list in it is shared with `source`.
 
     Raises:
         ConfigError: `source` is none of these, the text is no JSON, a key stands twice in one block, or the top level is no block.
     """
     if isinstance(source, Mapping):
-        return copy.deepcopy(dict(source))
+        return {key: _copied(value) for key, value in source.items()}
     if isinstance(source, os.PathLike):
         return _read_file(Path(source))
     if not isinstance(source, str):
@@ -48,6 +47,13 @@ def read_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str,
             f"The config {short!r} is no existing file, no JSON text and no base64 text. Give the path of a JSON file or a dict."
         )
     return _parse(decoded, "the base64 text")
+
+
+def _copied(value: Any) -> Any:
+    """Blocks and lists anew, everything else as it is: a config in code may hold objects that cannot be copied (process groups)."""
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
 def _read_file(path: Path) -> dict[str, Any]:

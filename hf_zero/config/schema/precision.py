@@ -71,7 +71,11 @@ class TorchAutocast(Section):
 
     enabled: Bool = used(False, "Turn it on; when off an outer autocast region is disabled inside the engine forward")
     dtype: Dtype | None = used(None, "bfloat16 or float16 (short names accepted)")
-    lower_precision_safe_modules: list[str] | None = used(None, "Module classes whose communication may use the lower type")
+    lower_precision_safe_modules: list[str] | None = accepted(
+        None,
+        "Module classes whose communication may use the lower type",
+        "gradients of autocast training are reduced in fp32, or in communication_data_type",
+    )
 
 
 class DataTypes(Section):

@@ -122,7 +122,9 @@ class ZeroOptimization(Section):
     overlap_comm: Bool | None = used(
         None, "Overlap gathers and reductions with computation; unset means true for stage 3 and false otherwise"
     )
-    load_from_fp32_weights: Bool = used(True, "Restore master weights from the fp32 copy in the checkpoint")
+    load_from_fp32_weights: Bool = accepted(
+        True, "Restore master weights from the fp32 copy in the checkpoint", "checkpoints hold the masters and always restore them"
+    )
     elastic_checkpoint: Bool = accepted(False, "Checkpoint independent of the rank count", "every checkpoint loads on any number of ranks")
     grad_hooks: Bool = accepted(True, "Collect gradients by hooks", "gradients are always collected by hooks")
     sub_group_size: Count = accepted(
@@ -195,7 +197,7 @@ class ZeroOptimization(Section):
         "Warn when the fetch order trace is invalidated",
         "the order of gathers is fixed at start; there is no trace that could become invalid",
     )
-    enable_sanity_checks: Bool = used(False, "Run internal consistency checks")
+    enable_sanity_checks: Bool = accepted(False, "Run internal consistency checks", "the checks are always on; they cost no communication")
     save_muon_momentum_buffer_in_memory: Bool = accepted(False, "Keep Muon momentum in memory", "only read by Muon, which is refused")
     leaf_module: LeafModule = section(LeafModule, "Modules fetched as one unit")
     offload_param: OffloadParam = section(OffloadParam, "Keep parameter shards on host or NVMe")
