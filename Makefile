@@ -8,8 +8,6 @@ READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 INPUTS := pyproject.toml constraints.txt build_backend/hf_zero_build.py
 
-# Two ranks on a machine without accelerator, one per device otherwise.
-RANKS ?= $(shell $(BIN)/python -c "import torch; print(torch.accelerator.device_count() or 2)")
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
@@ -17,15 +15,15 @@ BENCH_ARGS ?=
 .PHONY: help demo test test-all lint format bench venv clean
 
 help:
-	@echo "make demo      train, evaluate, save and reload a small GPT-2 with ZeRO-3 on 2 ranks"
+	@echo "make demo      train, evaluate, save and reload a small GPT-2 with ZeRO-3 on 2 ranks (DEMO_ARGS)"
 	@echo "make test      run the fast tests (TEST_ARGS='-k alias')"
 	@echo "make test-all  run every test"
 	@echo "make lint      check format, style, types and spelling; make format repairs the first two"
-	@echo "make bench     measure step times"
+	@echo "make bench     measure step times against DDP and FSDP2 (BENCH_ARGS)"
 	@echo "make venv      only install into $(VENV)"
 
 demo: $(READY)
-	PATH="$(CURDIR)/$(BIN):$$PATH" RANKS=$(RANKS) sh examples/clm/demo.sh $(DEMO_ARGS)
+	$(BIN)/python examples/clm/demo.py $(DEMO_ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(TEST_ARGS)
@@ -44,7 +42,7 @@ format: $(READY_DEV)
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.step_time $(BENCH_ARGS)
+	$(BIN)/python benchmarks/step_time.py $(BENCH_ARGS)
 
 venv: $(READY)
 
