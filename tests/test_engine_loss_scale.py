@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 
 import pytest
 
-from hf_zero import observe
 from hf_zero.engine.loss_scale import LossScaler, NullScaler
-from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.errors import CheckpointError, ConfigError, StateError
 
 
 def scales(scaler: LossScaler, overflows: str) -> list[float]:
@@ -63,15 +61,12 @@ def test_dynamic_scale(options: dict, pattern: str, expected: list[int]) -> None
     assert scales(LossScaler(initial_scale_power=4, **options), pattern) == expected
 
 
-def test_minimum_holds_and_warns_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observe, "_warned", set())
-    monkeypatch.setattr(observe.logger, "propagate", True)
+def test_overflow_at_the_minimum_is_an_error() -> None:
     scaler = LossScaler(initial_scale_power=3, hysteresis=1, min_loss_scale=2)
-    with caplog.at_level(logging.WARNING, logger="hf_zero"):
-        assert scales(scaler, "xx") == [4.0, 2.0]
-        assert not caplog.records
-        assert scales(scaler, "xxx") == [2.0, 2.0, 2.0]
-    assert [("fp16.min_loss_scale" in record.getMessage()) for record in caplog.records] == [True]
+    assert scales(scaler, "xx") == [4.0, 2.0]
+    with pytest.raises(StateError, match=r"fp16\.min_loss_scale 2"):
+        scaler.update(overflow=True)
+    assert scaler.scale == 2.0
 
 
 def test_state_is_json_and_continues_the_same_sequence() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.observe import warn_once
+from hf_zero.errors import CheckpointError, ConfigError, StateError
 
 _FACTOR = 2.0
 
@@ -20,9 +19,8 @@ class LossScaler:
     one the scale doubles. The tolerance is refilled when the scale doubles, or with ``consecutive_hysteresis`` after every
     step without overflow. The sequence of scales is DeepSpeed's for the same sequence of overflows.
 
-    DeepSpeed ends the run when a step overflows at the minimum. Here training goes on and one warning names the keys: a
-    single bad batch can overflow at any scale, the step is skipped in any case, and a run that is truly broken shows it
-    in ``skipped_steps`` and in the warning, without losing the job.
+    A step that overflows at the minimum, with no tolerance left, ends the run with an error, as in DeepSpeed: skipping for ever would
+    look like training.
 
     Args:
         loss_scale: a fixed scale; 0 selects the dynamic one.
@@ -68,7 +66,11 @@ class LossScaler:
         self._tolerance = self.hysteresis
 
     def update(self, overflow: bool) -> None:
-        """Takes note of one boundary; call it once per step, with the same ``overflow`` on every rank."""
+        """Takes note of one boundary; call it once per step, with the same ``overflow`` on every rank.
+
+        Raises:
+            StateError: an overflow at ``min_loss_scale`` with no tolerance left.
+        """
         if not self.dynamic:
             return
         if overflow:
@@ -90,10 +92,9 @@ class LossScaler:
             self._tolerance -= 1
             return
         if self.scale <= self.min_scale:
-            warn_once(
-                f"gradients overflow at the lowest loss scale {self.scale:g} (fp16.min_loss_scale); steps go on being "
-                "skipped. Lower the learning rate or fp16.min_loss_scale, look for a non-finite value in the data, or "
-                "train in bf16."
+            raise StateError(
+                f"gradients overflow at the lowest loss scale {self.scale:g} (fp16.min_loss_scale {self.min_scale:g}): no step can be "
+                "taken any more. Lower the learning rate or fp16.min_loss_scale, look for a non-finite value in the data, or train in bf16"
             )
         self.scale = max(self.scale / _FACTOR, self.min_scale)
 

@@ -80,11 +80,10 @@ class Stepper:
             with span("publish"):
                 self._publish()
         self.optimizer.overflow = overflow
-        before = self.scaler.scale
-        self.scaler.update(overflow)
-        if overflow:
-            log_rank0("step skipped: the gradient of %s is not finite (loss scale %g, now %g)", culprit, before, self.scaler.scale)
         self.reducer.clear()
+        if overflow:
+            log_rank0("step skipped: the gradient of %s is not finite at loss scale %g", culprit, self.scaler.scale)
+        self.scaler.update(overflow)
         return StepResult(norm, overflow, culprit)
 
     @staticmethod

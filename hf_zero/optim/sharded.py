@@ -37,7 +37,7 @@ def group_of_params(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> 
     Raises:
         ConfigError: The optimizer holds a tensor that is not a parameter of the model, or has been stepped before.
     """
-    if optimizer.state:
+    if not _is_fresh(optimizer):
         raise ConfigError(
             f"the {type(optimizer).__name__} given to initialize() already has state for {len(optimizer.state)} parameters; "
             "pass a new optimizer, and resume with load_checkpoint()"
@@ -52,6 +52,11 @@ def group_of_params(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> 
                 )
             groups[id(param)] = index if param.requires_grad else FROZEN
     return groups
+
+
+def _is_fresh(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it was never stepped. Adagrad fills its state at construction, with step 0."""
+    return all("step" in state and float(state["step"]) == 0 for state in optimizer.state.values())
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -82,6 +87,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
         for index, group in enumerate(inner.param_groups):
             group["params"] = [segment.tensor for segment in self.segments if segment.group == index]
+        if inner.state:  # made at construction, for the parameters that the segments replace
+            inner.state = type(inner)([dict(group) for group in inner.param_groups]).state
         self._step: Callable[[], None] | None = None
         self._clear: Callable[[], None] | None = None
 
