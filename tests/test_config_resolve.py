@@ -191,6 +191,29 @@ def test_what_accelerate_writes() -> None:
     assert resolved.config.zero_optimization.overlap_comm is True
 
 
+def test_a_published_stage_2_file() -> None:
+    """As tutorials print it: booleans in quotes, numbers in scientific notation, what the launcher knows left to "auto"."""
+    config = {
+        "fp16": {"enabled": "true", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 15, "hysteresis": 2, "min_loss_scale": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True, "adam_w_mode": True}},
+        "scheduler": TRAINER_CONFIG["scheduler"],
+        "zero_optimization": {
+            "stage": 2, "allgather_partitions": True, "allgather_bucket_size": 2e8, "overlap_comm": True, "reduce_scatter": True,
+            "reduce_bucket_size": 2e8, "contiguous_gradients": True,
+        },
+        "gradient_accumulation_steps": 1, "gradient_clipping": "auto", "steps_per_print": 2000, "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": False,
+    }  # fmt: skip
+    sources = {"per_device_train_batch_size": 16, "learning_rate": 3e-5, "weight_decay": 0.0, "total_num_steps": 50, "warmup_num_steps": 5}
+    resolved = resolve(config, world_size=2, sources=sources, strict=True)
+    assert numbers(resolved.config) == (32, 16, 1)
+    assert resolved.config.fp16.enabled and resolved.config.fp16.initial_scale_power == 15
+    assert resolved.config.zero_optimization.allgather_bucket_size == 200_000_000
+    assert resolved.config.optimizer is not None
+    assert resolved.config.optimizer.params == {"lr": 3e-5, "weight_decay": 0.0, "torch_adam": True, "adam_w_mode": True}
+    assert (resolved.config.gradient_clipping, resolved.config.steps_per_print) == (1.0, 2000)
+
+
 def test_unknown_source_is_an_error() -> None:
     with pytest.raises(ConfigError, match="did you mean 'learning_rate'"):
         resolve({}, sources={"learning_rat": 1})

@@ -31,7 +31,7 @@ from hf_zero.errors import ConfigError, UnsupportedError
             "zero_optimization.reduce_buckets_size",
             "zero_optimization.reduce_bucket_size",
         ),
-        ({"zero_optimization": {"offload_param": {"devcie": "cpu"}}}, "offload_param.devcie", "offload_param.device"),
+        ({"zero_optimization": {"offload_param": {"dev1ce": "cpu"}}}, "offload_param.dev1ce", "offload_param.device"),
         ({"fp16": {"enable": True}}, "fp16.enable", "fp16.enabled"),
         ({"fp16": {"gradient_clipping": 1}}, "fp16.gradient_clipping", "`fp16` takes enabled"),
         ({"zero_optimization": {"betas": 1}}, "zero_optimization.betas", "`zero_optimization` takes stage"),

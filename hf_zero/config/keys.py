@@ -169,7 +169,7 @@ def _inherited(extra: dict[str, Any], governor: _Governor, text: str) -> tuple[F
     if governor.fate == "used":
         return "used", text
     if governor.fate == "refused":
-        return "refused", f"read only with `{governor.path}`, which is refused: {governor.effect}"
+        return "refused", f"read only with `{governor.path}`, which is refused"
     return governor.fate, governor.effect
 
 

@@ -25,7 +25,7 @@ from hf_zero.config.schema.fields import (
 )
 
 NO_BUCKETS = "every unit is one flat buffer with one collective, so there are no buckets to size"
-NO_QUANTIZATION = "not supported: communication keeps its values exact. Use communication_data_type: bf16 to halve the traffic"
+NO_QUANTIZATION = "not supported: set communication_data_type to bf16 for less traffic"
 ALL_RANKS = "not supported: shards are spread over all ranks"
 
 
