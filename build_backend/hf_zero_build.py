@@ -47,7 +47,11 @@ def build_editable(wheel_directory: str, config_settings: Settings = None, metad
     root = Path(__file__).resolve().parents[1]
     with tempfile.TemporaryDirectory() as folder:
         dist_info = Path(folder, prepare_metadata_for_build_wheel(folder, config_settings))
-        files = {f"{dist_info.name}/{file.relative_to(dist_info).as_posix()}": file.read_bytes() for file in dist_info.rglob("*") if file.is_file()}
+        files = {
+            f"{dist_info.name}/{file.relative_to(dist_info).as_posix()}": file.read_bytes()
+            for file in dist_info.rglob("*")
+            if file.is_file()
+        }
         files[f"{dist_info.name}/WHEEL"] = WHEEL_FILE.encode()
         files[HOOK_FILE] = f"{root}{os.linesep}{HOOK_LINE}".encode()
         name = f"{dist_info.stem}-0.editable-py3-none-any.whl"

@@ -57,7 +57,9 @@ def answer(config_file: Path, answers: tuple[tuple[str, int | str | None], ...])
     """Runs `accelerate config` on a pseudo-terminal, answers its questions in order, and returns the file it wrote."""
     command = str(Path(sys.executable).with_name("accelerate"))
     env: Any = environment({"TERM": "xterm", "COLUMNS": "200"})
-    child = pexpect.spawn(command, ["config", "--config_file", str(config_file)], env=env, encoding="utf-8", timeout=60, dimensions=(60, 200))
+    child = pexpect.spawn(
+        command, ["config", "--config_file", str(config_file)], env=env, encoding="utf-8", timeout=60, dimensions=(60, 200)
+    )
     try:
         for question, given in answers:
             child.expect_exact(question)

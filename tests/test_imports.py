@@ -46,7 +46,9 @@ def imports_of(path: Path, *, top_level_only: bool) -> set[str]:
 
 
 def layer_of(module: str) -> int:
-    owners = [(len(prefix), index) for index, row in enumerate(LAYERS) for prefix in row if module == prefix or module.startswith(f"{prefix}.")]
+    owners = [
+        (len(prefix), index) for index, row in enumerate(LAYERS) for prefix in row if module == prefix or module.startswith(f"{prefix}.")
+    ]
     return max(owners)[1]
 
 
@@ -83,7 +85,9 @@ def test_frameworks_are_imported_only_by_integrations(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_modules_import_only_from_their_layer_or_above(name: str) -> None:
     own = layer_of(name)
-    below = {module for module in imports_of(modules()[name], top_level_only=False) if module.startswith("hf_zero.") and layer_of(module) > own}
+    below = {
+        module for module in imports_of(modules()[name], top_level_only=False) if module.startswith("hf_zero.") and layer_of(module) > own
+    }
     if name != "hf_zero":  # the root serves public names lazily, from every layer
         assert not below
 
@@ -108,7 +112,15 @@ def test_there_is_no_import_cycle() -> None:
 
 def test_only_collectives_call_torch_distributed_collectives() -> None:
     """One file issues collectives, so that a test can record them and an error can name the phase."""
-    banned = {"all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "reduce_scatter"}
+    banned = {
+        "all_reduce",
+        "all_gather",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "all_to_all_single",
+        "broadcast",
+        "reduce_scatter",
+    }
     offenders = []
     for name, path in modules().items():
         if name == "hf_zero.comm.collectives":

@@ -46,7 +46,11 @@ class TorchAccelerator:
 
     def device(self, device_index: int | None = None) -> Any:
         """The current device as object, or a context manager that selects ``device_index``."""
-        return torch.device(self.device_name(device_index)) if device_index is None or self._is_cpu else torch.accelerator.device_index(device_index)
+        return (
+            torch.device(self.device_name(device_index))
+            if device_index is None or self._is_cpu
+            else torch.accelerator.device_index(device_index)
+        )
 
     def current_device(self) -> int:
         """Index of the current device; 0 on a CPU."""
@@ -127,7 +131,9 @@ class TorchAccelerator:
             if self._is_cpu and name in _CPU_FUNCTIONS:
                 return _CPU_FUNCTIONS[name]
             return getattr(self._module, name)
-        raise RefusedAttributeError(f"get_accelerator().{name} is not provided by hf_zero; use torch.accelerator or torch.{self.device_name()} directly")
+        raise RefusedAttributeError(
+            f"get_accelerator().{name} is not provided by hf_zero; call torch.accelerator or torch.{self.device_name()}"
+        )
 
     @property
     def _is_cpu(self) -> bool:

@@ -138,7 +138,8 @@ def alias_is_active() -> bool:
         return True
     if switch:
         raise ConfigError(
-            f"environment variable {SWITCH} is {os.environ[SWITCH]!r}; 1 makes hf_zero answer as deepspeed, 0 never, unset only without a real one"
+            f"environment variable {SWITCH} is {os.environ[SWITCH]!r}; "
+            "1 makes hf_zero answer as deepspeed, 0 never does, unset does without a real one"
         )
     return not real_deepspeed_importable()
 

@@ -52,9 +52,15 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         fp32_optimizer_states: bool = True,
     ) -> None:
         name = type(self).__name__
-        _require(name, "bias_correction", bias_correction, True, "use hf_zero.optim.uncorrected_adam.UncorrectedAdam, or optimizer.params.bias_correction in the configuration")
+        _require(
+            name,
+            "bias_correction",
+            bias_correction,
+            True,
+            "use hf_zero.optim.uncorrected_adam.UncorrectedAdam",
+        )
         _require(name, "fp32_optimizer_states", fp32_optimizer_states, True, "leave it out; moments are kept in fp32")
-        params = list(model_params)
+        params: list[Any] = list(model_params)
         _warn_about_foreign_groups(name, params)
         for group in params:
             if isinstance(group, dict):

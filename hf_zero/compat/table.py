@@ -141,7 +141,8 @@ PROVIDED: Final[dict[str, str]] = {
 
 _SEQUENCE = "Ulysses sequence parallelism is not implemented; use accelerate's context parallelism (cp_size) or shorter sequences"
 _PIPELINE = "pipeline parallelism is not implemented; ZeRO stage 3 shards the parameters of a model too large for one device"
-_INFERENCE = "inference kernels are not implemented; train with hf_zero, then serve the saved Hugging Face model with vLLM, TGI or transformers"
+_INFERENCE = "inference kernels are not implemented; serve the saved Hugging Face model with vLLM, TGI or transformers"
+_HYBRID = "the hybrid engine is not implemented; generate with the model under GatheredParameters, or with vLLM"
 _MOE = "expert parallelism is not implemented; Mixture-of-Experts models of transformers train with ZeRO stages 0-3 as they are"
 _CONFIG = "hf_zero reads the configuration with hf_zero.config.resolve.resolve(source), which returns every value with its origin"
 _BUILDER = "nothing is compiled at run time, so there are no op builders"
@@ -173,8 +174,8 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.module_inject": _INFERENCE,
     "deepspeed.replace_transformer_layer": _INFERENCE,
     "deepspeed.revert_transformer_layer": _INFERENCE,
-    "deepspeed.DeepSpeedHybridEngine": "the hybrid engine is not implemented; generate with the model under GatheredParameters, or with vLLM",
-    "deepspeed.runtime.hybrid_engine": "the hybrid engine is not implemented; generate with the model under GatheredParameters, or with vLLM",
+    "deepspeed.DeepSpeedHybridEngine": _HYBRID,
+    "deepspeed.runtime.hybrid_engine": _HYBRID,
     "deepspeed.PipelineModule": _PIPELINE,
     "deepspeed.PipelineEngine": _PIPELINE,
     "deepspeed.pipe": _PIPELINE,

@@ -140,7 +140,9 @@ class ZeroPlugin(DeepSpeedPlugin):
             return
         answers = sorted(filter(None, os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")))
         if answers:
-            warn_once(f"ZeroPlugin has its own configuration; of the launcher's {', '.join(answers)} only what it leaves on \"auto\" is filled")
+            warn_once(
+                f'ZeroPlugin has its own configuration; of the launcher\'s {", ".join(answers)} only what it leaves on "auto" is filled'
+            )
 
     def is_auto(self, ds_key_long: str) -> bool:
         """Whether accelerate has to fill a key; not for those that the engine resolves from the model itself."""
