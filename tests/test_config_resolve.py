@@ -194,7 +194,7 @@ def test_what_accelerate_writes() -> None:
 def test_a_published_stage_2_file() -> None:
     """As tutorials print it: booleans in quotes, numbers in scientific notation, what the launcher knows left to "auto"."""
     config = {
-        "fp16": {"enabled": "true", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 15, "hysteresis": 2, "min_loss_scale": 1},
+        "fp16": {"enabled": "true", "loss_scale": 0, "loss_scale_window": 1e3, "initial_scale_power": 15, "min_loss_scale": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True, "adam_w_mode": True}},
         "scheduler": TRAINER_CONFIG["scheduler"],
         "zero_optimization": {
