@@ -24,12 +24,12 @@ TRAINING_FLAGS = {
     "--n_embd": "256",
     "--n_head": "4",
     "--vocab_size": "4096",
-    "--per_device_train_batch_size": "8",
+    "--per_device_train_batch_size": "4",
     "--per_device_eval_batch_size": "8",
     "--learning_rate": "2e-3",
     "--weight_decay": "0.1",
-    "--num_warmup_steps": "20",
-    "--max_train_steps": "160",
+    "--num_warmup_steps": "40",
+    "--max_train_steps": "320",
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,12 +99,16 @@ def build_run(accelerator: Accelerator, args: argparse.Namespace) -> tuple[Run, 
     config, note = build_config(args)
     if note:
         accelerator.print(note)
-    with accelerator.main_process_first():  # rank 0 downloads, tokenizes and trains the tokenizer; the others find its files
+    # Rank 0 goes first where it leaves files for the others to find; parsing the standard library leaves none, so all do it at once.
+    rank_0_first = accelerator.main_process_first if args.dataset_name or args.train_file else nullcontext
+    with rank_0_first():
         raw = load_raw_datasets(args)
+    with accelerator.main_process_first():
         tokenizer = named_tokenizer(args)
         if tokenizer is None:
             cache_dir = Path(args.output_dir) if args.output_dir else None
             tokenizer = cached_tokenizer(raw["train"]["text"][:], args.vocab_size or DEFAULT_VOCAB_SIZE, cache_dir)
+    with rank_0_first():
         train_blocks, eval_blocks = make_blocks(raw, tokenizer, args)
 
     set_seed(args.seed)
