@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
+from hf_zero.checkpoint import agreement, folders
+from hf_zero.checkpoint.tensor_file import whole, write_tensor_file
 from hf_zero.comm.collectives import Collectives
+from hf_zero.observe import warn_once
 from hf_zero.sharding.unit import Unit, find_unit
 
 
@@ -59,3 +64,52 @@ def _is_frozen(value: torch.Tensor) -> bool:
 
 def _host_copy(value: torch.Tensor) -> torch.Tensor:
     return value.detach().to("cpu", copy=True).contiguous()
+
+
+def safetensors_name(filename: str) -> str:
+    """The file name under which ``filename`` is written: never a pickle, and HF's own name in place of ``pytorch_model.bin``."""
+    stem, _, ending = filename.rpartition(".")
+    if ending == "safetensors":
+        return filename
+    if ending not in ("bin", "pt", "pth"):
+        return f"{filename}.safetensors"
+    return "model.safetensors" if stem == "pytorch_model" else f"{stem}.safetensors"
+
+
+def write_model_file(
+    module: nn.Module, collectives: Collectives, folder: Path, filename: str, exclude_frozen_parameters: bool = False
+) -> Path:
+    """Writes the whole weights of the training type as one safetensors file that ``from_pretrained`` reads; collective.
+
+    A tied parameter is stored once, under the name that ``named_parameters`` gives it, as Hugging Face does.
+
+    Args:
+        module: The user's module.
+        collectives: The axis it is divided over.
+        folder: Made when it does not exist.
+        filename: A ``.bin`` or ``.pt`` ending becomes ``.safetensors``, ``pytorch_model.bin`` becomes ``model.safetensors``.
+        exclude_frozen_parameters: Leave out parameters that need no gradient.
+
+    Returns:
+        The file.
+
+    Raises:
+        CheckpointError: On every rank, when the file cannot be written.
+    """
+    name = safetensors_name(filename)
+    if name != filename:
+        warn_once(f"save_16bit_model: the weights are written as {name}, in safetensors format, not as {filename}: no pickle is written")
+    weights = consolidated_state_dict(module, collectives, exclude_frozen_parameters)
+    what = f"saving the model to {folder / name}"
+    agreement.on_first(collectives, what, lambda: _write(weights or {}, folder, name))
+    return folder / name
+
+
+def _write(weights: dict[str, torch.Tensor], folder: Path, name: str) -> None:
+    once = {id(tensor): (key, tensor) for key, tensor in reversed(list(weights.items()))}  # the first name of each tensor
+    folder.mkdir(parents=True, exist_ok=True)
+    hidden = folder / f".{name}.part"
+    hidden.unlink(missing_ok=True)
+    write_tensor_file(hidden, [whole(key, tensor) for key, tensor in reversed(list(once.values()))])
+    hidden.replace(folder / name)
+    folders.sync_folder(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from hf_zero.checkpoint.export import consolidated_state_dict
 from hf_zero.comm.collectives import Collectives
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.config.schema.root import ZeroConfig
-from hf_zero.engine import getters
+from hf_zero.engine import checkpoints, getters
 from hf_zero.engine.accumulation import Accumulation
 from hf_zero.engine.clock import Clock
 from hf_zero.engine.loss_scale import LossScaler, NullScaler
@@ -264,6 +265,76 @@ class Engine(nn.Module):
         return None if self.progress.last_norm is None else float(self.progress.last_norm)
 
     # -- saving and loading -------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes ``<save_dir>/<tag>/`` with everything a run needs to go on, at any number of ranks; collective.
+
+        Args:
+            save_dir: Folder of all checkpoints of the run.
+            tag: Name of this one; ``global_step{N}`` when None. Rank 0's counts, as do its other arguments.
+            client_state: Values of the caller, returned by ``load_checkpoint``; no pickle, so plain values and tensors only.
+            save_latest: Let ``<save_dir>/latest`` name it.
+            exclude_frozen_parameters: Leave frozen parameters out (a PEFT base model).
+
+        Raises:
+            CheckpointError: On every rank, when it cannot be written; earlier checkpoints stay as they are.
+        """
+        return checkpoints.save(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Restores what ``save_checkpoint`` wrote, at any number of ranks and any stage; collective.
+
+        Args:
+            load_dir: Folder of all checkpoints of the run.
+            tag: Name of one; None is what ``<load_dir>/latest`` names.
+            load_module_strict: The checkpoint must hold exactly this model's parameters and buffers.
+            load_optimizer_states: Restore moments, param groups and loss scale; without, masters come from the weights.
+            load_lr_scheduler_states: Restore the engine's scheduler.
+            load_module_only: Restore parameters and buffers alone.
+            custom_load_fn: Called with ``src=`` whole state dict and ``dst=`` module, gathered, to load the parameters.
+
+        Returns:
+            The folder and the client state; (None, None) when no tag is given and there is no ``latest``.
+
+        Raises:
+            CheckpointError: On every rank, naming the file or parameter that does not fit.
+        """
+        return checkpoints.load(
+            self,
+            load_dir,
+            tag,
+            custom_load_fn,
+            strict=load_module_strict,
+            optimizer_states=load_optimizer_states,
+            scheduler_states=load_lr_scheduler_states,
+            module_only=load_module_only,
+        )
+
+    def save_16bit_model(
+        self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Writes the whole weights of the training type as safetensors (``pytorch_model.bin`` becomes ``model.safetensors``); collective.
+
+        Returns:
+            False when ``stage3_gather_16bit_weights_on_model_save`` forbids it at stage 3.
+        """
+        return checkpoints.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
         """Whole weights of the training type: a dict on rank 0, None elsewhere; collective."""

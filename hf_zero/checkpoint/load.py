@@ -1,0 +1,256 @@
+"""Loading at any number of ranks and any stage: each rank plans the ranges it needs, reads them, and spreads what it holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.checkpoint import agreement, folders
+from hf_zero.checkpoint.catalog import Catalog, Located
+from hf_zero.checkpoint.element_types import DTYPES
+from hf_zero.checkpoint.format import INDEX_FILE, MODULE_FILE, VALUES_FILE, Index
+from hf_zero.checkpoint.optimizer_state import OptimizerPlan
+from hf_zero.checkpoint.state import Loaded, TrainingState
+from hf_zero.checkpoint.tensor_file import Copy, RangeReader
+from hf_zero.checkpoint.values import Decoder
+from hf_zero.errors import CheckpointError
+from hf_zero.observe import log_rank0, span
+from hf_zero.sharding.unit import Unit
+
+_SHOWN_NAMES = 5
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """What the caller wants loaded.
+
+    Attributes:
+        load_dir: Folder of all checkpoints of a run.
+        tag: Name of one; None is the one ``latest`` names.
+        strict: Every parameter and buffer of the model must be there, and no others.
+        optimizer_states: Restore moments, param groups and loss scale.
+        scheduler_states: Restore the engine's scheduler.
+        module_only: Restore nothing but the module.
+        masters_from_fp32: Without optimizer states, take masters from the saved fp32 values; else from the training type.
+        custom: Called with ``src=`` (whole state dict) and ``dst=`` (the module) in place of loading parameters by name.
+    """
+
+    load_dir: str
+    tag: str | None = None
+    strict: bool = True
+    optimizer_states: bool = True
+    scheduler_states: bool = True
+    module_only: bool = False
+    masters_from_fp32: bool = True
+    custom: Callable[..., Any] | None = None
+
+
+def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None:
+    """Restores ``state`` from a checkpoint; collective.
+
+    Everything is checked before anything is changed, but for the bytes of the tensors: when those are damaged, the error
+    comes when some are loaded already, and the engine must not go on.
+
+    Returns:
+        What the caller needs to know, or None when no tag was given and there is no ``latest``.
+
+    Raises:
+        CheckpointError: On every rank, with the same text, naming file or parameter.
+    """
+    net = state.collectives
+    with span("load_checkpoint", request.load_dir):
+        what = f"loading a checkpoint from {request.load_dir}"
+        found = agreement.on_first(net, what, lambda: _find(request))
+        if found is None:
+            log_rank0("nothing loaded: %s has no file 'latest' and no tag was given", request.load_dir)
+            return None
+        folder, text = Path(found[0]), found[1]
+        what = f"loading {folder}"
+        box: list[_Plan] = []
+        agreement.on_all(net, what, lambda: box.append(_Plan(state, request, folder, text)))
+        plan = box[0]
+        agreement.on_all(net, what, plan.read)
+        if request.custom is not None:
+            _load_custom(state, plan, request.custom, what)
+        _spread(state)
+        return Loaded(folder, plan.client_state, None if request.module_only else plan.index.counters, plan.reader.bytes_read)
+
+
+def _find(request: LoadRequest) -> tuple[str, str] | None:
+    """Folder and index text, on rank 0; sizes of all files are checked here, once."""
+    load_dir = Path(request.load_dir)
+    tag = request.tag if request.tag is not None else folders.read_latest(load_dir)
+    if tag is None:
+        return None
+    folder = folders.find(load_dir, tag)
+    text = folders.read_index(folder)
+    for name, record in Index.from_json(text, str(folder / INDEX_FILE)).files.items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing; the index lists it with {record.nbytes} bytes")
+        if path.stat().st_size != record.nbytes:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, the index says {record.nbytes}: it was truncated or replaced")
+    return str(folder), text
+
+
+class _Plan:
+    """All reads of one rank. Making it changes nothing; ``read`` carries it out.
+
+    Raises:
+        CheckpointError: Names, shapes or groups do not fit.
+    """
+
+    def __init__(self, state: TrainingState, request: LoadRequest, folder: Path, text: str) -> None:
+        self.state = state
+        self.request = request
+        self.index = Index.from_json(text, str(folder / INDEX_FILE))
+        self.reader = RangeReader(folder, self.index.files)
+        self.catalog = Catalog(self.index)
+        decoder = Decoder(lambda name: self.reader.whole(VALUES_FILE, name), str(folder / INDEX_FILE))
+        self.client_state = decoder.decode(self.index.client_state)
+        self._decoder = decoder
+        self._copies: list[Copy] = []
+        self._after: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors whose elements do not lie in a row, and their copies
+        if request.strict:
+            self._check_names()
+        if request.custom is None:
+            for unit in state.units:
+                self._plan_unit(unit)
+            for name, param in state.loose_params():
+                self._plan_param(name, param)
+        self._plan_buffers()
+        wants_optimizer = request.optimizer_states and not request.module_only and state.optimizer is not None
+        self._optimizer = OptimizerPlan(state.optimizer, self.catalog, decoder) if wants_optimizer and state.optimizer is not None else None
+
+    # -- planning
+
+    def _check_names(self) -> None:
+        excluded = {self.catalog.canonical(name) for name in self.index.excluded}
+        model = {self.catalog.canonical(name) for name, _ in self.state.module.named_parameters()}
+        buffers = set(self.state.buffers())
+        missing = sorted(model - self.catalog.names - excluded) + sorted(buffers - set(self.index.buffers))
+        spare = sorted(self.catalog.names - model) + sorted(set(self.index.buffers) - buffers)
+        problems = []
+        if missing:
+            problems.append(f"the checkpoint lacks {_some(missing)} of this model")
+        if spare:
+            problems.append(f"this model lacks {_some(spare)} of the checkpoint")
+        if problems:
+            raise CheckpointError(f"{'; '.join(problems)}. Load into the model that was saved, or pass load_module_strict=False")
+
+    def _located(self, name: str, shape: torch.Size) -> Located | None:
+        found = self.catalog.find(name)
+        if found is not None and found.shape != tuple(shape):
+            raise CheckpointError(f"parameter {name} has shape {tuple(shape)} in this model and {found.shape} in the checkpoint")
+        return found
+
+    def _plan_unit(self, unit: Unit) -> None:
+        target = unit.master if unit.master is not None else unit.shard
+        for index, slot in enumerate(unit.layout.slots):
+            found = self._located(slot.name, slot.shape)
+            part = slot.range.intersect(unit.owned)
+            if found is not None and part.numel:
+                self._copies += self.catalog.copies(found, None, part.start - slot.offset, unit.shard_part(index, target))
+
+    def _plan_param(self, name: str, param: nn.Parameter) -> None:
+        found = self._located(name, param.shape)
+        if found is not None:
+            flat = self._flat(param.data)
+            self._copies += self.catalog.copies(found, None, 0, flat)
+
+    def _plan_buffers(self) -> None:
+        for name, buffer in self.state.buffers().items():
+            if name in self.index.buffers:
+                record = self.index.files[MODULE_FILE].tensors[name]
+                if record.shape != tuple(buffer.shape):
+                    raise CheckpointError(
+                        f"buffer {name} has shape {tuple(buffer.shape)} in this model and {record.shape} in the checkpoint"
+                    )
+                self._copies.append(Copy(MODULE_FILE, name, 0, self._flat(buffer.data)))
+
+    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` as one row that can be written to, through a copy when its elements do not lie in a row."""
+        if tensor.is_contiguous():
+            return tensor.view(-1)
+        copy = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        self._after.append((tensor, copy))
+        return copy
+
+    # -- carrying out
+
+    def read(self) -> None:
+        """Reads all this rank needs and installs it; local.
+
+        Raises:
+            CheckpointError: A file is damaged.
+        """
+        request, state = self.request, self.state
+        self.reader.read(self._copies + (self._optimizer.copies if self._optimizer is not None else []))
+        for tensor, copy in self._after:
+            tensor.copy_(copy.view(tensor.shape))
+        for name, module in state.modules_with_extra_state():
+            if name in self.index.extra_state:
+                module.set_extra_state(self._decoder.decode(self.index.extra_state[name]))
+        if self._optimizer is not None:
+            self._optimizer.apply()
+            state.scaler.load_state_dict(self._decoder.decode(self.index.scaler))
+        elif not request.masters_from_fp32:
+            _round_masters(state.units)
+        if request.scheduler_states and not request.module_only and state.scheduler is not None:
+            if self.index.scheduler is None:
+                log_rank0("%s holds no state of a scheduler; this engine's starts from its beginning", self.reader.folder)
+            else:
+                state.scheduler.load_state_dict(self._decoder.decode(self.index.scheduler))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All parameters and buffers, whole, on the host, under all their names; each rank reads everything."""
+        tensors: dict[str, torch.Tensor] = {}
+        copies: list[Copy] = []
+        for name in sorted(self.catalog.names):
+            found = self.catalog.find(name)
+            if found is not None:
+                dtype = DTYPES[self.catalog.dtype(found) or "F32"]
+                flat = torch.empty(math.prod(found.shape), dtype=dtype)
+                copies += self.catalog.copies(found, None, 0, flat)
+                tensors[name] = flat.view(found.shape)
+        self.reader.read(copies)
+        tensors.update({name: self.reader.whole(MODULE_FILE, name) for name in self.index.buffers})
+        tensors.update({alias: tensors[name] for alias, name in self.index.aliases.items() if name in tensors})
+        return tensors
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(names[:_SHOWN_NAMES]) + more
+
+
+def _round_masters(units: list[Unit]) -> None:
+    for unit in units:
+        if unit.master is not None and unit.master is not unit.shard:
+            unit.master.copy_(unit.master.to(unit.shard.dtype))
+
+
+def _load_custom(state: TrainingState, plan: _Plan, custom: Callable[..., Any], what: str) -> None:
+    """Hands the whole state dict to the caller's function, with every parameter gathered; collective."""
+    with ExitStack() as stack, torch.no_grad():
+        for unit in state.units:
+            stack.enter_context(unit.gathered())
+        agreement.on_all(state.collectives, what, lambda: custom(src=plan.state_dict(), dst=state.module) and None)
+        for unit in state.units:
+            unit.take_full()
+
+
+def _spread(state: TrainingState) -> None:
+    """Training-type copies from the masters, and whole buffers where units stay whole; collective."""
+    for unit in state.units:
+        unit.publish()
+        pending = unit.start_spread()
+        if pending is not None:
+            pending.wait()

@@ -1,0 +1,279 @@
+"""The state of a sharded optimizer: flat arrays beside the masters, single numbers, and param groups matched by parameter names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_zero.checkpoint.catalog import Catalog, Located
+from hf_zero.checkpoint.element_types import DTYPES
+from hf_zero.checkpoint.format import MASTER, GroupRecord, OptimizerRecord, ScalarRecord, state_kind
+from hf_zero.checkpoint.tensor_file import Copy, Entry
+from hf_zero.checkpoint.values import Decoder, Encoder, encode_scalar
+from hf_zero.errors import CheckpointError
+from hf_zero.observe import warn_once
+from hf_zero.optim.sharded import OwnedSegment, ShardedOptimizer
+from hf_zero.sharding.layout import ParamSlot
+from hf_zero.sharding.unit import Unit
+
+# How the present optimizer computes, not what: kept as it is, so that a run can move between devices.
+_EXECUTION_KEYS = frozenset({"params", "fused", "foreach", "capturable"})
+
+
+# -- to files ---------------------------------------------------------------------------------------------------------
+
+
+def flat_states(optimizer: ShardedOptimizer) -> list[str]:
+    """Names of this rank's states that have an element per parameter element, in a fixed order."""
+    names = {
+        name
+        for segment in optimizer.segments
+        for name, value in _state_of(optimizer, segment).items()
+        if isinstance(value, torch.Tensor) and value.ndim
+    }
+    return sorted(names)
+
+
+def state_entries(optimizer: ShardedOptimizer, state: str) -> list[Entry]:
+    """``state`` laid out like the master shards, one entry per unit that has it on this rank; gaps are zeros.
+
+    Raises:
+        CheckpointError: A tensor has neither the shape of its segment nor a single element.
+    """
+    entries = []
+    for unit in optimizer.units:
+        pieces: list[torch.Tensor | int] = []
+        end, dtype = 0, None
+        for segment in sorted(optimizer.segments_of(unit), key=lambda segment: segment.range.start):
+            value = _state_of(optimizer, segment).get(state)
+            if not isinstance(value, torch.Tensor):
+                continue
+            if value.shape != segment.tensor.shape:
+                raise CheckpointError(
+                    f"the optimizer state {state!r} of unit {unit.name} has shape {tuple(value.shape)} for {segment.tensor.numel()} elements; "
+                    "only states with one number per element, or one number in all, can be saved"
+                )
+            if dtype not in (None, value.dtype):
+                raise CheckpointError(
+                    f"the optimizer state {state!r} of unit {unit.name} has types {dtype} and {value.dtype}; expected one type"
+                )
+            dtype = value.dtype
+            pieces += [segment.range.start - end, value]
+            end = segment.range.stop
+        if dtype is not None:
+            pieces.append(unit.layout.shard_numel - end)
+            entries.append(Entry(unit.name, dtype, (unit.layout.shard_numel,), tuple(pieces)))
+    return entries
+
+
+def scalars(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
+    """This rank's states of one number each, per segment: unit, group and encoded values."""
+    found = []
+    for segment in optimizer.segments:
+        what = f"the optimizer state of unit {segment.unit.name}, group {segment.group}"
+        values = {
+            name: encode_scalar(value, f"{what}, {name!r}")
+            for name, value in _state_of(optimizer, segment).items()
+            if not isinstance(value, torch.Tensor) or not value.ndim
+        }
+        if _state_of(optimizer, segment):
+            found.append({"unit": segment.unit.name, "group": segment.group, "values": values})
+    return found
+
+
+def _state_of(optimizer: ShardedOptimizer, segment: OwnedSegment) -> Mapping[str, Any]:
+    return optimizer.inner.state.get(segment.tensor, {})
+
+
+def merge_scalars(by_rank: Sequence[Sequence[dict[str, Any]]]) -> tuple[ScalarRecord, ...]:
+    """One record per unit and group, from all ranks.
+
+    Raises:
+        CheckpointError: Ranks disagree, so the optimizer's numbers depend on how a unit is divided.
+    """
+    merged: dict[tuple[str, int], Any] = {}
+    for rank, found in enumerate(by_rank):
+        for entry in found:
+            key = (entry["unit"], entry["group"])
+            known = merged.setdefault(key, entry["values"])
+            if known != entry["values"]:
+                raise CheckpointError(
+                    f"the optimizer keeps {entry['values']} for group {key[1]} of unit {key[0]} on rank {rank} and {known} on another rank; a "
+                    "state that differs between the shards of one parameter cannot be saved"
+                )
+    return tuple(ScalarRecord(unit, group, values) for (unit, group), values in merged.items())
+
+
+def group_records(optimizer: ShardedOptimizer, encoder: Encoder) -> tuple[GroupRecord, ...]:
+    """The param groups with the names of their parameters.
+
+    Raises:
+        CheckpointError: A group holds a value that cannot be saved.
+    """
+    records = []
+    for index, group in enumerate(optimizer.param_groups):
+        values = {key: value for key, value in group.items() if key not in _EXECUTION_KEYS}
+        records.append(GroupRecord(_names(optimizer.units, index), encoder.encode(values, f"optimizer.param_groups[{index}]")))
+    return tuple(records)
+
+
+def _names(units: Sequence[Unit], group: int) -> tuple[str, ...]:
+    return tuple(slot.name for unit in units for slot in unit.layout.slots if slot.group == group)
+
+
+# -- from files -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SegmentPlan:
+    """What one segment gets.
+
+    Attributes:
+        segment: The segment.
+        flat: Tensors of the segment's shape by state name; the plan's ``copies`` fill them.
+        numbers: Single numbers by state name.
+    """
+
+    segment: OwnedSegment
+    flat: dict[str, torch.Tensor]
+    numbers: dict[str, Any]
+
+
+class OptimizerPlan:
+    """How the saved optimizer state maps to the segments of this rank.
+
+    Making it reads no tensor and changes nothing; ``copies`` fill new tensors, ``apply`` installs them.
+
+    Args:
+        optimizer: Whose state is restored.
+        catalog: What the checkpoint holds.
+        decoder: For values in the index.
+
+    Raises:
+        CheckpointError: The checkpoint has no optimizer, or its groups cannot be matched.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer, catalog: Catalog, decoder: Decoder) -> None:
+        record = catalog.index.optimizer
+        if record is None:
+            raise CheckpointError(
+                "the checkpoint was saved by an engine without optimizer; pass load_optimizer_states=False to load the weights alone"
+            )
+        name = type(optimizer.inner).__name__
+        if record.name != name:
+            warn_once(
+                f"the checkpoint holds the optimizer state of {record.name}, this engine trains with {name}; states of the same name are taken"
+            )
+        self.optimizer = optimizer
+        self.copies: list[Copy] = []
+        self._catalog = catalog
+        self._record: OptimizerRecord = record
+        self._decoder = decoder
+        self._numbers = {(entry.unit, entry.group): entry.values for entry in record.scalars}
+        self._groups = [self._match(index) for index in range(len(optimizer.param_groups))]
+        self._segments = [self._plan(segment) for segment in optimizer.segments]
+
+    # -- groups
+
+    def _match(self, index: int) -> dict[str, Any]:
+        """Hyper-parameters of present group ``index``, from the saved group that held its parameters."""
+        names = {self._catalog.canonical(name) for name in _names(self.optimizer.units, index)}
+        matches = [saved for saved in self._record.groups if names & set(saved.params)]
+        if not matches:
+            return {}
+        first = matches[0]
+        for other in matches[1:]:
+            if other.values != first.values:
+                raise CheckpointError(
+                    f"param group {index} of this optimizer holds parameters of saved groups with different settings: "
+                    f"{_differences(first.values, other.values)} ({first.params[0]} and {other.params[0]}). Build the optimizer with the groups "
+                    "it was saved with, or pass load_optimizer_states=False"
+                )
+        values: dict[str, Any] = self._decoder.decode(first.values)
+        return {key: value for key, value in values.items() if key not in _EXECUTION_KEYS}
+
+    # -- states
+
+    def _plan(self, segment: OwnedSegment) -> SegmentPlan:
+        located = [(slot, found) for slot in _slots_in(segment) if (found := self._catalog.find(slot.name)) is not None]
+        trained = [(slot, found) for slot, found in located if found.unit is not None and found.unit.kind == MASTER]
+        flat: dict[str, torch.Tensor] = {}
+        for state in self._record.states:
+            dtypes = {dtype for _, found in trained if (dtype := self._catalog.dtype(found, state_kind(state))) is not None}
+            if dtypes:
+                whole = len(trained) == len(_slots_in(segment))
+                flat[state] = self._target(segment, state, DTYPES[sorted(dtypes)[0]], whole)
+                for slot, found in trained:
+                    self._copy(segment, slot, found, state, flat[state])
+        return SegmentPlan(segment, flat, self._numbers_of(trained))
+
+    def _target(self, segment: OwnedSegment, state: str, dtype: torch.dtype, whole: bool) -> torch.Tensor:
+        """The present tensor when every element that is not a gap will be overwritten, else zeros: moments are not held twice."""
+        present = self.optimizer.inner.state.get(segment.tensor, {}).get(state)
+        fits = isinstance(present, torch.Tensor) and present.shape == segment.tensor.shape and present.dtype == dtype
+        return present if whole and fits else torch.zeros_like(segment.tensor, dtype=dtype)
+
+    def _copy(self, segment: OwnedSegment, slot: ParamSlot, found: Located, state: str, target: torch.Tensor) -> None:
+        start = segment.unit.owned.start + segment.range.start  # of the segment, inside the unit
+        part = slot.range.intersect(segment.range.shift(segment.unit.owned.start))
+        if self._catalog.dtype(found, state_kind(state)) is not None:
+            place = target[part.start - start : part.stop - start]
+            self.copies += self._catalog.copies(found, state_kind(state), part.start - slot.offset, place)
+
+    def _numbers_of(self, trained: Sequence[tuple[ParamSlot, Located]]) -> dict[str, Any]:
+        chosen: Any = None
+        holder = ""
+        for slot, found in trained:
+            values = self._numbers.get((found.unit.name, found.group)) if found.unit is not None else None
+            if values is None:
+                continue
+            if chosen is not None and values != chosen:
+                raise CheckpointError(
+                    f"the optimizer counts differently for {holder} and {slot.name} ({_differences(chosen, values)}), but they are in one group "
+                    "now. Build the optimizer with the groups it was saved with, or pass load_optimizer_states=False"
+                )
+            chosen, holder = values, slot.name
+        return self._decoder.decode(chosen) if chosen is not None else {}
+
+    def apply(self) -> None:
+        """Installs groups and states; local."""
+        for group, values in zip(self.optimizer.param_groups, self._groups, strict=True):
+            _update_group(group, values)
+        state = self.optimizer.inner.state
+        for plan in self._segments:
+            tensor = plan.segment.tensor
+            group = self.optimizer.param_groups[plan.segment.group]
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            numbers = {name: _placed(value, tensor, on_device) for name, value in plan.numbers.items()}
+            state.pop(tensor, None)
+            if numbers or plan.flat:
+                state[tensor] = {**numbers, **plan.flat}
+
+
+def _slots_in(segment: OwnedSegment) -> list[ParamSlot]:
+    """Parameters of the segment's group with elements inside it."""
+    inside = segment.range.shift(segment.unit.owned.start)
+    return [slot for slot in segment.unit.layout.slots if slot.group == segment.group and slot.range.intersect(inside).numel]
+
+
+def _placed(value: Any, like: torch.Tensor, on_device: bool) -> Any:
+    """A single number where the optimizer wants it: fused and capturable kernels read ``step`` on the device."""
+    return value.to(like.device) if isinstance(value, torch.Tensor) and on_device else value
+
+
+def _update_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Takes saved hyper-parameters over; a tensor learning rate keeps its identity, schedulers write into it."""
+    for key, value in values.items():
+        present = group.get(key)
+        if isinstance(present, torch.Tensor):
+            present.fill_(float(value))
+        else:
+            group[key] = float(value) if isinstance(value, torch.Tensor) and isinstance(present, float) else value
+
+
+def _differences(first: Any, second: Any) -> str:
+    keys = sorted(key for key in {*first, *second} if first.get(key) != second.get(key))
+    return ", ".join(f"{key} {first.get(key)!r} and {second.get(key)!r}" for key in keys)

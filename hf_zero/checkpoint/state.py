@@ -1,0 +1,97 @@
+"""What a checkpoint is made of, as values that the engine hands over and takes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.optim.sharded import ShardedOptimizer
+from hf_zero.sharding.unit import Unit, find_unit
+
+
+class Stateful(Protocol):
+    """A scheduler or loss scaler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Takes a state back."""
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The parts of an engine that a checkpoint holds.
+
+    Attributes:
+        module: The user's module.
+        units: Its flat buffers.
+        collectives: The axis they are divided over.
+        stage: ZeRO stage, for information.
+        optimizer: None for an engine that only runs forward.
+        scheduler: The engine's scheduler, or None.
+        scaler: The loss scaler.
+        counters: Counters of the engine.
+    """
+
+    module: nn.Module
+    units: list[Unit]
+    collectives: Collectives
+    stage: int
+    optimizer: ShardedOptimizer | None
+    scheduler: Stateful | None
+    scaler: Stateful
+    counters: Mapping[str, int]
+
+    def loose_params(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters that no unit holds: frozen ones at stages 0 to 2, and those that are not floating point."""
+        for name, param in self.module.named_parameters():
+            if find_unit(param) is None:
+                yield name, param
+
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied parameters -> the name they go by everywhere else."""
+        first = {id(param): name for name, param in self.module.named_parameters()}
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: first[id(param)] for name, param in named if name != first[id(param)]}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Persistent buffers by name; one that is registered twice appears once."""
+        found: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for prefix, module in self.module.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
+                    continue
+                seen.add(id(buffer))
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+        return found
+
+    def modules_with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules that keep state of their own kind (``get_extra_state``)."""
+        for name, module in self.module.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                yield name, module
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load leaves to the caller.
+
+    Attributes:
+        path: The folder.
+        client_state: What was given to the save.
+        counters: Counters of the engine; None when only the module was wanted.
+        bytes_read: Bytes this rank read from tensor files.
+    """
+
+    path: Path
+    client_state: Any
+    counters: dict[str, int] | None
+    bytes_read: int

@@ -1,0 +1,277 @@
+"""safetensors files written straight from shards, with a checksum per chunk, and read by ranges that are verified."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hf_zero.checkpoint.element_types import DTYPES, ITEM_BYTES, dtype_name
+from hf_zero.checkpoint.format import CHUNK_BYTES, FileRecord, TensorRecord
+from hf_zero.errors import CheckpointError
+
+# Bytes that travel at once: large enough for a disk, small beside a shard. A multiple of the chunk.
+_WINDOW_BYTES = 64 * CHUNK_BYTES
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to write, as pieces in order; a piece that is a number stands for so many zeros.
+
+    Attributes:
+        name: Its name in the file.
+        dtype: Type of its elements.
+        shape: Its shape.
+        pieces: Tensors of that dtype on any device, or numbers of zeros; together ``shape``'s elements.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[torch.Tensor | int, ...]
+
+
+def whole(name: str, tensor: torch.Tensor) -> Entry:
+    """The entry of one tensor as it is."""
+    return Entry(name, tensor.dtype, tuple(tensor.shape), (tensor,))
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_tensor_file(path: Path, entries: Sequence[Entry]) -> FileRecord:
+    """Writes a new safetensors file and forces it to the disk.
+
+    Device tensors pass through the host a window of 4 MiB at a time; host tensors are written from where they are.
+
+    Args:
+        path: The file; must not exist.
+        entries: What to write; names differ.
+
+    Returns:
+        Where everything is, with checksums.
+
+    Raises:
+        CheckpointError: An element type that safetensors lacks.
+        OSError: The file system refuses.
+    """
+    # Wide elements first, as the safetensors library does: every tensor is aligned to its element.
+    ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    header = _header(ordered, path.name)
+    tensors, offset = {}, len(header)
+    with open(path, "xb", buffering=0) as file:
+        _write_all(file.fileno(), memoryview(header))
+        for entry in ordered:
+            checksum = _Checksum()
+            nbytes = 0
+            for window in _windows(entry.pieces, entry.dtype.itemsize):
+                _write_all(file.fileno(), window)
+                checksum.update(window)
+                nbytes += len(window)
+            name = dtype_name(entry.dtype, entry.name)
+            tensors[entry.name] = TensorRecord(name, entry.shape, offset, nbytes, checksum.digits())
+            offset += nbytes
+        os.fsync(file.fileno())
+    return FileRecord(offset, len(header), _hex(zlib.crc32(header)), tensors)
+
+
+def _header(entries: Sequence[Entry], file: str) -> bytes:
+    """Length prefix and JSON header, padded with spaces to a multiple of 8 bytes."""
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in entries:
+        if entry.name in fields:
+            raise CheckpointError(f"{file}: two tensors are named {entry.name!r}; a checkpoint needs one name each")
+        nbytes = math.prod(entry.shape) * entry.dtype.itemsize
+        offsets = [offset, offset + nbytes]
+        fields[entry.name] = {"dtype": dtype_name(entry.dtype, entry.name), "shape": list(entry.shape), "data_offsets": offsets}
+        offset += nbytes
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _windows(pieces: Iterable[torch.Tensor | int], itemsize: int) -> Iterator[memoryview]:
+    zeros = memoryview(bytes(_WINDOW_BYTES))
+    step = _WINDOW_BYTES // itemsize
+    for piece in pieces:
+        if isinstance(piece, int):
+            for start in range(0, piece * itemsize, _WINDOW_BYTES):
+                yield zeros[: min(_WINDOW_BYTES, piece * itemsize - start)]
+            continue
+        flat = piece.detach().reshape(-1)
+        for start in range(0, flat.numel(), step):
+            window = flat[start : start + step].contiguous().to("cpu")
+            yield memoryview(window.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+class _Checksum:
+    """CRC-32 per chunk of a stream that arrives in pieces of any length."""
+
+    def __init__(self) -> None:
+        self._digits: list[str] = []
+        self._value = 0
+        self._filled = 0
+
+    def update(self, data: memoryview) -> None:
+        """Takes the next bytes."""
+        while data:
+            part = data[: CHUNK_BYTES - self._filled]
+            self._value = zlib.crc32(part, self._value)
+            self._filled += len(part)
+            if self._filled == CHUNK_BYTES:
+                self._close()
+            data = data[len(part) :]
+
+    def _close(self) -> None:
+        self._digits.append(_hex(self._value))
+        self._value = self._filled = 0
+
+    def digits(self) -> str:
+        """The checksums of all chunks, the last one maybe short."""
+        if self._filled:
+            self._close()
+        return "".join(self._digits)
+
+
+def _hex(crc: int) -> str:
+    return f"{crc:08x}"
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Elements to read: those of tensor ``tensor`` in ``file`` from ``start`` on go to the 1D ``target``, cast to its dtype."""
+
+    file: str
+    tensor: str
+    start: int
+    target: torch.Tensor
+
+
+class RangeReader:
+    """Reads ranges of the tensors of one folder, a window at a time, and verifies each chunk it touches.
+
+    Attributes:
+        bytes_read: Bytes read from files so far.
+    """
+
+    def __init__(self, folder: Path, files: Mapping[str, FileRecord]) -> None:
+        self.folder = folder
+        self.files = files
+        self.bytes_read = 0
+
+    def read(self, copies: Iterable[Copy]) -> None:
+        """Carries out ``copies``; ranges of one tensor that lie close are read together.
+
+        Raises:
+            CheckpointError: A file is missing, short or damaged; names file, tensor and bytes.
+        """
+        by_file: dict[str, dict[str, list[Copy]]] = {}
+        for copy in copies:
+            if copy.target.numel():
+                by_file.setdefault(copy.file, {}).setdefault(copy.tensor, []).append(copy)
+        for name, tensors in by_file.items():
+            path = self.folder / name
+            try:
+                with open(path, "rb", buffering=0) as file:
+                    self._check_header(file.fileno(), name)
+                    for tensor, parts in tensors.items():
+                        self._read_tensor(file.fileno(), name, tensor, sorted(parts, key=lambda copy: copy.start))
+            except OSError as error:
+                raise CheckpointError(f"cannot read {path}: {error}") from error
+
+    def whole(self, file: str, tensor: str) -> torch.Tensor:
+        """A new host tensor with all of ``tensor``."""
+        record = self._record(file, tensor)
+        value = torch.empty(math.prod(record.shape), dtype=DTYPES[record.dtype])
+        self.read([Copy(file, tensor, 0, value)])
+        return value.view(record.shape)
+
+    def _record(self, file: str, tensor: str) -> TensorRecord:
+        record = self.files.get(file)
+        if record is None or tensor not in record.tensors:
+            raise CheckpointError(f"{self.folder / file} should hold {tensor!r}, but the index lists no such tensor there")
+        return record.tensors[tensor]
+
+    def _check_header(self, descriptor: int, name: str) -> None:
+        if name not in self.files:
+            raise CheckpointError(f"{self.folder}: the index lists no file {name}")
+        record = self.files[name]
+        header = self._pread(descriptor, record.header_nbytes, 0, name)
+        if _hex(zlib.crc32(header)) != record.header_crc32:
+            raise CheckpointError(f"{self.folder / name} is damaged: the checksum of its header does not match the index")
+
+    def _read_tensor(self, descriptor: int, file: str, tensor: str, copies: list[Copy]) -> None:
+        record = self._record(file, tensor)
+        itemsize, dtype = ITEM_BYTES[record.dtype], DTYPES[record.dtype]
+        numel = record.nbytes // itemsize
+        last = max(copy.start + copy.target.numel() for copy in copies)
+        if copies[0].start < 0 or last > numel:
+            raise CheckpointError(f"{self.folder / file}: elements {copies[0].start} to {last} of {tensor!r} wanted, it has {numel}")
+        for start, stop in _spans(copies, itemsize, record.nbytes):
+            data = self._pread(descriptor, stop - start, record.offset + start, file)
+            self._verify(data, record, start, f"{self.folder / file}: tensor {tensor!r}")
+            values = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
+            _deliver(copies, values, start // itemsize)
+
+    def _pread(self, descriptor: int, nbytes: int, offset: int, name: str) -> bytearray:
+        data = bytearray(nbytes)
+        view, done = memoryview(data), 0
+        while done < nbytes:
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.folder / name} is truncated: it ends at byte {offset + done}, the index says {self.files[name].nbytes}"
+                )
+            done += count
+        self.bytes_read += nbytes
+        return data
+
+    @staticmethod
+    def _verify(data: bytearray, record: TensorRecord, start: int, what: str) -> None:
+        view = memoryview(data)
+        for position in range(0, len(data), CHUNK_BYTES):
+            chunk = (start + position) // CHUNK_BYTES
+            if _hex(zlib.crc32(view[position : position + CHUNK_BYTES])) != record.crc32[8 * chunk : 8 * chunk + 8]:
+                first = record.offset + start + position
+                raise CheckpointError(
+                    f"{what} is damaged: the checksum of the {CHUNK_BYTES} bytes from byte {first} on does not match the index"
+                )
+
+
+def _spans(copies: list[Copy], itemsize: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Byte ranges (start, stop) of whole chunks that cover sorted ``copies``, each at most a window long."""
+    merged: list[list[int]] = []
+    for copy in copies:
+        start = copy.start * itemsize // CHUNK_BYTES * CHUNK_BYTES
+        stop = min(math.ceil((copy.start + copy.target.numel()) * itemsize / CHUNK_BYTES) * CHUNK_BYTES, nbytes)
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], stop)
+        else:
+            merged.append([start, stop])
+    for start, stop in merged:
+        for position in range(start, stop, _WINDOW_BYTES):
+            yield position, min(position + _WINDOW_BYTES, stop)
+
+
+def _deliver(copies: list[Copy], values: torch.Tensor, first: int) -> None:
+    """Copies from ``values``, elements ``first`` on of a tensor, what the copies want of them."""
+    for copy in copies:
+        start = max(copy.start, first)
+        stop = min(copy.start + copy.target.numel(), first + values.numel())
+        if stop > start:
+            copy.target[start - copy.start : stop - copy.start].copy_(values[start - first : stop - first])

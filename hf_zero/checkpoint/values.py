@@ -1,0 +1,218 @@
+"""Plain Python values as JSON: tags where JSON has no word, tensors by name in a file of their own. Reading runs no code.
+
+A value is kept as JSON has it when JSON keeps it: None, bool, int, str, finite float, list, dict with string keys. Everything
+else becomes ``{"$": tag, ...}``. A type that is in no table here is refused by the path of its key.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import pathlib
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_zero.checkpoint.element_types import DTYPES, NAMES
+from hf_zero.errors import CheckpointError
+
+_TAG = "$"
+_NUMPY_KINDS = "biufcSUMm"  # of numpy.dtype.kind: no objects, no records
+_PATHS = (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class Encoder:
+    """Turns values into JSON and collects the tensors they hold.
+
+    Attributes:
+        tensors: What belongs into the tensor file, by the name the JSON uses.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._open: set[int] = set()  # containers on the way from the root to here: a cycle shows as one met again
+
+    def encode(self, value: Any, path: str) -> Any:
+        """The JSON form of ``value``.
+
+        Args:
+            value: Any nesting of the supported types.
+            path: How messages call it (``client_state``).
+
+        Raises:
+            CheckpointError: A value of another type, or a container that contains itself; names its path.
+        """
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {_TAG: "float", "value": str(value)}
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, (np.ndarray, np.generic)):
+            return _numpy(value, path)
+        leaf = _leaf(value)
+        if leaf is not None:
+            return leaf
+        if id(value) in self._open:
+            raise CheckpointError(f"{path} contains itself and cannot be saved")
+        self._open.add(id(value))
+        try:
+            return self._container(value, path)
+        finally:
+            self._open.discard(id(value))
+
+    def _container(self, value: Any, path: str) -> Any:
+        kind = type(value)
+        if kind in (list, tuple, torch.Size):
+            items = [self.encode(item, f"{path}[{position}]") for position, item in enumerate(value)]
+            return items if kind is list else {_TAG: "size" if kind is torch.Size else "tuple", "items": items}
+        if kind in (set, frozenset):
+            ordered = sorted(value, key=lambda item: (type(item).__name__, repr(item)))
+            return {_TAG: kind.__name__, "items": [self.encode(item, f"{path}{{{item!r}}}") for item in ordered]}
+        if kind not in (dict, OrderedDict):
+            raise CheckpointError(
+                f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved without pickle. Allowed are None, numbers, "
+                "strings, bytes, lists, tuples, sets, dicts, paths, tensors, NumPy arrays and numbers, torch dtypes and devices; "
+                "convert it (for example with dict(...) or str(...)) or leave it out"
+            )
+        if kind is dict and all(type(key) is str and not key.startswith(_TAG) for key in value):
+            return {key: self.encode(item, f"{path}[{key!r}]") for key, item in value.items()}
+        pairs = [[self.encode(key, f"key {key!r} of {path}"), self.encode(item, f"{path}[{key!r}]")] for key, item in value.items()]
+        return {_TAG: "dict" if kind is dict else "OrderedDict", "items": pairs}
+
+    def _tensor(self, value: torch.Tensor, path: str) -> Any:
+        if value.layout is not torch.strided or value.is_quantized or value.dtype not in NAMES or value.is_meta:
+            raise CheckpointError(
+                f"{path} is a tensor of layout {value.layout} and dtype {value.dtype} on {value.device}, which safetensors cannot hold; "
+                "convert it to a dense tensor of another dtype or leave it out"
+            )
+        name = f"{len(self.tensors):05d} {path}"
+        self.tensors[name] = value.detach()
+        return {_TAG: "tensor", "name": name}
+
+
+def encode_scalar(value: Any, path: str) -> Any:
+    """As ``Encoder.encode`` for a number, or a tensor of one number, which is kept in the JSON itself; exact.
+
+    Raises:
+        CheckpointError: Neither of both; names ``path``.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.ndim or value.is_complex():
+            raise CheckpointError(
+                f"{path} is a tensor of shape {tuple(value.shape)} and dtype {value.dtype}, expected a single real number"
+            )
+        return {_TAG: "scalar", "dtype": NAMES[value.dtype], "value": encode_scalar(value.item(), path)}
+    if value is None or type(value) in (bool, int, float):
+        return Encoder().encode(value, path)
+    raise CheckpointError(f"{path} is a {type(value).__name__}, expected a tensor or a number; it cannot be saved")
+
+
+def _leaf(value: Any) -> Any:
+    if type(value) in (bytes, bytearray):
+        return {_TAG: type(value).__name__, "base64": base64.b64encode(value).decode()}
+    if type(value) is complex:
+        return {_TAG: "complex", "value": [repr(value.real), repr(value.imag)]}
+    if type(value) is range or type(value) is slice:
+        return {_TAG: type(value).__name__, "value": [value.start, value.stop, value.step]} if _plain_bounds(value) else None
+    if isinstance(value, torch.dtype):
+        return {_TAG: "dtype", "value": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {_TAG: "device", "value": str(value)}
+    if type(value) in _PATHS:
+        return {_TAG: "path", "value": str(value)}
+    return None
+
+
+def _plain_bounds(value: range | slice) -> bool:
+    return all(bound is None or type(bound) is int for bound in (value.start, value.stop, value.step))
+
+
+def _numpy(value: Any, path: str) -> Any:
+    array = np.asarray(value)
+    if array.dtype.kind not in _NUMPY_KINDS or type(value) not in (np.ndarray, array.dtype.type):
+        raise CheckpointError(
+            f"{path} is a {type(value).__name__} of dtype {array.dtype}, which cannot be saved without pickle; convert it"
+        )
+    tag = "ndarray" if type(value) is np.ndarray else "numpy"
+    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {_TAG: tag, "dtype": array.dtype.str, "shape": list(array.shape), "base64": data}
+
+
+# -- decoding ---------------------------------------------------------------------------------------------------------
+
+
+class Decoder:
+    """Turns JSON back into values.
+
+    Args:
+        tensor: Gives the tensor of a name that the JSON uses.
+        path: How messages call the whole (the index file).
+    """
+
+    def __init__(self, tensor: Callable[[str], torch.Tensor], path: str) -> None:
+        self._tensor = tensor
+        self._path = path
+
+    def decode(self, data: Any) -> Any:
+        """The value of a JSON form.
+
+        Raises:
+            CheckpointError: An unknown tag, or a tag with wrong contents.
+        """
+        if isinstance(data, list):
+            return [self.decode(item) for item in data]
+        if not isinstance(data, dict):
+            return data
+        if _TAG not in data:
+            return {key: self.decode(item) for key, item in data.items()}
+        tag = data[_TAG]
+        reader = self._readers().get(tag) if isinstance(tag, str) else None
+        if reader is None:
+            raise CheckpointError(f"{self._path}: unknown tag {tag!r} in a saved value; install a newer hf_zero")
+        try:
+            return reader(data)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{self._path}: a saved value with tag {tag!r} is broken: {error!r}") from error
+
+    def _readers(self) -> dict[str, Callable[[dict[str, Any]], Any]]:
+        return {
+            "float": lambda data: _FLOATS[data["value"]],
+            "tensor": lambda data: self._tensor(data["name"]),
+            "scalar": lambda data: torch.tensor(self.decode(data["value"]), dtype=DTYPES[data["dtype"]]),
+            "ndarray": _read_array,
+            "numpy": lambda data: _read_array(data)[()],
+            "bytes": lambda data: base64.b64decode(data["base64"]),
+            "bytearray": lambda data: bytearray(base64.b64decode(data["base64"])),
+            "complex": lambda data: complex(*(float(part) for part in data["value"])),
+            "range": lambda data: range(*data["value"]),
+            "slice": lambda data: slice(*data["value"]),
+            "dtype": lambda data: _read_dtype(data["value"]),
+            "device": lambda data: torch.device(data["value"]),
+            "path": lambda data: pathlib.Path(data["value"]),
+            "tuple": lambda data: tuple(self.decode(data["items"])),
+            "size": lambda data: torch.Size(data["items"]),
+            "set": lambda data: set(self.decode(data["items"])),
+            "frozenset": lambda data: frozenset(self.decode(data["items"])),
+            "dict": lambda data: {self.decode(key): self.decode(item) for key, item in data["items"]},
+            "OrderedDict": lambda data: OrderedDict((self.decode(key), self.decode(item)) for key, item in data["items"]),
+        }
+
+
+def _read_array(data: dict[str, Any]) -> Any:
+    dtype = np.dtype(data["dtype"])
+    if dtype.kind not in _NUMPY_KINDS:
+        raise ValueError(f"dtype {dtype}")
+    return np.frombuffer(base64.b64decode(data["base64"]), dtype=dtype).reshape(data["shape"]).copy()
+
+
+def _read_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return dtype
