@@ -1,0 +1,115 @@
+"""Unmodified scripts under stock launchers: DeepSpeed users', plain Accelerate's, and what the off switch does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.processes import environment, run
+
+DEEPSPEED_SCRIPT = """
+import argparse, json
+import torch
+import deepspeed
+import deepspeed.comm as dist
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=0)
+args = deepspeed.add_config_arguments(parser).parse_args()
+deepspeed.init_distributed()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+engine, optimizer, loader, scheduler = deepspeed.initialize(
+    args=args, model=model, model_parameters=model.parameters(), training_data=data
+)
+assert isinstance(engine, deepspeed.DeepSpeedEngine) and isinstance(engine, torch.nn.Module)
+losses = []
+for _ in range(4):
+    for inputs, target in loader:
+        loss = torch.nn.functional.mse_loss(engine(inputs.to(engine.device)), target.to(engine.device))
+        engine.backward(loss)
+        engine.step()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    losses.append(total.item() / dist.get_world_size())
+norm = deepspeed.utils.safe_get_full_fp32_param(engine.module[0].weight).norm()
+if dist.get_rank() == 0:
+    print("REPORT " + json.dumps({"losses": losses, "world": dist.get_world_size(), "batches": len(loader), "norm": float(norm)}))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+DATA_SCRIPT = """
+import json, torch
+from accelerate import Accelerator
+accelerator = Accelerator()
+loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(10), batch_size=2, num_workers=1))
+seen = accelerator.gather_for_metrics(torch.cat(list(loader)).to(accelerator.device))
+mine = [accelerator.process_index, accelerator.num_processes, accelerator.is_main_process, accelerator.state.backend]
+with accelerator.main_process_first():
+    accelerator.print("REPORT " + json.dumps({"seen": sorted(set(seen.tolist())), "main": mine, "device": accelerator.device.type}))
+accelerator.end_training()
+"""
+
+
+def _report(out: str) -> dict[str, Any]:
+    (line,) = [line for line in out.splitlines() if line.startswith("REPORT ")]
+    return json.loads(line.removeprefix("REPORT "))
+
+
+def _launcher_yaml(folder: Path) -> Path:
+    settings = {"distributed_type": "DEEPSPEED", "num_processes": 2, "use_cpu": False, "deepspeed_config": {"zero_stage": 2}}
+    path = folder / "launcher.yaml"
+    path.write_text(yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", "num_machines": 1, **settings}))
+    return path
+
+
+def test_a_deepspeed_users_script_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DEEPSPEED_SCRIPT)
+    config = {
+        "train_batch_size": 16,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_max_lr": 1e-2}},
+        "zero_optimization": {"stage": 3},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    command = ["torchrun", "--standalone", "--nproc_per_node", "2", "train.py", "--deepspeed", "--deepspeed_config", "ds.json"]
+    report = _report(run(command, cwd=tmp_path, timeout=200))
+    assert report["world"] == 2 and report["batches"] == 4  # 64 rows, 8 per rank and micro-step, 2 ranks
+    assert report["losses"][-1] < 0.8 * report["losses"][0]
+    assert report["norm"] > 0
+
+
+def test_the_same_script_runs_alone_without_a_launcher(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DEEPSPEED_SCRIPT)
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 16, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}))
+    report = _report(run(["python", "train.py", "--deepspeed_config", "ds.json"], cwd=tmp_path))
+    assert report["world"] == 1 and report["losses"][-1] < report["losses"][0]
+
+
+def test_a_plain_accelerator_shares_the_data_out_among_real_ranks(tmp_path: Path) -> None:
+    """Stock accelerate would let both ranks see everything on a machine without accelerator."""
+    (tmp_path / "data.py").write_text(DATA_SCRIPT)
+    out = run(["accelerate", "launch", "--config_file", str(_launcher_yaml(tmp_path)), "data.py"], cwd=tmp_path, timeout=200)
+    report = _report(out)
+    assert report["seen"] == list(range(10))
+    assert report["main"][:3] == [0, 2, True]
+    if report["device"] == "cpu":
+        assert report["main"][3] == "gloo"
+
+
+def test_switched_off_accelerate_finds_no_deepspeed(tmp_path: Path) -> None:
+    (tmp_path / "data.py").write_text(DATA_SCRIPT)
+    command = ["accelerate", "launch", "--config_file", str(_launcher_yaml(tmp_path)), "data.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment({"HF_ZERO": "0"}), capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "DeepSpeed is not installed" in done.stderr
+
+
+def test_environment_commands_print_a_version(tmp_path: Path) -> None:
+    assert "DeepSpeed version: 0.19.6" in run(["transformers", "env"], cwd=tmp_path)
