@@ -62,7 +62,7 @@ def test_explain_as_json(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
     assert rows["gradient_accumulation_steps"]["source"] == "default"
     assert rows["zero_optimization.overlap_comm"] | {"effect": ""} == {
-        "key": "zero_optimization.overlap_comm", "value": "true", "source": "default (stage 3)", "fate": "used", "effect": "",
+        "key": "zero_optimization.overlap_comm", "value": "true", "source": "default", "fate": "used", "effect": "",
     }  # fmt: skip
     assert rows["optimizer.params.fused"]["fate"] == "used"
     assert rows["autotuning.fast"]["effect"] == "not read while `autotuning.enabled` is false"

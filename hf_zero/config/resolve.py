@@ -271,12 +271,11 @@ def _lookup(data: dict[str, Any], key: str) -> Any:
 
 
 def _settle_overlap(data: dict[str, Any], origin: dict[str, str]) -> None:
-    """`overlap_comm` defaults to what suits the stage: on for stage 3, off otherwise."""
+    """`overlap_comm` is on unless the file says otherwise: overlapping changes no number here, at any stage."""
     zero = data.setdefault("zero_optimization", {})
     if isinstance(zero, dict) and "overlap_comm" not in zero:
-        stage = zero.get("stage", 0)
-        zero["overlap_comm"] = stage == 3
-        origin["zero_optimization.overlap_comm"] = f"default (stage {stage})"
+        zero["overlap_comm"] = True
+        origin["zero_optimization.overlap_comm"] = "default"
 
 
 __all__ = ["Analysis", "ResolvedConfig", "analyse", "resolve", "strict_by_environment"]

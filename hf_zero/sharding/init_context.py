@@ -8,11 +8,12 @@ from types import TracebackType
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+from torch.nn.utils.parametrize import ParametrizationList
 
 from hf_zero.comm.collectives import build_collectives
 from hf_zero.comm.topology import build_topology
 from hf_zero.sharding.layout import FROZEN
-from hf_zero.sharding.unit import NamedParam, UnitSpec, build_unit, find_unit
+from hf_zero.sharding.unit import NamedParam, UnitSpec, build_unit, find_unit, shares_gathered_memory
 
 
 class ModelInit:
@@ -71,8 +72,17 @@ class ModelInit:
                     self.shard(inner)
 
     def shard(self, module: nn.Module) -> None:
-        """Shards the parameters that ``module`` itself registers; collective."""
+        """Shards the parameters that ``module`` itself registers; collective.
+
+        Originals of a parametrization (weight norm) stay whole until ``initialize``: reading ``module.weight`` computes it from them, and
+        transformers does so on rank 0 alone while it initialises weights.
+        """
         if self._spec is None or not self._spec.releasable:
+            return
+        for param in module._parameters.values():
+            if param is not None and find_unit(param) is None and shares_gathered_memory(param):
+                param.data = param.data.clone()  # made of a gathered parameter, which will be released
+        if isinstance(module, ParametrizationList):
             return
         for name, param in module._parameters.items():
             if param is None or param.is_meta or not param.is_floating_point() or find_unit(param) is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -175,13 +176,16 @@ class Unit:
         was_whole = self.state is not UnitState.SHARDED
         self.gather()
         self._pins.append(modifier_rank)
+        _pinned.add(self)
         return was_whole
 
     def unpin(self, release: bool = True) -> None:
         """Undoes the last ``pin``; with ``release`` the last one also releases."""
         self._pins.pop()
-        if release and not self._pins:
-            self.release()
+        if not self._pins:
+            _pinned.discard(self)
+            if release:
+                self.release()
 
     def modifier_of_outer(self) -> int | None:
         """The modifier rank of a holder outside the innermost one, if any has one."""
@@ -263,6 +267,10 @@ class Unit:
         self.collectives.all_gather(whole, flat.contiguous(), f"{self.name}: {what}").wait()
         return whole[slot.range.start : slot.range.stop].view(slot.shape).clone()
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a view of the buffer."""
+        return tensor.untyped_storage().data_ptr() == self._buffer.untyped_storage().data_ptr() != 0
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         return self  # a copied module shares hooks, never buffers
 
@@ -270,6 +278,13 @@ class Unit:
 # -- parameters that belong to a unit ---------------------------------------------------------------------------------
 
 _OWNER = "_hf_zero_owner"
+_pinned: WeakSet[Unit] = WeakSet()
+
+
+def shares_gathered_memory(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor``, not itself in a unit, is a view of a unit that somebody holds gathered: it dies when the unit is released."""
+    return any(unit.releasable and unit.holds(tensor) for unit in _pinned)
+
 
 
 def find_unit(param: torch.Tensor) -> tuple[Unit, int] | None:

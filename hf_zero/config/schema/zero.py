@@ -120,7 +120,7 @@ class ZeroOptimization(Section):
     )
     allgather_bucket_size: Size = accepted(500000000, "Elements per weight all-gather", NO_BUCKETS)
     overlap_comm: Bool | None = used(
-        None, "Overlap gathers and reductions with computation; unset means true for stage 3 and false otherwise"
+        None, "Overlap gathers and reductions with computation; unset means true: overlapping changes no number"
     )
     load_from_fp32_weights: Bool = accepted(
         True, "Restore master weights from the fp32 copy in the checkpoint", "checkpoints hold the masters and always restore them"
