@@ -35,7 +35,7 @@ PRELOAD = ("tests.alias_first", "torch", "torch.distributed", "numpy", "transfor
     for name in ("gpt2", "llama", "t5", "bart", "albert", "mixtral", "deberta_v2", "blenderbot", "vit")
 )
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-GRACE_SECONDS = 15.0  # what the other ranks get to report after one rank has failed
+GRACE_SECONDS = 5.0  # what the other ranks get to report after one rank has failed
 LOG_TAIL_CHARS = 4000
 
 
@@ -97,6 +97,7 @@ def run_ranks(
     Raises:
         RankError: a rank raised, died or hung.
     """
+    __tracebackhide__ = True  # pytest: the ranks' tracebacks are what matters
     outcomes = observe_ranks(function, world_size, *args, timeout=timeout, group_timeout=group_timeout, group=group, env=env)
     if not all(outcome.ok for outcome in outcomes):
         raise RankError(getattr(function, "__qualname__", str(function)), outcomes)

@@ -113,7 +113,8 @@ def _gathered_at_once() -> tuple[int, int]:
     """Stage 3: most bytes of whole parameters at any block's forward or backward, and bytes of the largest unit."""
     model = Mlp(WIDTH, BLOCKS)
     watch = Watch(model)
-    engine = initialize(model, Run(stage=3, dtype="bf16"))
+    limits = {"stage3_prefetch_bucket_size": 1}  # one block ahead at most
+    engine = initialize(model, Run(stage=3, dtype="bf16", extra={"zero_optimization": limits}))
     train_steps(engine, "bf16")
     largest = max(unit.layout.padded_numel for unit in engine.units) * 2
     engine.destroy()

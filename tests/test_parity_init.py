@@ -341,22 +341,21 @@ def _inputs(run: Run, step: int) -> dict[str, Tensor]:
     return {"inputs": MLP.rows(step, 0, ranks.rank())["inputs"].to(DTYPES[run.dtype])}
 
 
-def _every_parameter_has_deepspeed_attributes(stage: int) -> None:
-    """Trap 15 of the outside API."""
-    engine = initialize(MLP.build(), Run(stage=stage))
+def _every_parameter_has_deepspeed_attributes() -> None:
+    """peft, trl and Lightning read these from every parameter of a stage-3 model, without asking first."""
+    engine = initialize(MLP.build(), Run(stage=3))
     for parameter in engine.module.parameters():
         assert isinstance(parameter.ds_numel, int) and isinstance(parameter.ds_shape, torch.Size)
         assert parameter.ds_shape.numel() == parameter.ds_numel
         parameter.ds_active_sub_modules.clear()
         assert parameter.ds_status is not None and parameter.ds_id is not None
         assert parameter.partition_numel() <= parameter.ds_numel
-        if stage == 3:
-            assert parameter.data.shape == torch.Size([0])
+        assert parameter.data.shape == torch.Size([0])
     engine.destroy()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["mlp", "conv", "tied_coder", "odd_mlp", "gpt2", "albert"])
+@pytest.mark.parametrize("name", ["mlp", "conv", "tied_coder", "odd_mlp"])
 def test_zero_init(name: str, dtype: str) -> None:
     ranks.run_ranks(_init_then_train, 3, Run(stage=3, dtype=dtype, accumulation=2), name)
 
@@ -427,6 +426,5 @@ def test_values_can_be_set_whole(stage: int, dtype: str) -> None:
     ranks.run_ranks(_set_full_values, 2, Run(stage=stage, dtype=dtype))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_parameters_carry_deepspeeds_attributes(stage: int) -> None:
-    ranks.run_ranks(_every_parameter_has_deepspeed_attributes, 2, stage)
+def test_parameters_carry_deepspeeds_attributes() -> None:
+    ranks.run_ranks(_every_parameter_has_deepspeed_attributes, 2)

@@ -54,9 +54,9 @@ def _stays_tied(stage: int) -> None:
     engine.backward(case.forward(engine, case.rows(0, 0, ranks.rank())))
     engine.step()
     assert model.head.weight is model.encoder["embed"].weight is model.decoder["embed"].weight
-    slots = [slot.name for unit in engine.units for slot in unit.layout.params]
+    slots = [slot.name for unit in engine.units for slot in unit.layout.slots]
     assert len([slot for slot in slots if slot in names]) == 1, slots
-    assert sum(slot.numel for unit in engine.units for slot in unit.layout.params) == sum(p.ds_numel for p in model.parameters())
+    assert sum(slot.numel for unit in engine.units for slot in unit.layout.slots) == sum(p.numel() for p in case.build().parameters())
     if stage == 3:
         state = engine._zero3_consolidated_16bit_state_dict()
         if ranks.rank() == 0:
