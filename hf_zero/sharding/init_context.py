@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from types import TracebackType
 
@@ -68,6 +69,8 @@ class ModelInit:
     def _on_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
         if module is not None:
             for inner in module.modules():
+                if isinstance(inner, ParametrizationList) and inner is module:
+                    _initialize_if_skipped(inner)
                 if self._open.pop(id(inner), None) is not None:
                     self.shard(inner)
 
@@ -95,3 +98,20 @@ class ModelInit:
         """Shards every parameter of an existing module; collective."""
         for inner in module.modules():
             self.shard(inner)
+
+
+# The real function: transformers puts empty ones into torch.nn.init while it builds a model whose weights it will fill itself.
+_kaiming_uniform_ = nn.init.kaiming_uniform_
+
+
+def _initialize_if_skipped(originals: ParametrizationList) -> None:
+    """Gives a parametrized weight torch's default values when initialisation is switched off around us.
+
+    Without sharding, transformers leaves such weights (wav2vec2's positional convolution) as their constructor made them; inside
+    ``zero.Init`` it switches constructors' initialisation off and never comes back to them, so they would be whatever was in memory.
+    """
+    if nn.init.kaiming_uniform_ is _kaiming_uniform_:
+        return
+    with torch.no_grad():
+        weight = torch.empty_like(originals())
+        originals.right_inverse(_kaiming_uniform_(weight, a=math.sqrt(5)) if weight.dim() > 1 else weight.uniform_(-0.1, 0.1))

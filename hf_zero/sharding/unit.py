@@ -286,7 +286,6 @@ def shares_gathered_memory(tensor: torch.Tensor) -> bool:
     return any(unit.releasable and unit.holds(tensor) for unit in _pinned)
 
 
-
 def find_unit(param: torch.Tensor) -> tuple[Unit, int] | None:
     """The unit that holds ``param`` and its index there, or None for an ordinary tensor."""
     return getattr(param, _OWNER, None)
