@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests import ranks
-from tests.models import CASES, ModelCase, class_loss
+from tests.models import CASES, Batch, ModelCase, class_loss
 from tests.parity import DTYPES, Run, check, initialize, micro_step, reference, train
 
 STAGES = (0, 1, 2, 3)
@@ -114,35 +114,60 @@ def _from_pretrained(run: Run, name: str, folder: str) -> None:
 
 
 def _speech_and_others(name: str) -> None:
-    """Models that gather a parameter inside the gather of its module while they build (real DeepSpeed fails on these)."""
+    """Models that gather a parameter inside the gather of its module while they build (real DeepSpeed fails on these), then train."""
+    kind, config, batch_of = _speech_and_others_parts(name)
+    run = Run(stage=3)
+    with transformers_zero3(run):
+        torch.manual_seed(0)
+        model = kind._from_config(copy.deepcopy(config)).train()
+    whole = [key for key, parameter in model.named_parameters() if parameter.shape != torch.Size([0])]
+    assert all("parametrizations" in key for key in whole), f"not sharded: {whole}"
+
+    def plain() -> nn.Module:
+        torch.manual_seed(0)
+        return kind(copy.deepcopy(config)).train()
+
+    def forward(network: nn.Module, batch: Batch) -> Tensor:
+        return network(**batch)[0].float().pow(2).mean()
+
+    case = ModelCase(name, plain, lambda generator, rows: batch_of(generator, rows), forward)
+    check_from_here(model, case, run, name)
+
+
+def _speech_and_others_parts(name: str) -> tuple[Any, Any, Callable[[torch.Generator, int], Batch]]:
+    """Class, tiny config without dropout or masking, and inputs of a model."""
     import transformers
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "num_feat_extract_layers": 2}
-    convolutions = {
-        "conv_dim": (8, 8),
-        "conv_stride": (2, 2),
-        "conv_kernel": (3, 3),
-        "num_conv_pos_embeddings": 4,
-        "num_conv_pos_embedding_groups": 2,
-    }
-    builders: dict[str, Callable[[], Any]] = {
-        "wav2vec2": lambda: transformers.Wav2Vec2Model._from_config(transformers.Wav2Vec2Config(**sizes, **convolutions)),
-        "hubert": lambda: transformers.HubertModel._from_config(transformers.HubertConfig(**sizes, **convolutions)),
-        "sew": lambda: transformers.SEWModel._from_config(transformers.SEWConfig(**sizes, **convolutions)),
-        "patchtst": lambda: transformers.PatchTSTModel._from_config(
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    nothing_random = {
+        f"{key}_dropout": 0.0 for key in ("hidden", "attention", "activation", "feat_proj")
+    } | {"layerdrop": 0.0, "mask_time_prob": 0.0, "mask_feature_prob": 0.0}  # fmt: skip
+    convolutions = {"conv_dim": (8, 8), "conv_stride": (2, 2), "conv_kernel": (3, 3), "num_feat_extract_layers": 2}
+    speech = {**sizes, **nothing_random, **convolutions, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    sound = lambda generator, rows: {"input_values": torch.randn(rows, 160, generator=generator)}  # noqa: E731
+    series = lambda generator, rows: {"past_values": torch.randn(rows, 16, 1, generator=generator)}  # noqa: E731
+    parts: dict[str, Any] = {
+        "wav2vec2": lambda: (transformers.Wav2Vec2Model, transformers.Wav2Vec2Config(**speech), sound),
+        "hubert": lambda: (transformers.HubertModel, transformers.HubertConfig(**speech), sound),
+        "sew": lambda: (transformers.SEWModel, transformers.SEWConfig(**speech, squeeze_factor=2), sound),
+        "patchtst": lambda: (
+            transformers.PatchTSTModel,
             transformers.PatchTSTConfig(
-                d_model=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32, context_length=16, patch_length=4
-            )
+                d_model=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32, context_length=16, patch_length=4,
+                norm_type="layernorm",
+                attention_dropout=0.0, ff_dropout=0.0, positional_dropout=0.0, path_dropout=0.0, do_mask_input=False,
+            ),
+            series,
         ),
-        "distilbert": lambda: transformers.DistilBertModel._from_config(
-            transformers.DistilBertConfig(vocab_size=64, dim=16, n_layers=2, n_heads=2, hidden_dim=32, sinusoidal_pos_embds=True)
+        "distilbert": lambda: (
+            transformers.DistilBertModel,
+            transformers.DistilBertConfig(
+                vocab_size=64, dim=16, n_layers=2, n_heads=2, hidden_dim=32, sinusoidal_pos_embds=True, dropout=0.0, attention_dropout=0.0
+            ),
+            lambda generator, rows: {"input_ids": torch.randint(3, 64, (rows, 8), generator=generator)},
         ),
-    }
-    with transformers_zero3(Run(stage=3)):
-        torch.manual_seed(0)
-        model = builders[name]()
-    assert all(parameter.shape == torch.Size([0]) for parameter in model.parameters())
-    assert all(bool(torch.isfinite(value).all()) for value in gather(model).values())
+    }  # fmt: skip
+    return parts[name]()
 
 
 def _adapters_on_shards(run: Run) -> None:
