@@ -21,7 +21,7 @@ def check_tag(tag: str) -> str:
     """
     if not tag or tag.startswith(".") or "/" in tag or os.sep in tag or "\0" in tag or tag in (LATEST_FILE, SCRIPT_FILE):
         raise CheckpointError(
-            f"the checkpoint tag {tag!r} cannot name a folder; use a name such as 'global_step100' without slashes and without a leading dot"
+            f"the checkpoint tag {tag!r} cannot name a folder; use a name like 'global_step100' without slashes and without a leading dot"
         )
     return tag
 

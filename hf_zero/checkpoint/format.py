@@ -234,7 +234,7 @@ class Index:
             raise CheckpointError(f'{path} is not the index of a checkpoint of ours: "format" must be "{FORMAT}"')
         if data.get("version") != VERSION:
             raise CheckpointError(
-                f"{path} has format version {data.get('version')!r}, written by hf_zero {data.get('library')!r}; this hf_zero reads version "
+                f"{path} has format version {data.get('version')!r}, written by hf_zero {data.get('library')!r}; this one reads version "
                 f"{VERSION}. Install a newer hf_zero"
             )
         index: Index = _read(Index, data, path)
@@ -277,7 +277,7 @@ def _read(kind: type[T], data: Any, where: str) -> T:
 
 def _value(hint: Any, data: Any, where: str) -> Any:
     name = str(getattr(hint, "__name__", hint))
-    arguments = getattr(hint, "__args__", ())
+    arguments: tuple[Any, ...] = getattr(hint, "__args__", ())
     if hint is Any:
         return data
     if name in _RECORDS:

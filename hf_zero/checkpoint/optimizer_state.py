@@ -53,8 +53,8 @@ def state_entries(optimizer: ShardedOptimizer, state: str) -> list[Entry]:
                 continue
             if value.shape != segment.tensor.shape:
                 raise CheckpointError(
-                    f"the optimizer state {state!r} of unit {unit.name} has shape {tuple(value.shape)} for {segment.tensor.numel()} elements; "
-                    "only states with one number per element, or one number in all, can be saved"
+                    f"the optimizer state {state!r} of unit {unit.name} has shape {tuple(value.shape)} for "
+                    f"{segment.tensor.numel()} elements; only states with one number per element, or one number in all, can be saved"
                 )
             if dtype not in (None, value.dtype):
                 raise CheckpointError(
@@ -101,8 +101,8 @@ def merge_scalars(by_rank: Sequence[Sequence[dict[str, Any]]]) -> tuple[ScalarRe
             known = merged.setdefault(key, entry["values"])
             if known != entry["values"]:
                 raise CheckpointError(
-                    f"the optimizer keeps {entry['values']} for group {key[1]} of unit {key[0]} on rank {rank} and {known} on another rank; a "
-                    "state that differs between the shards of one parameter cannot be saved"
+                    f"the optimizer keeps {entry['values']} for group {key[1]} of unit {key[0]} on rank {rank} and {known} on another "
+                    "rank; a state that differs between the shards of one parameter cannot be saved"
                 )
     return tuple(ScalarRecord(unit, group, values) for (unit, group), values in merged.items())
 
@@ -165,7 +165,8 @@ class OptimizerPlan:
         name = type(optimizer.inner).__name__
         if record.name != name:
             warn_once(
-                f"the checkpoint holds the optimizer state of {record.name}, this engine trains with {name}; states of the same name are taken"
+                f"the checkpoint holds the optimizer state of {record.name}, this engine trains with {name}; states of "
+                "the same name are taken"
             )
         self.optimizer = optimizer
         self.copies: list[Copy] = []
@@ -175,6 +176,13 @@ class OptimizerPlan:
         self._numbers = {(entry.unit, entry.group): entry.values for entry in record.scalars}
         self._groups = [self._match(index) for index in range(len(optimizer.param_groups))]
         self._segments = [self._plan(segment) for segment in optimizer.segments]
+        fresh = [name for index in range(len(optimizer.param_groups)) for name in _names(optimizer.units, index) if not self._trained(name)]
+        if fresh:
+            warn_once(f"the checkpoint has no optimizer state for {len(fresh)} parameters ({fresh[0]}, ...): theirs starts from zero")
+
+    def _trained(self, name: str) -> bool:
+        found = self._catalog.find(name)
+        return found is not None and found.unit is not None and found.unit.kind == MASTER
 
     # -- groups
 
@@ -189,8 +197,8 @@ class OptimizerPlan:
             if other.values != first.values:
                 raise CheckpointError(
                     f"param group {index} of this optimizer holds parameters of saved groups with different settings: "
-                    f"{_differences(first.values, other.values)} ({first.params[0]} and {other.params[0]}). Build the optimizer with the groups "
-                    "it was saved with, or pass load_optimizer_states=False"
+                    f"{_differences(first.values, other.values)} ({first.params[0]} and {other.params[0]}). "
+                    "Build the optimizer with the groups it was saved with, or pass load_optimizer_states=False"
                 )
         values: dict[str, Any] = self._decoder.decode(first.values)
         return {key: value for key, value in values.items() if key not in _EXECUTION_KEYS}
@@ -232,8 +240,8 @@ class OptimizerPlan:
                 continue
             if chosen is not None and values != chosen:
                 raise CheckpointError(
-                    f"the optimizer counts differently for {holder} and {slot.name} ({_differences(chosen, values)}), but they are in one group "
-                    "now. Build the optimizer with the groups it was saved with, or pass load_optimizer_states=False"
+                    f"the optimizer counts differently for {holder} and {slot.name} ({_differences(chosen, values)}), but they are in one "
+                    "group now. Build the optimizer with the groups it was saved with, or pass load_optimizer_states=False"
                 )
             chosen, holder = values, slot.name
         return self._decoder.decode(chosen) if chosen is not None else {}

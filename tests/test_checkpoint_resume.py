@@ -1,0 +1,144 @@
+"""A run that saves and resumes is the run that was never interrupted, at any number of ranks and any stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.checkpoints import differences, full_state, start, steps
+
+STAGES = (0, 1, 2, 3)
+
+
+# -- same ranks, same stage: bitwise ------------------------------------------------------------------------------------
+
+
+def _interrupted(folder: str, stage: int, dtype: str, optimizer: Any) -> None:
+    engine = start(stage, dtype, optimizer=optimizer)
+    steps(engine, 0, 3, dtype)
+    assert engine.save_checkpoint(folder) is True
+    saved = full_state(engine)
+    expected = steps(engine, 3, 3, dtype)
+    end = full_state(engine)
+    engine.destroy()
+
+    engine = start(stage, dtype, seed=5, optimizer=optimizer)
+    steps(engine, 7, 1, dtype)  # its state is not fresh either
+    path, client_state = engine.load_checkpoint(folder)
+    assert path == str(Path(folder) / "global_step3") and client_state == {}
+    assert differences(full_state(engine), saved) == []
+    assert steps(engine, 3, 3, dtype) == expected
+    assert differences(full_state(engine), end) == []
+    engine.destroy()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stage: int, dtype: str) -> None:
+    ranks.run_ranks(_interrupted, 2, str(tmp_path), stage, dtype, torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_sgd_with_momentum_resumes(tmp_path: Path, stage: int) -> None:
+    ranks.run_ranks(_interrupted, 2, str(tmp_path), stage, "fp32", torch.optim.SGD)
+
+
+# -- other ranks, other stages: full state -------------------------------------------------------------------------------
+
+
+def _save(folder: str, stage: int, dtype: str, count: int = 3) -> dict[str, Any]:
+    engine = start(stage, dtype)
+    steps(engine, 0, count, dtype)
+    engine.save_checkpoint(folder, client_state={"from": stage})
+    state = full_state(engine)
+    engine.destroy()
+    return state
+
+
+def _load_at_all_stages(folder: str, dtype: str, expected: dict[str, Any]) -> list[str]:
+    """Loads with other groups order too; a step afterwards gives the same numbers at every stage."""
+    wrong, losses = [], []
+    for stage in STAGES:
+        engine = start(stage, dtype, seed=5, reverse=True)
+        engine.load_checkpoint(folder)
+        wrong += [f"stage {stage}: {name}" for name in differences(full_state(engine), expected)]
+        losses.append(steps(engine, 3, 1, dtype, same_on_all=True)[0][0])
+        engine.destroy()
+    if len(set(losses)) != 1:
+        wrong.append(f"losses of the next step by stage: {losses}")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [(2, 1), (2, 3), (3, 2), (1, 2)], ids=lambda world: f"{world[0]}to{world[1]}")
+@pytest.mark.parametrize("stage", STAGES)
+def test_full_state_at_every_other_stage_and_number_of_ranks(tmp_path: Path, stage: int, world: tuple[int, int]) -> None:
+    expected = ranks.run_ranks(_save, world[0], str(tmp_path), stage, "bf16")[0]
+    for wrong in ranks.run_ranks(_load_at_all_stages, world[1], str(tmp_path), "bf16", expected):
+        assert wrong == []
+
+
+def _load_in_other_precision(folder: str, dtype: str, expected: dict[str, Any]) -> list[str]:
+    engine = start(3, dtype, seed=5)
+    engine.load_checkpoint(folder)
+    wrong = [
+        name for name in differences(full_state(engine), expected) if not name.startswith(("weight", "buffer shift", "scaler", "buffer"))
+    ]
+    engine.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize("pair", [("bf16", "fp32"), ("fp32", "fp16"), ("fp16", "bf16")], ids="-".join)
+def test_masters_and_moments_survive_a_change_of_precision(tmp_path: Path, pair: tuple[str, str]) -> None:
+    expected = ranks.run_ranks(_save, 2, str(tmp_path), 2, pair[0])[0]
+    for wrong in ranks.run_ranks(_load_in_other_precision, 2, str(tmp_path), pair[1], expected):
+        assert wrong == []
+
+
+def _save_and_load_before_the_first_step(folder: str, stage: int) -> None:
+    engine = start(stage)
+    engine.save_checkpoint(folder)
+    expected = steps(engine, 0, 2)
+    engine.load_checkpoint(folder)
+    assert engine.global_steps == 0 and not engine.optimizer.inner.state
+    assert steps(engine, 0, 2) == expected
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_checkpoint_before_the_first_step_takes_back_later_moments(tmp_path: Path, stage: int) -> None:
+    ranks.run_ranks(_save_and_load_before_the_first_step, 2, str(tmp_path), stage)
+
+
+# -- what a rank reads ----------------------------------------------------------------------------------------------------
+
+
+def _bytes_read(folder: str, world_before: int) -> tuple[int, int]:
+    import hf_zero
+    from hf_zero.checkpoint.load import LoadRequest, load_checkpoint
+    from hf_zero.engine.checkpoints import _training_state
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
+    extra = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config={**extra, "bf16": {"enabled": True}})[
+        0
+    ]
+    if ranks.world() == world_before:
+        engine.backward(engine(torch.ones(1, 1024, dtype=torch.bfloat16)).float().sum())
+        engine.step()
+        engine.save_checkpoint(folder, "t")
+    loaded = load_checkpoint(_training_state(engine), LoadRequest(folder, "t"))
+    share = sum(3 * unit.master.nbytes for unit in engine.units)
+    engine.destroy()
+    return loaded.bytes_read, share
+
+
+def test_a_rank_reads_little_more_than_its_share(tmp_path: Path) -> None:
+    for read, share in ranks.run_ranks(_bytes_read, 2, str(tmp_path), 2):
+        assert share <= read <= 1.01 * share, (read, share)
+    for read, share in ranks.run_ranks(_bytes_read, 3, str(tmp_path), 2):
+        assert read <= 1.1 * share, (read, share)
