@@ -1,0 +1,294 @@
+"""Tensor files, the index and the folders: literal bytes, ranges, damage, hostile contents."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from hf_zero.checkpoint import folders
+from hf_zero.checkpoint.catalog import Catalog
+from hf_zero.checkpoint.element_types import DTYPES
+from hf_zero.checkpoint.format import CHUNK_BYTES, FileRecord, Index, ParamRecord, TensorRecord, UnitRecord, shard_file
+from hf_zero.checkpoint.tensor_file import Copy, Entry, RangeReader, whole, write_tensor_file
+from hf_zero.errors import CheckpointError
+from hf_zero.sharding.layout import build_layout
+
+# -- tensor files -----------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_a_file_are_as_documented(tmp_path: Path) -> None:
+    record = write_tensor_file(tmp_path / "f", [Entry("u", torch.int16, (5,), (torch.tensor([1, 2], dtype=torch.int16), 2, torch.tensor([-1]).to(torch.int16)))])
+    header = b'{"__metadata__":{"format":"pt"},"u":{"dtype":"I16","shape":[5],"data_offsets":[0,10]}}'
+    header += b" " * (-len(header) % 8)
+    data = b"\x01\x00\x02\x00\x00\x00\x00\x00\xff\xff"
+    assert (tmp_path / "f").read_bytes() == len(header).to_bytes(8, "little") + header + data
+    prefix = 8 + len(header)
+    digits = f"{zlib.crc32((tmp_path / 'f').read_bytes()[:prefix]):08x}"
+    expected = FileRecord(prefix + 10, prefix, digits, {"u": TensorRecord("I16", (5,), prefix, 10, f"{zlib.crc32(data):08x}")})
+    assert record == expected
+
+
+def test_safetensors_reads_every_element_type(tmp_path: Path) -> None:
+    tensors = {name: torch.arange(6).to(dtype).reshape(2, 3) for name, dtype in DTYPES.items() if not name.startswith("U") or name == "U8"}
+    tensors |= {"none": torch.empty(0, 4), "one": torch.tensor(2.5), "turned": torch.arange(6.0).reshape(2, 3).T}
+    record = write_tensor_file(tmp_path / "f", [whole(name, tensor) for name, tensor in tensors.items()])
+    back = load_file(tmp_path / "f")
+    reader = RangeReader(tmp_path, {"f": record})
+    for name, tensor in tensors.items():
+        assert back[name].dtype == tensor.dtype and torch.equal(back[name], tensor), name
+        assert torch.equal(reader.whole("f", name), tensor), name
+
+
+def test_ranges_come_back_across_chunks_and_windows(tmp_path: Path) -> None:
+    numel = 5 * 2**20 // 4 + 12345  # more than one window of 4 MiB
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    record = write_tensor_file(tmp_path / "f", [whole("a", values[:7]), Entry("u", torch.float32, (numel,), (values[:1000], values[1000:]))])
+    reader = RangeReader(tmp_path, {"f": record})
+    ranges = [(0, 1), (CHUNK_BYTES // 4 - 1, 2), (CHUNK_BYTES // 4, CHUNK_BYTES // 4), (numel - 3, 3), (5, numel - 5), (77, 0)]
+    for start, count in ranges:
+        target = torch.full((count,), -1.0, dtype=torch.float64)
+        reader.read([Copy("f", "u", start, target)])
+        assert torch.equal(target, values[start : start + count].double()), (start, count)
+    before = reader.bytes_read
+    targets = [torch.empty(50) for _ in range(100)]
+    reader.read([Copy("f", "u", 100 * index, target) for index, target in enumerate(targets)])  # all in the first chunk
+    assert reader.bytes_read - before == CHUNK_BYTES + record.header_nbytes
+    assert all(torch.equal(target, values[100 * index : 100 * index + 50]) for index, target in enumerate(targets))
+    with pytest.raises(CheckpointError, match=f"{numel - 1} to {numel + 1}"):
+        reader.read([Copy("f", "u", numel - 1, torch.empty(2))])
+
+
+@pytest.mark.parametrize("position", [3, 20, 200, -1, -CHUNK_BYTES - 9])
+def test_any_flipped_bit_is_found_and_named(tmp_path: Path, position: int) -> None:
+    values = torch.arange(3 * CHUNK_BYTES // 4, dtype=torch.int32)
+    record = write_tensor_file(tmp_path / "f", [whole("u", values)])
+    data = bytearray((tmp_path / "f").read_bytes())
+    data[position] ^= 16
+    (tmp_path / "f").write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(tmp_path / 'f'))}.* is damaged"):
+        RangeReader(tmp_path, {"f": record}).whole("f", "u")
+
+
+def test_damage_outside_the_range_is_not_read(tmp_path: Path) -> None:
+    record = write_tensor_file(tmp_path / "f", [whole("u", torch.zeros(3 * CHUNK_BYTES // 4))])
+    data = bytearray((tmp_path / "f").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "f").write_bytes(data)
+    target = torch.empty(CHUNK_BYTES // 2)
+    RangeReader(tmp_path, {"f": record}).read([Copy("f", "u", 0, target)])
+    assert not target.any()
+
+
+def test_truncated_and_missing_files_are_named(tmp_path: Path) -> None:
+    record = write_tensor_file(tmp_path / "f", [whole("u", torch.zeros(100))])
+    os.truncate(tmp_path / "f", record.nbytes - 1)
+    with pytest.raises(CheckpointError, match="f is truncated"):
+        RangeReader(tmp_path, {"f": record}).whole("f", "u")
+    (tmp_path / "f").unlink()
+    with pytest.raises(CheckpointError, match="cannot read .*f"):
+        RangeReader(tmp_path, {"f": record}).whole("f", "u")
+
+
+def test_write_refuses_an_existing_file_and_two_tensors_of_one_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="two tensors are named 'u'"):
+        write_tensor_file(tmp_path / "f", [whole("u", torch.ones(1)), whole("u", torch.ones(1))])
+    write_tensor_file(tmp_path / "f", [])
+    with pytest.raises(FileExistsError):
+        write_tensor_file(tmp_path / "f", [])
+    with safe_open(tmp_path / "f", framework="pt") as file:
+        assert list(file.keys()) == []
+
+
+# -- range arithmetic between layouts ------------------------------------------------------------------------------------
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[list[tuple[str, torch.Size]], tuple[int, int]]:
+    shapes = draw(st.lists(st.lists(st.integers(0, 7), max_size=2), min_size=1, max_size=6))
+    return [(f"p{position}", torch.Size(shape)) for position, shape in enumerate(shapes)], (draw(st.integers(1, 9)), draw(st.integers(1, 9)))
+
+
+@given(layouts(), st.randoms())
+@settings(max_examples=60, deadline=None)
+def test_every_element_arrives_from_any_division_to_any_other(tmp_path_factory: pytest.TempPathFactory, case: Any, random: Any) -> None:
+    """Numbers every element of every parameter, writes the shards of one layout, reads those of another with another order and division."""
+    params, (world_before, world_after) = case
+    folder = tmp_path_factory.mktemp("ranges")
+    before, _ = build_layout("unit", params, [random.randrange(2) for _ in params], torch.int64, world_before)
+    flat, count = torch.full((before.padded_numel,), -1), 0
+    values = {}
+    for slot in before.slots:
+        values[slot.name] = torch.arange(count, count + slot.numel)
+        flat[slot.range.start : slot.range.stop] = values[slot.name]
+        count += slot.numel
+    files = {}
+    for rank in range(world_before):
+        owned = before.shard_range(rank)
+        name = shard_file("master", rank, world_before)
+        files[name] = write_tensor_file(folder / name, [whole("unit", flat[owned.start : owned.stop])])
+    records = tuple(ParamRecord(slot.name, tuple(slot.shape), slot.offset, slot.group) for slot in before.slots)
+    catalog = Catalog(make_index(units=(UnitRecord("unit", "master", "I64", world_before, before.padded_numel, records),), files=files))
+    reader = RangeReader(folder, files)
+
+    shuffled = random.sample(params, len(params))
+    after, _ = build_layout("other", shuffled, [random.randrange(2) for _ in params], torch.int64, world_after)
+    whole_again = torch.full((after.padded_numel,), -1)
+    for rank in range(world_after):
+        owned = after.shard_range(rank)
+        shard = torch.full((after.shard_numel,), -1)
+        for slot in after.slots:
+            part, found = slot.range.intersect(owned), catalog.find(slot.name)
+            assert found is not None
+            if part.numel:
+                target = shard[part.start - owned.start : part.stop - owned.start]
+                reader.read(catalog.copies(found, None, part.start - slot.offset, target))
+        whole_again[owned.start : owned.stop] = shard
+    for slot in after.slots:
+        assert torch.equal(whole_again[slot.range.start : slot.range.stop], values[slot.name])
+    assert (whole_again == -1).sum() == after.padded_numel - count
+
+
+# -- index ------------------------------------------------------------------------------------------------------------------
+
+
+def make_index(**changes: Any) -> Index:
+    empty = Index("0", "t", 1, 0, CHUNK_BYTES, (), (), (), {}, {}, (), None, None, {}, {}, {}, {})
+    return replace(empty, **changes)
+
+
+def sample_index() -> dict[str, Any]:
+    unit = UnitRecord("u", "master", "F32", 2, 64, (ParamRecord("w", (4, 8), 0, 0),))
+    record = FileRecord(356, 100, "00000000", {"u": TensorRecord("F32", (64,), 100, 256, "0" * 8)})
+    data: dict[str, Any] = json.loads(make_index(units=(unit,), files={"master-00000-of-00002.safetensors": record}).to_json())
+    return data
+
+
+def test_index_comes_back() -> None:
+    index = make_index(counters={"global_steps": 3}, client_state={"a": [1]}, aliases={"b": "a"}, tag="ü")
+    assert Index.from_json(index.to_json(), "i") == index
+    text = json.dumps(sample_index())
+    assert json.loads(Index.from_json(text, "i").to_json()) == json.loads(text)
+
+
+def _set(path: tuple[Any, ...], value: Any) -> Any:
+    def change(data: Any) -> None:
+        for key in path[:-1]:
+            data = data[key]
+        if value is ...:
+            del data[path[-1]]
+        else:
+            data[path[-1]] = value
+
+    return change
+
+
+FILE = "master-00000-of-00002.safetensors"
+TENSOR = ("files", FILE, "tensors", "u")
+BROKEN = [
+    (("version",), 2, "format version 2"),
+    (("format",), "other", '"format" must be'),
+    (("units",), ..., "key 'units' is missing"),
+    (("units",), {}, "units is {}, expected a list"),
+    (("units", 0, "world"), 3, "cannot be cut into 3"),
+    (("units", 0, "world"), 0, "cannot be cut into 0"),
+    (("units", 0, "kind"), "../x", "kind is '../x'"),
+    (("units", 0, "padded_numel"), True, "padded_numel is True, expected int"),
+    (("units", 0, "params", 0, "offset"), -1, "parameter w lies outside"),
+    (("units", 0, "params", 0, "offset"), 33, "parameter w lies outside"),
+    (("units", 0, "params", 0, "shape"), [-1, -32], "parameter w lies outside"),
+    ((*TENSOR, "offset"), 0, "lie outside a file of 356"),
+    ((*TENSOR, "offset"), 101, "lie outside a file of 356"),
+    ((*TENSOR, "nbytes"), 252, "252 bytes do not fit shape"),
+    ((*TENSOR, "dtype"), "O8", "'O8' is unknown"),
+    ((*TENSOR, "crc32"), "", "0 digits of checksums"),
+    ((*TENSOR, "crc32"), "x" * 8, "digits of checksums"),
+    (("chunk_bytes",), 1, "chunk_bytes is 1"),
+    (("files", "../../etc/passwd"), {"nbytes": 8, "header_nbytes": 8, "header_crc32": "0", "tensors": {}}, "not a plain file name"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), BROKEN, ids=lambda part: str(part)[:50])
+def test_broken_index_is_refused_by_file_and_key(path: tuple[Any, ...], value: Any, message: str) -> None:
+    data = sample_index()
+    _set(path, value)(data)
+    with pytest.raises(CheckpointError, match=rf"^dir/index\.json.*{re.escape(message)}"):
+        Index.from_json(json.dumps(data), "dir/index.json")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"format": 1}'])
+def test_no_index_at_all(text: str) -> None:
+    with pytest.raises(CheckpointError, match="dir/index.json"):
+        Index.from_json(text, "dir/index.json")
+
+
+# -- folders ----------------------------------------------------------------------------------------------------------------
+
+
+def _seal(save_dir: Path, tag: str, text: str = "{}") -> Path:
+    part = folders.begin(save_dir, tag)
+    folders.seal(part, text)
+    return folders.publish(part, save_dir, tag)
+
+
+@pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "/abs", ".hidden", "latest", "zero_to_fp32.py", "a\0b"])
+def test_tags_that_name_no_folder_are_refused(tag: str) -> None:
+    with pytest.raises(CheckpointError, match="cannot name a folder"):
+        folders.check_tag(tag)
+
+
+def test_incomplete_folder_is_named_with_the_newest_complete_one(tmp_path: Path) -> None:
+    for number, tag in enumerate(("global_step1", "global_step2")):
+        os.utime(_seal(tmp_path, tag) / "complete", ns=(number, number))
+    (tmp_path / "global_step2" / "complete").unlink()
+    folders.begin(tmp_path, "global_step3")  # killed while it was written
+    for tag, problem in (("global_step2", "is incomplete"), ("global_step3", "there is no checkpoint folder")):
+        with pytest.raises(CheckpointError, match=f"{problem}.*newest complete one is 'global_step1'"):
+            folders.find(tmp_path, tag)
+    with pytest.raises(CheckpointError, match="no other is complete"):
+        folders.find(tmp_path / "absent", "t")
+
+
+def test_killed_between_the_renames_the_former_checkpoint_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _seal(tmp_path, "t", '{"n": 1}')
+    part = folders.begin(tmp_path, "t")
+    folders.seal(part, '{"n": 2}')
+    rename = os.rename
+
+    def killed(source: Path, target: Path) -> None:
+        if Path(source) == part:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        folders.publish(part, tmp_path, "t")
+    monkeypatch.undo()
+    assert folders.read_index(folders.find(tmp_path, "t")) == '{"n": 1}'
+    assert folders.read_index(_seal(tmp_path, "t", '{"n": 3}')) == '{"n": 3}'
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t"]
+
+
+def test_index_and_marker_must_agree(tmp_path: Path) -> None:
+    folder = _seal(tmp_path, "t", '{"n": 1}')
+    (folder / "index.json").write_text('{"n": 2}')
+    with pytest.raises(CheckpointError, match="index.json is damaged"):
+        folders.read_index(folder)
+
+
+def test_latest_that_names_a_path_is_refused(tmp_path: Path) -> None:
+    assert folders.read_latest(tmp_path) is None
+    folders.write_text(tmp_path / "latest", "../../elsewhere")
+    with pytest.raises(CheckpointError, match="latest: the checkpoint tag '../../elsewhere'"):
+        folders.read_latest(tmp_path)
