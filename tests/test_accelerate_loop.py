@@ -216,7 +216,12 @@ def check(case: Run, model_folder: Path, folder: Path) -> None:
     exported = AutoModelForCausalLM.from_pretrained(folder / "export").state_dict()
     assert exported.keys() == weights.keys()
     for name, value in exported.items():
-        torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        expected = weights[name]
+        if name.endswith("attn.c_attn.bias"):
+            # Softmax ignores a shift of all scores, so the gradient of the key's bias is 0 and Adam scales up rounding noise.
+            query_and_value = torch.arange(len(value)).view(3, -1)[[0, 2]].flatten()
+            value, expected = value[query_and_value], expected[query_and_value]
+        torch.testing.assert_close(value, expected, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
     if stage == 3:
         assert report["state_is_none"] == [0] + [1] * (RANKS - 1), "only rank 0 holds the gathered weights"
 
