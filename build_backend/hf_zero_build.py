@@ -12,6 +12,8 @@ import hashlib
 import os
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,8 @@ WHEEL_FILE = "Wheel-Version: 1.0\nGenerator: hf_zero_build\nRoot-Is-Purelib: tru
 
 def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
     """Builds the wheel with setuptools, then adds the hook; returns the file's name."""
-    name = build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+    with _build_folder_elsewhere():
+        name = build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
     path = Path(wheel_directory, name)
     with zipfile.ZipFile(path) as wheel:
         files = {info.filename: wheel.read(info) for info in wheel.infolist() if not info.is_dir()}
@@ -57,6 +60,22 @@ def build_editable(wheel_directory: str, config_settings: Settings = None, metad
         name = f"{dist_info.stem}-0.editable-py3-none-any.whl"
         _write_wheel(Path(wheel_directory, name), files)
     return name
+
+
+@contextmanager
+def _build_folder_elsewhere() -> Iterator[None]:
+    """Lets setuptools build outside the sources: it never empties ``build/``, so a module deleted since would be packed again."""
+    before = os.environ.get("DIST_EXTRA_CONFIG")
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Path(folder, "distutils.cfg")
+        settings.write_text(f"[build]\nbuild_base = {folder}/build\n", encoding="utf-8")
+        os.environ["DIST_EXTRA_CONFIG"] = str(settings)
+        try:
+            yield
+        finally:
+            os.environ.pop("DIST_EXTRA_CONFIG")
+            if before is not None:
+                os.environ["DIST_EXTRA_CONFIG"] = before
 
 
 def _write_wheel(path: Path, files: dict[str, bytes]) -> None:

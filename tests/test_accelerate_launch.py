@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tests.processes import environment, run
+from tests.processes import environment, run, run_python
 
 DEEPSPEED_SCRIPT = """
 import argparse, json
@@ -102,6 +102,22 @@ def test_a_plain_accelerator_shares_the_data_out_among_real_ranks(tmp_path: Path
     assert report["main"][:3] == [0, 2, True]
     if report["device"] == "cpu":
         assert report["main"][3] == "gloo"
+
+
+def test_a_program_without_deepspeed_only_meets_a_class(tmp_path: Path) -> None:
+    """Unwrapping a model imports `deepspeed` in every accelerate program: no process group, no device, no log line."""
+    out = run_python(
+        """
+        import sys, torch
+        from accelerate import Accelerator
+        accelerator = Accelerator(cpu=True)
+        model = torch.nn.Linear(2, 2)
+        prepared = accelerator.prepare(model)
+        print(accelerator.unwrap_model(prepared) is model, "deepspeed" in sys.modules, torch.distributed.is_initialized())
+        """,
+        cwd=tmp_path,
+    )
+    assert out.strip() == "True True False"
 
 
 def test_switched_off_accelerate_finds_no_deepspeed(tmp_path: Path) -> None:

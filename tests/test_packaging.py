@@ -113,6 +113,11 @@ def test_every_module_is_in_the_wheel(wheel: Path) -> None:
     assert not missing
 
 
+def test_building_leaves_no_stale_modules_behind(source: Path, wheel: Path) -> None:
+    """setuptools' ``build/`` would carry a deleted module into every later wheel."""
+    assert wheel.exists() and not (source / "build").exists()
+
+
 def test_entry_point_and_extras_are_declared(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         entry_points = next(archive.read(name).decode() for name in archive.namelist() if name.endswith("entry_points.txt"))
