@@ -54,7 +54,7 @@ def config(stage: int, dtype: str, **extra: Any) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.5,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.02, "warmup_num_steps": 20}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.02, "warmup_num_steps": 20}},
         **extra,
     }
     if dtype != "fp32":

@@ -29,7 +29,9 @@ from hf_zero.sharding.layout import build_layout
 
 
 def test_bytes_of_a_file_are_as_documented(tmp_path: Path) -> None:
-    record = write_tensor_file(tmp_path / "f", [Entry("u", torch.int16, (5,), (torch.tensor([1, 2], dtype=torch.int16), 2, torch.tensor([-1]).to(torch.int16)))])
+    record = write_tensor_file(
+        tmp_path / "f", [Entry("u", torch.int16, (5,), (torch.tensor([1, 2], dtype=torch.int16), 2, torch.tensor([-1]).to(torch.int16)))]
+    )
     header = b'{"__metadata__":{"format":"pt"},"u":{"dtype":"I16","shape":[5],"data_offsets":[0,10]}}'
     header += b" " * (-len(header) % 8)
     data = b"\x01\x00\x02\x00\x00\x00\x00\x00\xff\xff"
@@ -54,7 +56,9 @@ def test_safetensors_reads_every_element_type(tmp_path: Path) -> None:
 def test_ranges_come_back_across_chunks_and_windows(tmp_path: Path) -> None:
     numel = 5 * 2**20 // 4 + 12345  # more than one window of 4 MiB
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    record = write_tensor_file(tmp_path / "f", [whole("a", values[:7]), Entry("u", torch.float32, (numel,), (values[:1000], values[1000:]))])
+    record = write_tensor_file(
+        tmp_path / "f", [whole("a", values[:7]), Entry("u", torch.float32, (numel,), (values[:1000], values[1000:]))]
+    )
     reader = RangeReader(tmp_path, {"f": record})
     ranges = [(0, 1), (CHUNK_BYTES // 4 - 1, 2), (CHUNK_BYTES // 4, CHUNK_BYTES // 4), (numel - 3, 3), (5, numel - 5), (77, 0)]
     for start, count in ranges:
@@ -117,7 +121,10 @@ def test_write_refuses_an_existing_file_and_two_tensors_of_one_name(tmp_path: Pa
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[list[tuple[str, torch.Size]], tuple[int, int]]:
     shapes = draw(st.lists(st.lists(st.integers(0, 7), max_size=2), min_size=1, max_size=6))
-    return [(f"p{position}", torch.Size(shape)) for position, shape in enumerate(shapes)], (draw(st.integers(1, 9)), draw(st.integers(1, 9)))
+    return [(f"p{position}", torch.Size(shape)) for position, shape in enumerate(shapes)], (
+        draw(st.integers(1, 9)),
+        draw(st.integers(1, 9)),
+    )
 
 
 @given(layouts(), st.randoms())

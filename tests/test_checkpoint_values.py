@@ -146,7 +146,9 @@ def test_cycle_is_refused_and_shared_value_is_not() -> None:
         round_trip(shared)
 
 
-@pytest.mark.parametrize("value", [torch.tensor(3.1), torch.tensor(7, dtype=torch.int64), torch.tensor(0.1, dtype=torch.bfloat16), 2, None, 0.5])
+@pytest.mark.parametrize(
+    "value", [torch.tensor(3.1), torch.tensor(7, dtype=torch.int64), torch.tensor(0.1, dtype=torch.bfloat16), 2, None, 0.5]
+)
 def test_single_numbers_are_exact_and_fresh(value: Any) -> None:
     data = json.loads(json.dumps(encode_scalar(value, "x")))
     decoder = Decoder({}.__getitem__, "index.json")
