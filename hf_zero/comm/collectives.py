@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,10 @@ class Pending:
             self.finish()
         self.works, self.finish, self.keep = [], None, ()
 
+    def ready(self) -> bool:
+        """Whether ``wait`` would return at once; False also where the back end cannot tell."""
+        return self.done or all(work is None or work.is_completed() for work in self.works)
+
 
 def _collective_error(label: str, error: BaseException) -> CollectiveError:
     return CollectiveError(
@@ -65,7 +69,10 @@ class Collectives(ABC):
     Attributes:
         topology: The axis all calls run over.
         sent_bytes: Bytes this rank has handed to the network so far.
+        blocks_host: Waiting stops this process, not just a device stream.
     """
+
+    blocks_host = False
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
@@ -130,6 +137,14 @@ class Collectives(ABC):
         self._launch(label, lambda: dist.all_gather_object(values, value, group=self.topology.group))
         return values
 
+    def any_rank(self, flag: bool, unit: str) -> bool:
+        """Whether ``flag`` is True on any rank; the same answer everywhere. Waits for every rank."""
+        if self.world == 1:
+            return flag
+        votes = torch.tensor(float(flag), device=self.topology.device)
+        self.all_reduce(votes, unit, dist.ReduceOp.MAX).wait()
+        return bool(votes)
+
     def barrier(self, unit: str) -> None:
         """Waits for every rank."""
         label = observe.note("barrier", unit)
@@ -174,6 +189,8 @@ class GlooCollectives(Collectives):
     ``out``, so a bf16 message is added up in fp32. Device tensors are staged through the host.
     """
 
+    blocks_host = True
+
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
         label = observe.note("all_gather", unit)
         numel = shard.numel()
@@ -192,17 +209,14 @@ class GlooCollectives(Collectives):
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, unit: str) -> Pending:
         label = observe.note("reduce_scatter", unit)
-        numel = out.numel()
+        if self.world == 1:
+            return Pending(label, [], finish=lambda: _copy_unless_same(out, full))
         host = full if full.device.type == "cpu" else full.cpu()
-        parts = [host[self.rank * numel : (self.rank + 1) * numel]] * self.world
-        for peer in self._peers():
-            parts[peer] = torch.empty(numel, dtype=host.dtype)
-        works = self._exchange(label, lambda peer: host[peer * numel : (peer + 1) * numel], lambda peer: parts[peer])
-
-        def finish() -> None:
-            _sum_in_order(parts, out)
-
-        return Pending(label, works, finish, keep=(full, host, *parts))
+        received = torch.empty_like(host)  # (world * n,), part r from rank r
+        self.sent_bytes += (self.world - 1) * out.numel() * host.element_size()
+        # An all-to-all rather than sends and receives: gloo can tell whether it has completed.
+        work = self._launch(label, lambda: dist.all_to_all_single(received, host, group=self.topology.group, async_op=True))
+        return Pending(label, [work], lambda: _sum_in_order(received.chunk(self.world), out), keep=(full, host, received))
 
     def _peers(self) -> list[int]:
         # Start behind this rank, so that not all ranks send to rank 0 first.
@@ -230,7 +244,7 @@ def _copy_unless_same(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def _sum_in_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:
+def _sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """out = parts[0] + parts[1] + ... , left to right, in ``out``'s dtype; ``out`` shares no memory with the parts."""
     if out.device.type != "cpu":
         total = torch.empty(out.shape, dtype=out.dtype)

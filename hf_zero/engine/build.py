@@ -160,8 +160,9 @@ class EngineBuilder:
         if optimizer is not None and reducer is not None:
             settings = StepSettings(self.config.gradient_clipping, self.policy.shards_optimizer, self.precision.skips_overflow)
             stepper = Stepper(runtime, reducer, optimizer, scaler, self.collectives, settings)
-            for gradients in reducer.gradients:
-                register_training(gradients.unit, Training(gradients, optimizer, scaler))
+            stepper.training = [Training(gradients, optimizer, scaler) for gradients in reducer.gradients]
+            for training in stepper.training:
+                register_training(training.gradients.unit, training)
         scheduler = self._scheduler(lr_scheduler, optimizer)
         sinks = build_sinks(self.config) if self.collectives.rank == 0 and optimizer is not None else []
         self._persist_and_release(units)
@@ -250,14 +251,15 @@ class EngineBuilder:
             collectives = build_collectives(twin_topology(self.topology))
         policy = gradient_policy(self.config, self.precision, self.policy, self.topology.world)
         overlap = self.config.zero_optimization.overlap_comm is not False
-        return Reducer([UnitGradients(unit, collectives, policy) for unit in units], overlap)
+        patient = self.policy.shards_parameters and collectives.blocks_host
+        return Reducer([UnitGradients(unit, collectives, policy) for unit in units], overlap, patient)
 
     def _schedule(self, root: Block, blocks: list[Block]) -> GatherSchedule | None:
         if not any(unit.releasable for block in (root, *blocks) for unit in block.units):
             return None
         zero = self.config.zero_optimization
         limits = GatherLimits(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
-        return GatherSchedule(root, blocks, limits)
+        return GatherSchedule(root, blocks, limits, lambda again: self.collectives.any_rank(again, "another round"))
 
     def _scheduler(self, client: Any, optimizer: ShardedOptimizer | None) -> Any:
         if optimizer is None:

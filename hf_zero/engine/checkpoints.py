@@ -51,13 +51,13 @@ def load(
     engine: Engine, load_dir: str | os.PathLike[str], tag: Any, custom: Callable[..., Any] | None, **wanted: bool
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Loads into ``engine``; see ``Engine.load_checkpoint``. ``wanted``: flags of ``LoadRequest``."""
-    engine.discard_gradients()
     engine.runtime.release_for_update()
     from_fp32 = engine.settings.zero_optimization.load_from_fp32_weights
     request = LoadRequest(os.fspath(load_dir), None if tag is None else str(tag), masters_from_fp32=from_fp32, custom=custom, **wanted)
     loaded = load_checkpoint(_training_state(engine), request)
     if loaded is None:
         return None, None
+    engine.discard_gradients()
     if loaded.counters is not None:
         progress, counters = engine.progress, loaded.counters
         progress.global_steps = counters.get("global_steps", 0)

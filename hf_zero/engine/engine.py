@@ -385,13 +385,10 @@ class Engine(nn.Module):
             sink.close()
         self.sinks = []
         if self.stepper is not None:
-            self.stepper.reducer.clear()
-            self.stepper.reducer.detach()
+            self.runtime.stop_training()
             for unit in self.units:
                 unit.drop_master()
-            self.runtime.reducer = None
-            self.optimizer.connect(None, None)
-            self.optimizer.inner.state.clear()
+            self.optimizer.dismiss()
         self.stepper = None
         self.optimizer = None
         self.lr_scheduler = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -16,24 +16,24 @@ from hf_zero.sharding.unit import Unit, find_unit
 
 @dataclass(frozen=True)
 class Training:
-    """What trains a unit: its gradients, the optimizer and the loss scale."""
+    """What trains a unit: its gradients, the optimizer and the loss scale. The engine holds it; with the engine it goes."""
 
     gradients: UnitGradients
     optimizer: ShardedOptimizer
     scaler: LossScaler
 
 
-_training: WeakKeyDictionary[Unit, Training] = WeakKeyDictionary()
+_training: WeakValueDictionary[Unit, Training] = WeakValueDictionary()
 
 
 def register_training(unit: Unit, training: Training) -> None:
-    """Notes who trains ``unit``, for the functions of this file."""
+    """Notes who trains ``unit``, for the functions of this file, for as long as somebody holds ``training``."""
     _training[unit] = training
 
 
 def _find(param: torch.Tensor) -> tuple[Unit, int] | None:
     owner = find_unit(param)
-    return owner if owner is not None and owner[0].master is not None else None
+    return owner if owner is not None and owner[0].master is not None and owner[0] in _training else None
 
 
 def _must_find(param: torch.Tensor, what: str) -> tuple[Unit, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -57,6 +58,7 @@ class Stepper:
         self.scaler = scaler
         self.collectives = collectives
         self.settings = settings
+        self.training: list[Any] = []  # entries of the table in full_values.py, which holds them weakly
         # Both in the model's order; the reducer's own order is the model's too.
         self._gradients = {id(entry.unit): entry for entry in reducer.gradients}
 

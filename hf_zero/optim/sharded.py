@@ -96,6 +96,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Tells it whose ``step`` and ``zero_grad`` are meant when they are called on the optimizer itself."""
         self._step, self._clear = step, clear
 
+    def dismiss(self) -> None:
+        """Frees state and segments; the groups stay, empty."""
+        self.connect(None, None)
+        self.inner.state.clear()
+        self.segments, self.units = [], []
+        for group in self.inner.param_groups:
+            group["params"] = []
+
     def update(self, shards: Sequence[torch.Tensor]) -> None:
         """One update of the masters with this rank's gradients, (shard_numel,) per unit; local."""
         by_unit = {id(unit): shard for unit, shard in zip(self.units, shards, strict=True)}

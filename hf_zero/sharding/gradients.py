@@ -132,6 +132,11 @@ class UnitGradients:
         self._written = [False] * len(self._written)
         return self._pending
 
+    @property
+    def ready(self) -> bool:
+        """Whether ``finish_reduce`` would return at once."""
+        return self._pending is None or self._pending.ready()
+
     def finish_reduce(self) -> None:
         """Waits for the reduction in flight, if any, and adds its result to ``shard``."""
         if self._pending is None or self._received is None:

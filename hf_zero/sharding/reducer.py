@@ -20,17 +20,28 @@ class Reducer:
 
     [Note: order of reductions] A unit is sent off when all its gradients have arrived and all units behind it are gone. What is
     incomplete when backward ends (a branch this rank skipped) goes off then, zeros filling the holes. So every rank sends the
-    same sequence whatever its data.
+    same sequence whatever its data. At stage 3 a block that backward has passed is ``close``d and goes off incomplete.
+
+    [Note: waiting for reductions] At most ``_IN_FLIGHT`` reductions are in flight; beyond that the oldest is waited for. At stage 3 a
+    rank may be waited for by others in a gather while it waits here; where waiting stops the whole process (gloo) it
+    only looks whether the oldest is done, and goes on if not.
 
     Attributes:
         gradients: One entry per trainable unit, in the order of the model.
         enabled: Whether this backward reduces at all; False inside ``no_sync`` and, at stage 0, before the boundary.
+
+    Args:
+        gradients: The units.
+        overlap: Reductions run while backward goes on.
+        patient: Never wait for a reduction before backward ends.
     """
 
-    def __init__(self, gradients: Sequence[UnitGradients], overlap: bool) -> None:
+    def __init__(self, gradients: Sequence[UnitGradients], overlap: bool, patient: bool = False) -> None:
         self.gradients = list(gradients)
         self.enabled = True
         self._overlap = overlap
+        self._patient = patient
+        self._closed: set[int] = set()
         self._next = len(self.gradients) - 1  # index of the next unit to send; counts down
         self._deferred: set[int] = set()
         self._flying: deque[UnitGradients] = deque()
@@ -54,6 +65,12 @@ class Reducer:
         """Leaves a unit for the end of this backward: its block runs several times, gradients arrive piecemeal."""
         self._deferred.add(id(gradients))
 
+    def close(self, gradients: UnitGradients) -> None:
+        """Nothing more comes for this unit in this backward: it may go off as it is."""
+        if self.enabled:
+            self._closed.add(id(gradients))
+            self._send_complete()
+
     def collect(self, gradients: UnitGradients, index: int) -> None:
         """Takes one gradient; sends off what has become complete."""
         gradients.collect(index, deferred=not self.enabled)
@@ -63,7 +80,8 @@ class Reducer:
     def _send_complete(self) -> None:
         while self._next >= 0:
             gradients = self.gradients[self._next]
-            if not gradients.complete or id(gradients) in self._deferred:
+            done = gradients.complete or id(gradients) in self._closed
+            if not done or id(gradients) in self._deferred:
                 return
             self._next -= 1
             self._send(gradients)
@@ -72,6 +90,8 @@ class Reducer:
         gradients.start_reduce()
         self._flying.append(gradients)
         while len(self._flying) > (_IN_FLIGHT if self._overlap else 0):
+            if self._patient and not self._flying[0].ready:
+                return
             self._flying.popleft().finish_reduce()
 
     def flush(self) -> None:
@@ -94,12 +114,15 @@ class Reducer:
             gradients.begin_backward()
         self._next = len(self.gradients) - 1
         self._deferred.clear()
+        self._closed.clear()
 
     def clear(self) -> None:
         """Forgets all gradients."""
         for gradients in self.gradients:
             gradients.clear()
         self._flying.clear()
+        self._deferred.clear()
+        self._closed.clear()
         self._next = len(self.gradients) - 1
 
 

@@ -106,6 +106,16 @@ class Runtime:
         if self in runtimes:
             runtimes.remove(self)
 
+    def stop_training(self) -> None:
+        """Lets go of all gradients; keeps the hooks that gather, where there are any."""
+        if self.reducer is not None:
+            self.reducer.clear()
+            self.reducer.detach()
+        self.reducer = None
+        self._gradients = {}
+        if self.schedule is None:
+            self.detach()
+
     @property
     def attached(self) -> bool:
         """Whether the module still obeys this runtime; another engine on the same module takes it over."""
@@ -265,7 +275,7 @@ class Runtime:
             logger.debug("parameters of %s are read inside %s", block.name, reader.name)
             self._add_external(reader, block)
         if self.state is IterationState.BACKWARD:
-            self.schedule.backward(block)
+            self._advance_backward(block)
         else:
             self._gather_for_forward(block)
 
@@ -292,7 +302,15 @@ class Runtime:
             with span("pre_backward", block.name):
                 block.pending = max(0, block.pending - 1)
                 if block is not self.root:
-                    self.schedule.backward(block)
+                    self._advance_backward(block)
+
+    def _advance_backward(self, block: Block) -> None:
+        if self.schedule is None:
+            return
+        for done in self.schedule.backward(block):
+            for unit in done.units:
+                if self.reducer is not None and id(unit) in self._gradients:
+                    self.reducer.close(self._gradients[id(unit)])
 
     def _recompute(self, block: Block) -> None:
         """A forward inside backward: activation checkpointing.
@@ -305,7 +323,7 @@ class Runtime:
             block.checkpointed = max(0, block.checkpointed - 1)
             return
         with span("recompute", block.name):
-            self.schedule.backward(block)
+            self._advance_backward(block)
             block.checkpointed = max(0, block.checkpointed - 1)
 
     def end_backward(self) -> None:

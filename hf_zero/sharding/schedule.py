@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -92,16 +92,25 @@ class GatherSchedule:
     [Note: rounds] A round has a cursor. Asking for block j gathers all blocks from the cursor to j that are not resident, those that
     this rank skipped included, and moves the cursor behind j; the end of the phase joins the rest. Each block's gather is therefore
     issued once per round and in order, and whether it is issued depends only on what was resident when the round began, which is
-    the same on every rank. Asking for a block behind the cursor that was released (a module that runs twice) ends the round and
-    begins another; ranks must agree on that, which they do when it is the model's structure that repeats.
+    the same on every rank. Asking for a block behind the cursor that was released (a module that runs twice, another order) ends the
+    round and begins another. At the end of each round of a forward the ranks vote whether anyone needs another; those that do not
+    join its gathers and vote again. Where every block stays gathered until backward nobody can need one, and nobody votes.
+
+    Args:
+        root: Block of what belongs to no other block; gathered throughout.
+        blocks: The others, in the model's order.
+        limits: How much may be gathered.
+        vote: Collective; says on every rank whether any rank said True.
     """
 
-    def __init__(self, root: Block, blocks: Sequence[Block], limits: GatherLimits) -> None:
+    def __init__(self, root: Block, blocks: Sequence[Block], limits: GatherLimits, vote: Callable[[bool], bool]) -> None:
         self.root = root
         self.order = list(blocks)  # in the order of forward; the root, needed throughout, is not part of a round
         self.limits = limits
         self.learned = False  # whether `order` is what forward was seen to do; until then nothing skipped is released
         self.observed: list[Block] = []
+        self._vote = vote
+        self._votes = False  # whether rounds of this phase end with a vote
         self._cursor = 0
         self._swept = 0  # position up to which passed blocks were looked at for release
         self._line: list[Block] = []  # the order of the current round
@@ -117,6 +126,7 @@ class GatherSchedule:
                 block.release()
         self._begin(self.order)
         self._choose_kept(training)
+        self._votes = not all(block.keep for block in self.order)
         self.root.gather()
         self._prefetch()
 
@@ -125,10 +135,11 @@ class GatherSchedule:
         if not self.learned and block not in self.observed:
             self.observed.append(block)
         self._request(block)
-        if self.learned:
-            for other in self._passed(block):
-                if not (other.executed or other.open or other.keep or other.sticky):
-                    other.release()
+        skipped = [other for other in self._passed(block) if not (other.executed or other.open or other.keep or other.sticky)]
+        # What this rank skipped may still come (another order): it stays whole until the end of forward while there is room.
+        if skipped and self.learned and self._live() > self.limits.max_live_parameters:
+            for other in skipped:
+                other.release()
 
     def after_forward(self, block: Block) -> None:
         """Releases ``block`` after its forward unless it is needed again soon."""
@@ -138,6 +149,10 @@ class GatherSchedule:
     def end_forward(self) -> None:
         """Joins the gathers of the blocks this rank skipped; releases what is not kept; collective."""
         self._finish_round()
+        while self._votes and self._vote(False):
+            self._release_for_round()
+            self._begin(self._line)
+            self._finish_round()
         for block in self.order:
             if block.keep:
                 block.gather()
@@ -171,16 +186,20 @@ class GatherSchedule:
     def begin_backward(self) -> None:
         """Starts the round of a backward and gathers the root; collective."""
         self._begin([block for block in reversed(self.order) if block.read_in_backward])
+        self._votes = False  # a block stays gathered while a backward of it is pending: one round is enough
         self.root.gather()
 
-    def backward(self, block: Block) -> None:
-        """Makes ``block`` and what it reads elsewhere whole inside backward; collective. Releases what is done."""
+    def backward(self, block: Block) -> list[Block]:
+        """Makes ``block`` and what it reads elsewhere whole inside backward; collective. Releases what is done, and returns it."""
         self._request(block)
         for external in block.externals:
             self._request(external)
-        for other in self._passed(block):
-            if not (other.pending or other.checkpointed or other.sticky or other in block.externals):
-                other.release()
+        done = [
+            other for other in self._passed(block) if not (other.pending or other.checkpointed or other.sticky or other in block.externals)
+        ]
+        for other in done:
+            other.release()
+        return done
 
     def end_backward(self) -> None:
         """Joins the gathers that are left and releases everything; collective."""
@@ -221,12 +240,29 @@ class GatherSchedule:
             block.gather()
             return
         if position < self._cursor and not block.resident:
-            self._finish_round()
-            self._begin(self._line)
+            self._again()
         self._advance(position)
         block.executed = True
         block.gather()
         self._prefetch()
+
+    def _again(self) -> None:
+        """Ends the round and begins another; what runs now is gathered again first."""
+        self._finish_round()
+        running = [block for block in self.order if block.open]
+        if self._votes:
+            self._vote(True)
+            self._release_for_round()
+        self._begin(self._line)
+        for block in running:
+            self._advance(self._position[id(block)])
+            block.gather()
+
+    def _release_for_round(self) -> None:
+        """Brings every rank to the same state before another round."""
+        for block in self.order:
+            if not block.keep:
+                block.release()
 
     def _advance(self, position: int) -> None:
         """Issues the gathers up to and including ``position``; blocks skipped on the way are dropped by the callers."""
@@ -235,7 +271,7 @@ class GatherSchedule:
             self._cursor += 1
 
     def _prefetch(self) -> None:
-        ahead, live = 0, sum(block.numel for block in (self.root, *self.order) if block.resident)
+        ahead, live = 0, self._live()
         while self._cursor < len(self._line) and self.limits.prefetch_bucket_size > 0:
             block = self._line[self._cursor]
             if not block.resident:
@@ -246,6 +282,10 @@ class GatherSchedule:
                 if first and self._in_flight():
                     return
             self._advance(self._cursor)
+
+    def _live(self) -> int:
+        """Elements gathered now."""
+        return sum(block.numel for block in (self.root, *self.order) if block.resident)
 
     def _in_flight(self) -> bool:
         return any(unit.state is UnitState.GATHERING for block in self._line for unit in block.units)
