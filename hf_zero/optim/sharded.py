@@ -88,7 +88,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(inner.param_groups):
             group["params"] = [segment.tensor for segment in self.segments if segment.group == index]
         if inner.state:  # made at construction, for the parameters that the segments replace
-            inner.state = type(inner)([dict(group) for group in inner.param_groups]).state
+            make: Any = type(inner)
+            inner.state = make([dict(group) for group in inner.param_groups]).state
         self._step: Callable[[], None] | None = None
         self._clear: Callable[[], None] | None = None
 
