@@ -17,8 +17,8 @@ STAGES = (0, 1, 2, 3)
 # -- same ranks, same stage: bitwise ------------------------------------------------------------------------------------
 
 
-def _interrupted(folder: str, stage: int, dtype: str, optimizer: Any) -> None:
-    engine = start(stage, dtype, optimizer=optimizer)
+def _interrupted(folder: str, stage: int, dtype: str, optimizer: Any, extra: dict[str, Any] | None = None) -> None:
+    engine = start(stage, dtype, optimizer=optimizer, **(extra or {}))
     steps(engine, 0, 3, dtype)
     assert engine.save_checkpoint(folder) is True
     saved = full_state(engine)
@@ -26,7 +26,7 @@ def _interrupted(folder: str, stage: int, dtype: str, optimizer: Any) -> None:
     end = full_state(engine)
     engine.destroy()
 
-    engine = start(stage, dtype, seed=5, optimizer=optimizer)
+    engine = start(stage, dtype, seed=5, optimizer=optimizer, **(extra or {}))
     steps(engine, 7, 1, dtype)  # its state is not fresh either
     path, client_state = engine.load_checkpoint(folder)
     assert path == str(Path(folder) / "global_step3") and client_state == {}
@@ -40,6 +40,11 @@ def _interrupted(folder: str, stage: int, dtype: str, optimizer: Any) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stage: int, dtype: str) -> None:
     ranks.run_ranks(_interrupted, 2, str(tmp_path), stage, dtype, torch.optim.AdamW)
+
+
+def test_units_that_stay_gathered_at_stage_3_resume(tmp_path: Path) -> None:
+    persistent = {"zero_optimization": {"stage": 3}}  # the default threshold keeps units this small whole
+    ranks.run_ranks(_interrupted, 2, str(tmp_path), 3, "bf16", torch.optim.AdamW, persistent)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

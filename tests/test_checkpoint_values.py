@@ -39,7 +39,7 @@ PLAIN = [
     (1,),
     {},
     {"a": {"b": [1]}},
-    {1: "x", (2, 3): "y", None: 0, True: 1, 2.5: "f"},
+    {1: "x", (2, 3): "y", None: 0, False: 1, 2.5: "f"},
     {"$": "tensor", "name": "not one"},
     OrderedDict([("z", 1), ("a", 2)]),
     set(),

@@ -73,10 +73,10 @@ def save_checkpoint(state: TrainingState, request: SaveRequest) -> Path:
         what = f"saving checkpoint {request.tag!r} to {request.save_dir}"
         agreement.on_all(net, what, lambda: _check(state))
         encoded = _Encoded()
-        save_dir, tag, part = agreement.on_first(net, what, lambda: _begin(state, request, encoded))
+        save_dir, tag, part, exclude_frozen = agreement.on_first(net, what, lambda: _begin(state, request, encoded))
         what = f"saving checkpoint {tag!r} to {save_dir}"
         try:
-            written = agreement.on_all(net, what, lambda: _write(state, Path(part), request.exclude_frozen, encoded))
+            written = agreement.on_all(net, what, lambda: _write(state, Path(part), exclude_frozen, encoded))
             final = agreement.on_first(net, what, lambda: _commit(state, request, encoded, written, Path(part)))
         except CheckpointError:
             if net.rank == 0:
@@ -128,10 +128,10 @@ def _check(state: TrainingState) -> None:
             optimizer_state.state_entries(state.optimizer, name)
 
 
-def _begin(state: TrainingState, request: SaveRequest, encoded: _Encoded) -> tuple[str, str, str]:
+def _begin(state: TrainingState, request: SaveRequest, encoded: _Encoded) -> tuple[str, str, str, bool]:
     encoded.take(state, request)
     save_dir, tag = Path(request.save_dir), folders.check_tag(request.tag)
-    return str(save_dir), tag, str(folders.begin(save_dir, tag))
+    return str(save_dir), tag, str(folders.begin(save_dir, tag)), request.exclude_frozen
 
 
 @dataclass(frozen=True)
