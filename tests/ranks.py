@@ -300,7 +300,8 @@ def _run(job: Job, rank: int, world_size: int) -> Any:
             if job.store is not None:
                 store = dist.FileStore(job.store, world_size)
                 limit = timedelta(seconds=job.group_timeout)
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+                backend = os.environ.get("HF_ZERO_TEST_BACKEND", "gloo")
+                dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
             function, args = pickle.loads(job.payload)
             value = function(*args)
             _check_leaks()

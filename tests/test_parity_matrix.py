@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import ranks
-from tests.matrix import check_block, check_stages
+from tests.matrix import check_block
 from tests.models import MATRIX
 
 FAST_16_BIT = ("gpt2", "t5", "albert", "mixtral")
@@ -41,6 +41,15 @@ def test_other_world_sizes(name: str, dtype: str, world_size: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_one_gpu(dtype: str) -> None:
-    """Rank processes keep everything on the GPU; the reference runs on the CPU, so only the engine's logic is compared."""
-    ranks.run_ranks(check_stages, 1, "gpt2", dtype, env={"HF_ZERO_TEST_DEVICE": "cuda"})
+@pytest.mark.parametrize("name", EVERY_MODEL)
+def test_one_rank_on_a_gpu(name: str, dtype: str) -> None:
+    env = {"HF_ZERO_TEST_DEVICE": "cuda:0", "HF_ZERO_TEST_BACKEND": "nccl"}
+    ranks.run_ranks(check_block, 1, name, dtype, env=env, timeout=280)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", EVERY_MODEL)
+def test_two_ranks_share_a_gpu(name: str, dtype: str) -> None:
+    """nccl refuses two ranks on one device, gloo does not."""
+    ranks.run_ranks(check_block, 2, name, dtype, env={"HF_ZERO_TEST_DEVICE": "cuda:0"}, timeout=280)
