@@ -7,6 +7,7 @@ import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,14 +66,16 @@ def write_tensor_file(path: Path, entries: Sequence[Entry]) -> FileRecord:
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     header = _header(ordered, path.name)
     tensors, offset = {}, len(header)
-    with open(path, "xb", buffering=0) as file:
+    # zlib and the file system both let other threads run, so a window is summed while it is written.
+    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as helper:
         _write_all(file.fileno(), memoryview(header))
         for entry in ordered:
             checksum = _Checksum()
             nbytes = 0
             for window in _windows(entry.pieces, entry.dtype.itemsize):
+                summed = helper.submit(checksum.update, window)
                 _write_all(file.fileno(), window)
-                checksum.update(window)
+                summed.result()
                 nbytes += len(window)
             name = dtype_name(entry.dtype, entry.name)
             tensors[entry.name] = TensorRecord(name, entry.shape, offset, nbytes, checksum.digits())
