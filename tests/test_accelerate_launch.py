@@ -104,6 +104,13 @@ def test_a_plain_accelerator_shares_the_data_out_among_real_ranks(tmp_path: Path
         assert report["main"][3] == "gloo"
 
 
+def test_a_group_made_by_the_script_counts_as_well(tmp_path: Path) -> None:
+    script = 'import torch\nif not torch.cuda.is_available(): torch.distributed.init_process_group("gloo")\n' + DATA_SCRIPT
+    (tmp_path / "data.py").write_text(script)
+    out = run(["accelerate", "launch", "--config_file", str(_launcher_yaml(tmp_path)), "data.py"], cwd=tmp_path, timeout=200)
+    assert _report(out)["main"][:3] == [0, 2, True]
+
+
 def test_a_program_without_deepspeed_only_meets_a_class(tmp_path: Path) -> None:
     """Unwrapping a model imports `deepspeed` in every accelerate program: no process group, no device, no log line."""
     out = run_python(

@@ -96,6 +96,16 @@ class TestBackendForAccelerate:
         comm._tell_accelerate("gloo")
         assert shared["backend"] == "gloo"
 
+    def test_asking_for_the_group_is_enough(self, shared: dict[str, object]) -> None:
+        """A script's own group, or a second state of a process, makes accelerate skip init_distributed."""
+        shared.update({"_cpu": False, "backend": None, "device": None})
+        assert not comm.is_initialized() and shared["backend"] is None
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        try:
+            assert comm.is_initialized() and shared["backend"] == "gloo"
+        finally:
+            torch.distributed.destroy_process_group()
+
     @pytest.mark.parametrize("state", [{}, {"backend": None, "num_processes": 1}, {"backend": "nccl"}])
     def test_any_other_state_is_left_alone(self, shared: dict[str, object], state: dict[str, object]) -> None:
         shared.update(state)

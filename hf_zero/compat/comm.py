@@ -42,11 +42,13 @@ def init_distributed(
 def _tell_accelerate(backend: str) -> None:
     """[Note: accelerate without an accelerator]
 
-    ``PartialState.__init__`` picks a backend from the accelerators it knows. On a machine without one it has None, calls
-    us with ``dist_backend=None``, and then takes "no backend" for "one process": every rank would see
-    ``num_processes == 1`` and ``is_main_process``, read the whole data set and write the same files. The group exists,
-    so the one missing fact is its backend; accelerate keeps it in the dictionary all states share. We fill it in only while
-    that object is being built (its counts are not there yet) and only if it found none itself.
+    ``PartialState.__init__`` picks a backend from the accelerators it knows. On a machine without one it has None, asks us
+    whether there is a group, calls ``init_distributed(dist_backend=None)`` if there is none, and then takes "no backend" for
+    "one process": every rank would see ``num_processes == 1`` and ``is_main_process``, read the whole data set and write the
+    same files. The group exists, so the one missing fact is its backend; accelerate keeps it in the dictionary all states
+    share. We fill it in only while that object is being built (its counts are not there yet) and only if it found none itself,
+    at either of the two calls: a second state of a process, or one made after the script's own ``init_process_group``, stops
+    at the first.
     """
     state_module = sys.modules.get("accelerate.state")
     if state_module is None:
@@ -62,8 +64,11 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Whether the default process group exists."""
-    return dist.is_available() and dist.is_initialized()
+    """Whether the default process group exists; asked by accelerate, it is also told the backend (see the note above)."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    _tell_accelerate(dist.get_backend())
+    return True
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
