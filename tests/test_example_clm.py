@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import importlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -78,11 +80,13 @@ def test_docstrings_of_files_without_any_or_of_another_syntax(example: SimpleNam
     assert list(example.data.docstrings(source)) == []
 
 
-def test_standard_library_text_of_this_python(example: SimpleNamespace) -> None:
-    texts = example.data.standard_library_text()
+def test_text_without_any_flag_is_the_library_of_this_python(example: SimpleNamespace) -> None:
+    raw = example.data.load_raw_datasets(example.arguments.parse_arguments([]))
+    texts = raw["train"]["text"][:] + raw["validation"]["text"][:]
     assert sum(len(text) for text in texts) > 500_000
     assert all(text.endswith(example.data.END_OF_TEXT) for text in texts)
     assert any("JSON" in text for text in texts)
+    assert 0.04 < len(raw["validation"]) / len(texts) < 0.06
 
 
 def test_missing_library_sources_are_named(example: SimpleNamespace, tmp_path: Path) -> None:
@@ -132,7 +136,8 @@ def test_tokenizer_cache_is_used_for_the_same_text_only(example: SimpleNamespace
         example.data.cached_tokenizer(["another text"], 260, tmp_path)
 
 
-def test_text_file_becomes_blocks(example: SimpleNamespace, tmp_path: Path) -> None:
+def test_text_file_becomes_blocks(example: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     path = tmp_path / "text.txt"
     path.write_text("".join(f"line {index} of the text\n" for index in range(200)))
     args = example.arguments.parse_arguments(["--train_file", str(path), "--block_size", "16", "--max_train_samples", "20"])
@@ -385,18 +390,42 @@ def test_demo_shares_out_the_cores_unless_told(example: SimpleNamespace, monkeyp
 # Whole runs
 
 
-def launch(config: Path, output_dir: Path, *flags: str) -> str:
+@pytest.fixture(scope="module")
+def text_file(example: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some docstrings: parsing the whole standard library would take most of a short run."""
+    root = Path(argparse.__file__).parent
+    path = tmp_path_factory.mktemp("text") / "docstrings.txt"
+    path.write_text("\n".join(text for name in ("json", "email", "asyncio") for text in example.data.standard_library_text(root / name)))
+    return path
+
+
+def launch(config: Path, text_file: Path, output_dir: Path, *flags: str) -> str:
     """Run the script on two ranks of this machine's CPU under the given launcher file.
+
+    Args:
+        config: Launcher file.
+        text_file: What to train on.
+        output_dir: Where the run leaves its files; the cache of the text lies beside ``text_file``.
+        *flags: Further flags of the script.
 
     Returns:
         What it printed. Fails with all of it when the run fails or lasts longer than ``RUN_SECONDS``.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "WANDB_"))}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "NETRC": os.devnull, "HF_ZERO": "1"}
+    environment["HF_DATASETS_CACHE"] = str(text_file.parent)
     if "MULTI_GPU" in config.read_text():
         environment["ACCELERATE_USE_CPU"] = "true"  # with a DeepSpeed configuration this would switch ZeRO off
     launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config)]
-    script = ["--main_process_port", "0", "examples/clm/run_clm_no_trainer.py", "--output_dir", str(output_dir)]
+    script = [
+        "--main_process_port",
+        "0",
+        "examples/clm/run_clm_no_trainer.py",
+        "--train_file",
+        str(text_file),
+        "--output_dir",
+        str(output_dir),
+    ]
     command = [*launcher, *script, *TINY_FLAGS, *flags]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
@@ -410,10 +439,11 @@ def tracked(path: Path, name: str) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def zero3_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def zero3_run(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """One run at stage 3 with every tracker and a checkpoint in the middle of each epoch: its folder and what it printed."""
     folder = tmp_path_factory.mktemp("zero3")
-    return folder, launch(EXAMPLE / "accelerate_zero3.yaml", folder, "--checkpointing_steps", "8", "--with_tracking", "--report_to", "all")
+    flags = ("--checkpointing_steps", "8", "--with_tracking", "--report_to", "all")
+    return folder, launch(EXAMPLE / "accelerate_zero3.yaml", text_file, folder, *flags)
 
 
 @pytest.mark.timeout(RUN_SECONDS)
@@ -427,8 +457,8 @@ def test_zero3_run_learns_saves_and_reports(zero3_run: tuple[Path, str], example
     assert results.state_bytes == pytest.approx(facts.expected_state_bytes, rel=0.03)
     assert "50% of stage 0" in printed
     assert f"The model lies in {folder}" in printed
-    reloaded, in_training = (printed.split(mark)[1].split()[0].strip(")") for mark in ("from_pretrained: loss", "(in training:"))
-    assert float(reloaded) == pytest.approx(float(in_training.rstrip("):")), abs=2e-4)
+    reloaded, in_training = (float(re.search(rf"{mark} ([0-9.]+[0-9])", printed)[1]) for mark in ("from_pretrained: loss", "in training:"))
+    assert reloaded == pytest.approx(in_training, abs=2e-4)
 
 
 @pytest.mark.timeout(RUN_SECONDS)
@@ -443,10 +473,11 @@ def test_zero3_run_reaches_every_tracker(zero3_run: tuple[Path, str]) -> None:
 
 
 @pytest.mark.timeout(RUN_SECONDS)
-def test_zero3_run_resumes_where_it_stopped(zero3_run: tuple[Path, str], tmp_path: Path) -> None:
+def test_zero3_run_resumes_where_it_stopped(zero3_run: tuple[Path, str], text_file: Path, tmp_path: Path) -> None:
     folder, _ = zero3_run
     printed = launch(
         EXAMPLE / "accelerate_zero3.yaml",
+        text_file,
         tmp_path,
         *("--resume_from_checkpoint", str(folder / "step_8"), "--with_tracking", "--report_to", "csv"),
     )
@@ -458,12 +489,12 @@ def test_zero3_run_resumes_where_it_stopped(zero3_run: tuple[Path, str], tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(RUN_SECONDS)
 @pytest.mark.parametrize("name", ["accelerate_ddp.yaml", "accelerate_zero2.yaml", "accelerate_zero2_plugin.yaml"])
-def test_other_launcher_files_train_as_zero3_does(zero3_run: tuple[Path, str], tmp_path: Path, name: str) -> None:
+def test_other_launcher_files_train_as_zero3_does(zero3_run: tuple[Path, str], text_file: Path, tmp_path: Path, name: str) -> None:
     folder, _ = zero3_run
-    launch(EXAMPLE / name, tmp_path, "--with_tracking", "--report_to", "csv", "--lr_scheduler_type", "linear")
+    launch(EXAMPLE / name, text_file, tmp_path, "--with_tracking", "--report_to", "csv", "--lr_scheduler_type", "linear")
     expected = tracked(folder / "metrics.csv", "train_loss")
     found = tracked(tmp_path / "metrics.csv", "train_loss")
     assert found.keys() == expected.keys()
-    # Same data, same start: the first step has the same loss. WarmupDecayLR and linear differ a little in their warm-up.
-    assert found[1] == pytest.approx(expected[1], rel=1e-5)
+    # Same data; transformers draws other random weights under zero.Init, and WarmupDecayLR warms up a little later than linear.
+    assert found[1] == pytest.approx(expected[1], rel=0.01)
     assert found[24] == pytest.approx(expected[24], rel=0.05)

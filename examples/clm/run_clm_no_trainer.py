@@ -335,8 +335,9 @@ def reload_and_generate(run: Run, tokenizer: PreTrainedTokenizerBase, engine_los
     print(f"\nThe model lies in {run.args.output_dir}. Reloaded with from_pretrained: loss {loss:.4f} on the first evaluation sequence")
     print(f"(in training: {engine_loss:.4f}). It continues {run.args.prompt!r}:")
     prompt = tokenizer(run.args.prompt, return_tensors="pt", return_token_type_ids=False).to(run.accelerator.device)
+    room = run.args.block_size - prompt["input_ids"].shape[1]  # a small model has no positions beyond its block
+    length = {name: max(1, min(GENERATED_TOKENS, room)) for name in ("min_new_tokens", "max_new_tokens")}
     torch.manual_seed(run.args.seed)
-    length = {"min_new_tokens": GENERATED_TOKENS, "max_new_tokens": GENERATED_TOKENS}
     output = model.generate(**prompt, **length, do_sample=True, top_k=20, pad_token_id=tokenizer.eos_token_id)
     line = str(tokenizer.decode(output[0], skip_special_tokens=True))
     print("    " + " ".join(line.split()))
