@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 FORMAT_VERSION = 1
+_FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
 class Checkpoint:
@@ -51,7 +52,7 @@ class Checkpoint:
                 tag = file.read().strip()
         self.folder = os.path.join(base, str(tag))
         self.index = self._read_index()
-        # name -> (shape, file or None, unit or None, offset)
+        # name -> (shape, unit or None when it lies whole in module.safetensors, first element inside the unit)
         self.params: dict[str, tuple[list[int], dict[str, Any] | None, int]] = {}
         self.frozen = set(self.index["module_params"])
         for unit in self.index["units"]:
@@ -131,9 +132,11 @@ class Checkpoint:
         return kept + list(self.index["buffers"])
 
     def nbytes(self, name: str) -> int:
-        """Bytes of ``name`` as ``read`` returns it, at most."""
-        shape = self.params[name][0] if name in self.params else self._record("module.safetensors", name)["shape"]
-        return 8 * math.prod(shape) if name not in self.params else 4 * math.prod(shape)
+        """Bytes of ``name`` as ``read`` returns it."""
+        if name in self.params and self.params[name][1] is not None:
+            return 4 * math.prod(self.params[name][0])
+        record = self._record("module.safetensors", name)
+        return 4 * math.prod(record["shape"]) if record["dtype"] in _FLOATS else int(record["nbytes"])
 
 
 def _as_fp32(tensor: torch.Tensor) -> torch.Tensor:
