@@ -30,12 +30,17 @@ def hook_folder() -> str | None:
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment of a fresh process: this one's without launcher variables, hf_zero importable, the alias active."""
+    """Environment of a fresh process: this one's without launcher variables, hf_zero importable, the alias active, GPUs hidden.
+
+    Two ranks need two GPUs under nccl; on the CPU they are the same everywhere.
+    """
     env = _clean_environment()
     hook = hook_folder()
     if hook is not None:
         env["PYTHONPATH"] = os.pathsep.join((hook, str(REPO)))
-    env.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PATH": _path()})
+    env.update(
+        {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PATH": _path()}
+    )
     env.update(changes or {})
     return env
 

@@ -47,19 +47,19 @@ total = accelerator.reduce(torch.tensor([float(accelerator.process_index + 1)]))
 facts = [accelerator.num_processes, torch.distributed.get_world_size(), str(accelerator.distributed_type), total.item()]
 gathered = accelerator.gather(torch.tensor([accelerator.process_index, int(accelerator.is_main_process)])).tolist()
 if accelerator.is_main_process:
-    # No library may print a line of its own before this one is found.
     print("REPORT " + json.dumps({"facts": facts, "gathered": gathered, "config": plugin.deepspeed_config, "init": plugin.zero3_init_flag}))
 accelerator.end_training()
 """
 
 
-def answer(config_file: Path, answers: tuple[tuple[str, int | str | None], ...]) -> dict[str, Any]:
-    """Runs `accelerate config` on a pseudo-terminal, answers its questions in order, and returns the file it wrote."""
+def answer(home: Path, answers: tuple[tuple[str, int | str | None], ...]) -> dict[str, Any]:
+    """Runs `accelerate config` on a pseudo-terminal, answers its questions in order, and returns the file it wrote.
+
+    The file goes where it always goes, below ``HF_HOME``, and `accelerate launch` finds it there.
+    """
     command = str(Path(sys.executable).with_name("accelerate"))
-    env: Any = environment({"TERM": "xterm", "COLUMNS": "200"})
-    child = pexpect.spawn(
-        command, ["config", "--config_file", str(config_file)], env=env, encoding="utf-8", timeout=60, dimensions=(60, 200)
-    )
+    env: Any = environment({"TERM": "xterm", "COLUMNS": "200", "HF_HOME": str(home)})
+    child = pexpect.spawn(command, ["config"], env=env, encoding="utf-8", timeout=60, dimensions=(60, 200))
     try:
         for question, given in answers:
             child.expect_exact(question)
@@ -74,7 +74,7 @@ def answer(config_file: Path, answers: tuple[tuple[str, int | str | None], ...])
     finally:
         child.close(force=True)
     assert child.exitstatus == 0, child.before
-    return yaml.safe_load(config_file.read_text())
+    return yaml.safe_load((home / "accelerate" / "default_config.yaml").read_text())
 
 
 def _choose(child: Any, question: str, row: int) -> None:
@@ -89,18 +89,18 @@ def _choose(child: Any, question: str, row: int) -> None:
         child.send(key)
 
 
-def launch(config_file: Path, script: str, folder: Path, *arguments: str) -> dict[str, Any]:
-    """Starts a script with `accelerate launch` and returns what its main process reported."""
-    path = folder / "script.py"
+def launch(home: Path, script: str) -> dict[str, Any]:
+    """Starts a script with `accelerate launch` and nothing else, and returns what its main process reported."""
+    path = home / "script.py"
     path.write_text(script)
-    out = run(["accelerate", "launch", "--config_file", str(config_file), str(path), *arguments], cwd=folder, timeout=200)
+    out = run(["accelerate", "launch", str(path)], cwd=home, env={"HF_HOME": str(home)}, timeout=200)
     (line,) = [line for line in out.splitlines() if line.startswith("REPORT ")]
     return json.loads(line.removeprefix("REPORT "))
 
 
 def test_plugin_questions_reach_the_plugin_and_two_ranks_run(tmp_path: Path) -> None:
     """From the terminal to two real ranks, on gloo where there is no accelerator."""
-    written = answer(tmp_path / "config.yaml", PLUGIN_ANSWERS)
+    written = answer(tmp_path, PLUGIN_ANSWERS)
     assert written["distributed_type"] == "DEEPSPEED" and written["num_processes"] == 2 and written["use_cpu"] is False
     assert written["deepspeed_config"] == {
         "zero_stage": 3,
@@ -111,7 +111,7 @@ def test_plugin_questions_reach_the_plugin_and_two_ranks_run(tmp_path: Path) -> 
         "zero3_save_16bit_model": True,
         "zero3_init_flag": True,
     }
-    report = launch(tmp_path / "config.yaml", REPORT, tmp_path)
+    report = launch(tmp_path, REPORT)
     assert report["facts"] == [2, 2, "DistributedType.DEEPSPEED", 3.0]
     assert report["gathered"] == [0, 1, 1, 0]
     assert report["config"]["zero_optimization"]["stage"] == 3 and report["config"]["gradient_accumulation_steps"] == 2
@@ -129,9 +129,9 @@ def test_config_file_path_reaches_the_plugin(tmp_path: Path) -> None:
         ("enable `deepspeed.zero.Init`", None),
         *PLUGIN_ANSWERS[questions.index("enable Mixture-of-Experts") : -1],
     )
-    written = answer(tmp_path / "config.yaml", answers)
+    written = answer(tmp_path, answers)
     assert written["deepspeed_config"] == {"deepspeed_config_file": str(tmp_path / "zero2.json"), "zero3_init_flag": False}
-    report = launch(tmp_path / "config.yaml", REPORT, tmp_path)
+    report = launch(tmp_path, REPORT)
     assert report["facts"][:3] == [2, 2, "DistributedType.DEEPSPEED"]
     assert report["config"]["zero_optimization"] == {"stage": 2}
     assert report["config"]["gradient_accumulation_steps"] == 3
