@@ -48,7 +48,7 @@ venv: $(READY)
 
 # PyTorch first: its size makes it worth a line of its own, and builds that need it installed find it.
 $(READY): $(INPUTS)
-	@$(PYTHON) -c 'import sys; sys.exit("the pinned versions need Python 3.11 or newer; run make PYTHON=/path/to/python3.11" * (sys.version_info < (3, 11)))'
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("the pinned versions need Python 3.11; run make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install torch==2.13.0
 	$(BIN)/python -m pip install -c constraints.txt -e ".[examples,test]"
