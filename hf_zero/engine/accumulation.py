@@ -57,6 +57,11 @@ class Accumulation:
         """Whether the micro-step that the caller is in (or about to begin) is a boundary."""
         return self.boundary if self._awaits_step else self.next_is_boundary()
 
+    @property
+    def awaits_update(self) -> bool:
+        """Whether the gradients of an optimizer step are complete and ``step`` has not been called yet."""
+        return self.boundary and self._awaits_step
+
     def step_called(self) -> bool:
         """The caller steps; returns whether that means an update."""
         self._awaits_step = False
@@ -75,7 +80,13 @@ class Accumulation:
     def stepped(self) -> None:
         """An optimizer step was taken: a new cycle begins."""
         self._in_cycle = 0
-        self.boundary = False
+        self.boundary = self._awaits_step = False
+
+    def discarded(self) -> None:
+        """The gradients since the last optimizer step are gone: their micro-steps do not count, another backward may follow."""
+        self.micro_steps -= self._in_cycle
+        self._forwards_seen = -1
+        self.stepped()
 
     def enter_no_sync(self) -> None:
         """No boundary until ``leave_no_sync``."""

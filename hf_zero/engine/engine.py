@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -31,6 +32,8 @@ from hf_zero.sharding.unit import Unit
 
 if TYPE_CHECKING:
     from hf_zero.metrics import Sink
+
+_running_scales: list[float] = []  # loss scales of the ``Engine.backward`` calls that run now, innermost last
 
 
 @dataclass
@@ -117,6 +120,9 @@ class Engine(nn.Module):
         handle = OffloadHandle(module)
         self.optimizer: Any = parts.optimizer
         if parts.optimizer is not None:
+            self._scaled_by_user = False
+            # Weak: the module's hooks outlive an engine that is dropped.
+            self.runtime.on_user_backward = WeakMethod(self._begin_user_backward)
             parts.optimizer.connect(self.step, self.zero_grad)
             parts.optimizer.parameter_offload = handle
         elif self.policy.shards_parameters:
@@ -159,24 +165,63 @@ class Engine(nn.Module):
             StateError: The engine has no optimizer, or another engine has taken its module.
         """
         self._require_optimizer("backward")
-        boundary = self.accumulation.begin(self.runtime.forwards)
-        reducer = self.stepper.reducer  # type: ignore[union-attr]
-        deferred = self.accumulation.in_no_sync and self.policy.allows_deferral
-        reducer.enabled = not deferred and (self.policy.reduces_each_micro_step or boundary)
         if scale_wrt_gas and self.accumulation.steps > 1:
             loss = loss / self.accumulation.steps
         self.progress.last_loss = loss.detach()
         scale = self.scaler.scale
         scaled = loss if scale == 1.0 else loss.float() * scale
         with self.clock.phase("backward"):
+            self._begin_micro_step()
             self.runtime.begin_backward()
+            _running_scales.append(scale)
             try:
                 scaled.backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
             except BaseException:
                 self.runtime.abort()
                 raise
+            finally:
+                _running_scales.pop()
             self.runtime.end_backward()
         return loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Multiplies ``loss`` with the loss scale, for callers who write ``engine.scale(loss).backward()`` themselves.
+
+        Raises:
+            StateError: The engine has no optimizer, or another engine has taken its module.
+        """
+        self._require_optimizer("scale")
+        self.progress.last_loss = loss.detach()
+        self._scaled_by_user = True
+        return loss if self.scaler.scale == 1.0 else loss.float() * self.scaler.scale
+
+    def _begin_micro_step(self, factor: float = 1.0) -> None:
+        """Decides whether the backward that begins completes an optimizer step, and what it reduces, times ``factor``."""
+        boundary = self.accumulation.begin(self.runtime.forwards)
+        reducer = self.stepper.reducer  # type: ignore[union-attr]
+        deferred = self.accumulation.in_no_sync and self.policy.allows_deferral
+        reducer.enabled = not deferred and (self.policy.reduces_each_micro_step or boundary)
+        reducer.factor = factor
+
+    def _begin_user_backward(self) -> None:
+        """[Note: a backward the user starts]
+
+        ``loss.backward()`` on a loss made of the engine's outputs is a micro-step like ``engine.backward(loss)``: its gradients are divided
+        by ``gradient_accumulation_steps``, on their way into the flat buffers. With a loss scale the caller must have multiplied
+        with it (``scale``). Another engine's ``backward`` that reaches this module (the two halves of a GAN) has divided already, and
+        has scaled with its own loss scale, which is exchanged for ours.
+        """
+        self._require_optimizer("a backward of its module")
+        scale, scaled, self._scaled_by_user = self.scaler.scale, self._scaled_by_user, False
+        if _running_scales:
+            self._begin_micro_step(scale / _running_scales[-1])
+            return
+        if scale != 1.0 and not scaled:
+            raise StateError(
+                f"loss.backward() without the loss scale of {scale:g}, so small fp16 gradients would be lost: "
+                "call engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        self._begin_micro_step(1.0 / self.accumulation.steps)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At a boundary: clips, updates, spreads the new weights and steps the scheduler; otherwise nothing. Collective.
@@ -231,7 +276,12 @@ class Engine(nn.Module):
             sink.write(record, progress.global_samples)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops ``param.grad`` left on parameters that no unit trains; gradients accumulated so far are kept, as in DeepSpeed."""
+        """Forgets gradients that wait for ``step``, and ``param.grad`` of parameters that no unit trains; every rank must call it.
+
+        In the middle of an accumulation the gradients so far are kept, as in DeepSpeed: scripts call this after every micro-step.
+        """
+        if self.accumulation.awaits_update:
+            self.discard_gradients()
         for param in self.module.parameters():
             param.grad = None
 
@@ -239,7 +289,7 @@ class Engine(nn.Module):
         """Forgets gradients accumulated since the last step, on this rank; every rank must call it."""
         if self.stepper is not None:
             self.stepper.reducer.clear()
-            self.accumulation.stepped()
+            self.accumulation.discarded()
 
     # -- accumulation -------------------------------------------------------------------------------------------------
 

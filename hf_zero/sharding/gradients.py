@@ -67,12 +67,13 @@ class UnitGradients:
         """A new backward: no gradient has arrived yet."""
         self._arrived = 0
 
-    def collect(self, index: int, deferred: bool) -> None:
+    def collect(self, index: int, deferred: bool, factor: float = 1.0) -> None:
         """Takes the gradient of parameter ``index`` from autograd.
 
         Args:
             index: Position in the unit.
             deferred: The reduction comes in a later micro-step, so sum in the accumulation type meanwhile.
+            factor: Multiplied with the gradient.
         """
         param, slot = self.unit.params[index], self.unit.layout.slots[index]
         if param is None or param.grad is None:
@@ -83,14 +84,15 @@ class UnitGradients:
             self.finish_reduce()
         flat = self._allocate(deferred)
         target = flat[slot.range.start : slot.range.stop].view(slot.shape)
+        scale = self._policy.pre_scale * factor
         if self._written[index]:
-            target.add_(grad, alpha=self._policy.pre_scale)
-        elif self._policy.pre_scale == 1.0:
+            target.add_(grad, alpha=scale)
+        elif scale == 1.0:
             target.copy_(grad)
         elif grad.dtype == target.dtype:
-            torch.mul(grad, self._policy.pre_scale, out=target)
+            torch.mul(grad, scale, out=target)
         else:
-            target.copy_(grad).mul_(self._policy.pre_scale)
+            target.copy_(grad).mul_(scale)
         self._written[index] = True
         self._arrived += 1
 

@@ -29,6 +29,7 @@ class Reducer:
     Attributes:
         gradients: One entry per trainable unit, in the order of the model.
         enabled: Whether this backward reduces at all; False inside ``no_sync`` and, at stage 0, before the boundary.
+        factor: What this backward's gradients are multiplied with.
 
     Args:
         gradients: The units.
@@ -39,6 +40,7 @@ class Reducer:
     def __init__(self, gradients: Sequence[UnitGradients], overlap: bool, patient: bool = False) -> None:
         self.gradients = list(gradients)
         self.enabled = True
+        self.factor = 1.0
         self._overlap = overlap
         self._patient = patient
         self._closed: set[int] = set()
@@ -73,7 +75,7 @@ class Reducer:
 
     def collect(self, gradients: UnitGradients, index: int) -> None:
         """Takes one gradient; sends off what has become complete."""
-        gradients.collect(index, deferred=not self.enabled)
+        gradients.collect(index, deferred=not self.enabled, factor=self.factor)
         if self.enabled and gradients.complete:
             self._send_complete()
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -68,6 +69,8 @@ class Runtime:
         self.schedule = schedule
         self.reducer = reducer
         self.state = IterationState.FORWARD
+        self.on_user_backward: WeakMethod[Callable[[], None]] | None = None  # called when a backward begins that the engine did not start
+        self._backwards = 0
         self.forwards = 0  # forwards of the whole module, or of a block by itself, outside backward
         self._training_forward = False
         self._stack: list[Block] = []  # blocks whose forward runs now, outermost first
@@ -244,12 +247,13 @@ class Runtime:
 
     def _watch(self, block: Block, output: Any) -> None:
         """Arranges for ``block`` to be whole when its backward begins: when the first gradient of an output is known."""
-        fired = False
+        fired = 0  # the last backward it was made whole for: with retain_graph there are several
 
         def pre_backward(grad: torch.Tensor) -> None:
             nonlocal fired
-            if not fired:
-                fired = True
+            self._notice_backward()
+            if fired != self._backwards:
+                fired = self._backwards
                 self._pre_backward(block)
 
         hook = _outside_compile(pre_backward)
@@ -286,6 +290,7 @@ class Runtime:
         if self.state is IterationState.BACKWARD:
             return
         self.state = IterationState.BACKWARD
+        self._backwards += 1
         self._stack.clear()
         note("backward")
         if self.schedule is not None:
@@ -293,11 +298,13 @@ class Runtime:
 
     def _notice_backward(self) -> None:
         if self.state is not IterationState.BACKWARD:
+            begin = self.on_user_backward() if self.on_user_backward is not None else None
+            if begin is not None and self.reducer is not None:
+                begin()
             self.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _pre_backward(self, block: Block) -> None:
-        self._notice_backward()
         if self.schedule is not None:
             with span("pre_backward", block.name):
                 block.pending = max(0, block.pending - 1)
