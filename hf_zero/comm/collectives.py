@@ -93,10 +93,16 @@ class Collectives(ABC):
         """Fills ``full`` (world * n,) from every rank's ``shard`` (n,); ``shard`` may be this rank's view of ``full``."""
 
     @abstractmethod
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, unit: str) -> Pending:
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, unit: str, pollable: bool = False) -> Pending:
         """Writes the sum over ranks of this rank's part of ``full`` (world * n,) into ``out`` (n,), of ``out``'s dtype.
 
         The order of summation is the same on every call; ``full`` must stay untouched until the end.
+
+        Args:
+            full: This rank's values.
+            out: Receives the sum; shares no memory with ``full``.
+            unit: Name for labels.
+            pollable: ``Pending.ready`` must be able to tell when it is done.
         """
 
     def all_reduce(self, tensor: torch.Tensor, unit: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
@@ -170,7 +176,7 @@ class NativeCollectives(Collectives):
         work = self._launch(label, lambda: _all_gather_single(full, shard, group=self.topology.group, async_op=True))
         return Pending(label, [work], keep=(full, shard))
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, unit: str) -> Pending:
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, unit: str, pollable: bool = False) -> Pending:
         label = observe.note("reduce_scatter", unit)
         if self.world == 1:
             return Pending(label, [], finish=lambda: _copy_unless_same(out, full))
@@ -207,16 +213,23 @@ class GlooCollectives(Collectives):
         works = self._exchange(label, lambda peer: shard, lambda peer: full[peer * numel : (peer + 1) * numel])
         return Pending(label, works, keep=(full, shard))
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, unit: str) -> Pending:
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, unit: str, pollable: bool = False) -> Pending:
         label = observe.note("reduce_scatter", unit)
         if self.world == 1:
             return Pending(label, [], finish=lambda: _copy_unless_same(out, full))
         host = full if full.device.type == "cpu" else full.cpu()
-        received = torch.empty_like(host)  # (world * n,), part r from rank r
-        self.sent_bytes += (self.world - 1) * out.numel() * host.element_size()
-        # An all-to-all rather than sends and receives: gloo can tell whether it has completed.
-        work = self._launch(label, lambda: dist.all_to_all_single(received, host, group=self.topology.group, async_op=True))
-        return Pending(label, [work], lambda: _sum_in_order(received.chunk(self.world), out), keep=(full, host, received))
+        numel = out.numel()
+        own = slice(self.rank * numel, (self.rank + 1) * numel)
+        if pollable:  # gloo can tell of an all-to-all whether it has completed, of sends and receives it cannot; they are faster
+            self.sent_bytes += (self.world - 1) * numel * host.element_size()
+            received = torch.empty_like(host)  # (world * n,), part r from rank r
+            work = self._launch(label, lambda: dist.all_to_all_single(received, host, group=self.topology.group, async_op=True))
+            return Pending(label, [work], lambda: _sum_in_order(received.chunk(self.world), out), keep=(full, host, received))
+        parts = [host[own]] * self.world
+        for peer in self._peers():
+            parts[peer] = torch.empty(numel, dtype=host.dtype)
+        works = self._exchange(label, lambda peer: host[peer * numel : (peer + 1) * numel], lambda peer: parts[peer])
+        return Pending(label, works, lambda: _sum_in_order(parts, out), keep=(full, host, *parts))
 
     def _peers(self) -> list[int]:
         # Start behind this rank, so that not all ranks send to rank 0 first.

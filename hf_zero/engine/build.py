@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from hf_zero.optim.elementwise import require_elementwise, whole_tensor_reason
 from hf_zero.optim.factory import build_optimizer
 from hf_zero.optim.schedules import build_scheduler
 from hf_zero.optim.sharded import ShardedOptimizer, group_of_params
-from hf_zero.sharding.gradients import GradientPolicy, UnitGradients
+from hf_zero.sharding.gradients import BufferPool, GradientPolicy, UnitGradients
 from hf_zero.sharding.grouping import BlockSpec, LeafModules, build_blocks
 from hf_zero.sharding.layout import FROZEN
 from hf_zero.sharding.leaf_modules import leaf_module_names
@@ -152,10 +153,13 @@ class EngineBuilder:
         """Makes units of the model's parameters, the step over them, and the engine."""
         root, blocks = self._blocks(inner)
         units = [unit for block in (root, *blocks) for unit in block.units]
-        reducer = self._reducer([unit for unit in units if unit.trainable]) if inner is not None else None
-        runtime = Runtime(self.module, root, blocks, self._schedule(root, blocks), reducer)
+        schedule = self._schedule(root, blocks)
+        gathers_in_backward = schedule is not None and not schedule.keeps_all()
+        trained = [unit for unit in units if unit.trainable]
+        reducer = self._reducer(trained, gathers_in_backward) if inner is not None else None
+        runtime = Runtime(self.module, root, blocks, schedule, reducer)
         scaler = loss_scaler(self.config) if inner is not None else NullScaler()
-        optimizer = ShardedOptimizer(inner, [unit for unit in units if unit.trainable]) if inner is not None else None
+        optimizer = ShardedOptimizer(inner, trained) if inner is not None else None
         stepper = None
         if optimizer is not None and reducer is not None:
             settings = StepSettings(self.config.gradient_clipping, self.policy.shards_optimizer, self.precision.skips_overflow)
@@ -243,16 +247,17 @@ class EngineBuilder:
 
     # -- gradients and gathers ------------------------------------------------------------------------------------------
 
-    def _reducer(self, units: list[Unit]) -> Reducer:
+    def _reducer(self, units: list[Unit], gathers_in_backward: bool) -> Reducer:
         collectives = self.collectives
         if self.policy.shards_parameters and self.topology.world > 1:
             # [Note: two process groups] Gathers and reductions each have an order of their own; on one group their interleaving,
             # which may differ between ranks that skip a block, would have to agree too.
             collectives = build_collectives(twin_topology(self.topology))
-        policy = gradient_policy(self.config, self.precision, self.policy, self.topology.world)
+        patient = gathers_in_backward and collectives.blocks_host
+        policy = replace(gradient_policy(self.config, self.precision, self.policy, self.topology.world), pollable=patient)
         overlap = self.config.zero_optimization.overlap_comm is not False
-        patient = self.policy.shards_parameters and collectives.blocks_host
-        return Reducer([UnitGradients(unit, collectives, policy) for unit in units], overlap, patient)
+        pool = BufferPool()
+        return Reducer([UnitGradients(unit, collectives, policy, pool) for unit in units], overlap, patient)
 
     def _schedule(self, root: Block, blocks: list[Block]) -> GatherSchedule | None:
         if not any(unit.releasable for block in (root, *blocks) for unit in block.units):

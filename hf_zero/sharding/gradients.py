@@ -22,6 +22,7 @@ class GradientPolicy:
         pre_scale: Factor applied while a gradient is copied into the flat buffer, before the reduction.
         post_scale: Factor applied to the reduced sum.
         sharded: Reduce-scatter to the owner (stages 1 to 3), else all-reduce (stage 0).
+        pollable: Reductions must be able to say whether they are done.
     """
 
     message_dtype: torch.dtype | None
@@ -29,6 +30,27 @@ class GradientPolicy:
     pre_scale: float
     post_scale: float
     sharded: bool
+    pollable: bool = False
+
+
+class BufferPool:
+    """Flat buffers of one backward, handed from unit to unit: fresh memory costs a page fault per 4 KiB on a host."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised (numel,) tensor."""
+        free = self._free.get((numel, dtype))
+        return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Takes back a buffer that nobody reads any more."""
+        self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+
+    def clear(self) -> None:
+        """Frees what is unused."""
+        self._free.clear()
 
 
 class UnitGradients:
@@ -42,15 +64,17 @@ class UnitGradients:
     costs a zeroing pass and an addition that reads both.
     """
 
-    def __init__(self, unit: Unit, collectives: Collectives, policy: GradientPolicy) -> None:
+    def __init__(self, unit: Unit, collectives: Collectives, policy: GradientPolicy, pool: BufferPool) -> None:
         self.unit = unit
+        self.pool = pool
         self.shard: torch.Tensor | None = None  # (shard_numel,) sum over ranks and micro-steps; None before the first reduction
         self._collectives = collectives
         self._policy = policy
         self._flat: torch.Tensor | None = None  # (padded_numel,); freed when its reduction ends
         self._written = [False] * len(unit.layout.slots)  # what `_flat` holds, over all micro-steps since the last reduction
         self._arrived = 0  # gradients of this backward
-        self._received: torch.Tensor | None = None
+        self._received: torch.Tensor | None = None  # where the reduction in flight puts its result
+        self._sent: torch.Tensor | None = None  # what it reads; back to the pool when it ends
         self._pending: Pending | None = None
 
     @property
@@ -102,7 +126,7 @@ class UnitGradients:
             keep_wide = deferred or not self._policy.sharded
             dtype = self._policy.accumulation_dtype if keep_wide else (self._policy.message_dtype or layout.dtype)
             # Empty, not zeroed: gaps and missing parameters are zeroed in start_reduce, everything else is overwritten.
-            self._flat = torch.empty(layout.padded_numel, dtype=dtype, device=self.unit.shard.device)
+            self._flat = self.pool.take(layout.padded_numel, dtype, self.unit.shard.device)
         return self._flat
 
     def _zero_unwritten(self, flat: torch.Tensor) -> None:
@@ -126,7 +150,8 @@ class UnitGradients:
         message = flat if flat.dtype == wanted else flat.to(wanted)
         if self._policy.sharded:
             self._received = torch.empty(self.unit.layout.shard_numel, dtype=self._policy.accumulation_dtype, device=flat.device)
-            self._pending = self._collectives.reduce_scatter(message, self._received, self.unit.name)
+            self._pending = self._collectives.reduce_scatter(message, self._received, self.unit.name, self._policy.pollable)
+            self._sent = message
         else:
             self._received = message
             self._pending = self._collectives.all_reduce(message, self.unit.name)
@@ -145,6 +170,9 @@ class UnitGradients:
             return
         self._pending.wait()
         received, self._received, self._pending = self._received, None, None
+        if self._sent is not None:
+            self.pool.give(self._sent)
+            self._sent = None
         if self._policy.post_scale != 1.0:
             received.mul_(self._policy.post_scale)
         if self.shard is None:

@@ -114,6 +114,7 @@ class Reducer:
             self._flying.popleft().finish_reduce()
         for gradients in self.gradients:
             gradients.begin_backward()
+            gradients.pool.clear()
         self._next = len(self.gradients) - 1
         self._deferred.clear()
         self._closed.clear()

@@ -171,6 +171,13 @@ class GatherSchedule:
             block.keep = training and block.read_in_backward and near and live <= self.limits.max_live_parameters
             behind += block.numel
 
+    def keeps_all(self) -> bool:
+        """Whether every block that backward reads stays gathered from a training forward on."""
+        self._choose_kept(training=True)
+        kept = all(block.keep or not block.read_in_backward for block in self.order)
+        self._choose_kept(training=False)
+        return kept
+
     def learn(self, names: Sequence[str]) -> None:
         """Takes the order in which rank 0 saw the blocks run; unseen ones keep their place behind their predecessor."""
         rank = {name: index for index, name in enumerate(names)}
