@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from hf_zero.comm.collectives import Collectives, build_collectives
 from hf_zero.comm.topology import Topology, build_topology, init_distributed, twin_topology
@@ -95,7 +95,10 @@ def initialize(
     builder = EngineBuilder(model, resolved, topology)
     inner = builder.inner_optimizer(optimizer, list(model_parameters) if model_parameters is not None else None)
     engine = builder.build(inner, lr_scheduler)
-    loader = make_loader(training_data, resolved, topology, collate_fn) if training_data is not None else None
+    loader = None
+    if training_data is not None:
+        engine.collate_fn = collate_fn
+        engine.training_dataloader = loader = engine.deepspeed_io(training_data)
     return engine, engine.optimizer if inner is not None else None, loader, engine.lr_scheduler
 
 
@@ -163,6 +166,7 @@ class EngineBuilder:
         stepper = None
         if optimizer is not None and reducer is not None:
             settings = StepSettings(self.config.gradient_clipping, self.policy.shards_optimizer, self.precision.skips_overflow)
+            optimizer.scaler = scaler
             stepper = Stepper(runtime, reducer, optimizer, scaler, self.collectives, settings)
             stepper.training = [Training(gradients, optimizer, scaler) for gradients in reducer.gradients]
             for training in stepper.training:
@@ -271,12 +275,25 @@ class EngineBuilder:
             return None
         if client is not None:
             is_factory = callable(client) and not hasattr(client, "step")
-            return client(optimizer.inner) if is_factory else client
+            scheduler = client(optimizer.inner) if is_factory else client
+            _require_same_groups(scheduler, optimizer)
+            return scheduler
         section = self.config.scheduler
         if section is None or not section.type:
             return None
         params = (self.resolved.resolved.get("scheduler") or {}).get("params")
         return build_scheduler(section.type, params, optimizer)
+
+
+def _require_same_groups(scheduler: Any, optimizer: ShardedOptimizer) -> None:
+    """Refuses a scheduler over another optimizer, whose rates nobody trains with."""
+    scheduled = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
+    trained = {id(group) for group in optimizer.param_groups}
+    if scheduled and not any(id(group) in trained for group in scheduled):
+        raise ConfigError(
+            f"lr_scheduler is a {type(scheduler).__name__} of another optimizer than the one that trains: no learning rate would change. "
+            "Pass the scheduler's optimizer as optimizer=, or pass a function that makes the scheduler of the optimizer it is given"
+        )
 
 
 def _needs_whole_tensors(inner: torch.optim.Optimizer) -> bool:
@@ -354,15 +371,6 @@ def loss_scaler(config: ZeroConfig) -> LossScaler | NullScaler:
         consecutive_hysteresis=fp16.consecutive_hysteresis,
         min_loss_scale=fp16.min_loss_scale,
     )
-
-
-def make_loader(dataset: Any, resolved: ResolvedConfig, topology: Topology, collate_fn: Callable[[Any], Any] | None) -> DataLoader[Any]:
-    """A loader that gives each rank its own micro-batches of ``dataset``; sized datasets are shuffled."""
-    batch, drop_last = resolved.batch.micro, resolved.config.dataloader_drop_last
-    sampler: DistributedSampler[Any] | None = None
-    if hasattr(dataset, "__len__") and not isinstance(dataset, torch.utils.data.IterableDataset):
-        sampler = DistributedSampler(dataset, num_replicas=topology.world, rank=topology.rank, drop_last=drop_last)
-    return DataLoader(dataset, batch_size=batch, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last)
 
 
 def describe(engine: Engine) -> str:

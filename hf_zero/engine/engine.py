@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
@@ -16,7 +17,7 @@ from hf_zero.checkpoint.export import consolidated_state_dict
 from hf_zero.comm.collectives import Collectives
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.config.schema.root import ZeroConfig
-from hf_zero.engine import checkpoints, getters
+from hf_zero.engine import checkpoints, getters, requests
 from hf_zero.engine.accumulation import Accumulation
 from hf_zero.engine.clock import Clock
 from hf_zero.engine.loss_scale import LossScaler, NullScaler
@@ -90,12 +91,13 @@ class Engine(nn.Module):
     """Trains ``module`` with ZeRO; what ``hf_zero.initialize`` returns first.
 
     DeepSpeed's read-only methods and counters (``global_steps``, ``train_batch_size()``, ``get_lr()``, ...) are served from the
-    table in ``getters.py``; any other unknown name is looked up on the wrapped module.
+    table in ``getters.py``, those that change something from ``requests.py``; any other unknown name is looked up on the wrapped module.
 
     Attributes:
         module: The user's module, the same object.
         optimizer: ``ShardedOptimizer``, or at stage 3 without optimizer a handle for libraries that expect one, or None.
         lr_scheduler: Stepped inside ``step``; may be set to None.
+        training_dataloader: Loader of ``training_data``, if that was given.
         units: The flat buffers.
         resolved: The configuration with the source of every value.
     """
@@ -114,6 +116,8 @@ class Engine(nn.Module):
         self.stepper = parts.stepper
         self.lr_scheduler = parts.scheduler
         self.sinks = parts.sinks
+        self.training_dataloader: Any = None
+        self.collate_fn: Callable[[Any], Any] | None = None
         self.progress = Progress()
         self.accumulation = Accumulation(resolved.batch.accumulation, self.settings.managed_gradient_accumulation)
         self.clock = Clock(parts.collectives.topology.device, self.settings.wall_clock_breakdown, self.settings.memory_breakdown)
@@ -454,6 +458,8 @@ class Engine(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in getters.METHODS:
             return _bind(getters.METHODS[name], self)
+        if name in requests.METHODS:
+            return partial(requests.METHODS[name], self)
         if name in getters.VALUES:
             return getters.VALUES[name](self)
         try:

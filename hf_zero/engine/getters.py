@@ -11,8 +11,17 @@ import torch
 Getter = Callable[[Any], Any]
 
 
+def _groups(engine: Any) -> list[dict[str, Any]]:
+    # Without optimizer there is None, or at stage 3 a handle that has no groups.
+    return getattr(engine.optimizer, "param_groups", [])
+
+
 def _rates(engine: Any) -> list[float]:
-    return [float(group["lr"]) for group in engine.optimizer.param_groups] if engine.optimizer is not None else []
+    return [float(group["lr"]) for group in _groups(engine)]
+
+
+def _zero(key: str) -> Getter:
+    return lambda engine: getattr(engine.settings.zero_optimization, key)
 
 
 def _dtype(engine: Any) -> torch.dtype:
@@ -39,7 +48,22 @@ METHODS: dict[str, Getter] = {
     "zero_gather_16bit_weights_on_model_save": lambda engine: engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save,
     "zero_offload_optimizer": lambda engine: engine.settings.zero_optimization.offload_optimizer,
     "zero_offload_param": lambda engine: engine.settings.zero_optimization.offload_param,
-    "zero_overlap_comm": lambda engine: engine.settings.zero_optimization.overlap_comm,
+    "zero_cpu_offload": lambda engine: False,
+    "zero_overlap_comm": _zero("overlap_comm"),
+    "zero_reduce_scatter": _zero("reduce_scatter"),
+    "zero_reduce_bucket_size": _zero("reduce_bucket_size"),
+    "zero_allgather_bucket_size": _zero("allgather_bucket_size"),
+    "zero_contiguous_gradients": _zero("contiguous_gradients"),
+    "zero_ignore_unused_parameters": _zero("ignore_unused_parameters"),
+    "zero_sub_group_size": _zero("sub_group_size"),
+    "zero_max_live_parameters": _zero("stage3_max_live_parameters"),
+    "zero_max_reuse_distance": _zero("stage3_max_reuse_distance"),
+    "zero_prefetch_bucket_size": _zero("stage3_prefetch_bucket_size"),
+    "zero_param_persistence_threshold": _zero("stage3_param_persistence_threshold"),
+    "zero_model_persistence_threshold": _zero("stage3_model_persistence_threshold"),
+    "zero_allow_untested_optimizer": lambda engine: engine.settings.zero_allow_untested_optimizer,
+    "managed_gradient_accumulation": lambda engine: engine.accumulation.managed,
+    "memory_breakdown": lambda engine: engine.settings.memory_breakdown,
     "fp16_enabled": lambda engine: engine.settings.fp16.enabled,
     "bfloat16_enabled": lambda engine: engine.settings.bf16.enabled,
     "fp16_auto_cast": lambda engine: engine.settings.fp16.auto_cast,
@@ -59,7 +83,7 @@ METHODS: dict[str, Getter] = {
     "scheduler_name": lambda engine: engine.settings.scheduler.type if engine.settings.scheduler else None,
     "scheduler_params": lambda engine: (engine.resolved.resolved.get("scheduler") or {}).get("params"),
     "get_lr": _rates,
-    "get_mom": lambda engine: [group.get("betas", group.get("momentum")) for group in engine.optimizer.param_groups],
+    "get_mom": lambda engine: [group.get("betas", group.get("momentum")) for group in _groups(engine)],
     "get_data_types": lambda engine: (_dtype(engine), engine.precision.accumulation_dtype),
     "is_gradient_accumulation_boundary": lambda engine: engine.accumulation.current_is_boundary(),
     "was_step_applied": lambda engine: engine.progress.last_step_applied,
@@ -81,7 +105,7 @@ VALUES: dict[str, Getter] = {
     "local_rank": lambda engine: engine.collectives.topology.device.index or 0,
     "data_parallel_group": lambda engine: engine.collectives.topology.group,
     "seq_data_parallel_group": lambda engine: engine.collectives.topology.group,
-    "basic_optimizer": lambda engine: engine.optimizer.inner if engine.optimizer is not None else None,
-    "client_optimizer": lambda engine: engine.optimizer.inner if engine.optimizer is not None else None,
+    "basic_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),
+    "client_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),
     "dist_backend": lambda engine: torch.distributed.get_backend(engine.collectives.topology.group),
 }

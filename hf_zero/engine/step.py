@@ -81,7 +81,7 @@ class Stepper:
                 self.optimizer.update(shards)
             with span("publish"):
                 self._publish()
-        self.optimizer.overflow = overflow
+        self.optimizer.overflow, self.optimizer.norm = overflow, norm
         self.reducer.clear()
         if overflow:
             log_rank0("step skipped: the gradient of %s is not finite at loss scale %g", culprit, self.scaler.scale)

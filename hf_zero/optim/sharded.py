@@ -72,6 +72,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         segments: What ``inner`` updates, in order.
         overflow: Whether the last step was skipped for a gradient that is not finite.
         parameter_offload: Handle for libraries that look for DeepSpeed's hook object here.
+        scaler: The loss scale, with ``scale`` and ``dynamic``; None without an engine.
+        norm: Norm of all gradients in the last step, before clipping, 0-dim tensor; None before the first.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
@@ -80,6 +82,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.units = list(units)
         self.overflow = False
         self.parameter_offload: Any = None
+        self.scaler: Any = None
+        self.norm: torch.Tensor | None = None
         self.segments = [
             OwnedSegment(unit, segment.group, segment.range.shift(-unit.owned.start), _view(unit, segment.range.shift(-unit.owned.start)))
             for unit in self.units
@@ -152,6 +156,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The inner optimizer's defaults."""
         return self.inner.defaults
+
+    # DeepSpeed's names for what training scripts log.
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The inner optimizer."""
+        return self.inner
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor the loss is multiplied with; 1 without fp16."""
+        return float(self.scaler.scale) if self.scaler is not None else 1.0
+
+    @property
+    def cur_scale(self) -> float:
+        """As ``loss_scale``."""
+        return self.loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale changes."""
+        return bool(self.scaler.dynamic) if self.scaler is not None else False
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        """``norm`` as a number."""
+        return None if self.norm is None else float(self.norm)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """This rank's part of the state; checkpoints are written by ``save_checkpoint``, which any number of ranks can read."""

@@ -1,0 +1,142 @@
+"""What training scripts read off the engine and its optimizer, and the engine's methods with arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
+
+from tests import ranks
+from tests.models import CASES
+from tests.parity import Run, initialize
+
+STAGES = (0, 1, 2, 3)
+MLP = CASES["mlp"]
+
+
+def micro_step(engine: Any, factor: float = 1.0) -> None:
+    batch = {name: value.half() if value.is_floating_point() else value for name, value in MLP.rows(0, 0, ranks.rank()).items()}
+    engine.backward(MLP.forward(engine, batch) * factor)
+    engine.step()
+
+
+def _loss_scale(stage: int) -> None:
+    engine = initialize(MLP.build(), Run(stage, "fp16", scale_power=4, scale_window=2))
+    optimizer = engine.optimizer
+    assert optimizer.optimizer is optimizer.inner is engine.basic_optimizer
+    assert (optimizer.loss_scale, optimizer.cur_scale, optimizer.dynamic_loss_scale) == (16.0, 16.0, True)
+    assert optimizer._global_grad_norm is None
+    micro_step(engine)
+    assert optimizer._global_grad_norm == engine.get_global_grad_norm() > 0
+    micro_step(engine, float("inf"))
+    assert optimizer.overflow and (optimizer.cur_scale, engine.loss_scale()) == (8.0, 8.0)
+    assert (engine.global_steps, engine.skipped_steps) == (2, 1)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_optimizer_shows_loss_scale_and_norm(stage: int) -> None:
+    ranks.run_ranks(_loss_scale, 2, stage)
+
+
+def _without_loss_scale() -> None:
+    optimizer = initialize(MLP.build(), Run(1)).optimizer
+    assert (optimizer.loss_scale, optimizer.cur_scale, optimizer.dynamic_loss_scale) == (1.0, 1.0, False)
+
+
+def test_without_fp16_the_loss_scale_is_one() -> None:
+    ranks.run_ranks(_without_loss_scale, 1)
+
+
+def _no_optimizer(stage: int) -> None:
+    import hf_zero
+
+    engine, optimizer, _, scheduler = hf_zero.initialize(
+        model=MLP.build(), config={"train_batch_size": ranks.world(), "zero_optimization": {"stage": stage}}
+    )
+    assert optimizer is None and scheduler is None
+    assert engine.get_lr() == [] and engine.get_mom() == [] and engine.basic_optimizer is None
+    engine.empty_partition_cache()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_questions_about_the_optimizer_of_an_engine_without_one(stage: int) -> None:
+    ranks.run_ranks(_no_optimizer, 2, stage)
+
+
+def _batch_sizes() -> None:
+    world = ranks.world()
+    engine = initialize(MLP.build(), Run(1))
+    engine.set_train_batch_size(6 * world)
+    assert (engine.train_batch_size(), engine.gradient_accumulation_steps()) == (6 * world, 3)
+    for expected in (0, 0, 1, 1):
+        engine.backward(MLP.forward(engine, MLP.rows(0, 0, ranks.rank())))
+        engine.step()
+        assert engine.global_steps == expected
+    engine.set_train_micro_batch_size(5)
+    assert engine.get_batch_info() == (15 * world, 5, 3)
+    for refused in (0, 6 * world + 1):
+        with pytest.raises(ValueError, match=rf"set_train_batch_size\({refused}\): not a multiple of {5 * world}"):
+            engine.set_train_batch_size(refused)
+    with pytest.raises(ValueError, match=r"set_train_micro_batch_size\(0\)"):
+        engine.set_train_micro_batch_size(0)
+
+
+def test_batch_sizes_change_between_steps() -> None:
+    ranks.run_ranks(_batch_sizes, 2)
+
+
+def doubled(samples: list[tuple[Tensor]]) -> Tensor:
+    return torch.stack([2 * sample[0] for sample in samples])
+
+
+def _loaders() -> None:
+    import hf_zero
+
+    world, data = ranks.world(), TensorDataset(torch.arange(12.0))
+    engine, _, loader, _ = hf_zero.initialize(
+        model=nn.Linear(1, 1), config={"train_micro_batch_size_per_gpu": 2}, training_data=data, collate_fn=doubled
+    )
+    assert engine.training_dataloader is loader and len(loader) == 12 // (2 * world)
+    mine = torch.cat(list(loader))
+    everyone: list[Any] = [None] * world
+    torch.distributed.all_gather_object(everyone, mine.tolist())
+    assert sorted(value for part in everyone for value in part) == [2.0 * value for value in range(12)]
+    in_order = engine.deepspeed_io(data, batch_size=3, route="eval", collate_fn=lambda samples: [int(sample[0]) for sample in samples])
+    assert list(in_order) == [[ranks.rank() + world * (3 * batch + row) for row in range(3)] for batch in range(12 // (3 * world))]
+
+
+def test_loaders_of_training_data_and_deepspeed_io() -> None:
+    ranks.run_ranks(_loaders, 2)
+
+
+def _state_dict(stage: int) -> None:
+    import hf_zero
+
+    model = MLP.build()
+    frozen, _ = next(iter(model.named_parameters()))
+    model.get_parameter(frozen).requires_grad = False
+    engine = initialize(model, Run(stage))
+    with hf_zero.zero.GatheredParameters(list(model.parameters())):
+        state, trained = engine.module_state_dict(), engine.module_state_dict(exclude_frozen_parameters=True)
+        assert set(state) - set(trained) == {frozen}
+        torch.testing.assert_close(dict(state), dict(MLP.build().state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_module_state_dict_has_the_names_of_the_module(stage: int) -> None:
+    ranks.run_ranks(_state_dict, 2, stage)
+
+
+def _foreign_scheduler() -> None:
+    model = MLP.build()
+    elsewhere = LambdaLR(torch.optim.AdamW(model.parameters()), lambda step: 1.0)
+    with pytest.raises(ValueError, match="lr_scheduler is a LambdaLR of another optimizer"):
+        initialize(model, Run(1), lr_scheduler=elsewhere)
+
+
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
+    ranks.run_ranks(_foreign_scheduler, 1)
