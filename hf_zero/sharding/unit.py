@@ -94,7 +94,7 @@ class Unit:
         self.state = UnitState.GATHERED
         self.master: torch.Tensor | None = None
         self._buffer = buffer  # (padded_numel,); storage emptied while SHARDED, by release() only
-        self._views = [buffer[slot.range.start : slot.range.stop].view(slot.shape) for slot in layout.slots]
+        self._views = self._make_views()
         self._full_bytes = buffer.untyped_storage().nbytes()
         self._empty = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
         own = buffer[self.owned.start : self.owned.stop]
@@ -144,8 +144,12 @@ class Unit:
         self._point_at_views()
         self._enter(UnitState.GATHERED)
 
-    def release(self) -> bool:
-        """Drops the full buffer, keeping the shard; returns whether it did. A pinned or non-releasable unit stays."""
+    def release(self, leave: bool = False) -> bool:
+        """Drops the full buffer, keeping the shard; returns whether it did. A pinned or non-releasable unit stays.
+
+        Args:
+            leave: Tensors that somebody took of the buffer keep their values, see [Note: tensors taken out of a gather].
+        """
         if not self.releasable or self._pins or self.state is UnitState.SHARDED:
             return False
         if self._pending is not None:
@@ -154,9 +158,25 @@ class Unit:
         for param in self.params:
             if param is not None:
                 param.data = self._empty
+        if leave and self._is_held():
+            self._buffer = torch.empty_like(self._buffer)
+            self._views = self._make_views()
         self._buffer.untyped_storage().resize_(0)
         self._enter(UnitState.SHARDED)
         return True
+
+    def _make_views(self) -> list[torch.Tensor]:
+        return [self._buffer[slot.range.start : slot.range.stop].view(slot.shape) for slot in self.layout.slots]
+
+    def _is_held(self) -> bool:
+        """[Note: tensors taken out of a gather]
+
+        ``state[name] = param.detach().cpu()`` inside ``GatheredParameters`` is how scripts collect weights; on a CPU it copies nothing,
+        so the tensor shares the buffer's storage. When such a tensor, or one that autograd saved, is alive, the storage stays with
+        it and the unit takes another buffer. While the model runs this is not done: what autograd saved is to be freed then.
+        """
+        own = 2 + len(self._views)  # the buffer, the storage object asked here, the views
+        return torch._C._storage_Use_Count(self._buffer.untyped_storage()._cdata) > own  # type: ignore[attr-defined]
 
     @contextmanager
     def gathered(self) -> Iterator[torch.Tensor]:
@@ -185,7 +205,7 @@ class Unit:
         if not self._pins:
             _pinned.discard(self)
             if release:
-                self.release()
+                self.release(leave=True)
 
     def modifier_of_outer(self) -> int | None:
         """The modifier rank of a holder outside the innermost one, if any has one."""
@@ -343,7 +363,7 @@ def _api_gather(unit: Unit, *args: object, **kwargs: object) -> None:
 def _api_release(unit: Unit, *args: object, has_been_updated: bool = False, **kwargs: object) -> None:
     if has_been_updated:
         unit.take_full()
-    unit.release()
+    unit.release(leave=True)
 
 
 def disown(param: torch.Tensor) -> None:
