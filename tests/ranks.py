@@ -138,7 +138,7 @@ def warm_up() -> None:
 def close_pools() -> None:
     """End every rank of every pool."""
     while _POOLS:
-        _POOLS.popitem()[1].kill()
+        _POOLS.popitem()[1].close()
 
 
 class RankPool:
@@ -184,6 +184,14 @@ class RankPool:
         for rank in set(range(self.world_size)) - set(outcomes):
             outcomes[rank] = RankOutcome(rank, "hung", time.monotonic() - start, text=self._stack(rank))
         return [outcomes[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """Let idle ranks end by themselves, so that they clean up what libraries registered; then as ``kill``."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(3)
+        self.kill()
 
     def kill(self) -> None:
         """End the ranks at once: a rank that hangs in a collective does not listen."""
