@@ -369,9 +369,26 @@ def test_launcher_files_load_and_name_existing_configs(path: Path) -> None:
         assert config.mixed_precision is None, "accelerate refuses mixed_precision beside a deepspeed_config_file"
 
 
-@pytest.mark.parametrize(("gpus", "processes", "precision"), [(0, "2", "no"), (1, "1", "bf16"), (8, "8", "bf16")])
-def test_demo_takes_all_gpus_or_two_gloo_ranks(example: SimpleNamespace, gpus: int, processes: str, precision: str) -> None:
-    command = example.demo.launch_command(gpus, ["--max_train_steps", "3"])
+@pytest.mark.parametrize(
+    ("gpus", "wanted", "processes", "precision"), [(0, "", "2", "no"), (1, "", "1", "bf16"), (8, "", "8", "bf16"), (0, "4", "4", "no")]
+)
+def test_demo_takes_all_gpus_or_two_gloo_ranks(
+    example: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, gpus: int, wanted: str, processes: str, precision: str
+) -> None:
+    started: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        started.append(command)
+        return SimpleNamespace(returncode=7)
+
+    monkeypatch.setattr(example.demo, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(example.demo.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--max_train_steps", "3"])
+    monkeypatch.setitem(os.environ, "RANKS", wanted)
+    with pytest.raises(SystemExit) as exit_info:
+        example.demo.main()
+    assert exit_info.value.code == 7
+    (command,) = started
     assert command[command.index("--num_processes") + 1] == processes
     assert command[command.index("--mixed_precision") + 1] == precision
     script = command.index("examples/clm/run_clm_no_trainer.py")
@@ -381,10 +398,10 @@ def test_demo_takes_all_gpus_or_two_gloo_ranks(example: SimpleNamespace, gpus: i
 
 def test_demo_shares_out_the_cores_unless_told(example: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert example.demo.launch_environment(gpus=0, cores=8)["OMP_NUM_THREADS"] == "4"
-    assert example.demo.launch_environment(gpus=8, cores=2)["OMP_NUM_THREADS"] == "1"
+    assert example.demo.launch_environment(ranks=2, cores=8)["OMP_NUM_THREADS"] == "4"
+    assert example.demo.launch_environment(ranks=8, cores=2)["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert example.demo.launch_environment(gpus=0, cores=8)["OMP_NUM_THREADS"] == "3"
+    assert example.demo.launch_environment(ranks=2, cores=8)["OMP_NUM_THREADS"] == "3"
 
 
 # Whole runs

@@ -1,6 +1,6 @@
 """Train a small GPT-2 with ZeRO-3 on this machine, evaluate, save, reload and generate: what `make demo` runs.
 
-Takes all GPUs, or two gloo ranks on a machine without one. Needs no network. Further flags go to the training script:
+Takes all GPUs, or two gloo ranks on a machine without one (RANKS=4 in the environment decides otherwise). Needs no network. Further flags go to the training script:
 
     python examples/clm/demo.py --max_train_steps 400
 """
@@ -40,29 +40,29 @@ def count_gpus() -> int:
     return torch.accelerator.device_count()
 
 
-def launch_command(gpus: int, further_flags: Sequence[str] = ()) -> list[str]:
+def launch_command(ranks: int, on_gpus: bool, further_flags: Sequence[str] = ()) -> list[str]:
     """Command line of the demo, to be run from the repository's root.
 
     Args:
-        gpus: GPUs of this machine; 0 launches ``CPU_RANKS`` ranks.
+        ranks: Processes to start.
+        on_gpus: Whether each has a GPU: then bf16, else fp32.
         further_flags: Flags of the training script; they come last, so they win.
     """
     launcher = Path(sys.executable).with_name("accelerate")
     launch = [str(launcher), "launch", "--config_file", "examples/clm/accelerate_zero3.yaml", "--main_process_port", "0"]
-    launch += ["--num_processes", str(gpus or CPU_RANKS), "--mixed_precision", "bf16" if gpus else "no"]
+    launch += ["--num_processes", str(ranks), "--mixed_precision", "bf16" if on_gpus else "no"]
     flags = [word for flag in TRAINING_FLAGS.items() for word in flag]
     return [*launch, "examples/clm/run_clm_no_trainer.py", *flags, *further_flags]
 
 
-def launch_environment(gpus: int, cores: int) -> dict[str, str]:
+def launch_environment(ranks: int, cores: int) -> dict[str, str]:
     """Environment of the demo: the cores are shared out among the ranks unless the user has decided otherwise.
 
     Args:
-        gpus: GPUs of this machine.
+        ranks: Processes to start.
         cores: CPU cores that this process may use.
     """
-    threads = max(1, cores // (gpus or CPU_RANKS))
-    return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | dict(os.environ)
+    return {"OMP_NUM_THREADS": str(max(1, cores // ranks)), "TOKENIZERS_PARALLELISM": "false"} | dict(os.environ)
 
 
 def available_cores() -> int:
@@ -73,9 +73,10 @@ def available_cores() -> int:
 def main() -> None:
     """Run the demo and pass its exit code on."""
     gpus = count_gpus()
-    command = launch_command(gpus, sys.argv[1:])
+    ranks = int(os.environ.get("RANKS") or gpus or CPU_RANKS)
+    command = launch_command(ranks, gpus > 0, sys.argv[1:])
     print("$ " + shlex.join(command), flush=True)
-    sys.exit(subprocess.run(command, cwd=REPOSITORY, env=launch_environment(gpus, available_cores()), check=False).returncode)
+    sys.exit(subprocess.run(command, cwd=REPOSITORY, env=launch_environment(ranks, available_cores()), check=False).returncode)
 
 
 if __name__ == "__main__":
