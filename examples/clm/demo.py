@@ -1,6 +1,7 @@
 """Train a small GPT-2 with ZeRO-3 on this machine, evaluate, save, reload and generate: what `make demo` runs.
 
-Takes all GPUs, or two gloo ranks on a machine without one (RANKS=4 in the environment decides otherwise). Needs no network. Further flags go to the training script:
+Takes all GPUs, or two gloo ranks on a machine without one; RANKS in the environment decides otherwise.
+Needs no network. Further flags go to the training script:
 
     python examples/clm/demo.py --max_train_steps 400
 """
