@@ -66,6 +66,11 @@ class Block:
         return all(unit.state is not UnitState.SHARDED for unit in self.units)
 
     @property
+    def pinned(self) -> bool:
+        """Whether nothing can release it now (a ``GatheredParameters`` around a generation)."""
+        return all(unit.pinned or not unit.releasable for unit in self.units)
+
+    @property
     def gathered(self) -> bool:
         """Whether all units are whole now."""
         return all(unit.state is UnitState.GATHERED for unit in self.units)
@@ -126,7 +131,7 @@ class GatherSchedule:
                 block.release()
         self._begin(self.order)
         self._choose_kept(training)
-        self._votes = not all(block.keep for block in self.order)
+        self._votes = not all(block.keep or block.pinned for block in self.order)
         self.root.gather()
         self._prefetch()
 
