@@ -75,3 +75,66 @@ def test_gathering_between_forward_and_backward_changes_nothing(world: int) -> N
     looked = ranks.run_ranks(_between_forward_and_backward, world, True)
     for name, value in plain[0].items():
         assert torch.equal(value, looked[0][name]), name
+
+
+class Odd(nn.Module):
+    """A parameter that is no number to train, an empty one and a scalar beside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.arange(4), requires_grad=False)
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.factor = nn.Parameter(torch.tensor(2.0))
+        self.layer = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * self.factor).sum() + self.codes.sum() + self.nothing.sum()
+
+
+def _attributes(threshold: int) -> None:
+    from hf_zero.zero import ZeroParamStatus
+
+    shapes = {name: param.shape for name, param in Odd().named_parameters()}
+    engine = initialize(Odd(), Run(3, extra={"zero_optimization": {"stage3_param_persistence_threshold": threshold}}))
+    for name, param in engine.module.named_parameters():
+        stays = ranks.world() == 1 or threshold > 0 or name == "codes"
+        assert (param.ds_shape, param.ds_numel) == (shapes[name], shapes[name].numel()), name
+        assert param.ds_status is (ZeroParamStatus.AVAILABLE if stays else ZeroParamStatus.NOT_AVAILABLE), name
+        assert param.ds_persist == stays and param.partition_numel() == param.ds_tensor.numel(), name
+        assert param.ds_summary()["numel"] == param.ds_numel and len(param.ds_active_sub_modules) == 0, name
+        param.all_gather()
+        assert param.shape == shapes[name], name
+        param.partition()
+        assert param.shape == (shapes[name] if stays else torch.Size([0])), name
+    engine.backward(engine(torch.ones(2, 8)))
+    engine.step()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("threshold", [0, 10**6])
+def test_every_parameter_at_stage_3_has_the_attributes_that_libraries_read(world: int, threshold: int) -> None:
+    ranks.run_ranks(_attributes, world, threshold)
+
+
+def _by_hand() -> None:
+    import hf_zero
+
+    torch.manual_seed(0)
+    with hf_zero.zero.Init():
+        layer = nn.Linear(6, 4)
+    weight, bias = layer.weight, layer.bias
+    weight.all_gather([weight, bias])
+    assert (weight.shape, bias.shape) == ((4, 6), (4,))
+    weight.data.fill_(3.0)
+    weight.partition([weight, bias])
+    assert (weight.numel(), bias.numel()) == (0, 0)
+    weight.all_gather()
+    assert not torch.equal(weight.detach(), torch.full((4, 6), 3.0)), "the change was not announced"
+    weight.data.fill_(3.0)
+    weight.partition(has_been_updated=True)
+    weight.all_gather()
+    assert torch.equal(weight.detach(), torch.full((4, 6), 3.0))
+
+
+def test_all_gather_and_partition_of_single_parameters_and_lists() -> None:
+    ranks.run_ranks(_by_hand, 2)

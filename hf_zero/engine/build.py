@@ -34,7 +34,7 @@ from hf_zero.sharding.reducer import Reducer
 from hf_zero.sharding.runtime import Runtime
 from hf_zero.sharding.schedule import Block, GatherLimits, GatherSchedule
 from hf_zero.sharding.stages import StagePolicy, stage_policy
-from hf_zero.sharding.unit import NamedParam, Unit, UnitSpec, build_unit, find_unit
+from hf_zero.sharding.unit import NamedParam, Unit, UnitSpec, announce, build_unit, find_unit
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -193,6 +193,10 @@ class EngineBuilder:
             if id(member.param) not in taken and find_unit(member.param) is None:
                 cast_param(member.param, self.precision, self.topology.device)
         cast_and_move(self.module, self.precision, self.topology.device)
+        if self.policy.shards_parameters:
+            for param in self.module.parameters():
+                if find_unit(param) is None:
+                    announce(param, param.shape, param.detach().reshape(-1), self.collectives)
         self._sync_buffers()
         return root, blocks
 
@@ -226,6 +230,7 @@ class EngineBuilder:
             self.collectives,
             shards=self.policy.shards_optimizer,
             releasable=self.policy.shards_parameters and self.topology.world > 1,
+            announced=self.policy.shards_parameters,
             master_dtype=master,
         )
 
@@ -247,6 +252,9 @@ class EngineBuilder:
             if unit.releasable and numel <= zero.stage3_param_persistence_threshold and numel <= budget:
                 budget -= numel
                 unit.pin()
+                for param in unit.params:
+                    if param is not None:
+                        param.ds_persist = True  # type: ignore[attr-defined]
             unit.release()
 
     # -- gradients and gathers ------------------------------------------------------------------------------------------

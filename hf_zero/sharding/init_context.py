@@ -42,7 +42,7 @@ class ModelInit:
         self._spec: UnitSpec | None = None
         if enabled:
             topology = build_topology(group, device)
-            self._spec = UnitSpec(build_collectives(topology), shards=True, releasable=topology.world > 1)
+            self._spec = UnitSpec(build_collectives(topology), shards=True, releasable=topology.world > 1, announced=True)
         self._open: dict[int, nn.Module] = {}  # modules with parameters of their own that are not sharded yet
         self._stack = ExitStack()
 

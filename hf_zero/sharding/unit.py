@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -59,6 +59,7 @@ class UnitSpec:
         collectives: Network of the data-parallel axis.
         shards: Each rank owns a part (stages 1 to 3); else every rank owns all (stage 0).
         releasable: Parameters are released between uses (stage 3).
+        announced: Parameters carry DeepSpeed's stage-3 attributes (``ds_numel``, ...): at stage 3 on any number of ranks.
         master_dtype: Type of the masters of trainable units; equal to the parameters' type means the shard is its own master.
         sync_values: Take rank 0's values at construction, as DDP does.
     """
@@ -66,6 +67,7 @@ class UnitSpec:
     collectives: Collectives
     shards: bool
     releasable: bool
+    announced: bool = False
     master_dtype: torch.dtype | None = None
     sync_values: bool = True
 
@@ -323,47 +325,71 @@ def full_shape(param: torch.Tensor) -> torch.Size:
     return owner[0].layout.slots[owner[1]].shape if owner is not None else param.shape
 
 
-_DS_METHODS = ("all_gather", "partition", "partition_numel")
+_DS_METHODS = ("all_gather", "partition", "partition_numel", "ds_summary")
 _DS_VALUES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_process_group", "ds_active_sub_modules")
 
 
-def _own(unit: Unit) -> None:
+def _own(unit: Unit, announced: bool) -> None:
     """Marks the unit's parameters as its own, with the attributes that HF libraries read off a stage-3 parameter."""
     for index, (param, slot) in enumerate(zip(unit.params, unit.layout.slots, strict=True)):
         former = find_unit(param) if param is not None else None
         if former is not None and former[0] is not unit:
             former[0].forget(former[1])
         setattr(param, _OWNER, (unit, index))
-        if unit.releasable:
-            _attach_api(param, unit, index, slot.shape, slot.numel)
+        if announced:
+            announce(param, slot.shape, unit.shard_part(index, unit.shard), unit.collectives)
+            param.ds_status = _STATUS[unit.state]  # type: ignore[union-attr]
+            param.ds_persist = not unit.releasable  # type: ignore[union-attr]
 
 
-def _attach_api(param: Any, unit: Unit, index: int, shape: torch.Size, numel: int) -> None:
+def announce(param: Any, shape: torch.Size, own: torch.Tensor, collectives: Collectives) -> None:
+    """Gives ``param`` DeepSpeed's stage-3 attributes, which libraries read off every parameter at stage 3, whole ones included.
+
+    Args:
+        param: The parameter; announced as whole and staying so.
+        shape: Its whole shape.
+        own: This rank's part of it, 1D.
+        collectives: Network of the data-parallel axis.
+    """
     param.ds_id = id(param)
     param.ds_shape = shape
-    param.ds_numel = numel
-    param.ds_status = _STATUS[unit.state]
-    param.ds_tensor = unit.shard_part(index, unit.shard)
-    param.ds_persist = False
-    param.ds_process_group = unit.collectives.topology.group
+    param.ds_numel = shape.numel()
+    param.ds_status = ParamStatus.AVAILABLE
+    param.ds_tensor = own
+    param.ds_persist = True
+    param.ds_process_group = collectives.topology.group
     param.ds_active_sub_modules = set()
-    param.partition_numel = partial(_partition_numel, unit, index)
-    param.all_gather = partial(_api_gather, unit)
-    param.partition = partial(_api_release, unit)
+    # Weak: a cycle through its own methods would keep a parameter's memory until the garbage collector runs.
+    itself = ref(param)
+    param.partition_numel = own.numel
+    param.all_gather = partial(_api_gather, itself)
+    param.partition = partial(_api_release, itself)
+    param.ds_summary = partial(_api_summary, itself)
 
 
-def _partition_numel(unit: Unit, index: int) -> int:
-    return unit.shard_part(index, unit.shard).numel()
+def _units_of(itself: ref[Any], params: Iterable[torch.Tensor] | None) -> list[Unit]:
+    owners = [find_unit(param) for param in (params if params is not None else [itself()]) if param is not None]
+    return list({id(owner[0]): owner[0] for owner in owners if owner is not None}.values())
 
 
-def _api_gather(unit: Unit, *args: object, **kwargs: object) -> None:
-    unit.gather()
+def _api_gather(itself: ref[Any], param_list: Iterable[torch.Tensor] | None = None, *args: object, **kwargs: object) -> None:
+    for unit in _units_of(itself, param_list):
+        unit.gather()
 
 
-def _api_release(unit: Unit, *args: object, has_been_updated: bool = False, **kwargs: object) -> None:
-    if has_been_updated:
-        unit.take_full()
-    unit.release(leave=True)
+def _api_release(
+    itself: ref[Any], param_list: Iterable[torch.Tensor] | None = None, *args: object, has_been_updated: bool = False, **kwargs: object
+) -> None:
+    for unit in _units_of(itself, param_list):
+        if has_been_updated:
+            unit.take_full()
+        unit.release(leave=True)
+
+
+def _api_summary(itself: ref[Any], *args: object, **kwargs: object) -> dict[str, Any]:
+    param = itself()
+    names = ("ds_id", "ds_status", "ds_numel", "ds_shape", "ds_persist", "requires_grad")
+    return {name.removeprefix("ds_"): getattr(param, name, None) for name in names}
 
 
 def disown(param: torch.Tensor) -> None:
@@ -420,7 +446,7 @@ def build_unit(name: str, members: Sequence[NamedParam], dtype: torch.dtype, spe
         master_dtype = spec.master_dtype or dtype
         # From the 16-bit values, as DeepSpeed does: a model that zero.Init cast at construction gives the same masters.
         unit.master = unit.shard if master_dtype == dtype else unit.shard.to(master_dtype)
-    _own(unit)
+    _own(unit, spec.announced)
     return unit
 
 
