@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
-from types import TracebackType
+from types import MethodType, TracebackType
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from hf_zero.comm.collectives import build_collectives
 from hf_zero.comm.topology import build_topology
+from hf_zero.sharding.gathered import GatheredParameters
 from hf_zero.sharding.layout import FROZEN
 from hf_zero.sharding.unit import NamedParam, UnitSpec, build_unit, find_unit, shares_gathered_memory
 
@@ -23,6 +26,10 @@ class ModelInit:
     [Note: when a module is finished] Its constructor has returned when it is assigned to its parent, which torch reports through its
     registration hooks. So each layer is whole only between its own construction and its assignment; the largest single layer
     bounds the memory. Values are rank 0's. Hooks are registered on entry and removed on exit; nothing else in torch is changed.
+
+    [Note: apply inside a constructor] ``self.apply(init_weights)`` at the end of a model's constructor meets layers that are sharded
+    already, and would write to empty tensors. So until exit the ``apply`` of a sharded layer gathers its parameters and
+    keeps what rank 0 writes. It is an attribute of the layer; ``nn.Module.apply`` itself is not touched.
 
     Args:
         group: Data-parallel process group; None is all ranks.
@@ -44,6 +51,7 @@ class ModelInit:
             topology = build_topology(group, device)
             self._spec = UnitSpec(build_collectives(topology), shards=True, releasable=topology.world > 1, announced=True)
         self._open: dict[int, nn.Module] = {}  # modules with parameters of their own that are not sharded yet
+        self._gathering: WeakSet[nn.Module] = WeakSet()  # sharded modules whose ``apply`` gathers
         self._stack = ExitStack()
 
     def __enter__(self) -> ModelInit:
@@ -61,6 +69,9 @@ class ModelInit:
             for module in list(self._open.values()):
                 self.shard(module)
         self._open.clear()
+        for module in self._gathering:
+            module.__dict__.pop("apply", None)
+        self._gathering.clear()
 
     def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and find_unit(param) is None:
@@ -88,16 +99,26 @@ class ModelInit:
         if isinstance(module, ParametrizationList):
             return
         for name, param in module._parameters.items():
+            if param is not None and param.is_meta:  # looked at again when the module is assigned again, or at exit
+                self._open[id(module)] = module
             if param is None or param.is_meta or not param.is_floating_point() or find_unit(param) is not None:
                 continue
             label = f"{type(module).__name__}.{name}"
             unit = build_unit(label, [NamedParam(label, param, FROZEN)], self._dtype or param.dtype, self._spec)
             unit.release()
+            module.__dict__["apply"] = MethodType(_apply_gathered, module)  # a method: a deep copy has its own
+            self._gathering.add(module)
 
     def shard_all(self, module: nn.Module) -> None:
         """Shards every parameter of an existing module; collective."""
         for inner in module.modules():
             self.shard(inner)
+
+
+def _apply_gathered(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+    """``module.apply(fn)`` with the parameters that ``module`` itself registers whole; collective."""
+    with GatheredParameters(list(module._parameters.values()), modifier_rank=0):
+        return type(module).apply(module, fn)
 
 
 # The real function: transformers puts empty ones into torch.nn.init while it builds a model whose weights it will fill itself.

@@ -191,7 +191,9 @@ class ZeroOptimization(Section):
     pipeline_loading_checkpoint: Bool = accepted(
         False, "Load ranks one after another", "each rank reads only the byte ranges of its own shards"
     )
-    override_module_apply: Bool = accepted(True, "Patch Module.apply so that it gathers", "torch.nn.Module.apply is never patched")
+    override_module_apply: Bool = accepted(
+        True, "Patch Module.apply so that it gathers", "inside zero.Init a sharded layer's apply gathers"
+    )
     log_trace_cache_warnings: Bool = accepted(
         False,
         "Warn when the fetch order trace is invalidated",

@@ -1,0 +1,130 @@
+"""Constructors as users write them, inside ``zero.Init``: ``self.apply(init_weights)``, ``skip_init``, writes through ``.data``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import skip_init
+
+from tests import ranks
+from tests.parity import Run, initialize
+
+
+class Gpt(nn.Module):
+    """Initialises its layers at the end of its constructor; embedding and head are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 16, bias=False)
+        self.embedding.weight = self.head.weight
+        self.scale = nn.Parameter(torch.ones(8))
+        self.visited: list[str] = []
+        self.apply(self._initialise)
+
+    def _initialise(self, module: nn.Module) -> None:
+        self.visited.append(type(module).__name__)
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.constant_(module.bias, 0.5 + (dist.get_rank() if dist.is_initialized() else 0))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return functional.cross_entropy(self.head(x * self.scale).flatten(0, 1), tokens.flatten())
+
+
+def _apply() -> None:
+    import hf_zero
+
+    torch.manual_seed(0)
+    with hf_zero.zero.Init():
+        model = Gpt()
+    torch.manual_seed(0)
+    plain = Gpt()
+    assert model.visited == plain.visited
+    assert all("apply" not in module.__dict__ for module in model.modules())
+    with hf_zero.zero.GatheredParameters(list(model.parameters())):
+        for layer in model.layers:
+            assert torch.equal(layer.bias.detach(), torch.full((8,), 0.5)), "rank 0's values count"
+        if ranks.rank() == 0:
+            for (name, value), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert torch.equal(value, wanted), name
+    engine = initialize(model, Run(3))
+    engine.backward(engine(torch.arange(8).view(2, 4)))
+    engine.step()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_apply_in_a_constructor_reaches_sharded_layers(world: int) -> None:
+    ranks.run_ranks(_apply, world)
+
+
+class Part(nn.Module):
+    """A module that passes ``device`` on, as ``skip_init`` asks for."""
+
+    def __init__(self, size: int, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(size, size, device=device)
+        self.more = nn.ModuleList([nn.Linear(size, size, device=device)])
+
+
+class Skipping(nn.Module):
+    """Layers that are made on the meta device and get memory afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = skip_init(nn.Linear, 8, 8)
+        self.part = skip_init(Part, 8)
+
+
+def _skip_init() -> None:
+    import hf_zero
+
+    with hf_zero.zero.Init():
+        model = Skipping()
+    for name, param in model.named_parameters():
+        assert param.shape == torch.Size([0]) and param.ds_shape[-1] == 8 and not param.is_meta, name
+        assert not name.endswith("weight") or param.ds_tensor.numel() == param.ds_numel // 2, name
+
+
+def test_layers_made_by_skip_init_are_sharded() -> None:
+    ranks.run_ranks(_skip_init, 2)
+
+
+class Parent(nn.Module):
+    """Its constructor writes to its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.ones(5))
+        self.value.data = self.value.data + 1
+
+
+class Child(Parent):
+    """So does its subclass, to both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(5))
+        self.value.data, self.own.data = self.value.data + 1, self.own.data + 3
+
+
+def _ancestry() -> None:
+    import hf_zero
+
+    with hf_zero.zero.Init():
+        model = Child()
+    assert [param.shape for param in model.parameters()] == [torch.Size([0])] * 2
+    with hf_zero.zero.GatheredParameters(list(model.parameters(recurse=False))):
+        assert model.value.tolist() == [3.0] * 5 and model.own.tolist() == [4.0] * 5
+
+
+def test_parameters_are_whole_until_the_last_constructor_returns() -> None:
+    ranks.run_ranks(_ancestry, 2)
