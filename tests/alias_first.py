@@ -3,7 +3,12 @@
 transformers decides at import whether DeepSpeed exists, so the answer must be there before it.
 """
 
+import threading
 import traceback
+
+from tqdm.std import tqdm
+
+tqdm.set_lock(threading.RLock())  # tqdm's own lock holds a semaphore, which the server, ended by a signal, would leave behind
 
 try:
     import hf_zero
