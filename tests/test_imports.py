@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -135,3 +136,13 @@ def test_only_collectives_call_torch_distributed_collectives() -> None:
             ):
                 offenders.append(f"{name}:{node.lineno} {node.func.attr}")
     assert not offenders
+
+
+def test_process_groups_are_created_in_topology() -> None:
+    pattern = re.compile(r"\b(new_group|init_process_group|init_device_mesh)\(")
+    offenders = [
+        str(path.relative_to(PACKAGE))
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if pattern.search(path.read_text()) and path.relative_to(PACKAGE) != Path("comm/topology.py")
+    ]
+    assert not offenders, f"process groups created outside comm/topology.py: {offenders}"

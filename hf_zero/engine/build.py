@@ -14,6 +14,7 @@ from hf_zero.comm.collectives import Collectives, build_collectives
 from hf_zero.comm.topology import Topology, build_topology, init_distributed, twin_topology
 from hf_zero.config.resolve import ResolvedConfig, resolve
 from hf_zero.config.schema.root import ZeroConfig
+from hf_zero.config.sources import hidden_size_of
 from hf_zero.engine.engine import Engine, EngineParts
 from hf_zero.engine.full_values import Training, register_training
 from hf_zero.engine.loss_scale import LossScaler, NullScaler
@@ -90,7 +91,8 @@ def initialize(
         raise ConfigError("initialize() needs config= (a path, a dict or JSON text), or args.deepspeed_config")
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     topology = build_topology(mpu.get_data_parallel_group() if mpu is not None else None)
-    resolved = resolve(source, world_size=topology.world)
+    hidden_size = hidden_size_of(model)
+    resolved = resolve(source, world_size=topology.world, sources={"hidden_size": hidden_size} if hidden_size else None)
     _announce(resolved)
     builder = EngineBuilder(model, resolved, topology)
     inner = builder.inner_optimizer(optimizer, list(model_parameters) if model_parameters is not None else None)

@@ -15,8 +15,6 @@ from torch import nn
 
 from hf_zero.checkpoint.export import consolidated_state_dict
 from hf_zero.comm.collectives import Collectives
-from hf_zero.config.resolve import ResolvedConfig
-from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.engine import checkpoints, getters, requests
 from hf_zero.engine.accumulation import Accumulation
 from hf_zero.engine.clock import Clock
@@ -31,7 +29,9 @@ from hf_zero.sharding.runtime import Runtime
 from hf_zero.sharding.stages import StagePolicy
 from hf_zero.sharding.unit import Unit
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # pydantic costs 0.1 s, and every accelerate program imports this file for an isinstance
+    from hf_zero.config.resolve import ResolvedConfig
+    from hf_zero.config.schema.root import ZeroConfig
     from hf_zero.metrics import Sink
 
 _running_scales: list[float] = []  # loss scales of the ``Engine.backward`` calls that run now, innermost last
@@ -428,7 +428,7 @@ class Engine(nn.Module):
         here = self.collectives.topology.device
         if device is not None and device.type != here.type:
             raise ConfigError(f"engine.to({device}): the engine lives on {here}; initialize() chooses the device of the local rank")
-        present = getters.METHODS["communication_data_type"](self) if dtype is None else self.precision.param_dtype or torch.float32
+        present = self.precision.param_dtype or torch.float32
         if dtype is not None and dtype != present:
             raise ConfigError(f"engine.to({dtype}): the engine trains in {present}; set fp16, bf16 or data_types in the configuration")
         return self

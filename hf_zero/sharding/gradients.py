@@ -133,11 +133,13 @@ class UnitGradients:
         """Zeroes what no gradient was written to: parameters unused on this rank, gaps, padding."""
         end = 0
         for slot, written in zip(self.unit.layout.slots, self._written, strict=True):
-            flat[end : slot.range.start].zero_()
-            if not written:
-                flat[slot.range.start : slot.range.stop].zero_()
+            if written and end < slot.range.start:
+                flat[end : slot.range.start].zero_()
+            elif not written:
+                flat[end : slot.range.stop].zero_()
             end = slot.range.stop
-        flat[end:].zero_()
+        if end < flat.numel():
+            flat[end:].zero_()
 
     def start_reduce(self) -> Pending:
         """Sends this rank's gradients off, zeros where it has none; collective."""

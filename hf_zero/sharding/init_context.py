@@ -55,7 +55,7 @@ class ModelInit:
         self._stack = ExitStack()
 
     def __enter__(self) -> ModelInit:
-        if self._spec is not None and self._spec.releasable:
+        if self._spec is not None and (self._spec.releasable or self._dtype is not None):
             for handle in (
                 register_module_parameter_registration_hook(self._on_parameter),
                 register_module_module_registration_hook(self._on_module),
@@ -86,12 +86,15 @@ class ModelInit:
                     self.shard(inner)
 
     def shard(self, module: nn.Module) -> None:
-        """Shards the parameters that ``module`` itself registers; collective.
+        """Shards the parameters that ``module`` itself registers; collective. On one rank it only casts them.
 
         Originals of a parametrization (weight norm) stay whole until ``initialize``: reading ``module.weight`` computes it from them, and
         transformers does so on rank 0 alone while it initialises weights.
         """
-        if self._spec is None or not self._spec.releasable:
+        if self._spec is None:
+            return
+        if not self._spec.releasable:
+            self._cast(module)
             return
         for param in module._parameters.values():
             if param is not None and find_unit(param) is None and shares_gathered_memory(param):
@@ -108,6 +111,13 @@ class ModelInit:
             unit.release()
             module.__dict__["apply"] = MethodType(_apply_gathered, module)  # a method: a deep copy has its own
             self._gathering.add(module)
+
+    def _cast(self, module: nn.Module) -> None:
+        if self._dtype is None or isinstance(module, ParametrizationList):
+            return
+        for param in module._parameters.values():
+            if param is not None and param.is_floating_point():
+                param.data = param.data.to(self._dtype)
 
     def shard_all(self, module: nn.Module) -> None:
         """Shards every parameter of an existing module; collective."""
