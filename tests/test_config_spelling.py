@@ -207,6 +207,15 @@ def test_whole_numbers(value: object) -> None:
     assert zero({"allgather_bucket_size": value}).allgather_bucket_size == 200_000_000
 
 
+def test_a_computed_prefetch_size_is_rounded_down() -> None:
+    """transformers' documentation writes ``0.9 * model_hidden_size * model_hidden_size``, older releases filled it in like that."""
+    resolved = resolve({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0.9 * 32 * 32}})
+    assert resolved.config.zero_optimization.stage3_prefetch_bucket_size == 921
+    assert resolved.origin["zero_optimization.stage3_prefetch_bucket_size"] == "file (rounded down from 921.6)"
+    with pytest.raises(ConfigError, match="stage3_prefetch_bucket_size"):
+        resolve({"zero_optimization": {"stage3_prefetch_bucket_size": -0.5}})
+
+
 @pytest.mark.parametrize("value", [921.6, "921.6", "many", True, [1], -1, float("inf"), float("nan")])
 def test_not_whole_numbers(value: object) -> None:
     with pytest.raises(ConfigError, match=r"zero_optimization\.reduce_bucket_size.*a whole number, at least 0"):

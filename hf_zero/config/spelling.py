@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from hf_zero.config.schema.root import ZeroConfig
 _TRUE_TEXTS, _FALSE_TEXTS = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _CORE_SECTIONS = ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler", "data_types")
 """Sections whose keys are looked for when an unknown key stands at the wrong level."""
+_COMPUTED_KEYS = ("zero_optimization.stage3_prefetch_bucket_size",)
+"""Numbers of elements that published examples compute as 0.9 * hidden_size ** 2; the fraction that may remain means nothing."""
 
 
 class Speller:
@@ -81,6 +84,9 @@ class Speller:
     def _value(self, value: Any, section: type[Section], name: str, path: str, kind: Any) -> Any:
         """A field's value with the sections below it translated; None when it says that the section is off."""
         nested = nested_of(section, name)
+        if path in _COMPUTED_KEYS and isinstance(value, float) and math.isfinite(value) and not value.is_integer():
+            self.origin[path] = f"file (rounded down from {value})"
+            return math.floor(value)
         if nested is None or (isinstance(value, str) and value == "auto"):
             return value
         if nested.kind == "list":
