@@ -214,7 +214,7 @@ def _trl_takes_the_hooks_off(stage: int) -> None:
     for hook in [*offload.forward_hooks, *offload.backward_hooks]:
         hook.remove()
     offload.forward_hooks, offload.backward_hooks = [], []
-    for parameter in engine.module.parameters():
+    for _, parameter in [*offload.module.named_parameters(recurse=True), *offload.module.ds_external_parameters()]:
         parameter.ds_active_sub_modules.clear()
     prompt = case.rows(0, 0, 0)["input_ids"][:, :4]
     settings = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
