@@ -13,6 +13,7 @@ from hf_zero.engine.full_values import (
     safe_set_local_fp32_param,
     safe_set_local_grad,
     safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
 )
 from hf_zero.observe import logger
 from hf_zero.sharding.leaf_modules import (
@@ -37,6 +38,7 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
     "set_z3_leaf_modules",
     "unset_z3_leaf_modules",
     "z3_leaf_module",

@@ -69,6 +69,11 @@ class AliasModule(types.ModuleType):
             raise RefusedAttributeError(_refusal_message(full_name, reason))
         raise AttributeError(f"module {self.__name__!r} (hf_zero's alias) has no attribute {name!r}{_nearest(full_name)}")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Importing a submodule sets it on its package; a row of the same name wins, as it does in DeepSpeed's own packages."""
+        if not (isinstance(value, AliasModule) and f"{self.__name__}.{name}" in PROVIDED):
+            super().__setattr__(name, value)
+
     def __dir__(self) -> list[str]:
         prefix = f"{self.__name__}."
         rows = {row[len(prefix) :].partition(".")[0] for row in PROVIDED if row.startswith(prefix)}
@@ -93,6 +98,8 @@ class AliasLoader(importlib.abc.Loader):
         """Nothing to execute; only the package itself carries a version and a file."""
         if module.__name__ == "deepspeed":
             module.__dict__["__version__"] = DEEPSPEED_VERSION
+            parts = (int(part) for part in DEEPSPEED_VERSION.split("."))
+            module.__dict__.update(zip(("__version_major__", "__version_minor__", "__version_patch__"), parts, strict=True))
             module.__dict__["__file__"] = str(Path(__file__).with_name("table.py"))
 
 

@@ -34,6 +34,7 @@ _COMM_TORCH = (
     "gather",
     "get_backend",
     "get_global_rank",
+    "ProcessGroup",
     "irecv",
     "isend",
     "monitored_barrier",
@@ -45,7 +46,7 @@ _COMM_TORCH = (
     "scatter",
     "send",
 )
-_ZERO = ("Init", "GatheredParameters", "register_external_parameter", "ZeroParamStatus")
+_ZERO = ("Init", "GatheredParameters", "register_external_parameter", "unregister_external_parameter", "ZeroParamStatus")
 _FULL_VALUES = (
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
@@ -59,6 +60,7 @@ _FULL_VALUES = (
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
 )
 _LEAF_MODULES = ("set_z3_leaf_modules", "unset_z3_leaf_modules", "get_z3_leaf_modules")
 _GROUPS = (
@@ -106,7 +108,13 @@ PROVIDED: Final[dict[str, str]] = {
     "deepspeed.runtime.zero.partition_parameters._orig_torch_arange": "torch:arange",
     "deepspeed.runtime.zero.partition_parameters.get_accelerator": "hf_zero.compat.accelerator:get_accelerator",
     **{f"deepspeed.utils.{name}": f"hf_zero.utils:{name}" for name in (*_FULL_VALUES, *_LEAF_MODULES)},
-    **{f"deepspeed.utils.z3_leaf_module.{name}": f"hf_zero.utils:{name}" for name in _LEAF_MODULES},
+    **{f"deepspeed.utils.tensor_fragment.{name}": f"hf_zero.utils:{name}" for name in _FULL_VALUES},
+    # A function and a module of the same name: `from deepspeed.utils import z3_leaf_module` means the function.
+    "deepspeed.utils.z3_leaf_module": "hf_zero.utils:z3_leaf_module",
+    **{f"deepspeed.utils.z3_leaf_module.{name}": f"hf_zero.utils:{name}" for name in (*_LEAF_MODULES, "z3_leaf_module")},
+    # Loaders.
+    "deepspeed.utils.RepeatingLoader": "hf_zero.compat.loaders:RepeatingLoader",
+    "deepspeed.runtime.dataloader.RepeatingLoader": "hf_zero.compat.loaders:RepeatingLoader",
     # Optimizers and schedules that are constructed by hand (or by accelerate, for an offloaded optimizer).
     "deepspeed.ops.adam.DeepSpeedCPUAdam": "hf_zero.compat.ops:DeepSpeedCPUAdam",
     "deepspeed.ops.adam.FusedAdam": "hf_zero.compat.ops:FusedAdam",
@@ -137,6 +145,7 @@ PROVIDED: Final[dict[str, str]] = {
     "deepspeed.utils.log_dist": "hf_zero.compat.logs:log_dist",
     "deepspeed.utils.logging.logger": "hf_zero.observe:logger",
     "deepspeed.utils.logging.log_dist": "hf_zero.compat.logs:log_dist",
+    "deepspeed.runtime.utils.see_memory_usage": "hf_zero.compat.logs:see_memory_usage",
 }
 
 _SEQUENCE = "Ulysses sequence parallelism is not implemented; use accelerate's context parallelism (cp_size) or shorter sequences"
@@ -209,7 +218,6 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.OnDevice": "build the model under torch.device('meta') or under deepspeed.zero.Init()",
     "deepspeed.utils.OnDevice": "build the model under torch.device('meta') or under deepspeed.zero.Init()",
     "deepspeed.runtime.dataloader": "pass training_data to deepspeed.initialize, or a torch DataLoader to accelerate",
-    "deepspeed.utils.RepeatingLoader": "loop over the DataLoader again, or use itertools.cycle",
     "deepspeed.runtime.data_pipeline": "data efficiency is not implemented; do it in the dataset or the sampler",
     "deepspeed.runtime.progressive_layer_drop": "progressive layer drop is not implemented; use the model's own layerdrop",
     "deepspeed.runtime.compiler": "use torch.compile or engine.compile()",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -106,6 +107,20 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     unit, index = _must_find(param, "safe_set_full_grad")
     training = _training[unit]
     _write(unit, index, training.gradients.reduced(), value * training.scaler.scale)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[torch.Tensor], update_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
+    """Replaces each gradient by ``update_func(gradient, param)``, whole and without loss scale; those without gradient stay so. Collective.
+
+    Raises:
+        StateError: The new gradient has another shape.
+    """
+    for param in param_list:
+        grad = safe_get_full_grad(param)
+        if grad is not None:
+            safe_set_full_grad(param, update_func(grad, param))
 
 
 def _state_parts(unit: Unit, key: str) -> list[tuple[OwnedSegment, torch.Tensor]] | None:
