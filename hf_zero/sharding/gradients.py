@@ -150,7 +150,7 @@ class UnitGradients:
         # What was summed over micro-steps in the accumulation type travels in it too, unless the configuration names another.
         wanted = self._policy.message_dtype or flat.dtype
         message = flat if flat.dtype == wanted else flat.to(wanted)
-        if self._policy.sharded:
+        if self._policy.sharded and self._collectives.world > 1:
             self._received = torch.empty(self.unit.layout.shard_numel, dtype=self._policy.accumulation_dtype, device=flat.device)
             self._pending = self._collectives.reduce_scatter(message, self._received, self.unit.name, self._policy.pollable)
             self._sent = message
