@@ -140,3 +140,19 @@ def _foreign_scheduler() -> None:
 
 def test_a_scheduler_of_another_optimizer_is_refused() -> None:
     ranks.run_ranks(_foreign_scheduler, 1)
+
+
+def _loaded_by_hand(stage: int) -> None:
+    import hf_zero
+
+    other = {name: value.bfloat16() for name, value in MLP.build(1).state_dict().items()}
+    engine = initialize(MLP.build(), Run(stage, "bf16"))
+    engine.module.load_state_dict(other)
+    engine.optimizer.refresh_fp32_params()
+    for name, param in engine.module.named_parameters():
+        assert torch.equal(hf_zero.utils.safe_get_full_fp32_param(param), other[name].float()), name
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_masters_follow_weights_loaded_into_the_module(stage: int) -> None:
+    ranks.run_ranks(_loaded_by_hand, 2, stage)

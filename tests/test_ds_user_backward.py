@@ -48,6 +48,24 @@ def test_a_backward_without_loss_scale_is_refused() -> None:
     ranks.run_ranks(_forgotten_scale, 2)
 
 
+def _checkpointed(run: Run, reentrant: bool) -> None:
+    case = CASES["llama"]
+
+    def build() -> nn.Module:
+        model: Any = case.build()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        return model
+
+    check_training(build, case.rows, case.forward, run, micro_step=own_backward, label="recomputation")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_recomputed_blocks_in_a_backward_of_the_user(stage: int, reentrant: bool) -> None:
+    ranks.run_ranks(_checkpointed, 2, Run(stage, accumulation=2, steps=2), reentrant)
+
+
 class Layers(nn.Module):
     """Two blocks and two losses over one forward."""
 

@@ -226,7 +226,12 @@ class Runtime:
         if self._stack and self._stack[-1] is block:
             self._stack.pop()
         block.open = max(0, block.open - 1)
-        if output is None or self.schedule is None:
+        if output is None:
+            return
+        if self.schedule is None:
+            # A backward that the user starts must be noticed before checkpointing recomputes a block in it.
+            if block is self.root and self.reducer is not None and torch.is_grad_enabled():
+                self._watch(block, output)
             return
         with span("post_forward", block.name):
             if torch.is_grad_enabled():
