@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -138,3 +139,25 @@ def _by_hand() -> None:
 
 def test_all_gather_and_partition_of_single_parameters_and_lists() -> None:
     ranks.run_ranks(_by_hand, 2)
+
+
+def _saved_parameters(stage: int) -> None:
+    import hf_zero
+
+    engine = initialize(MLP.build(), Run(stage))
+    params = dict(engine.module.named_parameters())
+    first = next(iter(params))
+    params[first].tagged = "by the user"
+    with hf_zero.zero.GatheredParameters(list(params.values())):
+        file = io.BytesIO()
+        torch.save({name: param.cpu() for name, param in params.items()}, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        for name, param in params.items():
+            assert isinstance(loaded[name], nn.Parameter) and torch.equal(loaded[name], param), name
+            assert vars(loaded[name]) == ({"tagged": "by the user"} if name == first else {}), name
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parameters_are_saved_as_ordinary_ones(stage: int) -> None:
+    ranks.run_ranks(_saved_parameters, 2, stage)

@@ -107,5 +107,6 @@ VALUES: dict[str, Getter] = {
     "seq_data_parallel_group": lambda engine: engine.collectives.topology.group,
     "basic_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),
     "client_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),
+    "tput_timer": lambda engine: engine.clock,
     "dist_backend": lambda engine: torch.distributed.get_backend(engine.collectives.topology.group),
 }

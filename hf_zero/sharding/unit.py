@@ -336,10 +336,18 @@ def _own(unit: Unit, announced: bool) -> None:
         if former is not None and former[0] is not unit:
             former[0].forget(former[1])
         setattr(param, _OWNER, (unit, index))
+        # torch.save of a parameter itself (`param.cpu()` is one, on a CPU) writes its attributes too, process groups with them.
+        param.__getstate__ = partial(_foreign_state, ref(param))  # type: ignore[union-attr]
         if announced:
             announce(param, slot.shape, unit.shard_part(index, unit.shard), unit.collectives)
             param.ds_status = _STATUS[unit.state]  # type: ignore[union-attr]
             param.ds_persist = not unit.releasable  # type: ignore[union-attr]
+
+
+def _foreign_state(itself: ref[Any]) -> dict[str, Any] | None:
+    """What a pickled parameter takes along besides its values: the attributes that are not ours."""
+    ours = {_OWNER, "__getstate__", *_DS_METHODS, *_DS_VALUES}
+    return {name: value for name, value in vars(itself()).items() if name not in ours} or None
 
 
 def announce(param: Any, shape: torch.Size, own: torch.Tensor, collectives: Collectives) -> None:
@@ -401,8 +409,8 @@ def disown(param: torch.Tensor) -> None:
         raise StateError(f"parameter {owner[0].layout.slots[owner[1]].name} is released; gather it before it leaves its unit")
     owner[0].forget(owner[1])
     param.data = param.data.clone()
-    for attribute in (_OWNER, *_DS_METHODS, *_DS_VALUES):
-        if hasattr(param, attribute):
+    for attribute in (_OWNER, "__getstate__", *_DS_METHODS, *_DS_VALUES):
+        if attribute in vars(param):
             delattr(param, attribute)
 
 
