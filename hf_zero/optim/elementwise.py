@@ -91,10 +91,10 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
     if kind in _ELEMENTWISE:
         return
     reason = whole_tensor_reason(kind)
-    if getattr(getattr(optimizer, "args", None), "optim_bits", 32) < 32:  # bitsandbytes: small probes would stay 32-bit
-        reason = _QUANTIZED
     if reason is not None:
-        raise _refusal(kind, reason)
+        raise _refusal(kind, reason, f"{_ALLOW_KEY}, which accelerate and transformers always set, does not change that.")
+    if getattr(getattr(optimizer, "args", None), "optim_bits", 32) < 32:  # bitsandbytes: small probes would stay 32-bit
+        raise _refusal(kind, _QUANTIZED)
     for group in _distinct_groups(optimizer):
         _probe(optimizer, group)
 
@@ -110,12 +110,12 @@ def whole_tensor_reason(kind: type) -> str | None:
     return None
 
 
-def _refusal(kind: type, reason: str) -> UnsupportedError:
-    """The error for a class that needs whole tensors."""
+def _refusal(kind: type, reason: str, switch: str = "") -> UnsupportedError:
+    """The error for a class that needs whole tensors. ``switch``: what the key that allows untested classes does for it."""
+    switch = switch or f'Or set "{_ALLOW_KEY}": true to run it anyway on flat shards, with other results than on one process.'
     return UnsupportedError(
         f"optimizer {kind.__name__} cannot run on ZeRO shards: {reason}. Use an element-wise optimizer (AdamW, Adam, Lion, "
-        f'SGD, Adagrad, RMSprop ...), or set "{_ALLOW_KEY}": true to run it anyway on flat shards, with other results than '
-        "on one process."
+        f"SGD, Adagrad, RMSprop ...). {switch}"
     )
 
 
