@@ -138,6 +138,8 @@ class Runtime:
                 continue
             owners = [find_unit(param) for param in module._parameters.values() if param is not None]
             blocks = {id(owner[0]): self._block_of_unit[id(owner[0])] for owner in owners if owner and id(owner[0]) in self._block_of_unit}
+            if all(owner is not None and owner[0].pinned for owner in owners):
+                continue  # whole for good: one rank may call it alone, as PEFT does with a prompt's embedding when it saves
             for block in {id(block): block for block in blocks.values()}.values():
                 self._hook_stray(module, block)
 
