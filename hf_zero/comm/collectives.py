@@ -23,13 +23,14 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 class Pending:
     """A collective in flight: its works, its label, what to do when it ends, and the buffers that must live until then.
 
-    The issuer waits exactly once; ``wait`` is idempotent and frees ``keep``.
+    The issuer waits exactly once; ``wait`` is idempotent and frees ``keep``. ``finish`` runs then and may give ``result``.
     """
 
     label: str
     works: list[Any]
-    finish: Callable[[], None] | None = None
+    finish: Callable[[], torch.Tensor | None] | None = None
     keep: tuple[torch.Tensor, ...] = ()
+    result: torch.Tensor | None = None
     done: bool = field(default=False)
 
     def wait(self) -> None:
@@ -48,7 +49,7 @@ class Pending:
         except RuntimeError as error:
             raise _collective_error(self.label, error) from error
         if self.finish is not None:
-            self.finish()
+            self.result = self.finish()
         self.works, self.finish, self.keep = [], None, ()
 
     def ready(self) -> bool:
@@ -93,14 +94,14 @@ class Collectives(ABC):
         """Fills ``full`` (world * n,) from every rank's ``shard`` (n,); ``shard`` may be this rank's view of ``full``."""
 
     @abstractmethod
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, unit: str, pollable: bool = False) -> Pending:
-        """Writes the sum over ranks of this rank's part of ``full`` (world * n,) into ``out`` (n,), of ``out``'s dtype.
+    def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str, pollable: bool = False) -> Pending:
+        """Sums this rank's part of every rank's ``full``; the sum is the ``result`` of what is returned.
 
         The order of summation is the same on every call; ``full`` must stay untouched until the end.
 
         Args:
-            full: This rank's values.
-            out: Receives the sum; shares no memory with ``full``.
+            full: This rank's values, (world * n,).
+            dtype: Type of the result, (n,), and of the additions where the back end leaves them to us.
             unit: Name for labels.
             pollable: ``Pending.ready`` must be able to tell when it is done.
         """
@@ -176,14 +177,14 @@ class NativeCollectives(Collectives):
         work = self._launch(label, lambda: _all_gather_single(full, shard, group=self.topology.group, async_op=True))
         return Pending(label, [work], keep=(full, shard))
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, unit: str, pollable: bool = False) -> Pending:
+    def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str, pollable: bool = False) -> Pending:
         label = observe.note("reduce_scatter", unit)
         if self.world == 1:
-            return Pending(label, [], finish=lambda: _copy_unless_same(out, full))
-        self.sent_bytes += (self.world - 1) * out.numel() * full.element_size()
-        part = out if out.dtype == full.dtype else torch.empty_like(out, dtype=full.dtype)
+            return Pending(label, [], lambda: full.to(dtype))
+        part = torch.empty(full.numel() // self.world, dtype=full.dtype, device=full.device)
+        self.sent_bytes += (self.world - 1) * part.numel() * full.element_size()
         work = self._launch(label, lambda: _reduce_scatter_single(part, full, group=self.topology.group, async_op=True))
-        return Pending(label, [work], finish=lambda: _copy_unless_same(out, part), keep=(full, part))
+        return Pending(label, [work], lambda: part.to(dtype), keep=(full, part))
 
 
 class GlooCollectives(Collectives):
@@ -213,23 +214,25 @@ class GlooCollectives(Collectives):
         works = self._exchange(label, lambda peer: shard, lambda peer: full[peer * numel : (peer + 1) * numel])
         return Pending(label, works, keep=(full, shard))
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, unit: str, pollable: bool = False) -> Pending:
+    def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str, pollable: bool = False) -> Pending:
         label = observe.note("reduce_scatter", unit)
         if self.world == 1:
-            return Pending(label, [], finish=lambda: _copy_unless_same(out, full))
+            return Pending(label, [], lambda: full.to(dtype))
         host = full if full.device.type == "cpu" else full.cpu()
-        numel = out.numel()
+        numel = full.numel() // self.world
         own = slice(self.rank * numel, (self.rank + 1) * numel)
         if pollable:  # gloo can tell of an all-to-all whether it has completed, of sends and receives it cannot; they are faster
             self.sent_bytes += (self.world - 1) * numel * host.element_size()
             received = torch.empty_like(host)  # (world * n,), part r from rank r
             work = self._launch(label, lambda: dist.all_to_all_single(received, host, group=self.topology.group, async_op=True))
-            return Pending(label, [work], lambda: _sum_in_order(received.chunk(self.world), out), keep=(full, host, received))
+            parts = list(received.chunk(self.world))
+            return Pending(label, [work], lambda: _sum_in_order(parts, dtype).to(full.device), keep=(full, host, received))
         parts = [host[own]] * self.world
         for peer in self._peers():
             parts[peer] = torch.empty(numel, dtype=host.dtype)
         works = self._exchange(label, lambda peer: host[peer * numel : (peer + 1) * numel], lambda peer: parts[peer])
-        return Pending(label, works, lambda: _sum_in_order(parts, out), keep=(full, host, *parts))
+        scratch = 1 if self.rank == 0 else 0  # the sum may overwrite what was received from that rank, never what ``full`` holds
+        return Pending(label, works, lambda: _sum_in_order(parts, dtype, scratch).to(full.device), keep=(full, host, *parts))
 
     def _peers(self) -> list[int]:
         # Start behind this rank, so that not all ranks send to rank 0 first.
@@ -257,23 +260,15 @@ def _copy_unless_same(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def _sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """out = parts[0] + parts[1] + ... , left to right, in ``out``'s dtype; ``out`` shares no memory with the parts."""
-    if out.device.type != "cpu":
-        total = torch.empty(out.shape, dtype=out.dtype)
-        _sum_in_order(parts, total)
-        out.copy_(total)
-        return
-    if len(parts) == 1:
-        _copy_unless_same(out, parts[0])
-        return
-    if parts[0].dtype == out.dtype:
-        torch.add(parts[0], parts[1], out=out)
+def _sum_in_order(parts: Sequence[torch.Tensor], dtype: torch.dtype, scratch: int | None = None) -> torch.Tensor:
+    """parts[0] + parts[1] + ... , left to right, in ``dtype``; may use the memory of ``parts[scratch]``, one of the first two."""
+    if parts[0].dtype == dtype:
+        total = torch.add(parts[0], parts[1], out=parts[scratch] if scratch is not None else None)
     else:
-        out.copy_(parts[0])
-        out.add_(parts[1])
+        total = parts[0].to(dtype).add_(parts[1])
     for part in parts[2:]:
-        out.add_(part)
+        total.add_(part)
+    return total
 
 
 def build_collectives(topology: Topology) -> Collectives:

@@ -73,8 +73,7 @@ class UnitGradients:
         self._flat: torch.Tensor | None = None  # (padded_numel,); freed when its reduction ends
         self._written = [False] * len(unit.layout.slots)  # what `_flat` holds, over all micro-steps since the last reduction
         self._arrived = 0  # gradients of this backward
-        self._received: torch.Tensor | None = None  # where the reduction in flight puts its result
-        self._sent: torch.Tensor | None = None  # what it reads; back to the pool when it ends
+        self._sent: torch.Tensor | None = None  # what the reduction in flight reads; back to the pool when it ends
         self._pending: Pending | None = None
 
     @property
@@ -151,12 +150,12 @@ class UnitGradients:
         wanted = self._policy.message_dtype or flat.dtype
         message = flat if flat.dtype == wanted else flat.to(wanted)
         if self._policy.sharded and self._collectives.world > 1:
-            self._received = torch.empty(self.unit.layout.shard_numel, dtype=self._policy.accumulation_dtype, device=flat.device)
-            self._pending = self._collectives.reduce_scatter(message, self._received, self.unit.name, self._policy.pollable)
-            self._sent = message
+            self._pending = self._collectives.reduce_scatter(
+                message, self._policy.accumulation_dtype, self.unit.name, self._policy.pollable
+            )
         else:
-            self._received = message
             self._pending = self._collectives.all_reduce(message, self.unit.name)
+        self._sent = message
         self._flat = None
         self._written = [False] * len(self._written)
         return self._pending
@@ -168,13 +167,14 @@ class UnitGradients:
 
     def finish_reduce(self) -> None:
         """Waits for the reduction in flight, if any, and adds its result to ``shard``."""
-        if self._pending is None or self._received is None:
+        if self._pending is None or self._sent is None:
             return
-        self._pending.wait()
-        received, self._received, self._pending = self._received, None, None
-        if self._sent is not None:
-            self.pool.give(self._sent)
-            self._sent = None
+        pending, sent = self._pending, self._sent
+        self._pending = self._sent = None
+        pending.wait()
+        received = sent if pending.result is None else pending.result  # an all-reduce works in place
+        if received is not sent:
+            self.pool.give(sent)
         if self._policy.post_scale != 1.0:
             received.mul_(self._policy.post_scale)
         if self.shard is None:
