@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -103,7 +104,7 @@ def _protocol(run: Run, protocol: str) -> None:
     assert engine.global_steps == run.steps, (engine.global_steps, run.steps)
     engine.destroy()
     if ranks.rank() == 0:
-        check(trace, reference_case("gpt2", run, ranks.world()), run, protocol)
+        check(trace, partial(reference_case, "gpt2", run, ranks.world()), run, protocol)
 
 
 def _batch_arithmetic(stage: int) -> None:

@@ -50,7 +50,12 @@ def _rank_zero_wins(run: Run) -> None:
     assert engine.module.calls.item() == run.steps * run.accumulation
     engine.destroy()
     if ranks.rank() == 0:
-        check(trace, reference(build_buffered(0), CASES["mlp"].rows, class_loss, run, ranks.world()), run, "buffers from rank 0")
+        check(
+            trace,
+            lambda follow=None: reference(build_buffered(0), CASES["mlp"].rows, class_loss, run, ranks.world(), follow),
+            run,
+            "buffers from rank 0",
+        )
 
 
 def _odd_sizes(run: Run) -> None:

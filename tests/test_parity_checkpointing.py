@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -62,7 +64,7 @@ def _transformers(name: str, run: Run, reentrant: bool) -> None:
     if not (name == "bart" and reentrant):
         check_bitwise(trace, _train_transformers(name, run, None), f"{name} with gradient_checkpointing_enable")
     if ranks.rank() == 0:
-        check(trace, reference_case(name, run, ranks.world()), run, name)
+        check(trace, partial(reference_case, name, run, ranks.world()), run, name)
 
 
 def _input_gradients(run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def _compile_engine(run: Run, name: str, backend: str) -> None:
     trace = train(engine, case.rows, case.forward, run)
     engine.destroy()
     if ranks.rank() == 0:
-        check(trace, reference_case(name, run, ranks.world()), run, f"engine.compile, {backend}")
+        check(trace, partial(reference_case, name, run, ranks.world()), run, f"engine.compile, {backend}")
 
 
 @pytest.mark.slow

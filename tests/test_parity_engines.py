@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -87,7 +88,7 @@ def _two_trained_engines(stage: int) -> None:
     for engine, name, trace in ((first, "gpt2", traces[0]), (second, "bart", traces[1])):
         collect(engine, trace)
         if ranks.rank() == 0:
-            check(trace, reference_case(name, run, ranks.world()), run, name)
+            check(trace, partial(reference_case, name, run, ranks.world()), run, name)
     first.destroy()
     second.destroy()
 
@@ -111,7 +112,7 @@ def _two_on_one_module(stage: int, destroy_first: bool) -> None:
             assert CASE.forward(frozen_view, batch).item() == after, "the first engine does not see the trained weights"
     engine.destroy()
     if ranks.rank() == 0:
-        check(trace, reference_case("gpt2", run, ranks.world()), run, "second engine on one module")
+        check(trace, partial(reference_case, "gpt2", run, ranks.world()), run, "second engine on one module")
 
 
 def _train_after_inference(stage: int) -> None:

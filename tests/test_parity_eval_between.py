@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ def _interrupted(run: Run, interruption: str) -> None:
     trace = _train(run, interruption)
     check_bitwise(trace, _train(run, None), interruption)
     if ranks.rank() == 0:
-        check(trace, reference_case("gpt2", run, ranks.world()), run, interruption)
+        check(trace, partial(reference_case, "gpt2", run, ranks.world()), run, interruption)
 
 
 def _generation_equals_plain(stage: int) -> None:

@@ -42,7 +42,7 @@ def check_from_here(model: nn.Module, case: ModelCase, run: Run, label: str) -> 
         plain.load_state_dict(start, strict=False)
         if hasattr(plain, "tie_weights"):
             plain.tie_weights()
-        check(trace, reference(plain, case.rows, case.forward, run, ranks.world()), run, label)
+        check(trace, lambda follow=None: reference(copy.deepcopy(plain), case.rows, case.forward, run, ranks.world(), follow), run, label)
 
 
 @contextmanager
@@ -186,7 +186,12 @@ def _adapters_on_shards(run: Run) -> None:
     trace = train(engine, MLP.rows, class_loss, run)
     engine.destroy()
     if ranks.rank() == 0:
-        check(trace, reference(add_adapter(MLP.build()), MLP.rows, class_loss, run, ranks.world()), run, "adapter on shards")
+        check(
+            trace,
+            lambda follow=None: reference(add_adapter(MLP.build()), MLP.rows, class_loss, run, ranks.world(), follow),
+            run,
+            "adapter on shards",
+        )
 
 
 def _arange_keeps_its_dtype(dtype: str) -> None:
@@ -291,7 +296,12 @@ def _modifier_rank_after_initialize(run: Run) -> None:
     if ranks.rank() == 0:
         plain = MLP.build()
         change(plain)
-        check(trace, reference(plain, MLP.rows, class_loss, run, ranks.world()), run, "modified after initialize")
+        check(
+            trace,
+            lambda follow=None: reference(copy.deepcopy(plain), MLP.rows, class_loss, run, ranks.world(), follow),
+            run,
+            "modified after initialize",
+        )
 
 
 def _deep_copy_inside_a_gather(stage: int) -> None:
