@@ -71,5 +71,6 @@ def memory_line(device: torch.device) -> str:
         import resource
 
         return f"peak resident {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
-    used, peak = torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
+    module = torch.get_device_module(device)
+    used, peak = module.memory_allocated(device), module.max_memory_allocated(device)
     return f"allocated {used / 2**30:.2f} GiB, peak {peak / 2**30:.2f} GiB"
