@@ -304,6 +304,8 @@ def _run(job: Job, rank: int, world_size: int) -> Any:
     with _environment({**launcher, **job.env}):
         random.seed(0)
         torch.manual_seed(0)
+        # Fills what torch.empty returns with NaN: padding or a hole that somebody forgot to write shows at once.
+        torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             if job.store is not None:
                 store = dist.FileStore(job.store, world_size)
