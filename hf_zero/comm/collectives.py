@@ -152,12 +152,6 @@ class Collectives(ABC):
         self.all_reduce(votes, unit, dist.ReduceOp.MAX).wait()
         return bool(votes)
 
-    def barrier(self, unit: str) -> None:
-        """Waits for every rank."""
-        label = observe.note("barrier", unit)
-        if self.world > 1:
-            self._launch(label, lambda: dist.barrier(group=self.topology.group))
-
     @staticmethod
     def _launch(label: str, call: Callable[[], Any]) -> Any:
         try:

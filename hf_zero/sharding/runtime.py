@@ -11,7 +11,6 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
-from hf_zero.errors import StateError
 from hf_zero.observe import logger, note, span
 from hf_zero.sharding.external import external_parameters, guard, unguard
 from hf_zero.sharding.outputs import tensors_in
@@ -369,15 +368,6 @@ class Runtime:
         """Before an update: what is gathered becomes stale, so it is released; local."""
         if self.schedule is not None:
             self.schedule.release_all()
-
-    def require_idle(self, what: str) -> None:
-        """Raises unless no backward runs.
-
-        Raises:
-            StateError: ``what`` was called inside a backward.
-        """
-        if self.state is IterationState.BACKWARD and _in_backward():
-            raise StateError(f"{what} was called inside a backward pass")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         return self
