@@ -30,7 +30,7 @@ REFUSED_OPTIMIZERS: dict[str, str] = {
 }
 
 
-def check_refusals(data: dict[str, Any], section: type[Section], path: str, problems: Problems) -> None:
+def check_refusals(data: dict[str, Any], section: type[Section], path: str, problems: Problems, host_device: bool = False) -> None:
     """Report every refused key that asks for something.
 
     Args:
@@ -38,10 +38,12 @@ def check_refusals(data: dict[str, Any], section: type[Section], path: str, prob
         section: Its schema.
         path: Its dotted path, "" for the root.
         problems: Receives one refusal per key that asks; keys below a refused one are not listed again.
+        host_device: Training runs in host memory, so that a key may ask for what is the case anyway (`on_host` of its field).
     """
     if section.switch is not None:
         value, field_extra, default = _switch(data, section)
-        if not is_on(default if value is None else value, field_extra.get("passes", ())):
+        passes = (*field_extra.get("passes", ()), *(field_extra.get("on_host", ()) if host_device else ()))
+        if not is_on(default if value is None else value, passes):
             return
         if field_extra["fate"] == "refused":
             problems.refuse(f"{path}.{section.switch}", default if value is None else value, field_extra["effect"])
@@ -59,7 +61,7 @@ def check_refusals(data: dict[str, Any], section: type[Section], path: str, prob
             if nested or asks(value, default_of(field), extra.get("passes", ())):
                 problems.refuse(here, value, extra["effect"])
         elif nested and nested.kind == "one":
-            check_refusals(value, nested.section, here, problems)
+            check_refusals(value, nested.section, here, problems, host_device)
 
 
 def _switch(data: dict[str, Any], section: type[Section]) -> tuple[Any, dict[str, Any], Any]:

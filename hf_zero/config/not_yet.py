@@ -7,8 +7,10 @@ while the row stands here, and used as soon as the row is deleted. Building a fe
 from __future__ import annotations
 
 NOT_YET: dict[str, str] = {
-    "offload_optimizer": "not in this version: set the device to none; stages 1, 2 and 3 shard optimizer states over the ranks",
-    "offload_param": "not in this version: set the device to none; stage 3 shards parameters over the ranks",
+    "offload_optimizer": "not in this version (except cpu on a machine without accelerator, where everything is there anyway): "
+    "set the device to none; stages 1, 2 and 3 shard optimizer states over the ranks",
+    "offload_param": "not in this version (except cpu on a machine without accelerator, where everything is there anyway): "
+    "set the device to none; stage 3 shards parameters over the ranks",
     "tensor_parallel": "not in this version: set the size to 0 or 1 and shard with zero_optimization.stage 3 instead",
     "onebit": "not in this version: use Adam or AdamW (same update, uncompressed reduction)",
     "activation_checkpointing": "not in this version: use the model's gradient_checkpointing_enable() or torch.utils.checkpoint",

@@ -92,7 +92,8 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     topology = build_topology(mpu.get_data_parallel_group() if mpu is not None else None)
     hidden_size = hidden_size_of(model)
-    resolved = resolve(source, world_size=topology.world, sources={"hidden_size": hidden_size} if hidden_size else None)
+    sources = {"hidden_size": hidden_size} if hidden_size else None
+    resolved = resolve(source, world_size=topology.world, sources=sources, host_device=topology.device.type == "cpu")
     _announce(resolved)
     builder = EngineBuilder(model, resolved, topology)
     inner = builder.inner_optimizer(optimizer, list(model_parameters) if model_parameters is not None else None)

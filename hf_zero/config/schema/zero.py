@@ -57,7 +57,7 @@ class OffloadParam(Section):
 
     switch: ClassVar[str | None] = "device"
 
-    device: Device = later("none", "Target of the parameter shards", "offload_param")
+    device: Device = later("none", "Target of the parameter shards", "offload_param", on_host=("cpu",))
     nvme_path: str | None = part(None, "Directory for swap files")
     buffer_count: Int = part(5, "Buffers in the parameter pool")
     buffer_size: Int = part(100000000, "Elements per buffer")
@@ -70,7 +70,7 @@ class OffloadOptimizer(Section):
 
     switch: ClassVar[str | None] = "device"
 
-    device: Device = later("none", "Target of the optimizer states", "offload_optimizer")
+    device: Device = later("none", "Target of the optimizer states", "offload_optimizer", on_host=("cpu",))
     nvme_path: str | None = part(None, "Directory for swap files")
     buffer_count: Int = part(4, "Buffers in the state pool")
     pin_memory: Bool = part(True, "Use page-locked host memory")
