@@ -42,6 +42,7 @@ class Contender:
     log: Any  # open file that takes what the processes print
     seconds: list[float] = field(default_factory=list)
     loss: float = float("nan")
+    peak_bytes: int = 0
 
     def ask(self, steps: int) -> float:
         """Run ``steps`` steps on every rank; returns the slowest rank's seconds per step."""
@@ -50,6 +51,7 @@ class Contender:
             process.stdin.flush()  # type: ignore[union-attr]
         answers = [self.answer(process) for process in self.processes]
         self.loss = statistics.fmean(answer["loss"] for answer in answers)
+        self.peak_bytes = max(answer["peak_bytes"] for answer in answers)
         return max(answer["seconds"] for answer in answers)
 
     def answer(self, process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -133,6 +135,7 @@ def summarize(contenders: list[Contender], world: int) -> list[dict[str, Any]]:
                 "ratio_high": max(ratios),
                 "target": TARGETS.get(world, {}).get(contender.name),
                 "loss": contender.loss,
+                "peak_mib": contender.peak_bytes / 2**20,
                 "seconds": contender.seconds,
             }
         )
@@ -141,16 +144,17 @@ def summarize(contenders: list[Contender], world: int) -> list[dict[str, Any]]:
 
 def show(rows: list[dict[str, Any]], title: str, console: Console) -> None:
     table = Table(title=title)
-    for heading in ("contender", "median s/step", "fastest", f"ratio to {rows[0]['contender']}", "range", "target", "loss"):
+    for heading in ("contender", "median s/step", "fastest", f"ratio to {rows[0]['contender']}", "range", "target", "loss", "peak MiB"):
         table.add_column(heading, justify="left" if heading == "contender" else "right")
     for row in rows:
         target = row["target"]
         colour = "" if target is None else ("green" if row["ratio"] <= target else "red")
         ratio = f"[{colour}]{row['ratio']:.3f}[/{colour}]" if colour else f"{row['ratio']:.3f}"
+        spread = f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}"
+        numbers = [f"{row['median_seconds']:.4f}", f"{row['fastest_seconds']:.4f}", ratio, spread]
         table.add_row(
-            row["contender"], f"{row['median_seconds']:.4f}", f"{row['fastest_seconds']:.4f}", ratio,
-            f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}", "" if target is None else f"<= {target:.2f}", f"{row['loss']:.6f}",
-        )  # fmt: skip
+            row["contender"], *numbers, "" if target is None else f"<= {target:.2f}", f"{row['loss']:.6f}", f"{row['peak_mib']:.0f}"
+        )
     console.print(table)
 
 

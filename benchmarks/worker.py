@@ -1,7 +1,7 @@
 """One rank of one contender of the step-time benchmark. Started by ``step_time.py``, also with the Python of a peer's venv.
 
-Reads one JSON object per line from standard input, answers one per line: ``{"steps": K}`` runs K training steps and
-returns the seconds per step and the last loss. Needs only torch and transformers, and the package of its contender.
+Reads one JSON object per line from standard input and answers one per line: ``{"steps": K}`` runs K training steps and returns
+the seconds per step, the last loss and the process's peak memory. Needs only torch, transformers and the contender's package.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -158,7 +159,8 @@ def serve(contender: str, shape: str, size: dict[str, int], answers: Any) -> Non
         losses = [step(batch) for batch in batches]
         seconds = (time.perf_counter() - start) / count
         done += count
-        answers.write(json.dumps({"seconds": seconds, "loss": losses[-1]}) + "\n")
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform != "darwin" else 1)
+        answers.write(json.dumps({"seconds": seconds, "loss": losses[-1], "peak_bytes": peak}) + "\n")
 
 
 def main() -> None:
