@@ -205,8 +205,9 @@ def test_model_with_sizes_in_its_text_config_is_prepared(tmp_path: Path) -> None
         keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **{key: "auto" for key in keys}}}
         accelerator = Accelerator(deepspeed_plugin=ZeroPlugin(config))
+        torch.manual_seed(0)
         model = Model()
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
         losses = []
         for _ in range(3):
             loss = model(torch.ones(1, 4))

@@ -388,8 +388,8 @@ def describe(engine: Engine) -> str:
     """One line: stage, ranks, precision, units, bytes of model state on this rank."""
     states = sum(unit.shard.nbytes for unit in engine.units)
     masters = sum(unit.master.nbytes for unit in engine.units if unit.master is not None and unit.master is not unit.shard)
-    precision = str(engine.precision.param_dtype or "own dtype").removeprefix("torch.")
+    dtypes = sorted({str(unit.layout.dtype).removeprefix("torch.") for unit in engine.units}) or ["no units"]
     return (
-        f"ZeRO stage {engine.policy.stage} on {engine.collectives.world} rank(s), {precision}, {len(engine.units)} units, "
+        f"ZeRO stage {engine.policy.stage} on {engine.collectives.world} rank(s), {', '.join(dtypes)}, {len(engine.units)} units, "
         f"{sum(unit.layout.numel for unit in engine.units):,} parameters, {(states + masters) / 2**20:.1f} MiB of shards and masters here"
     )

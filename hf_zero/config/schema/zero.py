@@ -122,8 +122,8 @@ class ZeroOptimization(Section):
     overlap_comm: Bool | None = used(
         None, "Overlap gathers and reductions with computation; unset means true: overlapping changes no number"
     )
-    load_from_fp32_weights: Bool = accepted(
-        True, "Restore master weights from the fp32 copy in the checkpoint", "checkpoints hold the masters and always restore them"
+    load_from_fp32_weights: Bool = used(
+        True, "Where optimizer states are not loaded, restore master weights from those of the checkpoint, not from the 16-bit weights"
     )
     elastic_checkpoint: Bool = accepted(False, "Checkpoint independent of the rank count", "every checkpoint loads on any number of ranks")
     grad_hooks: Bool = accepted(True, "Collect gradients by hooks", "gradients are always collected by hooks")
