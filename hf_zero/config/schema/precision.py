@@ -83,7 +83,7 @@ class DataTypes(Section):
 
     grad_accum_dtype: Dtype | None = used(None, "Type of gradient accumulation: fp32 fp16 bf16; null follows the model")
     param_dtype: Dtype | None = used(None, "Cast parameters to this type at engine creation")
-    buffer_dtype: Dtype | None = used(None, "Cast buffers to this type; null keeps them")
+    buffer_dtype: Dtype | None = used(None, "Cast floating-point buffers to this type; null follows the parameters, rotary tables excepted")
 
 
 class Msamp(FreeSection):

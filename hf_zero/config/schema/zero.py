@@ -128,7 +128,7 @@ class ZeroOptimization(Section):
     elastic_checkpoint: Bool = accepted(False, "Checkpoint independent of the rank count", "every checkpoint loads on any number of ranks")
     grad_hooks: Bool = accepted(True, "Collect gradients by hooks", "gradients are always collected by hooks")
     sub_group_size: Count = accepted(
-        1000000000, "Elements updated at a time in the optimizer step", "the optimizer steps one unit at a time"
+        1000000000, "Elements updated at a time in the optimizer step", "all shards of a rank are updated together"
     )
     ignore_unused_parameters: Bool = accepted(
         True, "Tolerate parameters without gradient", "a parameter without gradient always counts as zero, on every rank"
