@@ -27,6 +27,8 @@ from hf_zero.optim.elementwise import require_elementwise, whole_tensor_reason
 from hf_zero.optim.factory import build_optimizer
 from hf_zero.optim.schedules import build_scheduler
 from hf_zero.optim.sharded import ShardedOptimizer, group_of_params
+from hf_zero.sharding.announce import announce
+from hf_zero.sharding.construct import NamedParam, build_unit
 from hf_zero.sharding.gradients import BufferPool, GradientPolicy, UnitGradients
 from hf_zero.sharding.grouping import BlockSpec, LeafModules, build_blocks
 from hf_zero.sharding.layout import FROZEN
@@ -35,7 +37,7 @@ from hf_zero.sharding.reducer import Reducer
 from hf_zero.sharding.runtime import Runtime
 from hf_zero.sharding.schedule import Block, GatherLimits, GatherSchedule
 from hf_zero.sharding.stages import StagePolicy, stage_policy
-from hf_zero.sharding.unit import NamedParam, Unit, UnitSpec, announce, build_unit, find_unit
+from hf_zero.sharding.unit import Unit, UnitSpec, find_unit
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

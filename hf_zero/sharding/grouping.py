@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from hf_zero.sharding.unit import NamedParam, full_shape
+from hf_zero.sharding.construct import NamedParam
+from hf_zero.sharding.unit import full_shape
 
 # Embeddings and heads outside the repeated blocks become a block of their own from this size on; smaller ones stay with the root.
 LARGE_MODULE_NUMEL = 1 << 20

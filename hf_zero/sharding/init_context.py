@@ -15,9 +15,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from hf_zero.comm.collectives import build_collectives
 from hf_zero.comm.topology import build_topology
+from hf_zero.sharding.construct import NamedParam, build_unit
 from hf_zero.sharding.gathered import GatheredParameters
 from hf_zero.sharding.layout import FROZEN
-from hf_zero.sharding.unit import NamedParam, UnitSpec, build_unit, find_unit, shares_gathered_memory
+from hf_zero.sharding.unit import UnitSpec, find_unit, shares_gathered_memory
 
 
 class ModelInit:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -11,12 +10,11 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
-from hf_zero.observe import logger, note, span
-from hf_zero.sharding.external import external_parameters, guard, unguard
+from hf_zero.observe import note, span
 from hf_zero.sharding.outputs import tensors_in
 from hf_zero.sharding.reducer import Reducer
 from hf_zero.sharding.schedule import Block, GatherSchedule
-from hf_zero.sharding.unit import find_unit
+from hf_zero.sharding.strays import Strays, add_external, outside_compile
 
 
 class IterationState(Enum):
@@ -28,22 +26,6 @@ class IterationState(Enum):
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _outside_compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps torch.compile out of a hook, without importing its machinery for those who do not use it."""
-    wrapped: Callable[..., Any] | None = None
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal wrapped
-        if wrapped is None:
-            if "torch._dynamo.eval_frame" not in sys.modules:
-                return function(*args, **kwargs)
-            wrapped = torch.compiler.disable(function)
-        return wrapped(*args, **kwargs)
-
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return call
 
 
 class Runtime:
@@ -74,7 +56,7 @@ class Runtime:
         self._training_forward = False
         self._stack: list[Block] = []  # blocks whose forward runs now, outermost first
         self._handles: list[Any] = []
-        self._block_of_unit = {id(unit): block for block in (root, *blocks) for unit in block.units}
+        self._strays = Strays(module, root, blocks)
         self._gradients = {id(entry.unit): entry for entry in (reducer.gradients if reducer else ())}
 
     # -- hooks --------------------------------------------------------------------------------------------------------
@@ -89,9 +71,7 @@ class Runtime:
         for block in self.blocks:
             self._hook(block.module, block)
         if self.schedule is not None:
-            self._hook_strays()
-            guard(self.module, self._on_released_read)
-            self._resolve_externals()
+            self._strays.attach(self)
         if self.reducer is not None:
             self.reducer.attach(self._notice_backward)
 
@@ -102,8 +82,7 @@ class Runtime:
         self._handles = []
         if self.reducer is not None:
             self.reducer.detach()
-        if self.schedule is not None:
-            unguard(self.module)
+        self._strays.detach()
         runtimes = self.module.__dict__.get("_hf_zero_runtimes", [])
         if self in runtimes:
             runtimes.remove(self)
@@ -119,68 +98,30 @@ class Runtime:
             self.detach()
 
     @property
+    def running(self) -> bool:
+        """Whether a forward or a backward runs now."""
+        return bool(self._stack) or (self.state is IterationState.BACKWARD and _in_backward())
+
+    @property
+    def backward_begun(self) -> bool:
+        """Whether a backward has begun and not ended."""
+        return self.state is IterationState.BACKWARD
+
+    @property
     def attached(self) -> bool:
         """Whether the module still obeys this runtime; another engine on the same module takes it over."""
         return bool(self._handles)
 
     def _hook(self, module: nn.Module, block: Block) -> None:
-        pre = _outside_compile(lambda *_: self._enter(block))
-        post = _outside_compile(lambda _module, _args, output: self._leave(block, output))
+        pre = outside_compile(lambda *_: self.enter(block))
+        post = outside_compile(lambda _module, _args, output: self.leave(block, output))
         self._handles.append(module.register_forward_pre_hook(pre, prepend=True))
         self._handles.append(module.register_forward_hook(post, always_call=True))
 
-    def _hook_strays(self) -> None:
-        """Hooks every module with parameters of its own, so that a submodule called by itself finds them whole."""
-        hooked = {id(block.module) for block in (self.root, *self.blocks)}
-        for module in self.module.modules():
-            if id(module) in hooked:
-                continue
-            owners = [find_unit(param) for param in module._parameters.values() if param is not None]
-            blocks = {id(owner[0]): self._block_of_unit[id(owner[0])] for owner in owners if owner and id(owner[0]) in self._block_of_unit}
-            if all(owner is not None and owner[0].pinned for owner in owners):
-                continue  # whole for good: one rank may call it alone, as PEFT does with a prompt's embedding when it saves
-            for block in {id(block): block for block in blocks.values()}.values():
-                self._hook_stray(module, block)
-
-    def _hook_stray(self, module: nn.Module, block: Block) -> None:
-        alone: list[bool] = []
-
-        def pre(*_: Any) -> None:
-            outside = not block.open and self.state is IterationState.FORWARD
-            alone.append(outside)
-            if outside:
-                self._enter(block)
-            elif not block.gathered:
-                self._read(block)
-
-        def post(_module: nn.Module, _args: Any, output: Any) -> None:
-            if alone and alone.pop():
-                self._leave(block, output)
-
-        self._handles.append(module.register_forward_pre_hook(_outside_compile(pre), prepend=True))
-        self._handles.append(module.register_forward_hook(_outside_compile(post), always_call=True))
-
-    def _resolve_externals(self) -> None:
-        for name, module in self.module.named_modules():
-            for param in external_parameters(module):
-                owner = find_unit(param)
-                target = self._block_of_unit.get(id(owner[0])) if owner else None
-                holder = self._block_around(name)
-                if target is not None and target is not holder:
-                    self._add_external(holder, target)
-
-    def _block_around(self, name: str) -> Block:
-        return next((block for block in self.blocks if name == block.name or name.startswith(f"{block.name}.")), self.root)
-
-    @staticmethod
-    def _add_external(holder: Block, target: Block) -> None:
-        target.sticky = True
-        if target not in holder.externals:
-            holder.externals.append(target)
-
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def _enter(self, block: Block) -> None:
+    def enter(self, block: Block) -> None:
+        """A forward of ``block``'s module begins."""
         if self.state is IterationState.BACKWARD:
             if _in_backward():
                 self._recompute(block)
@@ -221,7 +162,8 @@ class Runtime:
                 if id(unit) in self._gradients:
                     self.reducer.defer(self._gradients[id(unit)])
 
-    def _leave(self, block: Block, output: Any) -> None:
+    def leave(self, block: Block, output: Any) -> None:
+        """A forward of ``block``'s module ends, with ``output`` None if it failed."""
         if self.state is IterationState.BACKWARD:
             return
         if self._stack and self._stack[-1] is block:
@@ -262,28 +204,19 @@ class Runtime:
                 fired = self._backwards
                 self._pre_backward(block)
 
-        hook = _outside_compile(pre_backward)
+        hook = outside_compile(pre_backward)
         watched = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         for tensor in watched:
             tensor.register_hook(hook)
         if watched:
             block.pending += 1
 
-    def _on_released_read(self, param: nn.Parameter) -> None:
-        owner = find_unit(param)
-        block = self._block_of_unit.get(id(owner[0])) if owner else None
-        if block is not None and (self._stack or (self.state is IterationState.BACKWARD and _in_backward())):
-            self._read(block)
-
-    def _read(self, block: Block) -> None:
+    def read(self, block: Block) -> None:
         """A released parameter of ``block`` is read while other modules run: gathers it and remembers who reads it."""
         if self.schedule is None:
             return
-        reader = self._stack[-1] if self._stack else self.root
         note("external", block.name)
-        if block not in reader.externals and reader is not block:
-            logger.debug("parameters of %s are read inside %s", block.name, reader.name)
-            self._add_external(reader, block)
+        add_external(self._stack[-1] if self._stack else self.root, block)
         if self.state is IterationState.BACKWARD:
             self._advance_backward(block)
         else:

@@ -1,0 +1,87 @@
+"""What a parameter of a unit carries: the mark of its owner, and the attributes that HF libraries read under DeepSpeed's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.sharding.unit import OWNER, STATUS, ParamStatus, Unit, find_unit
+
+_DS_METHODS = ("all_gather", "partition", "partition_numel", "ds_summary")
+_DS_VALUES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_process_group", "ds_active_sub_modules")
+
+
+def own(unit: Unit, announced: bool) -> None:
+    """Marks the unit's parameters as its own, with the attributes that HF libraries read off a stage-3 parameter."""
+    for index, (param, slot) in enumerate(zip(unit.params, unit.layout.slots, strict=True)):
+        former = find_unit(param) if param is not None else None
+        if former is not None and former[0] is not unit:
+            former[0].forget(former[1])
+        setattr(param, OWNER, (unit, index))
+        # torch.save of a parameter itself (`param.cpu()` is one, on a CPU) writes its attributes too, process groups with them.
+        param.__getstate__ = partial(_foreign_state, ref(param))  # type: ignore[union-attr]
+        if announced:
+            announce(param, slot.shape, unit.shard_part(index, unit.shard), unit.collectives)
+            param.ds_status = STATUS[unit.state]  # type: ignore[union-attr]
+            param.ds_persist = not unit.releasable  # type: ignore[union-attr]
+
+
+def _foreign_state(itself: ref[Any]) -> dict[str, Any] | None:
+    """What a pickled parameter takes along besides its values: the attributes that are not ours."""
+    ours = {OWNER, "__getstate__", *_DS_METHODS, *_DS_VALUES}
+    return {name: value for name, value in vars(itself()).items() if name not in ours} or None
+
+
+def announce(param: Any, shape: torch.Size, own: torch.Tensor, collectives: Collectives) -> None:
+    """Gives ``param`` DeepSpeed's stage-3 attributes, which libraries read off every parameter at stage 3, whole ones included.
+
+    Args:
+        param: The parameter; announced as whole and staying so.
+        shape: Its whole shape.
+        own: This rank's part of it, 1D.
+        collectives: Network of the data-parallel axis.
+    """
+    param.ds_id = id(param)
+    param.ds_shape = shape
+    param.ds_numel = shape.numel()
+    param.ds_status = ParamStatus.AVAILABLE
+    param.ds_tensor = own
+    param.ds_persist = True
+    param.ds_process_group = collectives.topology.group
+    param.ds_active_sub_modules = set()
+    # Weak: a cycle through its own methods would keep a parameter's memory until the garbage collector runs.
+    itself = ref(param)
+    param.partition_numel = own.numel
+    param.all_gather = partial(_api_gather, itself)
+    param.partition = partial(_api_release, itself)
+    param.ds_summary = partial(_api_summary, itself)
+
+
+def _units_of(itself: ref[Any], params: Iterable[torch.Tensor] | None) -> list[Unit]:
+    owners = [find_unit(param) for param in (params if params is not None else [itself()]) if param is not None]
+    return list({id(owner[0]): owner[0] for owner in owners if owner is not None}.values())
+
+
+def _api_gather(itself: ref[Any], param_list: Iterable[torch.Tensor] | None = None, *args: object, **kwargs: object) -> None:
+    for unit in _units_of(itself, param_list):
+        unit.gather()
+
+
+def _api_release(
+    itself: ref[Any], param_list: Iterable[torch.Tensor] | None = None, *args: object, has_been_updated: bool = False, **kwargs: object
+) -> None:
+    for unit in _units_of(itself, param_list):
+        if has_been_updated:
+            unit.take_full()
+        unit.release(leave=True)
+
+
+def _api_summary(itself: ref[Any], *args: object, **kwargs: object) -> dict[str, Any]:
+    param = itself()
+    names = ("ds_id", "ds_status", "ds_numel", "ds_shape", "ds_persist", "requires_grad")
+    return {name.removeprefix("ds_"): getattr(param, name, None) for name in names}

@@ -1,0 +1,135 @@
+"""Parameters reached by other ways than their block's forward: submodules called alone, reads by modules that do not own them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hf_zero.observe import logger
+from hf_zero.sharding.external import external_parameters, guard, unguard
+from hf_zero.sharding.schedule import Block
+from hf_zero.sharding.unit import find_unit
+
+
+class Follower(Protocol):
+    """Who is told what happens: the runtime."""
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward or a backward runs now."""
+
+    @property
+    def backward_begun(self) -> bool:
+        """Whether a backward has begun and not ended."""
+
+    def enter(self, block: Block) -> None:
+        """A forward of ``block`` begins."""
+
+    def leave(self, block: Block, output: Any) -> None:
+        """A forward of ``block`` ends."""
+
+    def read(self, block: Block) -> None:
+        """A released parameter of ``block`` is read."""
+
+
+def outside_compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps torch.compile out of a hook, without importing its machinery for those who do not use it."""
+    wrapped: Callable[..., Any] | None = None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal wrapped
+        if wrapped is None:
+            if "torch._dynamo.eval_frame" not in sys.modules:
+                return function(*args, **kwargs)
+            wrapped = torch.compiler.disable(function)
+        return wrapped(*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
+
+
+def add_external(reader: Block, block: Block) -> None:
+    """Remembers that ``reader`` reads parameters of ``block``: they are gathered together and stay until the end of the phase."""
+    block.sticky = True
+    if block not in reader.externals and reader is not block:
+        logger.debug("parameters of %s are read inside %s", block.name, reader.name)
+        reader.externals.append(block)
+
+
+class Strays:
+    """Hooks on the modules that are no block, and guards on their parameters.
+
+    Args:
+        module: The user's module.
+        root: Block of what belongs to no other block.
+        blocks: The others.
+    """
+
+    def __init__(self, module: nn.Module, root: Block, blocks: list[Block]) -> None:
+        self._module = module
+        self._root = root
+        self._blocks = blocks
+        self._block_of_unit = {id(unit): block for block in (root, *blocks) for unit in block.units}
+        self._handles: list[Any] = []
+
+    def attach(self, follower: Follower) -> None:
+        """Hooks every module with parameters of its own, guards all parameters, and resolves what was declared external."""
+        hooked = {id(block.module) for block in (self._root, *self._blocks)}
+        for module in self._module.modules():
+            if id(module) in hooked:
+                continue
+            owners = [find_unit(param) for param in module._parameters.values() if param is not None]
+            if all(owner is not None and owner[0].pinned for owner in owners):
+                continue  # whole for good: one rank may call it alone, as PEFT does with a prompt's embedding when it saves
+            blocks = [self._block_of_unit[id(owner[0])] for owner in owners if owner and id(owner[0]) in self._block_of_unit]
+            for block in {id(block): block for block in blocks}.values():
+                self._hook(module, block, follower)
+        guard(self._module, lambda param: self._on_released_read(param, follower))
+        self._resolve_declared()
+
+    def detach(self) -> None:
+        """Takes hooks and guards out."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        unguard(self._module)
+
+    def _hook(self, module: nn.Module, block: Block, follower: Follower) -> None:
+        alone: list[bool] = []
+
+        def pre(*_: Any) -> None:
+            outside = not block.open and not follower.backward_begun
+            alone.append(outside)
+            if outside:
+                follower.enter(block)
+            elif not block.gathered:
+                follower.read(block)
+
+        def post(_module: nn.Module, _args: Any, output: Any) -> None:
+            if alone and alone.pop():
+                follower.leave(block, output)
+
+        self._handles.append(module.register_forward_pre_hook(outside_compile(pre), prepend=True))
+        self._handles.append(module.register_forward_hook(outside_compile(post), always_call=True))
+
+    def _on_released_read(self, param: nn.Parameter, follower: Follower) -> None:
+        owner = find_unit(param)
+        block = self._block_of_unit.get(id(owner[0])) if owner else None
+        if block is not None and follower.running:
+            follower.read(block)
+
+    def _resolve_declared(self) -> None:
+        for name, module in self._module.named_modules():
+            for param in external_parameters(module):
+                owner = find_unit(param)
+                target = self._block_of_unit.get(id(owner[0])) if owner else None
+                holder = self._block_around(name)
+                if target is not None and target is not holder:
+                    add_external(holder, target)
+
+    def _block_around(self, name: str) -> Block:
+        return next((block for block in self._blocks if name == block.name or name.startswith(f"{block.name}.")), self._root)

@@ -1,0 +1,68 @@
+"""The whole buffer of a unit: allocated, shown to the parameters, freed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from hf_zero.sharding.layout import UnitLayout
+
+
+class WholeBuffer:
+    """One flat buffer, (padded_numel,), and its view per parameter; the storage comes and goes, the tensors stay.
+
+    Args:
+        layout: Offsets of the parameters.
+        flat: The buffer, allocated.
+    """
+
+    def __init__(self, layout: UnitLayout, flat: torch.Tensor) -> None:
+        self.flat = flat
+        self._layout = layout
+        self._bytes = flat.untyped_storage().nbytes()
+        self._empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
+        self._views = self._make_views()
+
+    def _make_views(self) -> list[torch.Tensor]:
+        return [self.flat[slot.range.start : slot.range.stop].view(slot.shape) for slot in self._layout.slots]
+
+    def allocate(self) -> None:
+        """Gives the buffer memory; what it holds is undefined."""
+        self.flat.untyped_storage().resize_(self._bytes)
+
+    def show(self, params: Iterable[nn.Parameter | None]) -> None:
+        """Points each parameter at its view."""
+        for param, view in zip(params, self._views, strict=True):
+            if param is not None:
+                param.data = view
+
+    def free(self, params: Iterable[nn.Parameter | None], leave: bool) -> None:
+        """Empties the parameters and gives the memory back.
+
+        Args:
+            params: The parameters of the unit.
+            leave: Tensors that somebody took of the buffer keep their values, see [Note: tensors taken out of a gather].
+        """
+        for param in params:
+            if param is not None:
+                param.data = self._empty
+        if leave and self._is_held():
+            self.flat = torch.empty_like(self.flat)
+            self._views = self._make_views()
+        self.flat.untyped_storage().resize_(0)
+
+    def _is_held(self) -> bool:
+        """[Note: tensors taken out of a gather]
+
+        ``state[name] = param.detach().cpu()`` inside ``GatheredParameters`` is how scripts collect weights; on a CPU it copies nothing,
+        so the tensor shares the buffer's storage. When such a tensor, or one that autograd saved, is alive, the storage stays with
+        it and the unit takes another buffer. While the model runs this is not done: what autograd saved is to be freed then.
+        """
+        own = 2 + len(self._views)  # the buffer, the storage object asked here, the views
+        return torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata) > own  # type: ignore[attr-defined]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a view of the buffer."""
+        return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr() != 0
