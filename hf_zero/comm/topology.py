@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -25,12 +25,14 @@ class Topology:
         rank: This process' position on the axis.
         world: Number of ranks on the axis.
         device: Device that parameters and collectives use on this rank.
+        model: The ranks that hold one model together (tensor parallelism); None where each rank has it all.
     """
 
     group: dist.ProcessGroup
     rank: int
     world: int
     device: torch.device
+    model: Topology | None = None
 
 
 def default_device() -> torch.device:
@@ -115,20 +117,71 @@ def init_distributed(
         log_rank0("process group: backend %s, %d rank(s), timeout %s", backend, dist.get_world_size(), timeout)
 
 
-def build_topology(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Topology:
-    """The data-parallel axis over ``group`` (default: all ranks), created if no process group exists yet."""
+def build_topology(group: dist.ProcessGroup | None = None, device: torch.device | None = None, model_parallel: int = 1) -> Topology:
+    """The data-parallel axis over ``group`` (default: all ranks), created if no process group exists yet; collective.
+
+    Args:
+        group: The ranks to divide into axes.
+        device: Device of this rank; None asks ``default_device``.
+        model_parallel: This many adjacent ranks hold one model together; the ranks with the same place among them form the
+            data-parallel axis.
+
+    Raises:
+        ConfigError: ``model_parallel`` does not divide the number of ranks.
+    """
     init_distributed()
     group = group if group is not None else dist.group.WORLD
     if group is None:
         raise ConfigError("there is no default process group")
-    return Topology(group, dist.get_rank(group), dist.get_world_size(group), device or default_device())
+    device = device or default_device()
+    if model_parallel <= 1:
+        return _axis(group, device)
+    world = dist.get_world_size(group)
+    if world % model_parallel:
+        usable = ", ".join(str(size) for size in range(1, world + 1) if world % size == 0)
+        raise ConfigError(f"tensor_parallel.autotp_size is {model_parallel}, which does not divide the {world} ranks; {usable} would")
+    data, model = _cross(group, model_parallel)
+    return replace(_axis(data, device), model=_axis(model, device))
+
+
+def join_topologies(data: dist.ProcessGroup, model: dist.ProcessGroup, device: torch.device | None = None) -> Topology:
+    """Axes over process groups that the caller made, such as those of an ``mpu`` object."""
+    device = device or default_device()
+    return replace(_axis(data, device), model=_axis(model, device))
+
+
+def _axis(group: dist.ProcessGroup, device: torch.device) -> Topology:
+    return Topology(group, dist.get_rank(group), dist.get_world_size(group), device)
+
+
+# Groups of the axes of one group, by that group's name and the size of the model axis: two engines share them.
+_crossed: dict[tuple[dist.ProcessGroup, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+def _cross(group: dist.ProcessGroup, model_parallel: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's data-parallel and model-parallel groups; every rank of the default group creates all of them."""
+    for known in [key for key in _crossed if dist.group.WORLD is not key[0] and key[0] not in dist.distributed_c10d._world.pg_map]:
+        del _crossed[known]  # of a default group that was destroyed
+    if (group, model_parallel) not in _crossed:
+        ranks = dist.get_process_group_ranks(group)
+        data = [ranks[place::model_parallel] for place in range(model_parallel)]
+        model = [ranks[start : start + model_parallel] for start in range(0, len(ranks), model_parallel)]
+        _crossed[group, model_parallel] = (_divide(group, data), _divide(group, model))
+    return _crossed[group, model_parallel]
+
+
+def _divide(group: dist.ProcessGroup, lines: list[list[int]]) -> dist.ProcessGroup:
+    """Makes a process group of each line of ranks, with ``group``'s back end and timeout, and returns this rank's."""
+    timeout, backend = _timeout_of(_axis(group, default_device())), dist.get_backend(group)
+    made = [dist.new_group(line, timeout=timeout, backend=backend) for line in lines]
+    return next(part for line, part in zip(lines, made, strict=True) if dist.get_rank() in line)
 
 
 def twin_topology(topology: Topology) -> Topology:
     """The same ranks in a process group of their own, with the same back end and timeout; collective."""
     backend = dist.get_backend(topology.group)
     group = dist.new_group(dist.get_process_group_ranks(topology.group), timeout=_timeout_of(topology), backend=backend)
-    return Topology(group, topology.rank, topology.world, topology.device)
+    return replace(topology, group=group)
 
 
 def _timeout_of(topology: Topology) -> timedelta | None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hf_zero.comm.collectives import Collectives, build_collectives
-from hf_zero.comm.topology import Topology, build_topology, init_distributed, twin_topology
+from hf_zero.comm.topology import Topology, build_topology, init_distributed, join_topologies, twin_topology
 from hf_zero.config.resolve import ResolvedConfig, resolve
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.config.sources import hidden_size_of
@@ -39,6 +39,7 @@ from hf_zero.sharding.schedule import Block, GatherLimits, GatherSchedule
 from hf_zero.sharding.stages import StagePolicy, stage_policy
 from hf_zero.sharding.unit import Unit, UnitSpec, find_unit
 
+_MODEL_GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group")  # as the field's mpu objects name it
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -92,7 +93,7 @@ def initialize(
     if source is None:
         raise ConfigError("initialize() needs config= (a path, a dict or JSON text), or args.deepspeed_config")
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    topology = build_topology(mpu.get_data_parallel_group() if mpu is not None else None)
+    topology = _topology(mpu)
     hidden_size = hidden_size_of(model)
     sources = {"hidden_size": hidden_size} if hidden_size else None
     resolved = resolve(source, world_size=topology.world, sources=sources, host_device=topology.device.type == "cpu")
@@ -105,6 +106,15 @@ def initialize(
         engine.collate_fn = collate_fn
         engine.training_dataloader = loader = engine.deepspeed_io(training_data)
     return engine, engine.optimizer if inner is not None else None, loader, engine.lr_scheduler
+
+
+def _topology(mpu: Any) -> Topology:
+    """The axes: those of the ``mpu`` object if one is given, else all ranks are data-parallel."""
+    if mpu is None:
+        return build_topology()
+    model = next((getattr(mpu, name)() for name in _MODEL_GROUPS if hasattr(mpu, name)), None)
+    data = mpu.get_data_parallel_group()
+    return build_topology(data) if model is None or model.size() == 1 else join_topologies(data, model)
 
 
 def _announce(resolved: ResolvedConfig) -> None:
@@ -172,7 +182,8 @@ class EngineBuilder:
         if optimizer is not None and reducer is not None:
             settings = StepSettings(self.config.gradient_clipping, self.policy.shards_optimizer, self.precision.skips_overflow)
             optimizer.scaler = scaler
-            stepper = Stepper(runtime, reducer, optimizer, scaler, self.collectives, settings)
+            model = build_collectives(self.topology.model) if self.topology.model is not None else None
+            stepper = Stepper(runtime, reducer, optimizer, scaler, self.collectives, settings, model)
             stepper.training = [Training(gradients, optimizer, scaler) for gradients in reducer.gradients]
             for training in stepper.training:
                 register_training(training.gradients.unit, training)

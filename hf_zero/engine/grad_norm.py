@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.sharding.layout import Range
+from hf_zero.sharding.slices import slice_of
 from hf_zero.sharding.unit import Unit
 
 # torch.nn.utils.clip_grad_norm_ adds the same, so that a clipped step is PyTorch's to the digit.
@@ -16,24 +19,73 @@ _EPSILON = 1e-6
 _CHUNK_NUMEL = 1 << 16
 
 
-def global_norm(shards: Sequence[torch.Tensor], collectives: Collectives, sharded: bool) -> torch.Tensor:
-    """The 2-norm of all gradients together; collective if ``sharded``.
+@dataclass(frozen=True)
+class ModelAxis:
+    """What the norm must know where several ranks hold one model together (tensor parallelism).
+
+    Attributes:
+        collectives: Network of the model axis.
+        copies: Per unit, the ranges of this rank's shard that every rank of the axis holds alike: they count once.
+    """
+
+    collectives: Collectives
+    copies: tuple[tuple[Range, ...], ...]
+
+
+def model_axis(units: Sequence[Unit], collectives: Collectives) -> ModelAxis:
+    """The copies among the parameters of ``units``: those that are no slice of a larger one."""
+    return ModelAxis(collectives, tuple(_copies(unit) for unit in units))
+
+
+def _copies(unit: Unit) -> tuple[Range, ...]:
+    parts = [
+        slot.range.intersect(unit.owned).shift(-unit.owned.start)
+        for param, slot in zip(unit.params, unit.layout.slots, strict=True)
+        if param is not None and slice_of(param) is None
+    ]
+    return tuple(part for part in parts if part.numel)
+
+
+def global_norm(shards: Sequence[torch.Tensor], collectives: Collectives, sharded: bool, model: ModelAxis | None = None) -> torch.Tensor:
+    """The 2-norm of all gradients together; collective if ``sharded`` or ``model``.
 
     Args:
         shards: This rank's gradients, one 1D tensor per unit.
         collectives: The axis the units are divided over.
         sharded: Each rank holds another part; otherwise all hold the same.
+        model: The ranks that hold one model together, if several do.
 
     Returns:
         0-dim fp32 tensor, the same on every rank.
     """
     if not shards:
         return torch.zeros((), device=collectives.topology.device)
-    pieces = [piece for shard in shards for piece in _pieces(shard)]
-    square = torch.stack(torch._foreach_norm(pieces)).double().square().sum()
+    device = shards[0].device
+    if model is None:
+        square = _sum_of_squares(shards, device)
+    else:
+        copies = [shard[part.start : part.stop] for shard, parts in zip(shards, model.copies, strict=True) for part in parts]
+        slices = [rest for shard, parts in zip(shards, model.copies, strict=True) for rest in _rest(shard, parts)]
+        square = _sum_of_squares(slices, device) + _sum_of_squares(copies, device) / model.collectives.world
+        model.collectives.all_reduce(square, "gradient norm").wait()
     if sharded:
         collectives.all_reduce(square, "gradient norm").wait()
     return square.sqrt().float()
+
+
+def _rest(shard: torch.Tensor, parts: Sequence[Range]) -> list[torch.Tensor]:
+    """What of ``shard`` lies outside ``parts``, which rise and do not overlap."""
+    starts = [0, *(part.stop for part in parts)]
+    stops = [*(part.start for part in parts), shard.numel()]
+    return [shard[start:stop] for start, stop in zip(starts, stops, strict=True) if start < stop]
+
+
+def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """0-dim, in double precision."""
+    pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
+    if not pieces:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(pieces)).double().square().sum()
 
 
 def _pieces(shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -48,7 +100,9 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
 
 
-def first_non_finite(units: Sequence[Unit], shards: Sequence[torch.Tensor], collectives: Collectives) -> str:
+def first_non_finite(
+    units: Sequence[Unit], shards: Sequence[torch.Tensor], collectives: Collectives, model: ModelAxis | None = None
+) -> str:
     """The name of the first parameter, in the model's order, with a gradient that is not finite on any rank; collective."""
     found: tuple[int, str] | None = None
     position = 0
@@ -58,5 +112,8 @@ def first_non_finite(units: Sequence[Unit], shards: Sequence[torch.Tensor], coll
             part = unit.shard_part(index, shard)
             if found is None and part.numel() and not bool(torch.isfinite(part).all()):
                 found = (position, slot.name)
-    everywhere = [entry for entry in collectives.gather_objects(found, "non-finite gradient") if entry is not None]
+    answers = collectives.gather_objects(found, "non-finite gradient")
+    if model is not None:
+        answers = [entry for line in model.collectives.gather_objects(answers, "non-finite gradient") for entry in line]
+    everywhere = [entry for entry in answers if entry is not None]
     return min(everywhere)[1] if everywhere else "none found (the norm itself overflowed)"

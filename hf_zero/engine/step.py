@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.engine.grad_norm import clip_factor, first_non_finite, global_norm
+from hf_zero.engine.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.engine.loss_scale import LossScaler, NullScaler
 from hf_zero.observe import log_rank0, span
 from hf_zero.optim.sharded import ShardedOptimizer
@@ -51,6 +51,7 @@ class Stepper:
         scaler: LossScaler | NullScaler,
         collectives: Collectives,
         settings: StepSettings,
+        model_collectives: Collectives | None = None,
     ) -> None:
         self.runtime = runtime
         self.reducer = reducer
@@ -58,6 +59,7 @@ class Stepper:
         self.scaler = scaler
         self.collectives = collectives
         self.settings = settings
+        self._model = model_axis(optimizer.units, model_collectives) if model_collectives is not None else None
         self.training: list[Any] = []  # entries of the table in full_values.py, which holds them weakly
         # Both in the model's order; the reducer's own order is the model's too.
         self._gradients = {id(entry.unit): entry for entry in reducer.gradients}
@@ -67,12 +69,12 @@ class Stepper:
         with span("finish_reduce"):
             shards = [self._gradients[id(unit)].reduced() for unit in self.optimizer.units]
         with span("norm"):
-            scaled_norm = global_norm(shards, self.collectives, self.settings.sharded)
+            scaled_norm = global_norm(shards, self.collectives, self.settings.sharded, self._model)
         overflow = self.settings.skips_overflow and not bool(torch.isfinite(scaled_norm))
         norm = scaled_norm / self.scaler.scale
         culprit = ""
         if overflow:
-            culprit = first_non_finite(self.optimizer.units, shards, self.collectives)
+            culprit = first_non_finite(self.optimizer.units, shards, self.collectives, self._model)
         else:
             with span("clip"):
                 self._scale(shards, clip_factor(norm, self.settings.max_norm) / self.scaler.scale)
