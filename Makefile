@@ -6,13 +6,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
-INPUTS := pyproject.toml constraints.txt build_backend/hf_zero_build.py
+INPUTS := pyproject.toml constraints.txt $(wildcard build_backend/*.py kernels/*)
 
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo test test-all lint format bench venv clean
+.PHONY: help demo test test-all lint format bench venv kernels clean
 
 help:
 	@echo "make demo      train, evaluate, save and reload a small GPT-2 with ZeRO-3 on 2 ranks (DEMO_ARGS)"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-all  run every test"
 	@echo "make lint      check format, style, types and spelling; make format repairs the first two"
 	@echo "make bench     measure step times against DDP and FSDP2 (BENCH_ARGS)"
+	@echo "make kernels   build the native library again, after a change in kernels/"
 	@echo "make venv      only install into $(VENV)"
 
 demo: $(READY)
@@ -45,6 +46,9 @@ bench: $(READY)
 	$(BIN)/python benchmarks/step_time.py $(BENCH_ARGS)
 
 venv: $(READY)
+
+kernels:
+	$(PYTHON) build_backend/native_library.py
 
 # PyTorch first: its size makes it worth a line of its own, and builds that need it installed find it.
 $(READY): $(INPUTS)

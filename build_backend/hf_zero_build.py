@@ -1,8 +1,10 @@
-"""Build backend: setuptools' wheel plus the start-up hook that serves the `deepspeed` alias.
+"""Build backend: setuptools' wheel plus the native library and the start-up hook that serves the `deepspeed` alias.
 
 A ``.pth`` file must lie directly in site-packages. setuptools can place one there for neither a wheel nor an editable
 install, and wheels are plain zip files, so this file adds it through the public hooks of PEP 517 and PEP 660. The editable wheel
 is written here as a whole: one ``.pth`` file with the source folder and the hook, which Python reads in that order.
+
+The native library is built where a C++ compiler is found (native_library.py). A wheel with it is tagged for the platform.
 """
 
 from __future__ import annotations
@@ -17,10 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import native_library
 from setuptools import build_meta
 
-get_requires_for_build_wheel = build_meta.get_requires_for_build_wheel
-get_requires_for_build_editable = build_meta.get_requires_for_build_wheel
 get_requires_for_build_sdist = build_meta.get_requires_for_build_sdist
 prepare_metadata_for_build_wheel = build_meta.prepare_metadata_for_build_wheel
 prepare_metadata_for_build_editable = build_meta.prepare_metadata_for_build_wheel
@@ -30,24 +31,43 @@ Settings = dict[str, Any] | None
 
 HOOK_FILE = "hf_zero.pth"
 HOOK_LINE = "import _hf_zero_startup\n"
-WHEEL_FILE = "Wheel-Version: 1.0\nGenerator: hf_zero_build\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+PURE_TAG = "py3-none-any"
+
+
+def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
+    """What building needs: setuptools' wishes, and cmake where there is a C++ compiler to use it."""
+    return [*build_meta.get_requires_for_build_wheel(config_settings), *native_library.tool_requirements()]
+
+
+get_requires_for_build_editable = get_requires_for_build_wheel
 
 
 def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
-    """Builds the wheel with setuptools, then adds the hook; returns the file's name."""
-    with _build_folder_elsewhere():
-        name = build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
-    path = Path(wheel_directory, name)
-    with zipfile.ZipFile(path) as wheel:
-        files = {info.filename: wheel.read(info) for info in wheel.infolist() if not info.is_dir()}
+    """Builds the wheel with setuptools, then adds the native library and the hook; returns the file's name."""
+    with tempfile.TemporaryDirectory() as folder:
+        with _build_folder_elsewhere():
+            pure = Path(folder, build_meta.build_wheel(folder, config_settings, metadata_directory))
+        with zipfile.ZipFile(pure) as wheel:
+            files = {info.filename: wheel.read(info) for info in wheel.infolist() if not info.is_dir()}
+        library = native_library.build(Path(folder))
+        if library:
+            files[(native_library.FOLDER / library.name).as_posix()] = library.read_bytes()
+    tag = native_library.platform_tag() if library else PURE_TAG
     files[HOOK_FILE] = HOOK_LINE.encode()
-    _write_wheel(path, files)
+    files[next(name for name in files if name.endswith(".dist-info/WHEEL"))] = _wheel_file(tag)
+    name = pure.name.replace(PURE_TAG, tag)
+    _write_wheel(Path(wheel_directory, name), files)
     return name
 
 
 def build_editable(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
-    """Builds a wheel that holds the metadata and one ``.pth`` file naming this source folder; returns the file's name."""
-    root = Path(__file__).resolve().parents[1]
+    """Builds a wheel that holds the metadata and one ``.pth`` file naming this source folder; returns the file's name.
+
+    The native library is left in the source folder, where the package is imported from.
+    """
+    root = native_library.ROOT
+    library = native_library.build(root / native_library.FOLDER)
+    tag = native_library.platform_tag() if library else PURE_TAG
     with tempfile.TemporaryDirectory() as folder:
         dist_info = Path(folder, prepare_metadata_for_build_wheel(folder, config_settings))
         files = {
@@ -55,9 +75,9 @@ def build_editable(wheel_directory: str, config_settings: Settings = None, metad
             for file in dist_info.rglob("*")
             if file.is_file()
         }
-        files[f"{dist_info.name}/WHEEL"] = WHEEL_FILE.encode()
+        files[f"{dist_info.name}/WHEEL"] = _wheel_file(tag)
         files[HOOK_FILE] = f"{root}{os.linesep}{HOOK_LINE}".encode()
-        name = f"{dist_info.stem}-0.editable-py3-none-any.whl"
+        name = f"{dist_info.stem}-0.editable-{tag}.whl"
         _write_wheel(Path(wheel_directory, name), files)
     return name
 
@@ -76,6 +96,11 @@ def _build_folder_elsewhere() -> Iterator[None]:
             os.environ.pop("DIST_EXTRA_CONFIG")
             if before is not None:
                 os.environ["DIST_EXTRA_CONFIG"] = before
+
+
+def _wheel_file(tag: str) -> bytes:
+    pure = "true" if tag == PURE_TAG else "false"
+    return f"Wheel-Version: 1.0\nGenerator: hf_zero_build\nRoot-Is-Purelib: {pure}\nTag: {tag}\n".encode()
 
 
 def _write_wheel(path: Path, files: dict[str, bytes]) -> None:

@@ -30,6 +30,7 @@ def environment_facts(environ: Mapping[str, str] | None = None) -> Facts:
         "hf_zero": _package_facts(),
         "torch": _torch_facts(),
         "devices": _device_facts(),
+        "native kernels": _kernel_facts(),
         "deepspeed": _deepspeed_facts(),
         "libraries": {name: version for name in LIBRARIES if (version := installed_version(name))},
         "variables": _variables(os.environ if environ is None else environ),
@@ -82,6 +83,17 @@ def _device_facts() -> dict[str, str]:
     else:
         facts["accelerator"] = "none"
     return facts
+
+
+def _kernel_facts() -> dict[str, str]:
+    from hf_zero.native.library import library, status
+
+    found = status()
+    if not found.isa:
+        return {"used": "no, the torch reference serves", "reason": found.reason}
+    loaded = library()
+    supported = ", ".join(loaded.supported) if loaded else ""
+    return {"used": found.isa, "runs here": supported, "library": found.path}
 
 
 def _host_memory_bytes() -> int:

@@ -15,7 +15,7 @@ import tomllib
 
 from tests.processes import REPO, environment
 
-SOURCES = ("hf_zero", "build_backend")
+SOURCES = ("hf_zero", "build_backend", "kernels")
 FILES = ("pyproject.toml", "_hf_zero_startup.py", "README.md", "LICENSE", "MANIFEST.in")
 QUESTION = """
 import importlib.metadata as m, importlib.util, sys
@@ -29,7 +29,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the sources, so that building leaves nothing in the repository."""
     folder = tmp_path_factory.mktemp("source")
     for name in SOURCES:
-        shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.dylib"))
     for name in FILES:
         shutil.copy(REPO / name, folder / name)
     return folder
@@ -43,13 +43,15 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _pip(*arguments: str, python: Path | None = None) -> None:
-    """Runs this environment's pip, for another interpreter if given. A compiler is out of its reach."""
+def _pip(*arguments: str, python: Path | None = None, compiler: bool = False) -> str:
+    """Runs this environment's pip, for another interpreter if given; returns what it printed."""
     target = ["--python", str(python)] if python else []
     # A compiler that always fails stands in for a machine without one.
-    env = environment({"CC": "/bin/false", "CXX": "/bin/false", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+    without = {} if compiler else {"CC": "/bin/false", "CXX": "/bin/false"}
+    env = environment({**without, "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
     done = subprocess.run([sys.executable, "-m", "pip", *target, *arguments], env=env, capture_output=True, text=True, cwd="/", timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def _fresh_python(folder: Path) -> Path:
@@ -103,6 +105,34 @@ def test_wheel_is_pure_and_its_record_is_complete(wheel: Path) -> None:
         assert archive.read("hf_zero.pth") == b"import _hf_zero_startup\n"
     assert {"hf_zero/py.typed", "_hf_zero_startup.py", "hf_zero/compat/table.py"} <= names
     assert not {name for name in names if name.startswith(("tests", "examples", "benchmarks"))}
+
+
+def test_without_compiler_the_install_says_so_in_one_line(source: Path, tmp_path: Path) -> None:
+    said = _pip("wheel", "-v", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source))
+    (line,) = [line for line in said.splitlines() if "native kernels" in line]
+    assert "no C++ compiler was found; the torch reference serves" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_with_compiler_the_library_is_installed_and_used(kind: str, source: Path, tmp_path: Path) -> None:
+    if not shutil.which("cmake") or not shutil.which("c++"):
+        pytest.skip("needs cmake and a C++ compiler")
+    here = tmp_path / "source"
+    shutil.copytree(source, here)
+    python = _fresh_python(tmp_path / "venv")
+    if kind == "wheel":
+        _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(here), compiler=True)
+        (wheel,) = tmp_path.glob("*.whl")
+        assert re.search(r"-py3-none-(linux|macosx)\w*\.whl$", wheel.name)
+        what = [str(wheel)]
+    else:
+        what = ["-e", str(here)]
+    _pip("install", "--no-deps", "--no-build-isolation", *what, python=python, compiler=True)
+    folder = here if kind == "editable" else tmp_path / "venv"
+    (library,) = [path for path in folder.rglob("libhf_zero_kernels.*") if path.parts[-3:-1] == ("hf_zero", "native")]
+    needed = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True).stdout
+    assert "libstdc++" not in needed, "a wheel must not depend on the compiler's run-time library"
 
 
 def test_every_module_is_in_the_wheel(wheel: Path) -> None:

@@ -1,0 +1,123 @@
+"""What the host optimizers share: the group of a parameter, its state, and a flat working copy where the kernels need one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.errors import HfZeroError, UnsupportedError
+
+
+class HostOptimizer(torch.optim.Optimizer):
+    """An optimizer whose step is one native pass per parameter; subclasses say what the pass is.
+
+    Parameters may have any shape. fp32 ones in host memory are updated in place; 16-bit, not contiguous ones and those on a
+    device are updated too, through an fp32 copy or by torch's kernels, with the same arithmetic.
+
+    Passes use up to ``torch.get_num_threads()`` threads; the result does not depend on how many.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates every parameter that has a gradient; returns the closure's loss if there is a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(group, param, param.grad)
+        return loss
+
+    @torch.no_grad()
+    def update(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        lows: Sequence[Tensor | None] | None = None,
+        grad_factor: float = 1.0,
+        threads: int | None = None,
+    ) -> None:
+        """Steps some of the parameters with given gradients; ``param.grad`` is neither read nor written.
+
+        Several threads may call it at once for different parameters.
+
+        Args:
+            params: Parameters of this optimizer.
+            grads: One per parameter, fp32, bf16 or fp16, of as many elements; only read.
+            lows: One bf16 or fp16 tensor, or None, per parameter: takes a copy of the new value in the same pass.
+            grad_factor: Multiplies the gradients first: unscaling and clipping together.
+            threads: The most threads per pass, by default ``torch.get_num_threads()``.
+
+        Raises:
+            HfZeroError: A tensor is no parameter of this optimizer, or tensors do not fit together.
+        """
+        groups = {id(param): group for group in self.param_groups for param in group["params"]}
+        for param, grad, low in zip(params, grads, lows or [None] * len(params), strict=True):
+            if id(param) not in groups:
+                raise HfZeroError(f"{type(self).__name__}.update: a tensor of shape {tuple(param.shape)} is none of its parameters")
+            self._update(groups[id(param)], param, grad, low, grad_factor, threads)
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        param: Tensor,
+        grad: Tensor,
+        low: Tensor | None = None,
+        grad_factor: float = 1.0,
+        threads: int | None = None,
+    ) -> None:
+        if grad.is_sparse:
+            raise UnsupportedError(
+                f"{type(self).__name__} got a sparse gradient for a parameter of shape {tuple(param.shape)}; "
+                "build the embedding with sparse=False."
+            )
+        with working_copy(param) as master:
+            self._pass(group, param, master, grad.detach().contiguous(), low, grad_factor, threads or torch.get_num_threads())
+
+    def _pass(
+        self,
+        group: dict[str, Any],
+        param: Tensor,
+        master: Tensor,
+        grad: Tensor,
+        low: Tensor | None,
+        grad_factor: float,
+        threads: int,
+    ) -> None:
+        """One pass over ``master``, which stands for ``param``."""
+        raise NotImplementedError
+
+    def _moment(self, param: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+        """The state ``name`` of ``param``, of its shape; starts as zeros."""
+        state = self.state[param]
+        if name not in state:
+            state[name] = torch.zeros(param.shape, dtype=dtype, device=param.device)
+        moment: Tensor = state[name]
+        return moment
+
+    def _count_step(self, param: Tensor) -> int:
+        """Counts and returns the step of ``param``, from 1; kept as torch's Adam keeps it."""
+        state = self.state[param]
+        state["step"] = state["step"] + 1 if "step" in state else torch.ones((), dtype=torch.float32)
+        return int(state["step"])
+
+
+@contextmanager
+def working_copy(param: Tensor) -> Iterator[Tensor]:
+    """``param`` itself where a kernel can update it in place, else a contiguous copy that is written back at the end.
+
+    Yields:
+        fp32 (fp64 for fp64), contiguous, of the parameter's shape and device.
+    """
+    value = param.detach()
+    wide = value if value.dtype in (torch.float32, torch.float64) else value.float()
+    wide = wide.contiguous()
+    yield wide
+    if wide.data_ptr() != value.data_ptr():
+        value.copy_(wide)

@@ -1,0 +1,57 @@
+// Sixteen floats as one value, for three instruction sets. Every operation is one IEEE-754 operation per lane, so all
+// three give the same bits. Everything has internal linkage: each instruction set compiles its own copy.
+
+#ifndef HF_ZERO_LANES_H
+#define HF_ZERO_LANES_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(HFZ_USE_AVX512) || defined(HFZ_USE_AVX2)
+#include <immintrin.h>
+#else
+#include <math.h>
+#endif
+
+#define HFZ_INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+constexpr int64_t kLanes = 16;
+
+#if defined(HFZ_USE_AVX512)
+#include "lanes_avx512.inc"
+#elif defined(HFZ_USE_AVX2)
+#include "lanes_avx2.inc"
+#else
+#include "lanes_baseline.inc"
+#endif
+
+// How the element types of the ABI are read into lanes and written from them. `stream` bypasses the cache: for data that is
+// written only, it saves the read that a normal store begins with. It needs a multiple of 16 elements as alignment.
+struct F32 {
+  using Element = float;
+  HFZ_INLINE Lanes load(const float* from) { return load_f32(from); }
+  HFZ_INLINE void store(float* to, Lanes value) { store_f32(to, value); }
+  HFZ_INLINE void stream(float* to, Lanes value) { stream_f32(to, value); }
+};
+struct BF16 {
+  using Element = uint16_t;
+  HFZ_INLINE Lanes load(const uint16_t* from) { return load_bf16(from); }
+  HFZ_INLINE void store(uint16_t* to, Lanes value) { store_16(to, to_bf16(value)); }
+  HFZ_INLINE void stream(uint16_t* to, Lanes value) { stream_16(to, to_bf16(value)); }
+};
+struct F16 {
+  using Element = uint16_t;
+  HFZ_INLINE Lanes load(const uint16_t* from) { return load_f16(from); }
+  HFZ_INLINE void store(uint16_t* to, Lanes value) { store_16(to, to_f16(value)); }
+  HFZ_INLINE void stream(uint16_t* to, Lanes value) { stream_16(to, to_f16(value)); }
+};
+struct Nothing {
+  using Element = uint16_t;
+  HFZ_INLINE void store(uint16_t*, Lanes) {}
+  HFZ_INLINE void stream(uint16_t*, Lanes) {}
+};
+
+}  // namespace
+#endif
