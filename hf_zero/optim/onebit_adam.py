@@ -1,0 +1,217 @@
+"""1-bit Adam (Tang et al., arXiv 2102.02888): Adam in the warm-up, then momentum over a frozen variance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_zero.errors import ConfigError, StateError
+from hf_zero.optim.foreach import buckets
+from hf_zero.optim.keywords import number
+
+# How often in 1 / (1 - beta2) steps "auto" looks at the variance.
+_LOOKS = 16
+# Change of the variance's 1-norm over 1 / (1 - beta2) steps below which it counts as stable (the paper's threshold).
+_STABLE_RATIO = 0.96
+
+
+class OneBitAdam(torch.optim.AdamW):
+    """Adam whose momentum can travel as one bit per number once its variance is frozen.
+
+    This class holds hyper-parameters and arithmetic; pass it to ``hf_zero.initialize``, whose engine communicates. For
+    ``freeze_step`` steps it is AdamW, bit for bit. From then on the second moment stays as it is, each rank adds its own gradient to
+    the common momentum, and the engine averages what comes out of that in compressed form.
+
+    Args:
+        params: Parameters or group dicts.
+        lr: Learning rate.
+        betas: Decay of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled, in both phases.
+        freeze_step: Steps of warm-up, at least 1; "auto" ends it when the 1-norm of the second moment has changed by less than
+            4 % within ``1 / (1 - beta2)`` steps and the learning rate is not rising.
+        bias_correction: Divide the moments by ``1 - beta ** step``; after the freeze the second one keeps its last divisor.
+        eps_inside_sqrt: Add ``eps`` under the root.
+        max_grad_norm: Clip gradients to this norm; 0 is off. The same as ``gradient_clipping`` of the configuration.
+        amsgrad: Must be False.
+        cuda_aware: Accepted; the process group's back end decides.
+        comm_backend_name: Accepted, likewise.
+        foreach: As in torch's AdamW, for the warm-up.
+        fused: Likewise.
+
+    Raises:
+        ConfigError: ``freeze_step`` is neither a number of steps nor "auto", or ``amsgrad`` is asked for.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze_step: int | str = 100000,
+        bias_correction: bool = True,
+        eps_inside_sqrt: bool = False,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+        foreach: bool | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        if amsgrad:
+            raise ConfigError("OneBitAdam: amsgrad is True; the frozen variance has no maximum to follow, leave it out")
+        if max_grad_norm < 0:
+            raise ConfigError(f"OneBitAdam: max_grad_norm is {max_grad_norm!r}; a norm of at least 0 is expected (0: off)")
+        self.max_grad_norm = float(max_grad_norm)
+        plain = bias_correction and not eps_inside_sqrt
+        super().__init__(params, lr, betas, eps, weight_decay, foreach=foreach, fused=fused if plain else None)
+        own = {
+            "freeze_step": _checked_freeze_step(freeze_step),
+            "bias_correction": bool(bias_correction),
+            "eps_inside_sqrt": bool(eps_inside_sqrt),
+            "step_count": 0,
+            "frozen_at": None,
+            "variance_norms": [],
+        }
+        self.defaults.update(own)
+        for group in self.param_groups:
+            for name, value in own.items():
+                group.setdefault(name, list(value) if isinstance(value, list) else value)
+
+    @property
+    def frozen_at(self) -> int | None:
+        """The last step of the warm-up, once it is over."""
+        return self.param_groups[0]["frozen_at"] if self.param_groups else None
+
+    @property
+    def adam_freeze_key(self) -> bool:
+        """DeepSpeed's name for "the warm-up is over"."""
+        return self.frozen_at is not None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of the warm-up: AdamW.
+
+        Raises:
+            StateError: The warm-up is over; only an engine can go on.
+        """
+        if self.frozen_at is not None:
+            raise StateError(
+                f"OneBitAdam ended its warm-up at step {self.frozen_at}; its momentum is now averaged over ranks by the engine. Pass the "
+                "optimizer to hf_zero.initialize() and call engine.step()"
+            )
+        loss: float | None = None
+        if all(group["bias_correction"] and not group["eps_inside_sqrt"] for group in self.param_groups):
+            loss = super().step(closure)
+        else:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._step_variant()
+        for group in self.param_groups:
+            group["step_count"] = int(group["step_count"]) + 1
+        return loss
+
+    def _step_variant(self) -> None:
+        """The warm-up of the variants that torch's AdamW does not have."""
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for params, grads, (firsts, seconds) in buckets(self, group, ("exp_avg", "exp_avg_sq")):
+                torch._foreach_lerp_(firsts, grads, 1 - beta1)
+                torch._foreach_mul_(seconds, beta2)
+                torch._foreach_addcmul_(seconds, grads, grads, value=1 - beta2)
+                for param, first, second in zip(params, firsts, seconds, strict=True):
+                    state = self.state[param]
+                    step = int(state.get("step", 0)) + 1
+                    state["step"] = torch.tensor(float(step))
+                    move(param, first, second, group, step, step)
+
+    # -- when the warm-up ends ------------------------------------------------------------------------------------------
+
+    @property
+    def freezes_by_itself(self) -> bool:
+        """Whether ``freeze_step`` is "auto"."""
+        return bool(self.param_groups) and self.param_groups[0]["freeze_step"] == "auto"
+
+    def steps_taken(self) -> int:
+        """Updates so far, those of a checkpoint of another Adam included."""
+        counted = max((int(group["step_count"]) for group in self.param_groups), default=0)
+        return max([counted, *(int(state["step"]) for state in self.state.values() if "step" in state)])
+
+    def look_interval(self) -> int:
+        """Steps between two looks at the variance."""
+        return max(1, _window(self.param_groups[0]) // _LOOKS)
+
+    def note_variance(self, norm: float, rate: float) -> float | None:
+        """Remembers the 1-norm of the variance and the learning rate; call it every ``look_interval`` steps, alike on all ranks.
+
+        Returns:
+            How much the norm has changed within ``1 / (1 - beta2)`` steps, as a factor below 1, when that is little enough to
+            freeze the variance; else None.
+        """
+        group = self.param_groups[0]
+        looks = max(1, _window(group) // self.look_interval())
+        known: list[list[float]] = list(group["variance_norms"])
+        known = [*known, [norm, rate]][-(looks + 1) :]
+        for each in self.param_groups:
+            each["variance_norms"] = known
+        if len(known) <= looks:
+            return None
+        former, rising = known[0][0], rate > known[-2][1]
+        ratio = min(norm, former) / max(norm, former) if norm > 0 and former > 0 else 0.0
+        return ratio if ratio >= _STABLE_RATIO and not rising else None
+
+    def freeze(self) -> None:
+        """Ends the warm-up with the present step."""
+        step = self.steps_taken()
+        for group in self.param_groups:
+            group["frozen_at"], group["variance_norms"] = step, []
+
+
+def _window(group: dict[str, Any]) -> int:
+    """Steps over which the second moment remembers."""
+    return max(1, round(1 / (1 - float(group["betas"][1]))))
+
+
+def _checked_freeze_step(value: int | str) -> int | str:
+    if value == "auto":
+        return value
+    steps = number("optimizer.params.freeze_step", value)
+    if steps != int(steps) or steps < 1:
+        raise ConfigError(
+            f'optimizer.params.freeze_step is {value!r}; a number of steps of at least 1 or "auto" is expected: the variance that '
+            "is frozen comes from the warm-up"
+        )
+    return int(steps)
+
+
+def move(
+    param: torch.Tensor, first: torch.Tensor, second: torch.Tensor, group: dict[str, Any], step: int, second_step: int
+) -> None:
+    """``param -= lr * first / (sqrt(second) + eps)`` with decay and bias correction, in place; every operation rounds by itself.
+
+    Args:
+        param: (n,) fp32.
+        first: Momentum, (n,).
+        second: Variance, (n,).
+        group: Hyper-parameters.
+        step: Number of this step, from 1, for the correction of ``first``.
+        second_step: Steps that ``second`` has seen, for its correction.
+    """
+    rate, (beta1, beta2) = float(group["lr"]), group["betas"]
+    if group["weight_decay"]:
+        param.mul_(1 - rate * group["weight_decay"])
+    corrected = group["bias_correction"]
+    first_divisor = 1 - beta1**step if corrected else 1.0
+    second_divisor = 1 - beta2**second_step if corrected else 1.0
+    if group["eps_inside_sqrt"]:
+        root = second.div(second_divisor).add_(group["eps"]).sqrt_()
+    else:
+        root = second.sqrt().div_(math.sqrt(second_divisor)).add_(group["eps"])
+    param.add_(torch.div(first, root, out=root).mul_(-rate / first_divisor))

@@ -1,0 +1,221 @@
+"""One unit in the compressed phase of 1-bit Adam: its errors, its codes, and the update they give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.optim.onebit_adam import move
+from hf_zero.optim.sharded import OwnedSegment
+from hf_zero.optim.signs import ChunkTable, build_chunks, compress, decode
+from hf_zero.sharding.layout import ALIGNMENT, Range, UnitLayout, round_up
+from hf_zero.sharding.unit import Unit
+
+_SCALE_BYTES = 4
+
+
+def part_numel(padded_numel: int, world: int) -> int:
+    """Elements of the part of a unit that one rank averages: equal for all ranks, the last ones maybe beyond the unit's end."""
+    return round_up(-(-padded_numel // world), ALIGNMENT)
+
+
+def part_ranges(layout: UnitLayout, part: Range) -> list[Range]:
+    """The pieces of parameters that lie in ``part``, counted from its start."""
+    pieces = (slot.range.intersect(part).shift(-part.start) for slot in layout.slots)
+    return [piece for piece in pieces if piece.numel]
+
+
+class CompressedUnit:
+    """Errors and momentum of one unit, and the three moves of a step: ``pack``, ``serve``, ``finish``.
+
+    The unit is cut into one part per rank. A rank codes its momentum whole and sends each rank its part; it averages the parts
+    it receives, codes the average and sends that to all. What a code loses is added before the next coding: ``worker_error``
+    for the first, ``server_error`` for the second. All vectors are fp32 and as long as all parts together.
+
+    Attributes:
+        unit: The unit.
+        worker_error: (world * part,).
+        server_error: (part,), of this rank's part.
+    """
+
+    def __init__(self, unit: Unit, segments: Sequence[OwnedSegment], inner: torch.optim.Optimizer, collectives: Collectives) -> None:
+        self.unit = unit
+        self._segments = list(segments)
+        self._inner = inner
+        self._collectives = collectives
+        layout, device = unit.layout, unit.shard.device
+        world, rank = collectives.world, collectives.rank
+        self._part = part_numel(layout.padded_numel, world)
+        parts = [Range(index * self._part, (index + 1) * self._part) for index in range(world)]
+        pieces = [part_ranges(layout, part) for part in parts]
+        tables = [build_chunks(found, self._part, device) for found in pieces]
+        whole = [piece.shift(part.start) for part, found in zip(parts, pieces, strict=True) for piece in found]
+        self._table: ChunkTable = build_chunks(whole, world * self._part, device)
+        self._own_table = tables[rank]
+        self._chunks = [table.chunks for table in tables]
+        # A message is a rank's scales, then its bits; its length is one that fp32 views can start at.
+        scale_bytes = round_up(max(self._chunks) * _SCALE_BYTES, ALIGNMENT)
+        self._bits = slice(scale_bytes, scale_bytes + self._part // 8)
+        self._message_bytes = round_up(self._bits.stop, ALIGNMENT)
+        self.worker_error = torch.zeros(world * self._part, device=device)
+        self.server_error = torch.zeros(self._part, device=device)
+        self._spans = _group_spans(layout)
+        self._sharded = layout.world > 1
+        self._code: torch.Tensor | None = None  # of the common momentum, (world, message bytes); where only its shard is kept in fp32
+        self._momentum = None if self._sharded else self._adopt_momentum()
+        self._alive = self._find_alive()
+        own = parts[rank]
+        self._own_alive = None if self._alive is None else self._alive[own.start : own.stop]
+
+    # -- state that the warm-up left --------------------------------------------------------------------------------------
+
+    def _state(self, segment: OwnedSegment) -> dict[str, Any]:
+        state: dict[str, Any] = self._inner.state[segment.tensor]
+        for name in ("exp_avg", "exp_avg_sq"):
+            state.setdefault(name, torch.zeros_like(segment.tensor))
+        return state
+
+    def _flat(self, name: str) -> torch.Tensor:
+        """This rank's part of state ``name`` as one vector, (shard_numel,), zero where no segment is."""
+        flat = torch.zeros(self.unit.layout.shard_numel, device=self.unit.shard.device)
+        for segment in self._segments:
+            flat[segment.range.start : segment.range.stop] = self._state(segment)[name]
+        return flat
+
+    def _whole(self, name: str) -> torch.Tensor:
+        """State ``name`` of the whole unit, as long as all parts together; collective where it is sharded."""
+        flat = self._flat(name)
+        whole = torch.zeros(self._table.numel, device=flat.device)
+        if self._sharded:
+            self._collectives.all_gather(whole, flat, f"{self.unit.name}: {name}").wait()
+        else:
+            whole[: flat.numel()] = flat
+        return whole
+
+    def _adopt_momentum(self) -> torch.Tensor:
+        """Puts the momentum of all segments into one vector that their states are views of."""
+        whole = self._whole("exp_avg")
+        for segment in self._segments:
+            self._state(segment)["exp_avg"] = whole[segment.range.start : segment.range.stop]
+        return whole
+
+    def _find_alive(self) -> torch.Tensor | None:
+        """Which elements have a variance; None when all of them have.
+
+        [Note: elements without variance] An element that saw no gradient in the warm-up has no variance to be scaled by: a bit of
+        its chunk's scale, divided by ``eps``, would throw it out of the model. It takes no part in the compressed phase.
+        """
+        alive = self._whole("exp_avg_sq") > 0
+        return None if int(alive.sum()) == int(self._table.counts.sum()) else alive
+
+    def still_parameters(self) -> list[str]:
+        """Names of parameters of which no element has a variance."""
+        if self._alive is None:
+            return []
+        ranges = [(slot.name, slot.range) for slot in self.unit.layout.slots if slot.numel]
+        return [name for name, part in ranges if not bool(self._alive[part.start : part.stop].any())]
+
+    def holds_state(self) -> bool:
+        """Whether the optimizer's states are still those this object works on; a load replaces them."""
+        if self._momentum is None:
+            return True
+        start = self._momentum.data_ptr()
+        states = (self._inner.state.get(segment.tensor, {}).get("exp_avg") for segment in self._segments)
+        return all(
+            state is not None and state.data_ptr() == start + segment.range.start * state.element_size()
+            for state, segment in zip(states, self._segments, strict=True)
+        )
+
+    # -- one step ---------------------------------------------------------------------------------------------------------
+
+    def pack(self, grad: torch.Tensor) -> torch.Tensor:
+        """Codes this rank's momentum with its own gradient in it.
+
+        Args:
+            grad: This rank's gradient of the whole unit, (padded_numel,) fp32; overwritten.
+
+        Returns:
+            (world, message bytes) uint8: row ``r`` is for rank ``r``.
+        """
+        previous = self._previous()
+        for group, part in self._spans:
+            beta1 = self._inner.param_groups[group]["betas"][0]
+            piece = slice(part.start, part.stop)
+            momentum = previous[piece].mul(beta1).add_(grad[piece].mul_(1 - beta1))
+            self.worker_error[piece].add_(momentum)
+        bits = torch.empty(self._table.numel // 8, dtype=torch.uint8, device=grad.device)
+        scales = torch.empty(self._table.chunks, device=grad.device)
+        compress(self.worker_error, self._table, bits, scales, self._alive)
+        messages = bits.new_zeros(self._collectives.world, self._message_bytes)
+        messages[:, self._bits] = bits.view(self._collectives.world, -1)
+        for row, part_scales in zip(messages, scales.split(self._chunks), strict=True):
+            _scales_of(row, part_scales.numel()).copy_(part_scales)
+        return messages
+
+    def _previous(self) -> torch.Tensor:
+        if self._momentum is not None:
+            return self._momentum
+        return self._whole("exp_avg") if self._code is None else self._decode(self._code)
+
+    def serve(self, received: torch.Tensor) -> torch.Tensor:
+        """Averages this rank's part of all ranks' momenta and codes the average.
+
+        Args:
+            received: (world, message bytes) uint8: row ``r`` from rank ``r``.
+
+        Returns:
+            (message bytes,) uint8, for all ranks.
+        """
+        chunks = self._own_table.chunks
+        total: torch.Tensor | None = None
+        for row in received:  # in rank order, so that every run adds up alike
+            part = decode(self._own_table, row[self._bits], _scales_of(row, chunks), self._own_alive)
+            total = part if total is None else total.add_(part)
+        if total is not None:
+            self.server_error.add_(total.div_(received.shape[0]))
+        message = torch.zeros_like(received[0])
+        compress(self.server_error, self._own_table, message[self._bits], _scales_of(message, chunks), self._own_alive)
+        return message
+
+    def finish(self, gathered: torch.Tensor, step: int) -> None:
+        """Takes the common momentum and updates this rank's segments of the masters; local.
+
+        Args:
+            gathered: (world, message bytes) uint8: the averages of all parts; kept.
+            step: Number of this step, from 1.
+        """
+        momentum = self._decode(gathered)
+        if self._momentum is not None:
+            self._momentum.copy_(momentum)
+        else:
+            self._code = gathered
+        offset = self.unit.owned.start
+        for segment in self._segments:
+            state, group = self._state(segment), self._inner.param_groups[segment.group]
+            if self._sharded:
+                state["exp_avg"].copy_(momentum[offset + segment.range.start : offset + segment.range.stop])
+            move(segment.tensor, state["exp_avg"], state["exp_avg_sq"], group, step, int(group["frozen_at"]))
+            state["step"] = torch.as_tensor(state.get("step", 0.0)).fill_(float(step))
+
+    def _decode(self, messages: torch.Tensor) -> torch.Tensor:
+        """The vector in (world, message bytes) messages."""
+        scales = torch.cat([_scales_of(row, chunks) for row, chunks in zip(messages, self._chunks, strict=True)])
+        return decode(self._table, messages[:, self._bits].reshape(-1), scales, self._alive)
+
+
+def _scales_of(message: torch.Tensor, chunks: int) -> torch.Tensor:
+    """The scales at the head of one message, a (chunks,) fp32 view."""
+    return message[: chunks * _SCALE_BYTES].view(torch.float32)
+
+
+def _group_spans(layout: UnitLayout) -> list[tuple[int, Range]]:
+    """Param groups of a unit with the elements of each; its parameters lie group by group."""
+    spans: dict[int, Range] = {}
+    for slot in layout.slots:
+        if slot.numel:
+            known = spans.get(slot.group)
+            spans[slot.group] = Range(known.start if known else slot.range.start, slot.range.stop)
+    return list(spans.items())
