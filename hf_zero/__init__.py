@@ -18,8 +18,9 @@ _NAMES = {
     "zero": "hf_zero.zero",
     "utils": "hf_zero.utils",
     "errors": "hf_zero.errors",
+    "optim": "hf_zero.optim",
 }
-_MODULES = ("zero", "utils", "errors")
+_MODULES = ("zero", "utils", "errors", "optim")
 
 __all__ = ["__version__", *_NAMES]  # noqa: PLE0604
 

@@ -261,9 +261,8 @@ def test_mistakes_name_key_value_and_remedy(name: str, config: dict[str, Any], m
     ("name", "config", "message"),
     [
         ("Lamb", {}, "'Lamb' is not provided.*AdamW"),
-        ("OneBitAdam", {"freeze_step": 3}, "'OneBitAdam' is not provided.*compressed communication"),
-        ("ZeroOneAdam", {}, "ZeroOneAdam"),
-        ("OneBitLamb", {}, "OneBitLamb"),
+        ("ZeroOneAdam", {}, 'ZeroOneAdam.*use "OneBitAdam"'),
+        ("OneBitLamb", {}, 'OneBitLamb.*use "OneBitAdam"'),
         ("Muon", {}, "'Muon' is not provided.*whole matrices"),
         ("MuAdamW", {}, "mup"),
         ("Adafactor", {}, "'Adafactor' cannot run on ZeRO shards.*rows and columns"),

@@ -18,6 +18,8 @@ from hf_zero.errors import CollectiveError
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_TAGS = 1 << 16
+
 
 @dataclass
 class Pending:
@@ -106,6 +108,14 @@ class Collectives(ABC):
             pollable: ``Pending.ready`` must be able to tell when it is done.
         """
 
+    @abstractmethod
+    def exchange(self, messages: torch.Tensor, unit: str) -> Pending:
+        """Sends row ``r`` of ``messages`` (world, n) to rank ``r``; the ``result`` has the row from rank ``r`` in its row ``r``."""
+
+    def all_reduce_in_order(self, tensor: torch.Tensor, unit: str) -> Pending:
+        """Sums ``tensor`` (n,) over ranks in place, rank by rank where the back end leaves the order to us."""
+        return self.all_reduce(tensor, unit)
+
     def all_reduce(self, tensor: torch.Tensor, unit: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         """Sums (or ``op``) ``tensor`` over ranks in place."""
         label = observe.note("all_reduce", unit)
@@ -180,6 +190,15 @@ class NativeCollectives(Collectives):
         work = self._launch(label, lambda: _reduce_scatter_single(part, full, group=self.topology.group, async_op=True))
         return Pending(label, [work], lambda: part.to(dtype), keep=(full, part))
 
+    def exchange(self, messages: torch.Tensor, unit: str) -> Pending:
+        label = observe.note("exchange", unit)
+        if self.world == 1:
+            return Pending(label, [], lambda: messages)
+        received = torch.empty_like(messages)
+        self.sent_bytes += (self.world - 1) * messages[0].numel() * messages.element_size()
+        work = self._launch(label, lambda: dist.all_to_all_single(received, messages, group=self.topology.group, async_op=True))
+        return Pending(label, [work], lambda: received, keep=(messages, received))
+
 
 class GlooCollectives(Collectives):
     """Direct exchange over gloo: each rank sends its peers their parts, and sums in rank order.
@@ -191,6 +210,10 @@ class GlooCollectives(Collectives):
     """
 
     blocks_host = True
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__(topology)
+        self._halves = 0  # reductions in rank order so far
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
         label = observe.note("all_gather", unit)
@@ -228,11 +251,42 @@ class GlooCollectives(Collectives):
         scratch = 1 if self.rank == 0 else 0  # the sum may overwrite what was received from that rank, never what ``full`` holds
         return Pending(label, works, lambda: _sum_in_order(parts, dtype, scratch).to(full.device), keep=(full, host, *parts))
 
+    def all_reduce_in_order(self, tensor: torch.Tensor, unit: str) -> Pending:
+        label = observe.note("all_reduce", unit)
+        if self.world == 1:
+            return Pending(label, [])
+        host = tensor if tensor.device.type == "cpu" else tensor.cpu()
+        parts = list(host.tensor_split(self.world))
+        own = parts[self.rank]
+        others = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.world)]
+        works = self._exchange(label, lambda peer: parts[peer], lambda peer: others[peer])
+        # The second half starts when this rank waits, which other ranks may do at another point of their sequence.
+        self._halves = tag = self._halves % _TAGS + 1
+
+        def finish() -> None:
+            own.copy_(_sum_in_order(others, own.dtype))
+            Pending(label, self._exchange(label, lambda peer: own, lambda peer: parts[peer], tag)).wait()
+            _copy_unless_same(tensor, host)
+
+        return Pending(label, works, finish, keep=(tensor, host, *others))
+
+    def exchange(self, messages: torch.Tensor, unit: str) -> Pending:
+        label = observe.note("exchange", unit)
+        if self.world == 1:
+            return Pending(label, [], lambda: messages)
+        host = messages if messages.device.type == "cpu" else messages.cpu()
+        received = torch.empty_like(host)
+        received[self.rank] = host[self.rank]
+        works = self._exchange(label, lambda peer: host[peer], lambda peer: received[peer])
+        return Pending(label, works, lambda: received.to(messages.device), keep=(host, received))
+
     def _peers(self) -> list[int]:
         # Start behind this rank, so that not all ranks send to rank 0 first.
         return [(self.rank + step) % self.world for step in range(1, self.world)]
 
-    def _exchange(self, label: str, outgoing: Callable[[int], torch.Tensor], incoming: Callable[[int], torch.Tensor]) -> list[Any]:
+    def _exchange(
+        self, label: str, outgoing: Callable[[int], torch.Tensor], incoming: Callable[[int], torch.Tensor], tag: int = 0
+    ) -> list[Any]:
         group = self.topology.group
         works = []
 
@@ -242,8 +296,8 @@ class GlooCollectives(Collectives):
                 message, place = outgoing(peer), incoming(peer)
                 if message.numel():
                     self.sent_bytes += message.numel() * message.element_size()
-                    works.append(dist.irecv(place, src=target, group=group))
-                    works.append(dist.isend(message, dst=target, group=group))
+                    works.append(dist.irecv(place, src=target, group=group, tag=tag))
+                    works.append(dist.isend(message, dst=target, group=group, tag=tag))
 
         self._launch(label, launch)
         return works

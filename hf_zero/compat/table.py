@@ -123,6 +123,8 @@ PROVIDED: Final[dict[str, str]] = {
     "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad": "hf_zero.compat.ops:DeepSpeedCPUAdagrad",
     "deepspeed.ops.lion.DeepSpeedCPULion": "hf_zero.compat.ops:DeepSpeedCPULion",
     "deepspeed.ops.lion.FusedLion": "hf_zero.compat.ops:FusedLion",
+    "deepspeed.runtime.fp16.onebit.OnebitAdam": "hf_zero.compat.onebit:OnebitAdam",
+    "deepspeed.runtime.fp16.onebit.adam.OnebitAdam": "hf_zero.compat.onebit:OnebitAdam",
     **{f"deepspeed.runtime.lr_schedules.{name}": f"hf_zero.optim.schedules:{name}" for name in _SCHEDULES},
     # Checkpoints: of the model, and of activations.
     "deepspeed.checkpoint.utils.clone_tensors_for_torch_save": "hf_zero.compat.tensors:clone_tensors_for_torch_save",
@@ -156,7 +158,7 @@ _MOE = "expert parallelism is not implemented; Mixture-of-Experts models of tran
 _CONFIG = "hf_zero reads the configuration with hf_zero.config.resolve.resolve(source), which returns every value with its origin"
 _BUILDER = "nothing is compiled at run time, so there are no op builders"
 _TENSOR_PARALLEL = "AutoTP is not implemented in this version; remove tensor_parallel.autotp_size and use ZeRO stage 3"
-_ONEBIT = "compressed optimizers are not implemented in this version; use AdamW with communication_data_type bf16"
+_ONEBIT = "of the 1-bit optimizers this version has 1-bit Adam: use hf_zero.optim.OneBitAdam (optimizer.type OneBitAdam)"
 
 REFUSED: Final[dict[str, str]] = {
     # Names that the scanned libraries mention.
@@ -205,7 +207,10 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.ops.lamb": "LAMB needs whole tensors and is not implemented; use AdamW",
     "deepspeed.ops.muon": "Muon needs whole matrices and is not implemented; use AdamW",
     "deepspeed.ops.aio": "asynchronous file I/O is not a public interface of hf_zero",
-    "deepspeed.runtime.fp16.onebit": _ONEBIT,
+    "deepspeed.runtime.fp16.onebit.lamb": _ONEBIT,
+    "deepspeed.runtime.fp16.onebit.zoadam": _ONEBIT,
+    "deepspeed.runtime.fp16.onebit.OnebitLamb": _ONEBIT,
+    "deepspeed.runtime.fp16.onebit.ZeroOneAdam": _ONEBIT,
     "deepspeed.runtime.fp16": "loss scaling lives in the engine; set the fp16 section of the configuration",
     "deepspeed.runtime.bf16_optimizer": "the engine keeps fp32 masters itself; set the bf16 section of the configuration",
     "deepspeed.runtime.zero.stage_1_and_2": "one engine serves every stage; use deepspeed.initialize(...) and engine.optimizer",

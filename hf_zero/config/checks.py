@@ -6,28 +6,32 @@ from typing import Any
 
 from hf_zero.config.keys import default_of, extra_of, nested_of
 from hf_zero.config.names import nearest
-from hf_zero.config.not_yet import NOT_YET
 from hf_zero.config.problems import Problems, show
 from hf_zero.config.schema.fields import Section, asks, is_on
 from hf_zero.config.spelling import torch_class
 
-OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "sgd")
+OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "sgd", "onebitadam")
 """Optimizers by config, in lower case; any element-wise class of torch.optim is allowed beside them."""
 
 SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 """Schedulers by config; any class of torch.optim.lr_scheduler is allowed beside them."""
 
-ONE_BIT_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
-"""Optimizers with compressed reduction."""
-
 REFUSED_OPTIMIZERS: dict[str, str] = {
-    **{name: NOT_YET["onebit"] for name in ONE_BIT_OPTIMIZERS if "onebit" in NOT_YET},
+    "zerooneadam": "its local steps are not provided: use OneBitAdam",
+    "onebitlamb": "needs whole tensors, and units are flat: use OneBitAdam",
     "lamb": "needs whole tensors, and units are flat: use AdamW",
     "muon": "needs whole matrices, and units are flat: use AdamW",
     "muadam": "not provided: pass an optimizer made with the mup package instead",
     "muadamw": "not provided: pass an optimizer made with the mup package instead",
     "musgd": "not provided: pass an optimizer made with the mup package instead",
 }
+
+ONLY_ONE_BIT: dict[str, str] = {
+    "max_grad_norm": "use gradient_clipping at the top level",
+    "freeze_step": "only read by OneBitAdam: use that type, or leave it out",
+    "eps_inside_sqrt": "only read by OneBitAdam: use that type, or leave it out",
+}
+"""Keys of `optimizer.params` that another type than OneBitAdam must not be given."""
 
 
 def check_refusals(data: dict[str, Any], section: type[Section], path: str, problems: Problems, host_device: bool = False) -> None:
@@ -51,6 +55,10 @@ def check_refusals(data: dict[str, Any], section: type[Section], path: str, prob
     if path == "optimizer" and str(data.get("type")).lower() in REFUSED_OPTIMIZERS:
         problems.refuse("optimizer.type", data["type"], REFUSED_OPTIMIZERS[data["type"].lower()])
         return
+    if path == "optimizer" and str(data.get("type")).lower() != "onebitadam":
+        for name, value in (data.get("params") or {}).items():
+            if name in ONLY_ONE_BIT and is_on(value):
+                problems.refuse(f"optimizer.params.{name}", value, ONLY_ONE_BIT[name])
     for name, value in data.items():
         if name not in section.model_fields:
             continue
@@ -89,8 +97,12 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
     if fp16.get("enabled") and not fp16.get("loss_scale") and fp16.get("min_loss_scale", 1) <= 0:
         text = f"is {show(fp16['min_loss_scale'])}; with a dynamic scale (`fp16.loss_scale` 0) it must be above 0"
         problems.error("fp16.min_loss_scale", text)
+    stage = data.get("zero_optimization", {}).get("stage", 0)
+    if stage >= 2 and str(data.get("optimizer", {}).get("type")).lower() == "onebitadam":
+        text = "needs each rank's whole gradient, and `zero_optimization.stage` 2 and 3 keep a part of it: use stage 0 or 1, or Adam"
+        problems.refuse("optimizer.type", data["optimizer"]["type"], text)
     if "optimizer" in data:
-        _check_type("optimizer", data["optimizer"].get("type"), OPTIMIZERS + ONE_BIT_OPTIMIZERS + tuple(REFUSED_OPTIMIZERS), problems)
+        _check_type("optimizer", data["optimizer"].get("type"), OPTIMIZERS + tuple(REFUSED_OPTIMIZERS), problems)
     if "scheduler" in data:
         _check_type("scheduler", data["scheduler"].get("type"), SCHEDULERS, problems)
 

@@ -12,7 +12,6 @@ NOT_YET: dict[str, str] = {
     "offload_param": "not in this version (except cpu on a machine without accelerator, where everything is there anyway): "
     "set the device to none; stage 3 shards parameters over the ranks",
     "tensor_parallel": "not in this version: set the size to 0 or 1 and shard with zero_optimization.stage 3 instead",
-    "onebit": "not in this version: use Adam or AdamW (same update, uncompressed reduction)",
     "activation_checkpointing": "not in this version: use the model's gradient_checkpointing_enable() or torch.utils.checkpoint",
     "async_checkpoint": "not in this version: remove the section; checkpoints are written with safetensors before save_checkpoint returns",
     "node_local_checkpoint": "not in this version: save to a folder that every node sees and leave it false",

@@ -18,6 +18,7 @@ from hf_zero.config.sources import hidden_size_of
 from hf_zero.engine.engine import Engine, EngineParts
 from hf_zero.engine.full_values import Training, register_training
 from hf_zero.engine.loss_scale import LossScaler, NullScaler
+from hf_zero.engine.onebit_step import OneBitStepper, check_topology, local_policy, max_norm_of
 from hf_zero.engine.precision import PrecisionPolicy, cast_and_move, cast_param
 from hf_zero.engine.step import Stepper, StepSettings
 from hf_zero.errors import ConfigError, UnsupportedError
@@ -25,6 +26,8 @@ from hf_zero.metrics import build_sinks
 from hf_zero.observe import log_rank0, logger, warn_once
 from hf_zero.optim.elementwise import require_elementwise, whole_tensor_reason
 from hf_zero.optim.factory import build_optimizer
+from hf_zero.optim.onebit_adam import OneBitAdam
+from hf_zero.optim.onebit_sharded import OneBitSharded
 from hf_zero.optim.schedules import build_scheduler
 from hf_zero.optim.sharded import ShardedOptimizer, group_of_params
 from hf_zero.sharding.announce import announce
@@ -174,16 +177,18 @@ class EngineBuilder:
         schedule = self._schedule(root, blocks)
         gathers_in_backward = schedule is not None and not schedule.keeps_all()
         trained = [unit for unit in units if unit.trainable]
-        reducer = self._reducer(trained, gathers_in_backward) if inner is not None else None
+        reducer = self._reducer(trained, gathers_in_backward, isinstance(inner, OneBitAdam)) if inner is not None else None
         runtime = Runtime(self.module, root, blocks, schedule, reducer)
         scaler = loss_scaler(self.config) if inner is not None else NullScaler()
-        optimizer = ShardedOptimizer(inner, trained) if inner is not None else None
+        optimizer = self._sharded_optimizer(inner, trained) if inner is not None else None
         stepper = None
         if optimizer is not None and reducer is not None:
-            settings = StepSettings(self.config.gradient_clipping, self.policy.shards_optimizer, self.precision.skips_overflow)
+            clipping = max_norm_of(inner, self.config.gradient_clipping)
+            settings = StepSettings(clipping, self.policy.shards_optimizer, self.precision.skips_overflow)
             optimizer.scaler = scaler
             model = build_collectives(self.topology.model) if self.topology.model is not None else None
-            stepper = Stepper(runtime, reducer, optimizer, scaler, self.collectives, settings, model)
+            kind = OneBitStepper if isinstance(inner, OneBitAdam) else Stepper
+            stepper = kind(runtime, reducer, optimizer, scaler, self.collectives, settings, model)
             stepper.training = [Training(gradients, optimizer, scaler) for gradients in reducer.gradients]
             for training in stepper.training:
                 register_training(training.gradients.unit, training)
@@ -195,6 +200,12 @@ class EngineBuilder:
         engine = Engine(self.module, self.resolved, parts)
         log_rank0("%s", describe(engine))
         return engine
+
+    def _sharded_optimizer(self, inner: torch.optim.Optimizer, units: list[Unit]) -> ShardedOptimizer:
+        if not isinstance(inner, OneBitAdam):
+            return ShardedOptimizer(inner, units)
+        check_topology(self.policy, self.topology)
+        return OneBitSharded(inner, units, self.collectives)
 
     # -- units --------------------------------------------------------------------------------------------------------
 
@@ -275,7 +286,7 @@ class EngineBuilder:
 
     # -- gradients and gathers ------------------------------------------------------------------------------------------
 
-    def _reducer(self, units: list[Unit], gathers_in_backward: bool) -> Reducer:
+    def _reducer(self, units: list[Unit], gathers_in_backward: bool, one_bit: bool) -> Reducer:
         collectives = self.collectives
         if self.policy.shards_parameters and self.topology.world > 1:
             # [Note: two process groups] Gathers and reductions each have an order of their own; on one group their interleaving,
@@ -283,6 +294,8 @@ class EngineBuilder:
             collectives = build_collectives(twin_topology(self.topology))
         patient = gathers_in_backward and collectives.blocks_host
         policy = replace(gradient_policy(self.config, self.precision, self.policy, self.topology.world), pollable=patient)
+        if one_bit:
+            policy = local_policy(policy, self.config.gradient_allreduce_op != "sum", self.topology.world)
         overlap = self.config.zero_optimization.overlap_comm is not False
         pool = BufferPool()
         return Reducer([UnitGradients(unit, collectives, policy, pool) for unit in units], overlap, patient)

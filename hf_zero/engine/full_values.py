@@ -92,6 +92,9 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
         return None
     training = _training[owner[0]]
     training.gradients.finish_reduce()
+    if training.gradients.local and training.gradients.has_local:
+        grad = training.gradients.mean_over_ranks(owner[1]).view(owner[0].layout.slots[owner[1]].shape)
+        return grad / training.scaler.scale
     if training.gradients.shard is None:
         return None
     grad = owner[0].gather_param(owner[1], training.gradients.shard, "gradient")
@@ -106,6 +109,11 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """
     unit, index = _must_find(param, "safe_set_full_grad")
     training = _training[unit]
+    if training.gradients.local:
+        slot = unit.layout.slots[index]
+        own = training.gradients.reduced()[slot.range.start : slot.range.stop]
+        own.copy_((value * training.scaler.scale).reshape(-1))
+        return
     _write(unit, index, training.gradients.reduced(), value * training.scaler.scale)
 
 

@@ -101,15 +101,23 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 def first_non_finite(
-    units: Sequence[Unit], shards: Sequence[torch.Tensor], collectives: Collectives, model: ModelAxis | None = None
+    units: Sequence[Unit], shards: Sequence[torch.Tensor], collectives: Collectives, model: ModelAxis | None = None, whole: bool = False
 ) -> str:
-    """The name of the first parameter, in the model's order, with a gradient that is not finite on any rank; collective."""
+    """The name of the first parameter, in the model's order, with a gradient that is not finite on any rank; collective.
+
+    Args:
+        units: The units.
+        shards: This rank's gradients, one 1D tensor per unit.
+        collectives: The axis the units are divided over.
+        model: As in ``global_norm``.
+        whole: The gradients are of whole units.
+    """
     found: tuple[int, str] | None = None
     position = 0
     for unit, shard in zip(units, shards, strict=True):
         for index, slot in enumerate(unit.layout.slots):
             position += 1
-            part = unit.shard_part(index, shard)
+            part = shard[slot.range.start : slot.range.stop] if whole else unit.shard_part(index, shard)
             if found is None and part.numel() and not bool(torch.isfinite(part).all()):
                 found = (position, slot.name)
     answers = collectives.gather_objects(found, "non-finite gradient")

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from hf_zero.comm.topology import Topology
 from hf_zero.engine.grad_norm import first_non_finite, global_norm
 from hf_zero.engine.step import Stepper
 from hf_zero.errors import ConfigError, UnsupportedError
@@ -44,26 +45,28 @@ class OneBitStepper(Stepper):
         return first_non_finite(self.optimizer.units, shards, self.collectives, whole=self._compresses)
 
 
-def check_stage(policy: StagePolicy) -> None:
-    """Refuses stages at which no rank has what it must compress.
+def check_topology(policy: StagePolicy, topology: Topology) -> None:
+    """Refuses engines in which no rank has what it must compress.
 
     Raises:
-        UnsupportedError: Gradients are sharded.
+        UnsupportedError: Gradients, or the model itself, are divided over ranks.
     """
     if policy.stage >= 2:
         raise UnsupportedError(
             f"OneBitAdam with zero_optimization.stage {policy.stage}: stages 2 and 3 reduce each gradient to its owner in every backward, "
             "which is the traffic that 1-bit Adam avoids; it needs each rank's whole gradient. Use stage 0 or 1, or Adam"
         )
+    if topology.model is not None:
+        raise UnsupportedError("OneBitAdam with tensor parallelism is not provided: use Adam, or data parallelism alone")
 
 
-def max_norm_of(inner: OneBitAdam, gradient_clipping: float) -> float:
-    """The norm to clip to, from ``gradient_clipping`` or ``optimizer.params.max_grad_norm``.
+def max_norm_of(inner: torch.optim.Optimizer | None, gradient_clipping: float) -> float:
+    """The norm to clip to, from ``gradient_clipping`` or 1-bit Adam's ``max_grad_norm``.
 
     Raises:
         ConfigError: Both are given and differ.
     """
-    own = inner.max_grad_norm
+    own = inner.max_grad_norm if isinstance(inner, OneBitAdam) else 0.0
     if own and gradient_clipping and own != gradient_clipping:
         raise ConfigError(f"gradient_clipping is {gradient_clipping:g} and optimizer.params.max_grad_norm is {own:g}; give one of them")
     return gradient_clipping or own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,17 +65,28 @@ class Stepper:
         # Both in the model's order; the reducer's own order is the model's too.
         self._gradients = {id(entry.unit): entry for entry in reducer.gradients}
 
+    def prepare(self) -> None:
+        """Called before each backward."""
+
+    def norm_of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Norm of all gradients together, with loss scale; 0-dim, the same on every rank. Collective."""
+        return global_norm(shards, self.collectives, self.settings.sharded, self._model)
+
+    def culprit_of(self, shards: Sequence[torch.Tensor]) -> str:
+        """Name of the first parameter with a gradient that is not finite; collective."""
+        return first_non_finite(self.optimizer.units, shards, self.collectives, self._model)
+
     def take(self) -> StepResult:
         """One step over the gradients accumulated so far; collective."""
         with span("finish_reduce"):
             shards = [self._gradients[id(unit)].reduced() for unit in self.optimizer.units]
         with span("norm"):
-            scaled_norm = global_norm(shards, self.collectives, self.settings.sharded, self._model)
+            scaled_norm = self.norm_of(shards)
         overflow = self.settings.skips_overflow and not bool(torch.isfinite(scaled_norm))
         norm = scaled_norm / self.scaler.scale
         culprit = ""
         if overflow:
-            culprit = first_non_finite(self.optimizer.units, shards, self.collectives, self._model)
+            culprit = self.culprit_of(shards)
         else:
             with span("clip"):
                 self._scale(shards, clip_factor(norm, self.settings.max_norm) / self.scaler.scale)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hf_zero.errors import UnsupportedError
 from hf_zero.optim.lion import Lion
+from hf_zero.optim.onebit_adam import OneBitAdam
 from hf_zero.optim.uncorrected_adam import UncorrectedAdam
 
 _ALLOW_KEY = "zero_allow_untested_optimizer"
@@ -38,6 +39,7 @@ _ELEMENTWISE: frozenset[type] = frozenset(
         torch.optim.Rprop,
         torch.optim.SGD,
         Lion,
+        OneBitAdam,
         UncorrectedAdam,
     }
 )

@@ -14,6 +14,7 @@ from hf_zero.observe import warn_once
 from hf_zero.optim.elementwise import whole_tensor_reason
 from hf_zero.optim.keywords import boolean, nearest, plain_values, unknown_key
 from hf_zero.optim.lion import Lion
+from hf_zero.optim.onebit_adam import OneBitAdam
 from hf_zero.optim.uncorrected_adam import UncorrectedAdam
 
 _SECTION = "optimizer.params"
@@ -25,14 +26,14 @@ _FUSED_DEVICES: dict[OptimizerClass, frozenset[str]] = {
     torch.optim.AdamW: frozenset({"cpu", "cuda"}),
     torch.optim.SGD: frozenset({"cpu", "cuda"}),
     torch.optim.Adagrad: frozenset({"cpu"}),
+    OneBitAdam: frozenset({"cpu", "cuda"}),
 }
 
 # Lower-case DeepSpeed type -> what to use instead.
 _REFUSED: dict[str, str] = {
     "lamb": 'it scales each update by norms of whole parameters; use "AdamW"',
-    "onebitlamb": 'it scales each update by norms of whole parameters; use "AdamW"',
-    "onebitadam": 'its compressed communication is not provided; use "Adam" or "AdamW"',
-    "zerooneadam": 'its compressed communication is not provided; use "Adam" or "AdamW"',
+    "onebitlamb": 'it scales each update by norms of whole parameters; use "OneBitAdam"',
+    "zerooneadam": 'its local steps are not provided; use "OneBitAdam"',
     "muon": 'it orthogonalises whole matrices; use "AdamW" or "Lion"',
     "muadam": 'build mup\'s MuAdam in code and pass it as optimizer, or use "Adam"',
     "muadamw": 'build mup\'s MuAdamW in code and pass it as optimizer, or use "AdamW"',
@@ -79,14 +80,19 @@ def build_optimizer(
         raise ConfigError(f"optimizer.type {type!r} got no parameters: every parameter of the model is frozen.")
     name = str(type).lower()
     _refuse_type(type)
-    values = plain_values(_SECTION, {key: value for key, value in (params or {}).items() if value is not None})
-    if "max_grad_norm" in values:
+    given = {key: value for key, value in (params or {}).items() if value is not None}
+    # "auto" is a value of this one key: it must not be taken for a gap.
+    chosen = {"freeze_step": given.pop("freeze_step")} if name == "onebitadam" and given.get("freeze_step") == "auto" else {}
+    values = plain_values(_SECTION, given) | chosen
+    if "max_grad_norm" in values and name != "onebitadam":
         raise ConfigError(
             f"{_SECTION}.max_grad_norm is not a parameter of any optimizer; write "
             f'"gradient_clipping": {values["max_grad_norm"]!r} at the top level instead.'
         )
     if name in ("adam", "adamw"):
         kind, values = _resolve_adam(type, values)
+    elif name == "onebitadam":
+        kind = OneBitAdam
     elif name == "lion":
         kind, values = Lion, _drop_without_effect(values)
     else:
@@ -167,7 +173,7 @@ def _find_torch_class(name: str) -> type[torch.optim.Optimizer]:
     for known, value in classes.items():
         if known.lower() == str(name).lower():
             return value
-    names = sorted({*classes, "Lion"})
+    names = sorted({*classes, "Lion", "OneBitAdam"})
     near = nearest(str(name), names)
     hint = f" Did you mean {near!r}?" if near else ""
     raise ConfigError(f"optimizer.type is {name!r}, which is no known optimizer.{hint} Allowed: {', '.join(names)}.")

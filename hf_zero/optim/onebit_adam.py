@@ -71,7 +71,7 @@ class OneBitAdam(torch.optim.AdamW):
         self.max_grad_norm = float(max_grad_norm)
         plain = bias_correction and not eps_inside_sqrt
         super().__init__(params, lr, betas, eps, weight_decay, foreach=foreach, fused=fused if plain else None)
-        own = {
+        own: dict[str, Any] = {
             "freeze_step": _checked_freeze_step(freeze_step),
             "bias_correction": bool(bias_correction),
             "eps_inside_sqrt": bool(eps_inside_sqrt),
@@ -191,9 +191,7 @@ def _checked_freeze_step(value: int | str) -> int | str:
     return int(steps)
 
 
-def move(
-    param: torch.Tensor, first: torch.Tensor, second: torch.Tensor, group: dict[str, Any], step: int, second_step: int
-) -> None:
+def move(param: torch.Tensor, first: torch.Tensor, second: torch.Tensor, group: dict[str, Any], step: int, second_step: int) -> None:
     """``param -= lr * first / (sqrt(second) + eps)`` with decay and bias correction, in place; every operation rounds by itself.
 
     Args:

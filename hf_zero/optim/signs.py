@@ -60,9 +60,7 @@ def build_chunks(ranges: Sequence[Range], numel: int, device: torch.device) -> C
     return ChunkTable(numel, start.to(device), count.to(device), block_chunk.to(device), torch.tensor(gaps, dtype=torch.int64).to(device))
 
 
-def compress(
-    values: torch.Tensor, table: ChunkTable, bits: torch.Tensor, scales: torch.Tensor, alive: torch.Tensor | None = None
-) -> None:
+def compress(values: torch.Tensor, table: ChunkTable, bits: torch.Tensor, scales: torch.Tensor, alive: torch.Tensor | None = None) -> None:
     """Codes ``values`` as signs and scales, and leaves in ``values`` what the code lost.
 
     A chunk's scale is the sum of its magnitudes divided by the sum of the magnitudes of its signs, which is their number (Tang et al.,
@@ -74,7 +72,8 @@ def compress(
         table: The chunks.
         bits: (numel // 8,) uint8, overwritten; bit ``i`` of byte ``j`` is 1 where element ``8 * j + i`` is at least 0.
         scales: (chunks,) fp32, overwritten.
-        alive: (numel,) bool; elements that are False take no part: their value is dropped. None: all take part.
+        alive: (numel,) bool, False outside all chunks; elements that are False take no part: their value is dropped. None: all in
+            chunks take part.
     """
     counts = table.counts
     if alive is not None:

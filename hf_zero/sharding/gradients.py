@@ -23,6 +23,8 @@ class GradientPolicy:
         post_scale: Factor applied to the reduced sum.
         sharded: Reduce-scatter to the owner (stages 1 to 3), else all-reduce (stage 0).
         pollable: Reductions must be able to say whether they are done.
+        in_rank_order: Sum rank by rank at stage 0 too, where the back end leaves the order to us.
+        local_scale: Factor applied to gradients that stay local, in place of ``pre_scale`` and ``post_scale``.
     """
 
     message_dtype: torch.dtype | None
@@ -31,6 +33,8 @@ class GradientPolicy:
     post_scale: float
     sharded: bool
     pollable: bool = False
+    in_rank_order: bool = False
+    local_scale: float = 1.0
 
 
 class BufferPool:
@@ -67,6 +71,7 @@ class UnitGradients:
     def __init__(self, unit: Unit, collectives: Collectives, policy: GradientPolicy, pool: BufferPool) -> None:
         self.unit = unit
         self.pool = pool
+        self.local = False  # nothing is reduced; set by ``Reducer.keep_local``
         self.shard: torch.Tensor | None = None  # (shard_numel,) sum over ranks and micro-steps; None before the first reduction
         self._collectives = collectives
         self._policy = policy
@@ -75,6 +80,7 @@ class UnitGradients:
         self._arrived = 0  # gradients of this backward
         self._sent: torch.Tensor | None = None  # what the reduction in flight reads; back to the pool when it ends
         self._pending: Pending | None = None
+        self._spare: torch.Tensor | None = None  # the last local gradient's memory, for the next one
 
     @property
     def has_local(self) -> bool:
@@ -107,7 +113,7 @@ class UnitGradients:
             self.finish_reduce()
         flat = self._allocate(deferred)
         target = flat[slot.range.start : slot.range.stop].view(slot.shape)
-        scale = self._policy.pre_scale * factor
+        scale = (self._policy.local_scale if self.local else self._policy.pre_scale) * factor
         if self._written[index]:
             target.add_(grad, alpha=scale)
         elif scale == 1.0:
@@ -125,7 +131,10 @@ class UnitGradients:
             keep_wide = deferred or not self._policy.sharded
             dtype = self._policy.accumulation_dtype if keep_wide else (self._policy.message_dtype or layout.dtype)
             # Empty, not zeroed: gaps and missing parameters are zeroed in start_reduce, everything else is overwritten.
-            self._flat = self.pool.take(layout.padded_numel, dtype, self.unit.shard.device)
+            spare, self._spare = self._spare, None
+            if spare is None or spare.dtype != dtype:
+                spare = self.pool.take(layout.padded_numel, dtype, self.unit.shard.device)
+            self._flat = spare
         return self._flat
 
     def _zero_unwritten(self, flat: torch.Tensor) -> None:
@@ -149,7 +158,9 @@ class UnitGradients:
         # What was summed over micro-steps in the accumulation type travels in it too, unless the configuration names another.
         wanted = self._policy.message_dtype or flat.dtype
         message = flat if flat.dtype == wanted else flat.to(wanted)
-        if self._policy.sharded and self._collectives.world > 1:
+        if not self._policy.sharded and self._policy.in_rank_order:
+            self._pending = self._collectives.all_reduce_in_order(message, self.unit.name)
+        elif self._policy.sharded and self._collectives.world > 1:
             self._pending = self._collectives.reduce_scatter(
                 message, self._policy.accumulation_dtype, self.unit.name, self._policy.pollable
             )
@@ -183,15 +194,31 @@ class UnitGradients:
             self.shard.add_(received)
 
     def reduced(self) -> torch.Tensor:
-        """The reduced gradient of this rank's shard, (shard_numel,); zeros if no backward reached the unit."""
+        """The reduced gradient of this rank's shard, (shard_numel,); zeros if no backward reached the unit.
+
+        Where gradients stay local, this rank's own of the whole unit, (padded_numel,).
+        """
         self.finish_reduce()
+        if self.local:
+            flat = self._allocate(deferred=True)
+            self._zero_unwritten(flat)
+            return flat
         if self.shard is None:
             self.shard = torch.zeros(self.unit.layout.shard_numel, dtype=self._policy.accumulation_dtype, device=self.unit.shard.device)
         return self.shard
 
+    def mean_over_ranks(self, index: int) -> torch.Tensor:
+        """The gradient of parameter ``index`` averaged over ranks where gradients stay local, 1D; collective, and a copy."""
+        slot = self.unit.layout.slots[index]
+        own = self.reduced()[slot.range.start : slot.range.stop].clone()
+        self._collectives.all_reduce(own, f"{self.unit.name}: gradient").wait()
+        return own.div_(self._collectives.world)
+
     def clear(self) -> None:
         """Forgets everything accumulated, after a step or to discard a broken one."""
         self.finish_reduce()
+        if self.local:
+            self._spare = self._flat
         self.shard = None
         self._flat = None
         self._arrived = 0

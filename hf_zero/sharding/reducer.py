@@ -30,6 +30,7 @@ class Reducer:
         gradients: One entry per trainable unit, in the order of the model.
         enabled: Whether this backward reduces at all; False inside ``no_sync`` and, at stage 0, before the boundary.
         factor: What this backward's gradients are multiplied with.
+        local: Gradients are not reduced at all: each rank keeps its own (see ``keep_local``).
 
     Args:
         gradients: The units.
@@ -41,6 +42,7 @@ class Reducer:
         self.gradients = list(gradients)
         self.enabled = True
         self.factor = 1.0
+        self.local = False
         self._overlap = overlap
         self._patient = patient
         self._closed: set[int] = set()
@@ -62,6 +64,12 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def keep_local(self, local: bool) -> None:
+        """Whether each rank keeps its own gradients, whole, for an optimizer that communicates itself."""
+        self.local = local
+        for gradients in self.gradients:
+            gradients.local = local
 
     def defer(self, gradients: UnitGradients) -> None:
         """Leaves a unit for the end of this backward: its block runs several times, gradients arrive piecemeal."""

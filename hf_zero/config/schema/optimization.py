@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
-from hf_zero.config.schema.fields import Bool, Float, FreeSection, Int, Section, SectionClass, accepted, later, refused, used
+from hf_zero.config.schema.fields import (
+    Bool,
+    Count,
+    Float,
+    FreeSection,
+    Int,
+    NonNegative,
+    Section,
+    SectionClass,
+    accepted,
+    lower_choice,
+    refused,
+    used,
+)
 
-NO_LAMB = "only read by Lamb and the 1-bit optimizers, which this version does not have: use AdamW"
+NO_LAMB = "only read by Lamb and OneBitLamb, which this version does not have: use AdamW or OneBitAdam"
+NO_ZERO_ONE = "only read by ZeroOneAdam, which this version does not have: use OneBitAdam with freeze_step"
+FreezeStep = Count | Annotated[Literal["auto"], BeforeValidator(lower_choice)]
 NO_MUON = "only read by Muon, which needs whole matrices: use AdamW"
 
 
@@ -31,21 +47,33 @@ class OptimizerParams(FreeSection):
         "Keep CPU moments in fp32; forced false by bf16.bf16_optimizer_states",
         "optimizer states follow the master shards: fp32, unless bf16.bf16_optimizer_states is set",
     )
-    max_grad_norm: Float | None = refused(None, "Clipping inside the optimizer", "use gradient_clipping at the top level")
-    eps_inside_sqrt: Bool = refused(False, "Add eps under the square root", NO_LAMB)
+    max_grad_norm: NonNegative | None = used(
+        None, "Gradient norm to clip to (OneBitAdam, the same as gradient_clipping); other types refuse it: use gradient_clipping"
+    )
+    eps_inside_sqrt: Bool = used(False, "Add eps under the square root (OneBitAdam)")
     max_coeff: Float = refused(10.0, "Upper bound of the trust ratio", NO_LAMB)
     min_coeff: Float = refused(0.01, "Lower bound of the trust ratio", NO_LAMB)
-    freeze_step: Int = later(100000, "Uncompressed warm-up steps", "onebit")
-    cuda_aware: Bool = later(False, "MPI library handles device buffers", "onebit")
-    comm_backend_name: str = later("nccl", "Compressed communication backend (nccl, mpi, compressed, hccl)", "onebit")
-    coeff_beta: Float = later(0.9, "Running average factor of the trust ratio", "onebit")
-    factor_max: Float = later(4.0, "Upper bound of the frozen-ratio scaling", "onebit")
-    factor_min: Float = later(0.5, "Lower bound of the frozen-ratio scaling", "onebit")
-    factor_threshold: Float = later(0.1, "Largest change of the scaling between steps", "onebit")
-    var_freeze_step: Int = later(100000, "Last step that updates the variance", "onebit")
-    var_update_scaler: Int = later(16, "Interval policy of variance updates", "onebit")
-    local_step_scaler: Int = later(32678, "Interval scaling of local steps", "onebit")
-    local_step_clipper: Int = later(16, "Longest local-step interval", "onebit")
+    freeze_step: FreezeStep = used(
+        100000,
+        "Steps of plain Adam before OneBitAdam compresses; auto: until the variance changes by less than 4 % in 1/(1-beta2) steps",
+        auto_is_value=True,
+    )
+    cuda_aware: Bool = accepted(
+        False, "MPI library handles device buffers", "the torch.distributed backend of the process group sends from where the data are"
+    )
+    comm_backend_name: str = accepted(
+        "nccl",
+        "Compressed communication backend (nccl, mpi, compressed, hccl)",
+        "the torch.distributed backend of the process group is used, whichever it is",
+    )
+    coeff_beta: Float = refused(0.9, "Running average factor of the trust ratio", NO_LAMB)
+    factor_max: Float = refused(4.0, "Upper bound of the frozen-ratio scaling", NO_LAMB)
+    factor_min: Float = refused(0.5, "Lower bound of the frozen-ratio scaling", NO_LAMB)
+    factor_threshold: Float = refused(0.1, "Largest change of the scaling between steps", NO_LAMB)
+    var_freeze_step: Int = refused(100000, "Last step that updates the variance", NO_ZERO_ONE)
+    var_update_scaler: Int = refused(16, "Interval policy of variance updates", NO_ZERO_ONE)
+    local_step_scaler: Int = refused(32678, "Interval scaling of local steps", NO_ZERO_ONE)
+    local_step_clipper: Int = refused(16, "Longest local-step interval", NO_ZERO_ONE)
     momentum: Float | None = used(None, "SGD and RMSprop momentum (torch.optim); Muon reads it too, which this version does not have")
     muon_lr: Float | None = refused(None, "Learning rate of the parameters flagged use_muon", NO_MUON)
     adam_lr: Float | None = refused(None, "Learning rate of the remaining parameters", NO_MUON)
@@ -59,7 +87,7 @@ class Optimizer(Section):
 
     type: str | None = used(
         None,
-        "Adam, AdamW, Adagrad, Lion, SGD or another class of torch.optim; 1-bit types, Lamb, Muon and mup types are refused",
+        "Adam, AdamW, Adagrad, Lion, SGD, OneBitAdam or a class of torch.optim; Lamb, ZeroOneAdam, OneBitLamb, Muon and mup are refused",
     )
     legacy_fusion: Bool = accepted(
         False, "Use the older fused fp16 wrapper for a fused optimizer", "there is one fp16 path, over flat units"
