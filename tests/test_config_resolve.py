@@ -144,7 +144,7 @@ def test_auto_is_accepted_for_every_key(path: str) -> None:
     block[name] = "auto"
     for section, kind in (("optimizer", "SGD"), ("scheduler", "WarmupLR")):
         if section in config:
-            config[section]["type"] = kind
+            config[section]["type"] = "OneBitAdam" if name == "freeze_step" else kind
     try:
         resolved = resolve(config).resolved
     except ConfigError as error:  # a section whose mere presence asks for something

@@ -165,7 +165,7 @@ def test_auto_waits_for_a_stable_variance() -> None:
     growing = [1.05**step for step in range(40)]
     assert frozen_after(growing) is None
     assert frozen_after([1 / norm for norm in growing]) is None
-    assert frozen_after([*growing, *[growing[-1]] * 20]) == 40 + 9  # the look ten before it is the last but one that grew
+    assert frozen_after([*growing, *[growing[-1]] * 20]) == 40 + 9
     assert frozen_after([1.0] * 20) == 10
     assert frozen_after([0.0] * 20) is None
 

@@ -44,8 +44,10 @@ def expected(name: str, run: Run, world: int, places: reference.Places) -> refer
     )
 
 
-@pytest.mark.parametrize("world", (1, 2, 3, 4))
-@pytest.mark.parametrize("stage", (0, 1))
+@pytest.mark.parametrize(
+    ("stage", "world"),
+    [(0, 2), (0, 3), (1, 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, 1), (0, 4), (1, 1), (1, 2), (1, 3)))],
+)
 def test_equals_the_reference_bit_for_bit(stage: int, world: int) -> None:
     run = one_bit(stage)
     trace, places = ranks.run_ranks(train_case, world, "odd_mlp", run)[0]
