@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if any("parity" in item.nodeid for item in items):
         ranks.warm_up()  # imports transformers while the first tests run
+
+
+@pytest.fixture(scope="session")
+def trainer_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the tiny checkpoints that the Trainer tests start from."""
+    from tests import trainers
+
+    folder = tmp_path_factory.mktemp("models")
+    trainers.save_models(folder)
+    return folder
 
 
 def pytest_sessionfinish() -> None:

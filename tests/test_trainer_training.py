@@ -14,13 +14,6 @@ from tests import ranks, trainers
 TRAIN, EVAL = 32, 7  # rows; 7 divides neither by the batch nor by the ranks
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    trainers.save_models(folder)
-    return folder
-
-
 def _run(models: Path, folder: Path, deepspeed: Any, name: str = "gpt2", **options: Any) -> Any:
     """One training; returns its Trainer."""
     from transformers import Trainer
@@ -76,8 +69,8 @@ def _train_evaluate_predict(models: Path, folder: Path, stages: tuple[int, ...])
             assert abs(trainer.evaluate()["eval_loss"] - expected.metrics["test_loss"]) < 1e-4
 
 
-def test_train_evaluate_predict(models: Path, tmp_path: Path) -> None:
-    ranks.run_ranks(_train_evaluate_predict, 2, models, tmp_path, trainers.STAGES)
+def test_train_evaluate_predict(trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_train_evaluate_predict, 2, trainer_models, tmp_path, trainers.STAGES)
 
 
 # -- options of TrainingArguments --------------------------------------------------------------------------------------------
@@ -112,8 +105,8 @@ def _option(models: Path, folder: Path, options: dict[str, Any], stages: tuple[i
 
 
 @pytest.mark.parametrize("name", [name if name not in SLOW else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS])
-def test_option(name: str, models: Path, tmp_path: Path) -> None:
-    ranks.run_ranks(_option, 2, models, tmp_path, OPTIONS[name], (2, 3))
+def test_option(name: str, trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_option, 2, trainer_models, tmp_path, OPTIONS[name], (2, 3))
 
 
 # -- optimizer and scheduler from the JSON or from Trainer ----------------------------------------------------------------------
@@ -154,8 +147,8 @@ def _sources(models: Path, folder: Path, in_json: tuple[str, ...], stages: tuple
 
 
 @pytest.mark.parametrize("in_json", [(), ("optimizer",), ("scheduler",), ("optimizer", "scheduler")], ids="+".join)
-def test_optimizer_and_scheduler_sources(in_json: tuple[str, ...], models: Path, tmp_path: Path) -> None:
-    ranks.run_ranks(_sources, 2, models, tmp_path, in_json, (2, 3))
+def test_optimizer_and_scheduler_sources(in_json: tuple[str, ...], trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_sources, 2, trainer_models, tmp_path, in_json, (2, 3))
 
 
 # -- mixed precision -------------------------------------------------------------------------------------------------------------
@@ -168,7 +161,7 @@ def _mixed_precision(models: Path, folder: Path, precision: str) -> None:
         plain = trainers.logs_of(_run(models, folder, None))
         changes = {"fp16": {"enabled": "auto", "initial_scale_power": 8}} if precision == "fp16" else {}
         for stage in (1, 2, 3):
-            trainer = _run(models, folder, trainers.zero_config(stage, **changes), **{precision: True})
+            trainer = _run(models, folder, trainers.zero_config(stage, **changes), use_cpu=True, **{precision: True})
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
             assert {param.dtype for param in trainer.model.parameters()} == {dtype}
             found[stage] = (trainers.logs_of(trainer), trainers.weights_of(trainer.model))
@@ -179,8 +172,8 @@ def _mixed_precision(models: Path, folder: Path, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision(precision: str, models: Path, tmp_path: Path) -> None:
-    ranks.run_ranks(_mixed_precision, 2, models, tmp_path, precision)
+def test_mixed_precision(precision: str, trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_mixed_precision, 2, trainer_models, tmp_path, precision)
 
 
 # -- callbacks ---------------------------------------------------------------------------------------------------------------------
@@ -210,8 +203,8 @@ def _callbacks(models: Path, folder: Path) -> None:
                 assert abs(rate - found_rate) < 1e-9
 
 
-def test_callbacks_read_parameters(models: Path, tmp_path: Path) -> None:
-    ranks.run_ranks(_callbacks, 2, models, tmp_path)
+def test_callbacks_read_parameters(trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_callbacks, 2, trainer_models, tmp_path)
 
 
 # -- a smaller batch after running out of memory -------------------------------------------------------------------------------------
@@ -236,5 +229,5 @@ def _auto_batch_size(models: Path, folder: Path) -> None:
         trainers.assert_close(trainers.logs_of(plain), trainers.logs_of(trainer), "batch size 1")
 
 
-def test_auto_find_batch_size(models: Path, tmp_path: Path) -> None:
-    ranks.run_ranks(_auto_batch_size, 2, models, tmp_path)
+def test_auto_find_batch_size(trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_auto_batch_size, 2, trainer_models, tmp_path)

@@ -211,3 +211,15 @@ def error_of(call: Callable[[], Any]) -> str:
         texts = on_every_rank("no error")
     assert len(set(texts)) == 1, f"the ranks disagree: {texts}"
     return texts[0]
+
+
+def load_whole(folder: Path, name: str) -> nn.Module:
+    """A plain, unsharded model of ``save_models``, whatever run is going on."""
+    from transformers.integrations import deepspeed
+
+    kept = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed._hf_deepspeed_config_weak_ref = None
+    try:
+        return load(folder, name)
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = kept

@@ -99,6 +99,7 @@ class Engine(nn.Module):
         lr_scheduler: Stepped inside ``step``; may be set to None.
         training_dataloader: Loader of ``training_data``, if that was given.
         units: The flat buffers.
+        destroyed: Whether ``destroy`` was called.
         resolved: The configuration with the source of every value.
     """
 
@@ -119,6 +120,7 @@ class Engine(nn.Module):
         self.training_dataloader: Any = None
         self.collate_fn: Callable[[Any], Any] | None = None
         self.progress = Progress()
+        self.destroyed = False
         self.accumulation = Accumulation(resolved.batch.accumulation, self.settings.managed_gradient_accumulation)
         self.clock = Clock(parts.collectives.topology.device, self.settings.wall_clock_breakdown, self.settings.memory_breakdown)
         handle = OffloadHandle(module)
@@ -135,7 +137,17 @@ class Engine(nn.Module):
     # -- forward, backward, step ----------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module; its hooks gather and release."""
+        """Calls the module; its hooks gather and release.
+
+        Raises:
+            StateError: The engine was destroyed and is asked to train.
+        """
+        if self.destroyed and self.training and torch.is_grad_enabled():
+            raise StateError(
+                "a forward for training on an engine that was destroyed (accelerator.free_memory() does that, and Trainer.train() calls it "
+                "first, also after evaluate()): initialize the module again. With Trainer, write trainer.model_wrapped = trainer.model "
+                "before the next trainer.train(), or make a new Trainer"
+            )
         if self.precision.casts_inputs and self.precision.param_dtype is not None:
             args, kwargs = _cast_floating((args, kwargs), self.precision.param_dtype)
         with self.clock.phase("forward"), self._autocast():
@@ -436,6 +448,7 @@ class Engine(nn.Module):
 
     def destroy(self) -> None:
         """Frees gradients, masters and optimizer state. The module stays usable: whole at stages 0 to 2, gathered by its hooks at 3."""
+        self.destroyed = True
         for sink in self.sinks:
             sink.close()
         self.sinks = []

@@ -49,6 +49,9 @@ def outside_compile(function: Callable[..., Any]) -> Callable[..., Any]:
         return wrapped(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    # torch.compile of a module that is entered through hooks would compile ``call`` as a frame of its own, once for all closures.
+    frames = torch._C._dynamo.eval_frame
+    frames.set_code_exec_strategy(call.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT))
     return call
 
 
