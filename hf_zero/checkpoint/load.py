@@ -17,6 +17,7 @@ from hf_zero.checkpoint.catalog import Catalog, Located
 from hf_zero.checkpoint.element_types import DTYPES
 from hf_zero.checkpoint.format import INDEX_FILE, MODULE_FILE, VALUES_FILE, Index
 from hf_zero.checkpoint.optimizer_state import OptimizerPlan
+from hf_zero.checkpoint.rank_state import restore_rank_states
 from hf_zero.checkpoint.state import Loaded, TrainingState
 from hf_zero.checkpoint.tensor_file import Copy, RangeReader
 from hf_zero.checkpoint.values import Decoder
@@ -200,6 +201,8 @@ class _Plan:
                 module.set_extra_state(self._decoder.decode(self.index.extra_state[name]))
         if self._optimizer is not None:
             self._optimizer.apply()
+            net = state.collectives
+            restore_rank_states(self._optimizer.optimizer, self.catalog, self.reader, net.rank, net.world)
             state.scaler.load_state_dict(self._decoder.decode(self.index.scaler))
         elif not request.masters_from_fp32:
             _round_masters(state.units)

@@ -26,6 +26,7 @@ from hf_zero.checkpoint.format import (
     shard_file,
     state_kind,
 )
+from hf_zero.checkpoint.rank_state import rank_state_files
 from hf_zero.checkpoint.state import TrainingState
 from hf_zero.checkpoint.tensor_file import Entry, whole, write_tensor_file
 from hf_zero.checkpoint.values import Encoder
@@ -161,6 +162,7 @@ def _write(state: TrainingState, part: Path, exclude_frozen: bool, encoded: _Enc
             for entry in optimizer_state.state_entries(optimizer, name):
                 if entry.name in worlds:
                     files.setdefault(_shard_name(state_kind(name), rank, worlds[entry.name]), []).append(entry)
+        files.update(rank_state_files(optimizer, rank, state.collectives.world))
     if rank == 0:
         files[MODULE_FILE] = _module_entries(state, exclude_frozen)
         files[VALUES_FILE] = [whole(name, tensor) for name, tensor in encoded.encoder.tensors.items()]

@@ -208,6 +208,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         raise StateError("a param group cannot be added after initialize(); pass all groups to initialize() and freeze with requires_grad")
 
+    def rank_states(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Vectors that differ from rank to rank without being shards, for checkpoints: kind -> unit -> (n,). None here."""
+        return {}
+
+    def load_rank_states(self, states: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Takes what ``rank_states`` gave; an optimizer that has none ignores those of another."""
+
     def segments_of(self, unit: Unit) -> list[OwnedSegment]:
         """The segments inside ``unit``."""
         return [segment for segment in self.segments if segment.unit is unit]

@@ -1,0 +1,96 @@
+"""Optimizer vectors that every rank has its own of (the errors of 1-bit Adam): saved per rank, re-divided for other numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_zero.checkpoint.catalog import Catalog, Located
+from hf_zero.checkpoint.format import shard_file
+from hf_zero.checkpoint.tensor_file import Copy, Entry, RangeReader, whole
+from hf_zero.optim.onebit_sharded import SERVER_ERROR, WORKER_ERROR
+from hf_zero.optim.onebit_unit import part_numel
+from hf_zero.optim.sharded import ShardedOptimizer
+from hf_zero.sharding.layout import Range
+from hf_zero.sharding.unit import Unit
+
+
+def rank_state_files(optimizer: ShardedOptimizer, rank: int, world: int) -> dict[str, list[Entry]]:
+    """This rank's files and what is in them."""
+    states = optimizer.rank_states()
+    return {shard_file(kind, rank, world): [whole(name, vector) for name, vector in vectors.items()] for kind, vectors in states.items()}
+
+
+def restore_rank_states(optimizer: ShardedOptimizer, catalog: Catalog, reader: RangeReader, rank: int, world: int) -> None:
+    """Gives ``optimizer`` the vectors of this rank; none when the checkpoint has none. Local.
+
+    [Note: errors at another number of ranks] The server adds to the average what it lost, and the average of what the workers lost. The
+    first is cut anew; each worker of another number of ranks starts with the mean of the saved ones. So the average of what has still to
+    be sent is kept.
+
+    Args:
+        optimizer: Whose state is restored.
+        catalog: What the checkpoint holds.
+        reader: Of the checkpoint's files.
+        rank: This rank among those that average.
+        world: Their number.
+    """
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    saved_world = catalog.index.world
+    if shard_file(WORKER_ERROR, 0, saved_world) in catalog.index.files:
+        sources = [rank] if saved_world == world else list(range(saved_world))
+        states[WORKER_ERROR] = {unit.name: _mean_error(unit, catalog, reader, sources) for unit in optimizer.units}
+        states[SERVER_ERROR] = {unit.name: _server_error(unit, catalog, reader, rank, world) for unit in optimizer.units}
+    optimizer.load_rank_states(states)
+
+
+def _mean_error(unit: Unit, catalog: Catalog, reader: RangeReader, sources: list[int]) -> torch.Tensor:
+    """Mean of the worker errors of the saved ranks ``sources``, (padded_numel,)."""
+    total = torch.zeros(unit.layout.padded_numel)
+    for number, source in enumerate(sources):
+        one = total if number == 0 else torch.zeros_like(total)
+        copies = []
+        for slot in unit.layout.slots:
+            found = catalog.find(slot.name)
+            if found is not None and found.unit is not None and slot.numel:
+                file = shard_file(WORKER_ERROR, source, catalog.index.world)
+                copies.append(Copy(file, found.unit.name, found.offset, one[slot.range.start : slot.range.stop]))
+        reader.read([copy for copy in copies if _has(catalog, copy)])
+        if number:
+            total.add_(one)
+    return total.div_(len(sources)) if len(sources) > 1 else total
+
+
+def _server_error(unit: Unit, catalog: Catalog, reader: RangeReader, rank: int, world: int) -> torch.Tensor:
+    """The server error of this rank's part of ``unit``, (part,)."""
+    numel = part_numel(unit.layout.padded_numel, world)
+    own = Range(rank * numel, (rank + 1) * numel)
+    part = torch.zeros(numel)
+    copies: list[Copy] = []
+    for slot in unit.layout.slots:
+        wanted, found = slot.range.intersect(own), catalog.find(slot.name)
+        if wanted.numel and found is not None and found.unit is not None:
+            copies += _server_copies(found, wanted.start - slot.offset, part[wanted.start - own.start : wanted.stop - own.start], catalog)
+    reader.read([copy for copy in copies if _has(catalog, copy)])
+    return part
+
+
+def _server_copies(param: Located, start: int, target: torch.Tensor, catalog: Catalog) -> list[Copy]:
+    """Reads of the elements of ``param`` from ``start`` on, from the parts of the saved ranks."""
+    if param.unit is None:
+        return []
+    world = catalog.index.world
+    numel = part_numel(param.unit.padded_numel, world)
+    wanted = Range(param.offset + start, param.offset + start + target.numel())
+    copies = []
+    for rank in range(world):
+        part = wanted.intersect(Range(rank * numel, (rank + 1) * numel))
+        if part.numel:
+            place = target[part.start - wanted.start : part.stop - wanted.start]
+            copies.append(Copy(shard_file(SERVER_ERROR, rank, world), param.unit.name, part.start - rank * numel, place))
+    return copies
+
+
+def _has(catalog: Catalog, copy: Copy) -> bool:
+    """Whether the unit was trained when the checkpoint was saved; an error that is not there is zero."""
+    file = catalog.index.files.get(copy.file)
+    return file is not None and copy.tensor in file.tensors
