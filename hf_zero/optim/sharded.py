@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero import host_memory
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.sharding.layout import FROZEN, Range
 from hf_zero.sharding.unit import Unit
@@ -115,11 +116,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for segment in self.segments:
             grad = by_unit[id(segment.unit)][segment.range.start : segment.range.stop]
             segment.tensor.grad = grad if grad.dtype == segment.tensor.dtype else grad.to(segment.tensor.dtype)
+        fresh = not self.inner.state
         self.inner.step()
+        if fresh:
+            self._move_state()
         for segment in self.segments:
             segment.tensor.grad = None
         # What torch's schedulers look at before they warn that they were stepped before the optimizer.
         self._opt_called = True
+
+    def _move_state(self) -> None:
+        """Moments, which the inner optimizer made in its first step, go to huge pages."""
+        for state in self.inner.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = host_memory.moved(value)
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
         """Finishes the reduction, clips and updates, as the engine's ``step`` does; for callers that step the optimizer.

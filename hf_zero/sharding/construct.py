@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hf_zero import host_memory
 from hf_zero.errors import StateError
 from hf_zero.sharding.announce import own
 from hf_zero.sharding.layout import build_layout
@@ -48,17 +49,17 @@ def build_unit(name: str, members: Sequence[NamedParam], dtype: torch.dtype, spe
     )
     params = [members[index].param for index in order]
     wide = _widest([dtype, *(param.dtype for param in params)])
-    values = torch.zeros(layout.padded_numel, dtype=wide, device=collectives.topology.device)
+    values = host_memory.empty(layout.padded_numel, wide, collectives.topology.device).zero_()
     for slot, param in zip(layout.slots, params, strict=True):
         _copy_value(values[slot.range.start : slot.range.stop], param, slot.name)
     if spec.sync_values and any(find_unit(param) is None for param in params):
         collectives.broadcast(values, 0, name)
-    buffer = values if wide == dtype else values.to(dtype)
+    buffer = values if wide == dtype else host_memory.cast(values, dtype)
     unit = Unit(layout, params, spec, buffer)
     if unit.trainable:
         master_dtype = spec.master_dtype or dtype
         # From the 16-bit values, as DeepSpeed does: a model that zero.Init cast at construction gives the same masters.
-        unit.master = unit.shard if master_dtype == dtype else unit.shard.to(master_dtype)
+        unit.master = unit.shard if master_dtype == dtype else host_memory.cast(unit.shard, master_dtype)
     own(unit, spec.announced)
     return unit
 

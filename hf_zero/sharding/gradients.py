@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_zero import host_memory
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.errors import StateError
 from hf_zero.sharding.unit import Unit
@@ -46,7 +47,7 @@ class BufferPool:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised (numel,) tensor."""
         free = self._free.get((numel, dtype))
-        return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
+        return free.pop() if free else host_memory.empty(numel, dtype, device)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Takes back a buffer that nobody reads any more."""

@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from hf_zero import observe
+from hf_zero import host_memory, observe
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.errors import StateError
 from hf_zero.sharding.layout import FROZEN, Range, UnitLayout
@@ -89,7 +89,7 @@ class Unit:
         self._whole = WholeBuffer(layout, buffer)  # emptied while SHARDED, by release() only
         self._whole.show(self.params)
         own = buffer[self.owned.start : self.owned.stop]
-        self.shard = own.clone() if self.releasable else own
+        self.shard = host_memory.empty(own.numel(), own.dtype, own.device).copy_(own) if self.releasable else own
         self._pending: Pending | None = None
         self._pins: list[int | None] = []  # one entry per holder: the rank whose changes it will broadcast, or None
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from hf_zero.host_memory import on_huge_pages
 from hf_zero.sharding.layout import UnitLayout
 
 
@@ -31,6 +32,7 @@ class WholeBuffer:
     def allocate(self) -> None:
         """Gives the buffer memory; what it holds is undefined."""
         self.flat.untyped_storage().resize_(self._bytes)
+        on_huge_pages(self.flat)
 
     def show(self, params: Iterable[nn.Parameter | None]) -> None:
         """Points each parameter at its view."""

@@ -1,0 +1,61 @@
+"""Large host buffers on huge pages."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from typing import Any
+
+import torch
+
+_HUGE_PAGE = 2 << 20  # bytes; x86-64 and aarch64 with 4 KiB pages
+_MADV_HUGEPAGE = 14
+
+
+def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised (numel,) tensor, on huge pages if it is large and on a host."""
+    return on_huge_pages(torch.empty(numel, dtype=dtype, device=device))
+
+
+def moved(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy of ``tensor`` on huge pages; ``tensor`` itself where that would gain nothing."""
+    if tensor.device.type != "cpu" or tensor.nbytes < 2 * _HUGE_PAGE or _advise() is None:
+        return tensor
+    return on_huge_pages(torch.empty_like(tensor, memory_format=torch.contiguous_format)).copy_(tensor)
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous copy of 1D ``tensor`` in another element type."""
+    return empty(tensor.numel(), dtype, tensor.device).copy_(tensor)
+
+
+def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """Asks the kernel to back ``tensor``, not yet written to, with huge pages; returns it.
+
+    [Note: huge pages] A flat buffer is written and read from end to end once a step. Fresh memory costs a fault per page, and
+    walking the page table costs again on every pass, most of all in a virtual machine. Filling 24 MiB of fresh memory took 10.5 ms on pages of
+    4 KiB and 2.1 ms on pages of 2 MiB where this was written (filling 24 MiB in use already: 4.8 ms). It is advice: where the kernel does
+    not take it nothing changes.
+    """
+    advise = _advise()
+    if advise is not None and tensor.device.type == "cpu":
+        start, size = tensor.data_ptr(), tensor.nbytes
+        first = -(-start // _HUGE_PAGE) * _HUGE_PAGE
+        whole = (start + size - first) // _HUGE_PAGE * _HUGE_PAGE
+        if whole > 0:
+            advise(first, whole, _MADV_HUGEPAGE)
+    return tensor
+
+
+@cache
+def _advise() -> Any:
+    """The C library's madvise; None where there is none or it has no such advice."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        function = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
