@@ -34,9 +34,9 @@ def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     """Asks the kernel to back ``tensor``, not yet written to, with huge pages; returns it.
 
     [Note: huge pages] A flat buffer is written and read from end to end once a step. Fresh memory costs a fault per page, and
-    walking the page table costs again on every pass, most of all in a virtual machine. Filling 24 MiB of fresh memory took 10.5 ms on pages of
-    4 KiB and 2.1 ms on pages of 2 MiB where this was written (filling 24 MiB in use already: 4.8 ms). It is advice: where the kernel does
-    not take it nothing changes.
+    walking the page table costs again on every pass, most of all in a virtual machine. Filling 24 MiB of fresh memory took 10.5 ms
+    on pages of 4 KiB and 2.1 ms on pages of 2 MiB where this was written (24 MiB in use already: 4.8 ms). It is advice: where the
+    kernel does not take it nothing changes.
     """
     advise = _advise()
     if advise is not None and tensor.device.type == "cpu":

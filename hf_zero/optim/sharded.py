@@ -90,6 +90,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for unit in self.units
             for segment in unit.layout.segments(unit.rank)
         ]
+        self._segments_of: dict[int, list[OwnedSegment]] = {}
+        for segment in self.segments:
+            self._segments_of.setdefault(id(segment.unit), []).append(segment)
         for index, group in enumerate(inner.param_groups):
             group["params"] = [segment.tensor for segment in self.segments if segment.group == index]
         if inner.state:  # made at construction, for the parameters that the segments replace
@@ -107,6 +110,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.connect(None, None)
         self.inner.state.clear()
         self.segments, self.units = [], []
+        self._segments_of.clear()
         for group in self.inner.param_groups:
             group["params"] = []
 
@@ -228,7 +232,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def segments_of(self, unit: Unit) -> list[OwnedSegment]:
         """The segments inside ``unit``."""
-        return [segment for segment in self.segments if segment.unit is unit]
+        return self._segments_of.get(id(unit), [])
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()
