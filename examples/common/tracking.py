@@ -1,4 +1,4 @@
-"""Trackers of the example: those of Accelerate, and a CSV file."""
+"""Trackers of the examples: those of Accelerate, and a CSV file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, on_main_process
 
 
@@ -57,6 +58,20 @@ class CsvTracker(GeneralTracker):
         """
         self._append([("" if step is None else step, name, value) for name, value in values.items()])
 
+    @on_main_process
+    def log_table(self, table_name: str, columns: list[str], data: list[list[Any]], step: int | None = None, **kwargs: Any) -> None:
+        """Write a table as ``<name>.csv`` beside the file of the metrics; a later one of the same name replaces it.
+
+        Args:
+            table_name: Name of the file, without its ending.
+            columns: Headings.
+            data: Rows.
+            step: Optimizer step; the first column.
+            **kwargs: What other trackers take; not used here.
+        """
+        with self.path.with_name(f"{table_name}.csv").open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([["step", *columns], *([step, *row] for row in data)])
+
     def _append(self, rows: list[tuple[Any, ...]]) -> None:
         with self.path.open("a", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(rows)
@@ -88,6 +103,25 @@ def make_trackers(args: argparse.Namespace) -> tuple[list[Any], str]:
 def tracker_options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Options of `Accelerator.init_trackers`: wandb keeps its files in the output folder too."""
     return {"wandb": {"dir": args.output_dir}}
+
+
+def log_table(accelerator: Accelerator, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+    """Send a table to every tracker that can show one: wandb and CSV as a table, tensorboard as text.
+
+    Args:
+        accelerator: With its trackers started.
+        name: Name of the table.
+        columns: Headings.
+        rows: Cells, as text.
+        step: Optimizer step.
+    """
+    for tracker in accelerator.trackers:
+        if hasattr(tracker, "log_table"):
+            tracker.log_table(name, columns=columns, data=rows, step=step)
+        elif tracker.name == "tensorboard" and accelerator.is_main_process:
+            lines = [columns, ["---"] * len(columns), *rows]
+            text = "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+            tracker.writer.add_text(name, text, global_step=step)
 
 
 def has_wandb_account() -> bool:

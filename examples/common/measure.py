@@ -1,4 +1,4 @@
-"""What the example measures: bytes of model state, peak memory, seconds."""
+"""What the examples measure: bytes of model state, peak memory, seconds."""
 
 from __future__ import annotations
 

@@ -1,0 +1,163 @@
+"""Flags that the examples share, in the words of the Hugging Face scripts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import NoReturn
+
+from transformers import SchedulerType
+
+REPORTERS = ("all", "csv", "tensorboard", "wandb", "comet_ml", "clearml", "mlflow", "trackio")
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser whose complaints are printed by one rank only."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message on the first rank; end the process with code 2 on every one."""
+        if os.environ.get("RANK", "0") != "0":
+            self.exit(2)
+        super().error(message)
+
+
+def to_bool(text: str) -> bool:
+    """Read the value of a switch that may stand alone or with a value (``--pad_to_max_length True``)."""
+    if text.lower() in ("true", "1", "yes"):
+        return True
+    if text.lower() in ("false", "0", "no"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r}: give True or False, or the flag alone")
+
+
+def add_switch(group: argparse._ArgumentGroup, flag: str, help_text: str) -> None:
+    """Add a flag that is off by default, on when it stands alone, and also takes True or False."""
+    group.add_argument(flag, nargs="?", const=True, default=False, type=to_bool, metavar="BOOL", help=help_text)
+
+
+def add_hub_flags(group: argparse._ArgumentGroup) -> None:
+    """Flags of data and model that every example has."""
+    group.add_argument(
+        "--offline", action="store_true", help="Never ask the hub: what it would give is made from Python's own docstrings, with a note."
+    )
+    group.add_argument("--trust_remote_code", action="store_true", help="Run code that comes with a model on the hub.")
+    group.add_argument("--use_slow_tokenizer", action="store_true", help="Load the tokenizer's Python version.")
+    group.add_argument("--preprocessing_num_workers", type=int, help="Processes that tokenize (default: the main one).")
+    group.add_argument("--overwrite_cache", action="store_true", help="Tokenize again even if the result is cached.")
+
+
+def add_training_flags(parser: argparse.ArgumentParser, *, batch_size: int = 8, epochs: int = 3) -> None:
+    """Flags of the training loop.
+
+    Args:
+        parser: Where to add them.
+        batch_size: Default samples per rank and micro-step.
+        epochs: Default epochs.
+    """
+    group = parser.add_argument_group("training")
+    group.add_argument(
+        "--per_device_train_batch_size", type=int, default=batch_size, help=f"Samples per rank and micro-step (default {batch_size})."
+    )
+    group.add_argument(
+        "--per_device_eval_batch_size", type=int, default=batch_size, help=f"The same when evaluating (default {batch_size})."
+    )
+    group.add_argument("--learning_rate", type=float, default=5e-5, help="Peak learning rate (default 5e-5).")
+    group.add_argument("--weight_decay", type=float, default=0.0, help="Weight decay, not on biases and norms (default 0).")
+    group.add_argument(
+        "--max_grad_norm",
+        type=float,
+        default=1.0,
+        help="Clip the gradient norm, 0 is off (default 1.0). A DeepSpeed config decides by its own gradient_clipping.",
+    )
+    group.add_argument("--num_train_epochs", type=int, default=epochs, help=f"Epochs (default {epochs}).")
+    group.add_argument("--max_train_steps", type=int, help="Optimizer steps; overrides --num_train_epochs.")
+    group.add_argument(
+        "--gradient_accumulation_steps",
+        type=int,
+        default=1,
+        help="Micro-steps per optimizer step (default 1). A number in a DeepSpeed config wins.",
+    )
+    group.add_argument(
+        "--lr_scheduler_type",
+        type=SchedulerType,
+        choices=[kind.value for kind in SchedulerType],
+        metavar="NAME",
+        default=SchedulerType.LINEAR,
+        help="Schedule of the learning rate (default linear). A scheduler in a DeepSpeed config wins.",
+    )
+    group.add_argument("--num_warmup_steps", type=int, default=0, help="Optimizer steps of warm-up (default 0).")
+    group.add_argument("--seed", type=int, default=42, help="Seed of weights, dropout and order of the data (default 42).")
+    group.add_argument("--skip_initial_eval", action="store_true", help="Do not evaluate before training.")
+
+
+def add_output_flags(parser: argparse.ArgumentParser, *, report_name: str) -> None:
+    """Flags of what a run leaves behind.
+
+    Args:
+        parser: Where to add them.
+        report_name: Default name of the trackers' project.
+    """
+    group = parser.add_argument_group("output")
+    group.add_argument("--output_dir", help="Where model, tokenizer, checkpoints and results go; without it nothing is kept.")
+    group.add_argument("--checkpointing_steps", help="Save the training state every N optimizer steps, or at the end of each 'epoch'.")
+    group.add_argument(
+        "--resume_from_checkpoint",
+        metavar="FOLDER",
+        help="Folder that --checkpointing_steps wrote, or 'latest': the newest one in --output_dir, or the start if there is none yet.",
+    )
+    group.add_argument("--logging_steps", type=int, default=1, help="Optimizer steps between two reports of the loss (default 1).")
+    group.add_argument("--with_tracking", action="store_true", help="Send metrics to the trackers of --report_to.")
+    group.add_argument("--report_to", choices=REPORTERS, default="all", help="Which tracker (default all that are installed, and csv).")
+    group.add_argument("--report_name", default=report_name, help=f"Project under which trackers keep the run (default {report_name}).")
+    group.add_argument("--push_to_hub", action="store_true", help="Upload --output_dir to the hub at the end.")
+    group.add_argument("--hub_model_id", help="Repository to upload to (default: the name of --output_dir).")
+    group.add_argument("--hub_token", help="Token for the upload (default: the one stored by `hf auth login`).")
+    add_compare_flag(group)
+
+
+def add_compare_flag(group: argparse._ArgumentGroup) -> None:
+    """The flag that `common.compare` looks for before anything else is parsed."""
+    group.add_argument(
+        "--compare",
+        action="store_true",
+        help="Do the same job under DDP and ZeRO stages 1, 2 and 3, then print one table and draw it as comparison.png in --output_dir.",
+    )
+
+
+def check_files(parser: argparse.ArgumentParser, args: argparse.Namespace, extensions: Sequence[str]) -> None:
+    """Refuse data flags that contradict each other or name files of another kind."""
+    if args.dataset_name and (args.train_file or args.validation_file):
+        parser.error(f"--dataset_name {args.dataset_name} and --train_file/--validation_file are two sources of text: give one of them.")
+    if args.validation_file and not args.train_file:
+        parser.error(f"--validation_file {args.validation_file} needs --train_file.")
+    for flag in ("train_file", "validation_file"):
+        name = getattr(args, flag)
+        if name and not name.endswith(tuple(f".{extension}" for extension in extensions)):
+            parser.error(f"--{flag} {name}: the name must end in .{', .'.join(extensions[:-1])} or .{extensions[-1]}.")
+
+
+def check_run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse values of the shared flags that cannot work, in the words of the command line."""
+    steps = args.checkpointing_steps
+    if steps is not None and steps != "epoch" and not (steps.isdigit() and int(steps) > 0):
+        parser.error(f"--checkpointing_steps {steps}: must be a positive number of optimizer steps, or 'epoch'.")
+    for flag in ("checkpointing_steps", "with_tracking", "push_to_hub", "compare"):
+        if getattr(args, flag) and not args.output_dir:
+            parser.error(f"--{flag} needs --output_dir.")
+    if args.resume_from_checkpoint == "latest" and not args.output_dir:
+        parser.error("--resume_from_checkpoint latest needs --output_dir.")
+    for flag in ("num_train_epochs", "max_train_steps"):
+        if getattr(args, flag) is not None:
+            check_at_least(parser, args, 1, flag)
+    names = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "logging_steps")
+    check_at_least(parser, args, 1, *names)
+    check_at_least(parser, args, 0, "learning_rate", "weight_decay", "max_grad_norm", "num_warmup_steps")
+
+
+def check_at_least(parser: argparse.ArgumentParser, args: argparse.Namespace, least: int, *flags: str) -> None:
+    """Refuse numbers below ``least``."""
+    for flag in flags:
+        value = getattr(args, flag)
+        if value is not None and value < least:
+            parser.error(f"--{flag} {value}: must be at least {least}.")

@@ -1,0 +1,148 @@
+"""Text that needs no network: the docstrings of the installed Python's standard library, parsed and never run."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+# Third-party code is not part of Python, and tests and demos are hardly prose: what is left is the same on every machine with this Python.
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"})
+SENTENCE_END = re.compile(r"(?<=[.!?])\s")
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Function:
+    """A documented function: its signature on one line, and the first sentence of its docstring."""
+
+    signature: str
+    summary: str
+
+
+def standard_library_files(root: Path | None = None) -> list[Path]:
+    """Python files of the standard library, sorted, without tests and installed packages.
+
+    Args:
+        root: Folder to look in; None is the standard library of the running interpreter.
+    """
+    root = library_root() if root is None else root
+    files = (path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts[:-1]))
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def library_root() -> Path:
+    """Folder of the running interpreter's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def docstrings(source: bytes) -> Iterator[str]:
+    """Docstrings of a module, its classes and functions in the order of the file; the code is parsed, never run.
+
+    Files that this Python cannot parse (templates, other syntax) yield nothing.
+    """
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in _nodes(source) if isinstance(node, documented)]
+    for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
+        text = ast.get_docstring(node)
+        if text:
+            yield text
+
+
+def functions(source: bytes) -> Iterator[Function]:
+    """Documented functions and methods in the order of the file; private ones too, special methods (``__eq__``) not.
+
+    Files that this Python cannot parse yield nothing.
+    """
+    nodes = [node for node in _nodes(source) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    for node in sorted(nodes, key=lambda node: node.lineno):
+        summary = first_sentence(ast.get_docstring(node) or "")
+        if summary and not (node.name.startswith("__") and node.name.endswith("__")):
+            yield Function(f"def {node.name}({ast.unparse(node.args)})", summary)
+
+
+def descriptions(source: bytes) -> Iterator[str]:
+    """First sentences of a module's docstring and those of its classes, in the order of the file.
+
+    Files that this Python cannot parse yield nothing.
+    """
+    nodes = [node for node in _nodes(source) if isinstance(node, (ast.Module, ast.ClassDef))]
+    for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
+        sentence = first_sentence(ast.get_docstring(node) or "")
+        if sentence:
+            yield sentence
+
+
+def first_sentence(text: str) -> str:
+    """First sentence of a docstring on one line; empty where its first paragraph holds no two words."""
+    paragraph = " ".join(text.strip().split("\n\n")[0].split())
+    sentence = SENTENCE_END.split(paragraph)[0]
+    return sentence if len(sentence.split()) > 1 else ""
+
+
+def standard_library_text(root: Path | None = None, end_of_text: str = "") -> list[str]:
+    """All docstrings of the standard library, each on lines of its own, followed by ``end_of_text``.
+
+    Raises:
+        FileNotFoundError: The interpreter comes without the sources of its library.
+    """
+    ending = f"\n{end_of_text}"
+    texts = [text + ending for path in standard_library_files(root) for text in docstrings(path.read_bytes())]
+    return _found(texts, root)
+
+
+def standard_library_functions(root: Path | None = None) -> list[Function]:
+    """All documented functions of the standard library, repetitions left out.
+
+    Raises:
+        FileNotFoundError: The interpreter comes without the sources of its library.
+    """
+    found = (function for path in standard_library_files(root) for function in functions(path.read_bytes()))
+    return _found(list(dict.fromkeys(found)), root)
+
+
+def standard_library_descriptions(root: Path | None = None) -> list[str]:
+    """First sentences about all modules and classes of the standard library, repetitions left out.
+
+    Raises:
+        FileNotFoundError: The interpreter comes without the sources of its library.
+    """
+    found = (sentence for path in standard_library_files(root) for sentence in descriptions(path.read_bytes()))
+    return _found(list(dict.fromkeys(found)), root)
+
+
+def split_items(items: Sequence[Item], held_out_percent: int) -> tuple[list[Item], list[Item]]:
+    """Hold out items spread evenly over the list, the same ones every time.
+
+    Args:
+        items: Documents in a fixed order.
+        held_out_percent: Share to hold out, 1 to 99.
+
+    Returns:
+        Items to train on and items held out, both in the order of ``items``.
+    """
+    held_out = [(index * held_out_percent) // 100 != ((index + 1) * held_out_percent) // 100 for index in range(len(items))]
+    train = [item for item, held in zip(items, held_out, strict=True) if not held]
+    return train, [item for item, held in zip(items, held_out, strict=True) if held]
+
+
+def _nodes(source: bytes) -> Iterator[ast.AST]:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    yield from ast.walk(tree)
+
+
+def _found(items: list[Item], root: Path | None) -> list[Item]:
+    if not items:
+        raise FileNotFoundError(
+            f"No docstrings found under {root or library_root()}: this Python has no library sources. "
+            "Give --train_file, or the name of a dataset on the hub."
+        )
+    return items

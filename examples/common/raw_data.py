@@ -1,0 +1,54 @@
+"""Datasets as they come: from the hub or from files, always with the splits ``train`` and ``validation``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
+
+def load_hub_dataset(args: argparse.Namespace, *source: str) -> DatasetDict:
+    """Load a dataset from the hub or its cache.
+
+    Args:
+        args: ``validation_split_percentage`` is held out where the dataset has no validation split.
+        *source: Name, and configuration if there is one.
+    """
+    return _with_validation(args, source, {})
+
+
+def load_files(args: argparse.Namespace, **options: Any) -> DatasetDict:
+    """Load ``--train_file`` and ``--validation_file`` (.txt, .csv or .json).
+
+    Args:
+        args: The data flags.
+        **options: For the builder of ``datasets``.
+    """
+    extension = args.train_file.rsplit(".", 1)[-1]
+    files = {"train": args.train_file} | ({"validation": args.validation_file} if args.validation_file else {})
+    return _with_validation(args, ("text" if extension == "txt" else extension,), {"data_files": files, **options})
+
+
+def from_columns(train: dict[str, list[Any]], validation: dict[str, list[Any]]) -> DatasetDict:
+    """Make a dataset of columns in memory."""
+    from datasets import Dataset, DatasetDict
+
+    return DatasetDict(train=Dataset.from_dict(train), validation=Dataset.from_dict(validation))
+
+
+def first_samples(dataset: Dataset, limit: int | None) -> Dataset:
+    """The first ``limit`` samples; all of them for None."""
+    return dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
+
+
+def _with_validation(args: argparse.Namespace, source: tuple[str, ...], options: dict[str, Any]) -> DatasetDict:
+    from datasets import load_dataset
+
+    raw = load_dataset(*source, **options)
+    if "validation" not in raw:
+        percent = args.validation_split_percentage
+        raw["validation"] = load_dataset(*source, split=f"train[:{percent}%]", **options)
+        raw["train"] = load_dataset(*source, split=f"train[{percent}%:]", **options)
+    return raw

@@ -1,0 +1,175 @@
+"""What the scripts on transformers' Trainer have in common: their command line, the clock, the table at the end."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import datasets
+import torch
+import transformers
+from transformers import HfArgumentParser, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from common.arguments import Parser
+from common.measure import count_parameters, expected_state_bytes, maximum_over_ranks, measured_state_bytes, peak_memory_bytes
+from common.ranks import Ranks
+from common.results import RESULTS_FILE, RunFacts, RunResults, results_table, wide_console, write_results
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+Arguments = TypeVar("Arguments", bound=TrainingArguments)
+
+
+class TrainerParser(Parser, HfArgumentParser):
+    """Parser of dataclasses and flags together; complaints are printed by one rank only."""
+
+
+def parse_arguments(
+    kind: type[Arguments],
+    description: str,
+    add_flags: Sequence[Callable[[argparse.ArgumentParser], None]],
+    check: Callable[[argparse.ArgumentParser, argparse.Namespace], None],
+    argv: Sequence[str] | None = None,
+) -> tuple[Arguments, argparse.Namespace]:
+    """Read a command line of `TrainingArguments` and the example's own flags.
+
+    Args:
+        kind: Class of the training arguments.
+        description: First lines of the help.
+        add_flags: Add the flags of data and model.
+        check: Refuses values of those.
+        argv: Words after the program's name; None reads ``sys.argv``.
+
+    Returns:
+        The training arguments, and the other flags with ``output_dir`` and ``seed``.
+    """
+    parser = TrainerParser(kind, description=description)
+    for add in add_flags:
+        add(parser)
+    training, flags = parser.parse_args_into_dataclasses(args=argv)
+    check(parser, flags)
+    flags.output_dir, flags.seed = training.output_dir, training.seed
+    return training, flags
+
+
+def quiet(training: TrainingArguments) -> None:
+    """Let only warnings of the first rank through, and its progress bar."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    training.dataloader_pin_memory = training.dataloader_pin_memory and training.device.type != "cpu"
+    training.disable_tqdm = training.disable_tqdm or training.process_index != 0
+
+
+def ranks_of(training: TrainingArguments) -> Ranks:
+    """The training arguments as code that loads data sees them."""
+    say = print if training.process_index == 0 else lambda text: None
+    return Ranks(partial(training.main_process_first, local=False), say)
+
+
+class Clock(TrainerCallback):
+    """Seconds spent in training epochs, evaluation left out."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.epochs = 0.0  # epochs trained, a part of one as a fraction
+        self._start = 0.0
+        self._first_epoch = 0.0
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Remember where a resumed run goes on."""
+        self._first_epoch = state.epoch or 0.0
+
+    def on_epoch_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start."""
+        self._start = time.perf_counter()
+
+    def on_evaluate(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave out an evaluation in the middle of an epoch."""
+        self._start += float((kwargs.get("metrics") or {}).get("eval_runtime", 0.0))
+
+    def on_epoch_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop."""
+        self.seconds += time.perf_counter() - self._start
+        self.epochs = float(state.epoch or 0.0) - self._first_epoch
+
+
+def train(trainer: Trainer) -> Clock:
+    """Train, from a checkpoint if the arguments say so (``latest`` is the newest one in ``output_dir``).
+
+    Returns:
+        The clock of the training.
+    """
+    clock = Clock()
+    trainer.add_callback(clock)
+    checkpoint = trainer.args.resume_from_checkpoint
+    if checkpoint == "latest":
+        folder = trainer.args.output_dir
+        checkpoint = get_last_checkpoint(folder) if Path(folder).is_dir() else None
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return clock
+
+
+def report(trainer: Trainer, clock: Clock, *, title: str, sample: str, metrics: Mapping[str, float], eval_seconds: float) -> None:
+    """Print the table and write ``results.json`` (collective).
+
+    Args:
+        trainer: After training.
+        clock: Result of `train`.
+        title: What was trained.
+        sample: What one sample is.
+        metrics: What the task is judged by.
+        eval_seconds: Seconds of the last evaluation.
+    """
+    accelerator, args = trainer.accelerator, trainer.args
+    facts = describe(trainer, title, sample)
+    log = [entry for entry in trainer.state.log_history if "train_loss" in entry]
+    samples = clock.epochs * facts.train_samples
+    results = RunResults(
+        train_seconds_per_epoch=clock.seconds / clock.epochs,
+        eval_seconds_per_epoch=eval_seconds,
+        samples_per_second=samples / clock.seconds,
+        peak_memory_bytes=maximum_over_ranks(peak_memory_bytes(accelerator.device), accelerator),
+        state_bytes=maximum_over_ranks(measured_state_bytes(trainer.model_wrapped, trainer.optimizer), accelerator),
+        train_loss=log[-1]["train_loss"],
+        metrics_before={},
+        metrics=dict(metrics),
+        steps=trainer.state.global_step,
+    )
+    if args.process_index == 0:
+        wide_console().print(results_table([(facts, results)]))
+        write_results(Path(args.output_dir) / RESULTS_FILE, facts, results)
+
+
+def describe(trainer: Trainer, title: str, sample: str) -> RunFacts:
+    """Collect the facts of the results file."""
+    accelerator, args = trainer.accelerator, trainer.args
+    plugin = accelerator.state.deepspeed_plugin
+    stage = None if plugin is None else int(plugin.deepspeed_config.get("zero_optimization", {}).get("stage", 0))
+    parameters = count_parameters(trainer.model_wrapped)
+    sizes = {"ranks": args.world_size, "sixteen_bit": args.bf16 or args.fp16}
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return RunFacts(
+        task=title,
+        stage=stage,
+        ranks=args.world_size,
+        backend=torch.distributed.get_backend() if initialized else "none",
+        device=accelerator.device.type,
+        precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        parameters=parameters,
+        train_samples=len(trainer.train_dataset),
+        eval_samples=len(trainer.eval_dataset),
+        sample=sample,
+        micro_batch_size=args.per_device_train_batch_size,
+        eval_batch_size=args.per_device_eval_batch_size,
+        accumulation_steps=args.gradient_accumulation_steps,
+        max_train_steps=trainer.state.max_steps,
+        expected_state_bytes=expected_state_bytes(parameters, stage=stage, **sizes),
+        stage0_state_bytes=expected_state_bytes(parameters, stage=None if stage is None else 0, **sizes),
+    )

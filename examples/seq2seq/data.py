@@ -1,0 +1,98 @@
+"""Sources and targets: conversations from the hub, files, or signatures and what the functions do."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from common.docstrings import Function, split_items, standard_library_functions
+from common.raw_data import first_samples, from_columns, load_files, load_hub_dataset
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+    from transformers import PreTrainedTokenizerBase
+
+IGNORED = -100  # label that the loss leaves out
+
+
+def load_raw_datasets(args: argparse.Namespace) -> DatasetDict:
+    """Training and validation samples: from the hub, from files, or from the standard library when neither is named.
+
+    Args:
+        args: The data flags of `arguments.parse_arguments`.
+
+    Returns:
+        Splits ``train`` and ``validation``, cut to ``n_train`` and ``n_val``.
+    """
+    if args.dataset_name:
+        raw = load_hub_dataset(args, *filter(None, (args.dataset_name, args.dataset_config_name)))
+    elif args.train_file:
+        raw = load_files(args)
+    else:
+        train, validation = split_items(standard_library_functions(), args.validation_split_percentage)
+        raw = from_columns(to_columns(train), to_columns(validation))
+    raw["train"], raw["validation"] = first_samples(raw["train"], args.n_train), first_samples(raw["validation"], args.n_val)
+    return raw
+
+
+def to_columns(functions: Sequence[Function]) -> dict[str, list[str]]:
+    """Signatures as ``source``, the first sentences of their docstrings as ``target``."""
+    return {"source": [function.signature for function in functions], "target": [function.summary for function in functions]}
+
+
+def text_columns(raw: DatasetDict, args: argparse.Namespace) -> tuple[str, str]:
+    """Columns of sources and targets.
+
+    Raises:
+        ValueError: A named column is not there, or there are fewer than two.
+    """
+    found = raw["train"].column_names
+    for flag in ("text_column", "summary_column"):
+        name = getattr(args, flag)
+        if name and name not in found:
+            raise ValueError(f"--{flag} {name}: the data has the columns {', '.join(found)}.")
+    if len(found) < 2:
+        raise ValueError(f"The data has the columns {', '.join(found)}: needed are one with sources and one with targets.")
+    return args.text_column or found[0], args.summary_column or found[1]
+
+
+def tokenize_samples(raw: DatasetDict, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> tuple[Dataset, Dataset]:
+    """Tokenize both splits.
+
+    Args:
+        raw: Result of `load_raw_datasets`.
+        tokenizer: Any Hugging Face tokenizer.
+        args: The data flags; evaluation targets are cut at ``val_max_target_length``.
+
+    Returns:
+        Training and validation samples with ``input_ids``, ``attention_mask`` and ``labels``.
+    """
+    source_column, target_column = text_columns(raw, args)
+    padding = "max_length" if args.pad_to_max_length else False
+
+    def tokenize(batch: dict[str, list[str]], target_length: int) -> Any:
+        sources = [args.source_prefix + text for text in batch[source_column]]
+        options = {"padding": padding, "truncation": True, "return_token_type_ids": False}
+        encoded = tokenizer(sources, max_length=args.max_source_length, **options)
+        labels = tokenizer(text_target=batch[target_column], max_length=target_length, **options)["input_ids"]
+        if padding and args.ignore_pad_token_for_loss:
+            pad = tokenizer.pad_token_id
+            labels = [[IGNORED if token == pad else token for token in line] for line in labels]
+        encoded["labels"] = labels
+        return encoded
+
+    lengths = {"train": args.max_target_length, "validation": args.val_max_target_length}
+    train, validation = (
+        raw[split].map(
+            tokenize,
+            batched=True,
+            remove_columns=raw[split].column_names,
+            fn_kwargs={"target_length": length},
+            desc="Tokenize",
+            num_proc=args.preprocessing_num_workers,
+            load_from_cache_file=not args.overwrite_cache,
+        )
+        for split, length in lengths.items()
+    )
+    return train, validation

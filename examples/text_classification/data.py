@@ -1,0 +1,139 @@
+"""Pairs of sentences and whether they belong together: a GLUE task, files, or the functions of Python's standard library."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from common.docstrings import Function, split_items, standard_library_descriptions, standard_library_functions
+from common.hub import GLUE
+from common.raw_data import first_samples, from_columns, load_files, load_hub_dataset
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+    from transformers import PreTrainedTokenizerBase
+
+# Text columns of the GLUE tasks with two classes.
+GLUE_COLUMNS: dict[str, tuple[str, ...]] = {
+    "cola": ("sentence",),
+    "mrpc": ("sentence1", "sentence2"),
+    "qnli": ("question", "sentence"),
+    "qqp": ("question1", "question2"),
+    "rte": ("sentence1", "sentence2"),
+    "sst2": ("sentence",),
+    "wnli": ("sentence1", "sentence2"),
+}
+LABELS = ("not_equivalent", "equivalent")
+# Another function's summary comes from far away in the library: functions of one module often have much the same one.
+DISTANCE = 2 / 3
+
+
+def load_raw_datasets(args: argparse.Namespace) -> DatasetDict:
+    """Training and validation pairs: a GLUE task, files, or made from the standard library when neither is named.
+
+    Args:
+        args: The data flags of `arguments.parse_arguments`.
+
+    Returns:
+        Splits ``train`` and ``validation`` with the text columns and an integer ``label``.
+    """
+    if args.task_name:
+        return load_hub_dataset(args, GLUE, args.task_name)
+    if args.train_file:
+        return load_files(args)
+    percent = args.validation_split_percentage
+    functions, descriptions = (split_items(items, percent) for items in (standard_library_functions(), standard_library_descriptions()))
+    train, validation = (function_pairs(*items) for items in zip(functions, descriptions, strict=True))
+    return from_columns(train, validation)
+
+
+def function_pairs(functions: Sequence[Function], descriptions: Sequence[str]) -> dict[str, list[Any]]:
+    """Each function once with its own summary and once with a stranger's sentence: the task is to tell which.
+
+    Every other stranger is a sentence about a class or a module, which a small model soon tells from what functions do; the rest are
+    summaries of other functions, for which signature and summary have to be compared.
+
+    Args:
+        functions: At least three, in a fixed order.
+        descriptions: Sentences about classes and modules; used again from the start when they run out.
+
+    Returns:
+        Columns as MRPC has them: ``sentence1`` (the signature), ``sentence2`` (a sentence), ``label`` (1 when it is the function's own)
+        and ``idx``.
+    """
+    shift = max(1, int(len(functions) * DISTANCE))
+    columns: dict[str, list[Any]] = {"sentence1": [], "sentence2": [], "label": [], "idx": []}
+    for index, function in enumerate(functions):
+        other = functions[(index + shift) % len(functions)].summary
+        stranger = other if index % 2 else descriptions[index // 2 % len(descriptions)]
+        for sentence in (function.summary, stranger):
+            columns["sentence1"].append(function.signature)
+            columns["sentence2"].append(sentence)
+            columns["label"].append(int(sentence == function.summary))
+            columns["idx"].append(len(columns["idx"]))
+    return columns
+
+
+def text_columns(raw: DatasetDict, args: argparse.Namespace) -> tuple[str, ...]:
+    """Columns that hold the sentences.
+
+    Raises:
+        ValueError: A file has no column for them, or none for the label.
+    """
+    if args.task_name:
+        return GLUE_COLUMNS[args.task_name]
+    found = raw["train"].column_names
+    columns = tuple(name for name in ("sentence1", "sentence2", "sentence", "text") if name in found)[:2]
+    if not columns or "label" not in found:
+        raise ValueError(
+            f"--train_file {args.train_file}: has the columns {', '.join(found)}; needed are sentence1 (and sentence2 for pairs) and label."
+        )
+    return columns
+
+
+def label_names(raw: DatasetDict) -> list[str]:
+    """Names of the classes in the order of their ids."""
+    feature = raw["train"].features["label"]
+    if hasattr(feature, "names"):
+        return list(feature.names)
+    found = set(raw["train"].unique("label")) | set(raw["validation"].unique("label"))
+    if found <= {0, 1}:
+        return list(LABELS)
+    raise ValueError(f"The column label holds {sorted(found, key=str)[:5]}: this example learns two classes, given as 0 and 1.")
+
+
+def tokenize_pairs(raw: DatasetDict, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> tuple[Dataset, Dataset]:
+    """Tokenize both splits.
+
+    Args:
+        raw: Result of `load_raw_datasets`.
+        tokenizer: Any Hugging Face tokenizer.
+        args: ``max_length``, ``pad_to_max_length``, ``max_*_samples`` and the cache flags.
+
+    Returns:
+        Training and validation samples with ``input_ids``, ``attention_mask``, ``labels``, and ``token_type_ids`` where the tokenizer
+        makes them.
+    """
+    columns = text_columns(raw, args)
+    padding = "max_length" if args.pad_to_max_length else False
+
+    def tokenize(batch: dict[str, list[Any]]) -> Any:
+        encoded = tokenizer(*(batch[name] for name in columns), padding=padding, max_length=args.max_length, truncation=True)
+        encoded["labels"] = batch["label"]
+        return encoded
+
+    splits = []
+    for split, limit in (("train", args.max_train_samples), ("validation", args.max_eval_samples)):
+        samples = first_samples(raw[split], limit)
+        splits.append(
+            samples.map(
+                tokenize,
+                batched=True,
+                remove_columns=samples.column_names,
+                desc="Tokenize",
+                num_proc=args.preprocessing_num_workers,
+                load_from_cache_file=not args.overwrite_cache,
+            )
+        )
+    return splits[0], splits[1]

@@ -1,0 +1,76 @@
+"""What both scripts of this example do in the same way: tokenizer, samples, model and metric."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import evaluate
+from common.hub import is_reachable
+from common.ranks import Ranks, files_first
+from common.tokenizer import DEFAULT_VOCAB_SIZE, ENCODER_TOKENS, cached_tokenizer, named_tokenizer
+from data import label_names, load_raw_datasets, text_columns, tokenize_pairs
+from model import build_config
+from transformers import DataCollatorWithPadding, default_data_collator
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+METRIC_MODULE = Path(__file__).with_name("f1_accuracy.py")
+
+
+@dataclass
+class Material:
+    """What a run starts from."""
+
+    raw: DatasetDict
+    columns: tuple[str, ...]
+    tokenizer: PreTrainedTokenizerBase
+    data: tuple[Dataset, Dataset]
+    config: PretrainedConfig
+    metric: Any
+
+
+def load_material(args: argparse.Namespace, ranks: Ranks) -> Material:
+    """Load text, tokenizer and metric and work out the configuration of the model.
+
+    Args:
+        args: The data and model flags, and ``output_dir``.
+        ranks: Orders the ranks and prints.
+    """
+    with files_first(ranks, args):
+        raw = load_raw_datasets(args)
+    columns = text_columns(raw, args)
+    with ranks.first_rank_first():
+        metric = load_metric(args)
+        tokenizer = named_tokenizer(args)
+        if tokenizer is None:
+            texts = [text for name in columns for text in raw["train"][name][:]]
+            cache_dir = Path(args.output_dir) if args.output_dir else None
+            tokenizer = cached_tokenizer(texts, args.vocab_size or DEFAULT_VOCAB_SIZE, cache_dir, ENCODER_TOKENS)
+    with files_first(ranks, args):
+        data = tokenize_pairs(raw, tokenizer, args)
+    config, note = build_config(args, tokenizer, label_names(raw))
+    if note:
+        ranks.say(note)
+    return Material(raw, columns, tokenizer, data, config, metric)
+
+
+def load_metric(args: argparse.Namespace) -> Any:
+    """GLUE's metric from the hub for a GLUE task, else the module of the same two numbers beside this file."""
+    if args.task_name in ("mrpc", "qqp") and not args.offline and is_reachable():
+        try:
+            return evaluate.load("glue", args.task_name, keep_in_memory=True)
+        except (ImportError, OSError):  # it needs scikit-learn; ours needs nothing
+            pass
+    return evaluate.load(str(METRIC_MODULE), keep_in_memory=True)
+
+
+def collator(tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace, *, half: bool) -> Any:
+    """Makes batches; in 16 bit their length is a multiple of 8, which tensor cores want."""
+    if args.pad_to_max_length:
+        return default_data_collator
+    return DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if half else None)

@@ -1,0 +1,74 @@
+"""The examples for tests: their modules imported as the scripts import them, and whole runs on two ranks of this machine's CPU."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+EXAMPLES = REPOSITORY / "examples"
+RUN_SECONDS = 240
+# What the folders of the examples call their own; forgotten after use, since the next folder has modules of the same names.
+LOCAL_NAMES = ("arguments", "bleu", "chat", "data", "demo", "f1_accuracy", "model", "sft_data", "task")
+
+
+@contextmanager
+def modules(folder: str, *names: str) -> Iterator[SimpleNamespace]:
+    """Modules of ``examples/<folder>``, and of ``examples/common`` as ``common_<name>``.
+
+    Args:
+        folder: Of the example.
+        *names: Modules of that folder, or ``common.<name>``.
+    """
+    paths = [str(EXAMPLES / folder), str(EXAMPLES)]
+    sys.path[:0] = paths
+    hidden: dict[str, ModuleType] = {name: sys.modules.pop(name) for name in LOCAL_NAMES if name in sys.modules}
+    try:
+        yield SimpleNamespace(**{name.replace(".", "_"): importlib.import_module(name) for name in names})
+    finally:
+        for path in paths:
+            sys.path.remove(path)
+        for name in [name for name in sys.modules if name in LOCAL_NAMES or name.split(".")[0] == "common"]:
+            del sys.modules[name]
+        sys.modules.update(hidden)
+
+
+def run(command: Sequence[str], *, cache: Path, on_cpu: bool = False) -> str:
+    """Run a command in the root of the repository, as two ranks of this machine's CPU would be started.
+
+    Args:
+        command: Words after the interpreter.
+        cache: Folder for what `datasets` caches.
+        on_cpu: Tell Accelerate to leave GPUs alone, which DDP needs; with a DeepSpeed configuration it would switch ZeRO off.
+
+    Returns:
+        What it printed. Fails with all of it when the run fails or lasts longer than ``RUN_SECONDS``.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "WANDB_"))}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "NETRC": os.devnull, "HF_ZERO": "1", "HF_HUB_OFFLINE": "1"}
+    environment |= {"HF_DATASETS_CACHE": str(cache), "HF_MODULES_CACHE": str(cache / "modules"), "TOKENIZERS_PARALLELISM": "false"}
+    if on_cpu:
+        environment["ACCELERATE_USE_CPU"] = "true"
+    words = [sys.executable, *command]
+    done = subprocess.run(words, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS)
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return done.stdout
+
+
+def launch(config: Path, script: Path, *flags: str, cache: Path) -> str:
+    """Run a script under ``accelerate launch``; see `run`."""
+    words = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config), "--main_process_port", "0"]
+    return run([*words, str(script), *flags], cache=cache, on_cpu="MULTI_GPU" in config.read_text())
+
+
+def tracked(path: Path, name: str) -> dict[int, float]:
+    """Values of one metric in a ``metrics.csv``, by step."""
+    with path.open(newline="") as file:
+        return {int(row["step"]): float(row["value"]) for row in csv.DictReader(file) if row["name"] == name}
