@@ -37,6 +37,34 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def parse_mlm_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line of the masked language model; see `parse_arguments`."""
+    parser = Parser(
+        description=(
+            "Train a masked language model (BERT) with Accelerate, under a launcher file, or with --deepspeed_config under torchrun. "
+            "With neither --dataset_name nor --train_file it needs no network: it trains on the docstrings of the installed Python."
+        )
+    )
+    add_data_flags(parser)
+    add_model_flags(parser, model_type="bert")
+    group = parser.add_argument_group("masks")
+    group.add_argument("--mlm_probability", type=float, default=0.15, help="Share of the tokens that the model has to find (default 0.15).")
+    group = parser.add_argument_group("DeepSpeed")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON; it decides the batch sizes that it names.")
+    group.add_argument("--freeze_step", type=int, help="1-bit Adam's uncompressed steps, in place of the number in the JSON.")
+    add_training_flags(parser)
+    add_output_flags(parser, report_name="mlm_no_trainer")
+    args = parser.parse_args(argv)
+    check_data(parser, args)
+    check_run(parser, args)
+    check_at_least(parser, args, 1, "freeze_step")
+    if not 0 < args.mlm_probability < 1:
+        parser.error(f"--mlm_probability {args.mlm_probability}: must lie between 0 and 1.")
+    if args.freeze_step and not args.deepspeed_config:
+        parser.error("--freeze_step needs --deepspeed_config.")
+    return args
+
+
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of the text and how it is cut."""
     group = parser.add_argument_group("data")
@@ -50,7 +78,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
         default=5,
         help="Share of the training data held out where there is no validation data (default 5).",
     )
-    group.add_argument("--block_size", type=int, default=128, help="Tokens per sequence (default 128).")
+    group.add_argument("--block_size", "--max_seq_length", type=int, default=128, help="Tokens per sequence (default 128).")
     group.add_argument("--max_train_samples", type=int, help="Keep only the first N training sequences.")
     group.add_argument("--max_eval_samples", type=int, help="Keep only the first N evaluation sequences.")
     group.add_argument("--no_keep_linebreaks", action="store_true", help="Drop the line breaks of .txt files.")

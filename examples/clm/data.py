@@ -80,3 +80,26 @@ def make_blocks(raw: DatasetDict, tokenizer: PreTrainedTokenizerBase, args: argp
             )
         splits.append(first_samples(grouped[split], limit))
     return splits[0], splits[1]
+
+
+def mask_blocks(blocks: Dataset, tokenizer: PreTrainedTokenizerBase, probability: float, seed: int) -> Dataset:
+    """Hide tokens for a masked language model, once and for all, as BERT's own training data was made.
+
+    Args:
+        blocks: Sequences of `make_blocks`.
+        tokenizer: With a mask token.
+        probability: Share of the tokens to find; of these 80 % are masked, 10 % replaced, 10 % left.
+        seed: The same seed hides the same tokens.
+
+    Returns:
+        The sequences with hidden tokens; ``labels`` is -100 where nothing is to be found.
+    """
+    from transformers import DataCollatorForLanguageModeling
+
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability, seed=seed)
+
+    def mask(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        hidden = collator([{"input_ids": tokens} for tokens in batch["input_ids"]])
+        return {"input_ids": hidden["input_ids"].tolist(), "labels": hidden["labels"].tolist()}
+
+    return blocks.map(mask, batched=True, desc="Mask", keep_in_memory=True)

@@ -15,12 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, whi
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from arguments import parse_arguments
 from common.compare import compare
 from common.hub import check_offline, push_folder
 from common.results import to_perplexity
-from common.run import Run, Task, build_accelerator, build_run, leave_zero_init, ranks_of, save_model, train_and_report
+from common.run import Run, Task, build_accelerator, build_run, construction, leave_zero_init, ranks_of, save_model, train_and_report
 from model import build_model
 from task import load_material
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, default_data_collator
@@ -45,9 +44,8 @@ def prepare(accelerator: Accelerator, args: argparse.Namespace) -> tuple[Run, Pr
         The run at its first step, and the tokenizer.
     """
     material = load_material(args, ranks_of(accelerator))
-    set_seed(args.seed)
-    model = build_model(material.config, material.tokenizer, args)
-    set_seed(args.seed, device_specific=True)  # dropout differs from rank to rank
+    with construction(accelerator, args):
+        model = build_model(material.config, material.tokenizer, args)
     task = Task("causal language model", f"sequences of {args.block_size} tokens", evaluate, headline=("perplexity",))
     collators = (default_data_collator, default_data_collator)
     return build_run(accelerator, args, task, model, data=material.data, collators=collators), material.tokenizer

@@ -88,6 +88,11 @@ def add_training_flags(parser: argparse.ArgumentParser, *, batch_size: int = 8, 
     )
     group.add_argument("--num_warmup_steps", type=int, default=0, help="Optimizer steps of warm-up (default 0).")
     group.add_argument("--seed", type=int, default=42, help="Seed of weights, dropout and order of the data (default 42).")
+    group.add_argument(
+        "--whole_init",
+        action="store_true",
+        help="Draw random weights as without ZeRO: at stage 3 transformers draws others, because it constructs the model in shards.",
+    )
     group.add_argument("--skip_initial_eval", action="store_true", help="Do not evaluate before training.")
 
 

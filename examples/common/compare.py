@@ -48,7 +48,8 @@ def compare(script: str, argv: Sequence[str], args: argparse.Namespace) -> int:
     if int(os.environ.get("RANK", "0")) != 0:
         return 0  # under a launcher the first rank does it all, with as many ranks as were launched
     ranks = int(os.environ.get("WORLD_SIZE") or os.environ.get("RANKS") or torch.accelerator.device_count() or CPU_RANKS)
-    flags = [word for word in argv if word != "--compare"]
+    # All methods start from the same random weights; pretrained ones stay in shards at stage 3.
+    flags = [word for word in argv if word != "--compare"] + ([] if args.model_name_or_path else ["--whole_init"])
     folder = Path(args.output_dir)
     rows = []
     for name, stage in STAGES.items():
@@ -77,7 +78,7 @@ def write_launcher_files(folder: Path, stage: int | None, ranks: int, args: argp
         folder: Where to write them.
         stage: ZeRO stage; None for DDP.
         ranks: Processes.
-        args: ``gradient_accumulation_steps``, ``max_grad_norm``, ``model_name_or_path``.
+        args: ``gradient_accumulation_steps`` and ``max_grad_norm``.
 
     Returns:
         The YAML file.
@@ -99,7 +100,11 @@ def write_launcher_files(folder: Path, stage: int | None, ranks: int, args: argp
     }
     if stage is not None:
         config = {
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": "auto"},
+            "zero_optimization": {
+                "stage": stage,
+                "stage3_param_persistence_threshold": "auto",
+                "stage3_gather_16bit_weights_on_model_save": True,
+            },
             "bf16": {"enabled": "auto"},
             "fp16": {"enabled": "auto"},
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
@@ -108,12 +113,7 @@ def write_launcher_files(folder: Path, stage: int | None, ranks: int, args: argp
             "train_micro_batch_size_per_gpu": "auto",
         }
         (folder / "ds.json").write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
-        # Random weights drawn inside zero.Init are others than outside; without it all methods start from the same.
-        random_weights = not args.model_name_or_path
-        launcher["deepspeed_config"] = {
-            "deepspeed_config_file": str((folder / "ds.json").resolve()),
-            "zero3_init_flag": stage == 3 and not random_weights,
-        }
+        launcher["deepspeed_config"] = {"deepspeed_config_file": str((folder / "ds.json").resolve()), "zero3_init_flag": stage == 3}
     path = folder / "accelerate.yaml"
     path.write_text(yaml.safe_dump(launcher), encoding="utf-8")
     return path

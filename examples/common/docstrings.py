@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +26,15 @@ class Function:
     summary: str
 
 
+@dataclass(frozen=True)
+class Documentation:
+    """What stands in the docstrings of some files."""
+
+    texts: list[str] = field(default_factory=list)  # whole docstrings
+    functions: list[Function] = field(default_factory=list)  # special methods (``__eq__``) left out
+    descriptions: list[str] = field(default_factory=list)  # first sentences about modules and classes
+
+
 def standard_library_files(root: Path | None = None) -> list[Path]:
     """Python files of the standard library, sorted, without tests and installed packages.
 
@@ -41,41 +51,29 @@ def library_root() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def docstrings(source: bytes) -> Iterator[str]:
+def parse(source: bytes) -> Documentation:
     """Docstrings of a module, its classes and functions in the order of the file; the code is parsed, never run.
 
-    Files that this Python cannot parse (templates, other syntax) yield nothing.
+    Files that this Python cannot parse (templates, other syntax) hold nothing.
     """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return Documentation()
+    found = Documentation()
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in _nodes(source) if isinstance(node, documented)]
+    nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
     for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
         text = ast.get_docstring(node)
-        if text:
-            yield text
-
-
-def functions(source: bytes) -> Iterator[Function]:
-    """Documented functions and methods in the order of the file; private ones too, special methods (``__eq__``) not.
-
-    Files that this Python cannot parse yield nothing.
-    """
-    nodes = [node for node in _nodes(source) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    for node in sorted(nodes, key=lambda node: node.lineno):
-        summary = first_sentence(ast.get_docstring(node) or "")
-        if summary and not (node.name.startswith("__") and node.name.endswith("__")):
-            yield Function(f"def {node.name}({ast.unparse(node.args)})", summary)
-
-
-def descriptions(source: bytes) -> Iterator[str]:
-    """First sentences of a module's docstring and those of its classes, in the order of the file.
-
-    Files that this Python cannot parse yield nothing.
-    """
-    nodes = [node for node in _nodes(source) if isinstance(node, (ast.Module, ast.ClassDef))]
-    for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
-        sentence = first_sentence(ast.get_docstring(node) or "")
-        if sentence:
-            yield sentence
+        if not text:
+            continue
+        found.texts.append(text)
+        sentence = first_sentence(text)
+        if sentence and isinstance(node, (ast.Module, ast.ClassDef)):
+            found.descriptions.append(sentence)
+        elif sentence and not (node.name.startswith("__") and node.name.endswith("__")):
+            found.functions.append(Function(f"def {node.name}({ast.unparse(node.args)})", sentence))
+    return found
 
 
 def first_sentence(text: str) -> str:
@@ -85,35 +83,39 @@ def first_sentence(text: str) -> str:
     return sentence if len(sentence.split()) > 1 else ""
 
 
-def standard_library_text(root: Path | None = None, end_of_text: str = "") -> list[str]:
-    """All docstrings of the standard library, each on lines of its own, followed by ``end_of_text``.
+@functools.lru_cache(maxsize=1)
+def standard_library(root: Path) -> Documentation:
+    """All docstrings of the library under ``root``; parsed once per process.
 
     Raises:
         FileNotFoundError: The interpreter comes without the sources of its library.
     """
-    ending = f"\n{end_of_text}"
-    texts = [text + ending for path in standard_library_files(root) for text in docstrings(path.read_bytes())]
-    return _found(texts, root)
+    found = Documentation()
+    for path in standard_library_files(root):
+        part = parse(path.read_bytes())
+        found.texts += part.texts
+        found.functions += part.functions
+        found.descriptions += part.descriptions
+    if not found.functions:
+        raise FileNotFoundError(
+            f"No docstrings found under {root}: this Python has no library sources. Give --train_file, or the name of a dataset on the hub."
+        )
+    return found
+
+
+def standard_library_text(root: Path | None = None, end_of_text: str = "") -> list[str]:
+    """All docstrings of the standard library, each on lines of its own, followed by ``end_of_text``."""
+    return [f"{text}\n{end_of_text}" for text in standard_library(root or library_root()).texts]
 
 
 def standard_library_functions(root: Path | None = None) -> list[Function]:
-    """All documented functions of the standard library, repetitions left out.
-
-    Raises:
-        FileNotFoundError: The interpreter comes without the sources of its library.
-    """
-    found = (function for path in standard_library_files(root) for function in functions(path.read_bytes()))
-    return _found(list(dict.fromkeys(found)), root)
+    """All documented functions of the standard library, special methods and repetitions left out."""
+    return list(dict.fromkeys(standard_library(root or library_root()).functions))
 
 
 def standard_library_descriptions(root: Path | None = None) -> list[str]:
-    """First sentences about all modules and classes of the standard library, repetitions left out.
-
-    Raises:
-        FileNotFoundError: The interpreter comes without the sources of its library.
-    """
-    found = (sentence for path in standard_library_files(root) for sentence in descriptions(path.read_bytes()))
-    return _found(list(dict.fromkeys(found)), root)
+    """First sentences about all modules and classes of the standard library, repetitions left out."""
+    return list(dict.fromkeys(standard_library(root or library_root()).descriptions))
 
 
 def split_items(items: Sequence[Item], held_out_percent: int) -> tuple[list[Item], list[Item]]:
@@ -129,20 +131,3 @@ def split_items(items: Sequence[Item], held_out_percent: int) -> tuple[list[Item
     held_out = [(index * held_out_percent) // 100 != ((index + 1) * held_out_percent) // 100 for index in range(len(items))]
     train = [item for item, held in zip(items, held_out, strict=True) if not held]
     return train, [item for item, held in zip(items, held_out, strict=True) if held]
-
-
-def _nodes(source: bytes) -> Iterator[ast.AST]:
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return
-    yield from ast.walk(tree)
-
-
-def _found(items: list[Item], root: Path | None) -> list[Item]:
-    if not items:
-        raise FileNotFoundError(
-            f"No docstrings found under {root or library_root()}: this Python has no library sources. "
-            "Give --train_file, or the name of a dataset on the hub."
-        )
-    return items

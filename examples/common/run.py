@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ import datasets
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
@@ -76,8 +77,13 @@ class EpochRecord:
     eval_seconds: float = 0.0
 
 
-def build_accelerator(args: argparse.Namespace) -> Accelerator:
-    """Start Accelerate with the trackers of the flags; quiet on all ranks but the first."""
+def build_accelerator(args: argparse.Namespace, **options: Any) -> Accelerator:
+    """Start Accelerate with the trackers of the flags; quiet on all ranks but the first.
+
+    Args:
+        args: The shared flags.
+        **options: Further keywords of `Accelerator`.
+    """
     trackers, note = make_trackers(args)
     accelerator = Accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -85,6 +91,7 @@ def build_accelerator(args: argparse.Namespace) -> Accelerator:
         project_dir=args.output_dir,
         # The order of an epoch depends on its number alone, so a resumed run finds the batches it has not seen.
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
+        **options,
     )
     if note:
         accelerator.print(note)
@@ -372,6 +379,22 @@ def train_and_report(run: Run) -> None:
         report(run, facts, records)
     else:
         accelerator.print(f"Nothing to train: {run.progress.steps} of {run.plan.max_train_steps} steps were done already.")
+
+
+@contextmanager
+def construction(accelerator: Accelerator, args: argparse.Namespace) -> Iterator[None]:
+    """Context to build the model in: seeded, and with ``--whole_init`` outside ``zero.Init``.
+
+    Afterwards the seed differs from rank to rank, so that dropout does.
+    """
+    plugin = accelerator.state.deepspeed_plugin if args.whole_init else None
+    set_seed(args.seed)
+    if plugin is not None:
+        transformers.integrations.deepspeed.unset_hf_deepspeed_config()
+    yield
+    if plugin is not None:
+        transformers.integrations.deepspeed.set_hf_deepspeed_config(plugin.dschf)
+    set_seed(args.seed, device_specific=True)
 
 
 def leave_zero_init() -> None:

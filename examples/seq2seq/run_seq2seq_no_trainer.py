@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, whi
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from arguments import parse_arguments
 from common.compare import compare
 from common.hub import check_offline, push_folder
@@ -28,6 +27,7 @@ from common.run import (
     Task,
     build_accelerator,
     build_run,
+    construction,
     leave_zero_init,
     precision_of,
     ranks_of,
@@ -97,9 +97,8 @@ def prepare(accelerator: Accelerator, args: argparse.Namespace) -> tuple[Run, Ma
         The run at its first step, and what it was made of.
     """
     material = load_material(args, ranks_of(accelerator))
-    set_seed(args.seed)
-    model = build_model(material.config, material.tokenizer, args)
-    set_seed(args.seed, device_specific=True)  # dropout differs from rank to rank
+    with construction(accelerator, args):
+        model = build_model(material.config, material.tokenizer, args)
     sample = f"sources of at most {args.max_source_length} tokens, targets of at most {args.max_target_length}"
     task = Task("sequence to sequence", sample, partial(evaluate, material=material), headline=("bleu", "eval_loss"))
     batches = collator(material.tokenizer, args, half=precision_of(accelerator) != "fp32")

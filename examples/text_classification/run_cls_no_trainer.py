@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, whi
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from arguments import parse_arguments
 from common.compare import compare
 from common.hub import check_offline, push_folder
@@ -27,6 +26,7 @@ from common.run import (
     Task,
     build_accelerator,
     build_run,
+    construction,
     leave_zero_init,
     precision_of,
     ranks_of,
@@ -59,9 +59,8 @@ def prepare(accelerator: Accelerator, args: argparse.Namespace) -> tuple[Run, Ma
         The run at its first step, and what it was made of.
     """
     material = load_material(args, ranks_of(accelerator))
-    set_seed(args.seed)
-    model = build_model(material.config, args)
-    set_seed(args.seed, device_specific=True)  # dropout differs from rank to rank
+    with construction(accelerator, args):
+        model = build_model(material.config, args)
     task = Task(
         "text classification",
         f"pairs of at most {args.max_length} tokens",
