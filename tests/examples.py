@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
+import functools
 import importlib
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+from tests import processes
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 EXAMPLES = REPOSITORY / "examples"
 RUN_SECONDS = 240
 # What the folders of the examples call their own; forgotten after use, since the next folder has modules of the same names.
-LOCAL_NAMES = ("arguments", "bleu", "chat", "data", "demo", "f1_accuracy", "model", "sft_data", "task")
+LOCAL_NAMES = ("arguments", "bleu", "chat", "data", "demo", "f1_accuracy", "model", "run_mlm_no_trainer", "run_sft", "sft_data", "task")
 
 
 @contextmanager
@@ -51,11 +56,10 @@ def run(command: Sequence[str], *, cache: Path, on_cpu: bool = False) -> str:
     Returns:
         What it printed. Fails with all of it when the run fails or lasts longer than ``RUN_SECONDS``.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "WANDB_"))}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "NETRC": os.devnull, "HF_ZERO": "1", "HF_HUB_OFFLINE": "1"}
-    environment |= {"HF_DATASETS_CACHE": str(cache), "HF_MODULES_CACHE": str(cache / "modules"), "TOKENIZERS_PARALLELISM": "false"}
+    changes = {"NETRC": os.devnull, "HF_ZERO": "1", "HF_DATASETS_CACHE": str(cache), "HF_MODULES_CACHE": str(cache / "modules")}
     if on_cpu:
-        environment["ACCELERATE_USE_CPU"] = "true"
+        changes["ACCELERATE_USE_CPU"] = "true"
+    environment = {name: value for name, value in processes.environment(changes).items() if not name.startswith("WANDB_")}
     words = [sys.executable, *command]
     done = subprocess.run(words, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS)
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
@@ -66,6 +70,31 @@ def launch(config: Path, script: Path, *flags: str, cache: Path) -> str:
     """Run a script under ``accelerate launch``; see `run`."""
     words = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config), "--main_process_port", "0"]
     return run([*words, str(script), *flags], cache=cache, on_cpu="MULTI_GPU" in config.read_text())
+
+
+@contextmanager
+def small_library(docstrings: ModuleType, root: Path) -> Iterator[None]:
+    """Let the offline data come from a part of the standard library: parsing all of it takes seconds.
+
+    Args:
+        docstrings: The module ``common.docstrings``.
+        root: Folder of the part.
+    """
+    whole = docstrings.library_root
+    docstrings.library_root = lambda: root
+    try:
+        yield
+    finally:
+        docstrings.library_root = whole
+
+
+@functools.cache
+def library_part() -> Path:
+    """Folder with links to some packages of the standard library."""
+    folder, root = Path(tempfile.mkdtemp(prefix="library_part_")), Path(argparse.__file__).parent
+    for name in ("asyncio", "email", "json", "logging"):
+        (folder / name).symlink_to(root / name)
+    return folder
 
 
 def tracked(path: Path, name: str) -> dict[int, float]:

@@ -22,6 +22,7 @@ from tests.examples import EXAMPLES, REPOSITORY, RUN_SECONDS, modules, run, trac
 from tests.examples import launch as launch_script
 
 EXAMPLE = EXAMPLES / "clm"
+BERT = EXAMPLE / "bert"
 # The command of the experiment that the script stands for.
 GPT2_XL_FLAGS = shlex.split("""--config_name gpt2-xl --tokenizer_name gpt2-xl
     --dataset_name wikitext --dataset_config_name wikitext-2-raw-v1
@@ -36,7 +37,7 @@ TINY_FLAGS = shlex.split("""--n_layer 2 --n_embd 32 --n_head 2 --vocab_size 512 
 def example() -> Iterator[SimpleNamespace]:
     """The example's modules, imported as the scripts import them."""
     common = ("docstrings", "hub", "measure", "optimizer", "results", "tokenizer")
-    with modules("clm", "arguments", "data", "demo", "model", *(f"common.{name}" for name in common)) as found:
+    with modules("clm", "arguments", "data", "demo", "model", "run_mlm_no_trainer", *(f"common.{name}" for name in common)) as found:
         yield found
 
 
@@ -323,3 +324,102 @@ def test_trainer_twin_trains_and_resumes_under_zero3(text_file: Path, tmp_path: 
         shutil.rmtree(tmp_path / name)
     run([*command, *config, *flags, "--resume_from_checkpoint", "latest"], cache=text_file.parent)
     assert (tmp_path / "model.safetensors").read_bytes() == whole
+
+
+# BERT
+
+
+def test_bert_configurations_hold_the_values_of_the_experiments() -> None:
+    configs = {path.stem: json.loads(path.read_text()) for path in BERT.glob("*.json")}
+    large, base, longer = (configs[f"onebit_{name}"] for name in ("large_seq128", "base_seq128", "seq512"))
+    assert (large["train_batch_size"], large["train_micro_batch_size_per_gpu"], large["steps_per_print"]) == (4096, 16, 100)
+    assert large["optimizer"] == {
+        "type": "OneBitAdam",
+        "params": {
+            "lr": 2e-4,
+            "max_grad_norm": 1.0,
+            "weight_decay": 0.01,
+            "bias_correction": False,
+            "freeze_step": 23000,
+            "cuda_aware": True,
+        },
+    }
+    assert large["fp16"] == {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}
+    assert [config["optimizer"]["params"]["freeze_step"] for config in (base, longer)] == [16000, 1500]
+    squad = configs["onebit_squad_bsz96"]
+    assert (squad["train_batch_size"], squad["train_micro_batch_size_per_gpu"]) == (96, 3)
+    assert squad["optimizer"]["params"] == {"lr": 3e-5, "weight_decay": 0.0, "freeze_step": 400, "cuda_aware": True}
+
+
+@pytest.mark.parametrize("path", sorted(BERT.glob("*.json")), ids=lambda path: path.name)
+def test_bert_configurations_load_on_the_ranks_of_their_experiment(path: Path) -> None:
+    from hf_zero.config.resolve import resolve
+
+    config = json.loads(path.read_text())
+    ranks = {"onebit_squad_bsz96.json": 32, "onebit_first.json": 64}.get(path.name, 2)
+    resolved = resolve(config, world_size=ranks, strict=True)
+    assert resolved.config.optimizer.type == config["optimizer"]["type"]
+    assert resolved.config.train_batch_size == config["train_batch_size"]
+
+
+def test_json_of_a_deepspeed_script_is_completed_for_accelerate(
+    example: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = example.run_mlm_no_trainer.read_deepspeed_config
+    flags = ["--deepspeed_config", str(BERT / "onebit_base_seq128.json"), "--freeze_step", "7"]
+    args = example.arguments.parse_mlm_arguments(flags)
+    config = read(args, ranks=8)
+    assert (config["gradient_accumulation_steps"], args.per_device_train_batch_size) == (4096 // (16 * 8), 16)
+    assert (config["zero_optimization"], config["optimizer"]["params"]["freeze_step"]) == ({"stage": 0}, 7)
+    with pytest.raises(SystemExit, match="train_batch_size 4096 is no multiple of 16 samples per rank x 3 ranks"):
+        read(args, ranks=3)
+    args.deepspeed_config = str(tmp_path / "none.json")
+    with pytest.raises(SystemExit, match=r"none\.json"):
+        read(args, ranks=2)
+
+
+def test_masks_are_the_same_each_time_and_hide_what_is_to_be_found(example: SimpleNamespace) -> None:
+    from datasets import Dataset
+
+    tokenizer = example.common_tokenizer.train_tokenizer(["text"], 300, example.common_tokenizer.ENCODER_TOKENS)
+    tokens = [[100 + index % 50 for index in range(64)]] * 20
+    blocks = Dataset.from_dict({"input_ids": tokens, "attention_mask": [[1] * 64] * 20, "labels": tokens})
+    first, second = (example.data.mask_blocks(blocks, tokenizer, 0.15, seed=3)[:] for _ in range(2))
+    assert first == second
+    hidden = [label != -100 for labels in first["labels"] for label in labels]
+    assert 0.1 < sum(hidden) / len(hidden) < 0.2
+    assert all(
+        label in (-100, token)
+        for labels, line in zip(first["labels"], tokens, strict=True)
+        for label, token in zip(labels, line, strict=True)
+    )
+    assert sum(token == tokenizer.mask_token_id for line in first["input_ids"] for token in line) > 0.6 * sum(hidden)
+
+
+BERT_FLAGS = shlex.split("""--n_layer 2 --n_embd 32 --n_head 2 --vocab_size 512 --block_size 32 --max_train_samples 640
+    --max_eval_samples 40 --per_device_eval_batch_size 8 --seed 3""")
+
+
+def launch_bert(config: str, text_file: Path, output_dir: Path, *flags: str) -> str:
+    """Train the small BERT on two ranks under torchrun with one of the JSON files; what it printed."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(EXAMPLE / "run_mlm_no_trainer.py")]
+    words = ["--deepspeed_config", str(BERT / config), "--train_file", str(text_file), "--output_dir", str(output_dir), *BERT_FLAGS, *flags]
+    return run([*launcher, *words, "--with_tracking", "--report_to", "csv"], cache=text_file.parent)
+
+
+@pytest.mark.timeout(RUN_SECONDS)
+def test_small_bert_trains_with_onebit_adam_across_the_freeze(text_file: Path, tmp_path: Path, example: SimpleNamespace) -> None:
+    printed = launch_bert("onebit_toy.json", text_file, tmp_path, "--num_train_epochs", "3", "--freeze_step", "20", "--skip_initial_eval")
+    losses = tracked(tmp_path / "metrics.csv", "train_loss")
+    assert sorted(losses) == list(range(1, len(losses) + 1))
+    assert len(losses) > 30
+    assert losses[len(losses)] < losses[20] < losses[1]
+    assert "Reloaded with from_pretrained it fills 'Return the [MASK] of the list.'" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_SECONDS)
+def test_small_bert_trains_with_the_file_of_the_experiment(text_file: Path, tmp_path: Path, example: SimpleNamespace) -> None:
+    launch_bert("onebit_base_seq128.json", text_file, tmp_path, "--max_train_steps", "2", "--skip_initial_eval")
+    facts, results = example.common_results.read_results(tmp_path / "results.json")
+    assert (facts.precision, facts.micro_batch_size, results.steps) == ("fp16", 16, 2)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.examples import EXAMPLES, REPOSITORY, RUN_SECONDS, launch, modules, run, tracked
+from tests.examples import EXAMPLES, REPOSITORY, RUN_SECONDS, launch, library_part, modules, run, small_library, tracked
 
 EXAMPLE = EXAMPLES / "seq2seq"
 # The command of the experiment that the script stands for.
@@ -30,9 +30,18 @@ DATA_FLAGS = shlex.split("""--source_prefix "chatbot: " --max_source_length 32 -
 @pytest.fixture(scope="module")
 def example() -> Iterator[SimpleNamespace]:
     """The example's modules, imported as the scripts import them."""
-    names = ("arguments", "bleu", "chat", "data", "model", "common.results", "common.tokenizer")
+    names = ("arguments", "bleu", "chat", "data", "model", "common.docstrings", "common.results", "common.tokenizer")
     with modules("seq2seq", *names) as found:
-        yield found
+        with small_library(found.common_docstrings, library_part()):
+            yield found
+
+
+@pytest.fixture(scope="module")
+def samples(example: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags with a file of samples: parsing the whole standard library would take most of a short run."""
+    path = tmp_path_factory.mktemp("samples") / "samples.csv"
+    example.data.load_raw_datasets(example.arguments.parse_arguments([]))["train"].to_csv(str(path))
+    return ["--train_file", str(path)]
 
 
 # Samples
@@ -40,7 +49,9 @@ def example() -> Iterator[SimpleNamespace]:
 
 def test_offline_samples_are_the_same_each_time_and_cut_as_asked(example: SimpleNamespace) -> None:
     args = example.arguments.parse_arguments(["--n_train", "50", "--n_val", "20"])
-    first, second = example.data.load_raw_datasets(args), example.data.load_raw_datasets(args)
+    first = example.data.load_raw_datasets(args)
+    example.common_docstrings.standard_library.cache_clear()
+    second = example.data.load_raw_datasets(args)
     assert (len(first["train"]), len(first["validation"])) == (50, 20)
     assert first["train"].to_dict() == second["train"].to_dict()
     assert first["train"]["source"][0].startswith("def ")
@@ -147,12 +158,12 @@ def test_launcher_files_load_and_name_existing_configs(path: Path) -> None:
 
 @pytest.mark.timeout(RUN_SECONDS)
 def test_zero3_run_generates_on_both_ranks_and_then_talks(
-    example: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    example: SimpleNamespace, samples: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = shlex.split("--per_device_train_batch_size 4 --per_device_eval_batch_size 3 --learning_rate 5e-3 --logging_steps 8")
     flags += ["--output_dir", str(tmp_path), "--with_tracking", "--report_to", "csv", "--skip_initial_eval"]
     script = EXAMPLE / "run_seq2seq_no_trainer.py"
-    printed = launch(EXAMPLE / "accelerate_zero3.yaml", script, *MODEL_FLAGS, *DATA_FLAGS, *flags, cache=tmp_path / "cache")
+    printed = launch(EXAMPLE / "accelerate_zero3.yaml", script, *MODEL_FLAGS, *DATA_FLAGS, *samples, *flags, cache=tmp_path / "cache")
     facts, results = example.common_results.read_results(tmp_path / "results.json")
     assert (facts.method, facts.ranks, results.steps) == ("ZeRO stage 3", 2, 16)
     losses = tracked(tmp_path / "metrics.csv", "train_loss")
@@ -179,11 +190,11 @@ def test_chat_names_a_folder_without_a_model(example: SimpleNamespace, tmp_path:
 @pytest.mark.slow
 @pytest.mark.timeout(RUN_SECONDS)
 @pytest.mark.parametrize("config", [["--deepspeed", str(EXAMPLE / "zero3.json")], ["--deepspeed", str(EXAMPLE / "zero2.json")]])
-def test_trainer_twin_trains_and_generates(example: SimpleNamespace, tmp_path: Path, config: list[str]) -> None:
+def test_trainer_twin_trains_and_generates(example: SimpleNamespace, samples: list[str], tmp_path: Path, config: list[str]) -> None:
     flags = ["--output_dir", str(tmp_path), "--report_to", "none", "--save_strategy", "no", "--num_train_epochs", "1"]
     flags += ["--per_device_train_batch_size", "4", "--learning_rate", "5e-3"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run([*launcher, str(EXAMPLE / "run_seq2seq.py"), *config, *MODEL_FLAGS, *DATA_FLAGS, *flags], cache=tmp_path / "cache")
+    run([*launcher, str(EXAMPLE / "run_seq2seq.py"), *config, *MODEL_FLAGS, *DATA_FLAGS, *samples, *flags], cache=tmp_path / "cache")
     facts, results = example.common_results.read_results(tmp_path / "results.json")
     assert (facts.ranks, results.steps) == (2, 16)
     assert set(results.metrics) == {"bleu", "eval_loss"}

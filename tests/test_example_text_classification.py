@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.examples import EXAMPLES, REPOSITORY, RUN_SECONDS, launch, modules, run, tracked
+from tests.examples import EXAMPLES, REPOSITORY, RUN_SECONDS, launch, library_part, modules, run, small_library, tracked
 
 EXAMPLE = EXAMPLES / "text_classification"
 # The command of the experiment that the script stands for.
@@ -26,7 +26,16 @@ TINY_FLAGS = shlex.split("""--num_hidden_layers 1 --hidden_size 32 --num_attenti
 def example() -> Iterator[SimpleNamespace]:
     """The example's modules, imported as the scripts import them."""
     with modules("text_classification", "arguments", "data", "f1_accuracy", "model", "common.docstrings", "common.results") as found:
-        yield found
+        with small_library(found.common_docstrings, library_part()):
+            yield found
+
+
+@pytest.fixture(scope="module")
+def pairs(example: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags with a file of pairs: parsing the whole standard library would take most of a short run."""
+    path = tmp_path_factory.mktemp("pairs") / "pairs.csv"
+    example.data.load_raw_datasets(example.arguments.parse_arguments([]))["train"].to_csv(str(path))
+    return ["--train_file", str(path)]
 
 
 # Pairs
@@ -34,7 +43,9 @@ def example() -> Iterator[SimpleNamespace]:
 
 def test_offline_pairs_have_mrpcs_columns_and_are_the_same_each_time(example: SimpleNamespace) -> None:
     args = example.arguments.parse_arguments([])
-    first, second = example.data.load_raw_datasets(args), example.data.load_raw_datasets(args)
+    first = example.data.load_raw_datasets(args)
+    example.common_docstrings.standard_library.cache_clear()
+    second = example.data.load_raw_datasets(args)
     assert first["train"].column_names == ["sentence1", "sentence2", "label", "idx"]
     for split in ("train", "validation"):
         assert first[split].to_dict() == second[split].to_dict()
@@ -62,7 +73,7 @@ def test_file_without_the_needed_columns_is_refused_by_name(
     raw = example.data.load_raw_datasets(args)
     assert example.data.text_columns(raw, args) == ("sentence1", "sentence2")
     assert example.data.label_names(raw) == ["not_equivalent", "equivalent"]
-    with pytest.raises(ValueError, match=r"pairs\.csv: has the columns text, label; needed are"):
+    with pytest.raises(ValueError, match=r"pairs\.csv: has the columns text; needed are"):
         example.data.text_columns(raw.rename_columns({"sentence1": "text"}).remove_columns(["sentence2", "label"]).map(), args)
 
 
@@ -134,9 +145,11 @@ def test_plugin_file_holds_the_answers_of_the_experiment() -> None:
 
 
 @pytest.mark.timeout(RUN_SECONDS)
-def test_zero2_run_learns_judges_and_reloads(example: SimpleNamespace, tmp_path: Path) -> None:
+def test_zero2_run_learns_judges_and_reloads(example: SimpleNamespace, pairs: list[str], tmp_path: Path) -> None:
     flags = ["--output_dir", str(tmp_path), "--num_train_epochs", "2", "--with_tracking", "--report_to", "csv"]
-    printed = launch(EXAMPLE / "accelerate_zero2.yaml", EXAMPLE / "run_cls_no_trainer.py", *TINY_FLAGS, *flags, cache=tmp_path / "cache")
+    printed = launch(
+        EXAMPLE / "accelerate_zero2.yaml", EXAMPLE / "run_cls_no_trainer.py", *TINY_FLAGS, *pairs, *flags, cache=tmp_path / "cache"
+    )
     facts, results = example.common_results.read_results(tmp_path / "results.json")
     assert (facts.method, facts.ranks, facts.train_samples, facts.eval_samples) == ("ZeRO stage 2", 2, 256, 41)
     losses = tracked(tmp_path / "metrics.csv", "train_loss")
@@ -150,9 +163,9 @@ def test_zero2_run_learns_judges_and_reloads(example: SimpleNamespace, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(RUN_SECONDS)
-def test_comparison_does_the_same_job_four_times(example: SimpleNamespace, tmp_path: Path) -> None:
+def test_comparison_does_the_same_job_four_times(example: SimpleNamespace, pairs: list[str], tmp_path: Path) -> None:
     flags = ["--output_dir", str(tmp_path), "--num_train_epochs", "1", "--compare"]
-    printed = run([str(EXAMPLE / "run_cls_no_trainer.py"), *TINY_FLAGS, *flags], cache=tmp_path / "cache")
+    printed = run([str(EXAMPLE / "run_cls_no_trainer.py"), *TINY_FLAGS, *pairs, *flags], cache=tmp_path / "cache")
     found = [example.common_results.read_results(tmp_path / name / "results.json") for name in ("ddp", "zero1", "zero2", "zero3")]
     assert [facts.method for facts, _ in found] == ["DDP", "ZeRO stage 1", "ZeRO stage 2", "ZeRO stage 3"]
     assert all(results.train_loss == pytest.approx(found[0][1].train_loss, rel=1e-5) for _, results in found)
@@ -165,13 +178,13 @@ def test_comparison_does_the_same_job_four_times(example: SimpleNamespace, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.timeout(RUN_SECONDS)
-def test_trainer_twin_trains_under_zero3(example: SimpleNamespace, tmp_path: Path) -> None:
+def test_trainer_twin_trains_under_zero3(example: SimpleNamespace, pairs: list[str], tmp_path: Path) -> None:
     model = TINY_FLAGS[:12]
     flags = ["--max_train_samples", "128", "--max_eval_samples", "40", "--per_device_train_batch_size", "8", "--learning_rate", "1e-2"]
     flags += ["--output_dir", str(tmp_path), "--num_train_epochs", "1", "--report_to", "none", "--save_strategy", "no"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     config = ["--deepspeed", str(EXAMPLE / "zero3.json")]
-    run([*launcher, str(EXAMPLE / "run_cls.py"), *config, *model, *flags], cache=tmp_path / "cache")
+    run([*launcher, str(EXAMPLE / "run_cls.py"), *config, *model, *pairs, *flags], cache=tmp_path / "cache")
     facts, results = example.common_results.read_results(tmp_path / "results.json")
     assert (facts.method, facts.ranks, results.steps) == ("ZeRO stage 3", 2, 8)
     assert 0 <= results.metrics["accuracy"] <= 1
