@@ -7,6 +7,7 @@ import csv
 import functools
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -90,10 +91,10 @@ def small_library(docstrings: ModuleType, root: Path) -> Iterator[None]:
 
 @functools.cache
 def library_part() -> Path:
-    """Folder with links to some packages of the standard library."""
+    """Folder with copies of some packages of the standard library."""
     folder, root = Path(tempfile.mkdtemp(prefix="library_part_")), Path(argparse.__file__).parent
     for name in ("asyncio", "email", "json", "logging"):
-        (folder / name).symlink_to(root / name)
+        shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
 
 

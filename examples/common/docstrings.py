@@ -93,9 +93,9 @@ def standard_library(root: Path) -> Documentation:
     found = Documentation()
     for path in standard_library_files(root):
         part = parse(path.read_bytes())
-        found.texts += part.texts
-        found.functions += part.functions
-        found.descriptions += part.descriptions
+        found.texts.extend(part.texts)
+        found.functions.extend(part.functions)
+        found.descriptions.extend(part.descriptions)
     if not found.functions:
         raise FileNotFoundError(
             f"No docstrings found under {root}: this Python has no library sources. Give --train_file, or the name of a dataset on the hub."
