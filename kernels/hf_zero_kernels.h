@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 // Raised with every change of a signature, a struct or the meaning of an argument; the loader compares it.
-#define HFZ_ABI_VERSION 1
+#define HFZ_ABI_VERSION 2
 
 enum hfz_status { HFZ_OK = 0, HFZ_BAD_TYPE = 1, HFZ_BAD_SIZE = 2 };
 enum hfz_type { HFZ_NONE = 0, HFZ_F32 = 1, HFZ_BF16 = 2, HFZ_F16 = 3 };
@@ -32,26 +32,74 @@ HFZ_EXPORT int32_t hfz_abi_version(void);
 // Sum of the hfz_isa values that this processor runs and this library holds.
 HFZ_EXPORT int32_t hfz_supported_isas(void);
 
-// What one Adam step does to every element:
-//   g = grad * grad_factor;  g = fma(p, decay, g) (L2)  or  p = p * decay (decoupled)
-//   m = lerp(m, g, mean_weight);  v = fma(square_weight * g, g, v * beta2)
+// Sums come one per this many elements.
+#define HFZ_BLOCK 65536
+
+// The optimizers' passes: master fp32; states fp32 or bf16 (computed in fp32); low is a bf16 or fp16 copy of the result, or null.
+// In all of them g = grad * grad_factor, and decay L2 means g = fma(p, decay, g) next.
+
+//   p = p * decay (decoupled);  m = lerp(m, g, mean_weight);  v = fma(square_weight * g, g, v * beta2)
 //   p = p + minus_step * m / (sqrt(v) / root_divisor + eps)
 struct hfz_adam_rule {
   float grad_factor;
-  float mean_weight;    // 1 - beta1
+  float mean_weight;  // 1 - beta1
   float beta2;
   float square_weight;  // 1 - beta2
   float root_divisor;   // sqrt(1 - beta2 ** step), or 1
   float eps;
-  float minus_step;     // -lr / (1 - beta1 ** step), or -lr
-  float decay;          // weight_decay (L2), or 1 - lr * weight_decay (decoupled)
-  int32_t decay_mode;   // hfz_decay
+  float minus_step;    // -lr / (1 - beta1 ** step), or -lr
+  float decay;         // weight_decay (L2), or 1 - lr * weight_decay (decoupled)
+  int32_t decay_mode;  // hfz_decay
 };
 
-#define HFZ_DECLARE(isa)                                                                                               \
-  HFZ_EXPORT int32_t hfz_adam_##isa(int64_t count, float* master, const void* grad, int32_t grad_type, void* exp_avg,  \
-                                    void* exp_avg_sq, int32_t moment_type, void* low, int32_t low_type,                \
-                                    const struct hfz_adam_rule* rule);
+//   p = p * decay + minus_lr * sign(lerp(m, g, update_weight));  m = lerp(m, g, momentum_weight)
+struct hfz_lion_rule {
+  float grad_factor;
+  float update_weight;    // 1 - beta1
+  float momentum_weight;  // 1 - beta2
+  float minus_lr;
+  float decay;  // 1 - lr * weight_decay
+};
+
+//   sum = fma(g, g, sum);  p = p - lr * g / (sqrt(sum) + eps)
+struct hfz_adagrad_rule {
+  float grad_factor;
+  float lr;  // lr / (1 + (step - 1) * lr_decay)
+  float eps;
+  float decay;  // L2
+};
+
+//   m = g (first step), or fma(g, grad_weight, m * momentum);  p = fma(nesterov ? fma(m, momentum, g) : m, minus_lr, p)
+struct hfz_sgd_rule {
+  float grad_factor;
+  float minus_lr;
+  float momentum;
+  float grad_weight;  // 1 - dampening
+  float decay;        // L2
+  int32_t first;
+  int32_t nesterov;
+};
+
+#define HFZ_DECLARE_PASS(name, isa)                                                                                          \
+  HFZ_EXPORT int32_t hfz_##name##_##isa(int64_t count, float* master, const void* grad, int32_t grad_type, void* first_state, \
+                                        void* second_state, int32_t state_type, void* low, int32_t low_type,                 \
+                                        const struct hfz_##name##_rule* rule);
+
+// convert: between fp32 and bf16 or fp16, to nearest even. squared_norm: sums of squares, one double per block; one that is not
+// finite shows an element that is not. add_error: error += value, sums of absolute values, one double per block. pack_signs: bit i
+// of byte j is 1 where element 8 j + i is 0 or above, then error -= scale * sign. unpack_mean: the sum over workers, in order, of
+// scale * sign, divided by their number; the bits of worker w start at w * stride bytes.
+#define HFZ_DECLARE(isa)                                                                                                     \
+  HFZ_DECLARE_PASS(adam, isa)                                                                                                \
+  HFZ_DECLARE_PASS(lion, isa)                                                                                                \
+  HFZ_DECLARE_PASS(adagrad, isa)                                                                                             \
+  HFZ_DECLARE_PASS(sgd, isa)                                                                                                 \
+  HFZ_EXPORT int32_t hfz_convert_##isa(int64_t count, const void* from, int32_t from_type, void* to, int32_t to_type);       \
+  HFZ_EXPORT int32_t hfz_squared_norm_##isa(int64_t count, const void* values, int32_t type, double* sums);                  \
+  HFZ_EXPORT int32_t hfz_add_error_##isa(int64_t count, const float* value, float* error, double* sums);                     \
+  HFZ_EXPORT int32_t hfz_pack_signs_##isa(int64_t count, float* error, float scale, uint8_t* bits);                          \
+  HFZ_EXPORT int32_t hfz_unpack_mean_##isa(int64_t count, int32_t workers, const uint8_t* bits, int64_t stride,              \
+                                           const float* scales, float* out);
 
 HFZ_DECLARE(baseline)
 HFZ_DECLARE(avx2)

@@ -12,4 +12,14 @@ namespace {
 constexpr int64_t kStreamFrom = 1 << 16;
 }  // namespace
 
+#include "pass.inc"
+
+#include "adagrad.inc"
 #include "adam.inc"
+#include "lion.inc"
+#include "sgd.inc"
+
+#include "convert.inc"
+#include "sums.inc"
+
+#include "signs.inc"

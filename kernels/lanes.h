@@ -14,6 +14,7 @@
 #endif
 
 #define HFZ_INLINE static inline __attribute__((always_inline))
+#define HFZ_RULE inline __attribute__((always_inline))  // for members that use `this`
 
 namespace {
 

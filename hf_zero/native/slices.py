@@ -16,20 +16,21 @@ _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 
 
-def for_slices(count: int, threads: int, work: Callable[[int, int], None]) -> None:
+def for_slices(count: int, threads: int, work: Callable[[int, int], None], *, step: int = _STEP) -> None:
     """Calls ``work(start, stop)`` for slices that cover ``range(count)``, on the calling thread and up to ``threads - 1`` others.
 
     Args:
         count: Number of elements.
         threads: The most threads to use; few elements take fewer.
         work: Must give up the GIL to run beside the others, as ctypes calls do. What it raises is raised here, after all have ended.
+        step: Slices begin at multiples of this many elements.
     """
     threads = max(1, min(threads, count // _LEAST))
     if threads == 1:
         work(0, count)
         return
     size = -(-count // threads)
-    size += -size % _STEP
+    size += -size % step
     starts = range(0, count, size)
     futures = [_executor().submit(work, start, min(start + size, count)) for start in starts[1:]]
     try:

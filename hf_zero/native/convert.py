@@ -1,0 +1,53 @@
+"""Conversion between fp32 and bf16 or fp16 in host memory, past the cache where that is faster."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from hf_zero.errors import HfZeroError
+from hf_zero.native.library import ELEMENT_TYPES, announce, library
+from hf_zero.native.passes import address
+from hf_zero.native.slices import for_slices
+
+_PAIRS = {
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+}
+
+
+def convert(source: Tensor, target: Tensor, *, threads: int = 1) -> None:
+    """Writes ``source`` into ``target``, as ``target.copy_(source)``: to nearest even, denormals kept.
+
+    Every bit is torch's but for NaN: here NaN keeps its sign and the upper bits of its payload, torch's own paths differ from
+    each other.
+
+    Args:
+        source: fp32, or bf16 or fp16 with an fp32 target; contiguous, any shape.
+        target: As many elements, contiguous.
+        threads: The most threads to use.
+
+    Raises:
+        HfZeroError: Tensors that do not fit together.
+    """
+    problem = (source.dtype, target.dtype) not in _PAIRS or source.numel() != target.numel()
+    if problem or not (source.is_contiguous() and target.is_contiguous()) or {source.device.type, target.device.type} != {"cpu"}:
+        raise HfZeroError(
+            f"convert: {source.numel()} elements of {source.dtype} to {target.numel()} of {target.dtype}; fp32 to or from bf16 or fp16, "
+            "of one size, contiguous and in host memory is expected"
+        )
+    native = library()
+    if native is None:
+        announce()
+        target.view(-1).copy_(source.detach().view(-1))
+        return
+
+    def work(start: int, stop: int) -> None:
+        types = ELEMENT_TYPES[source.dtype], ELEMENT_TYPES[target.dtype]
+        native.call("hfz_convert", ctypes.c_int64(stop - start), address(source, start), types[0], address(target, start), types[1])
+
+    for_slices(source.numel(), threads, work)

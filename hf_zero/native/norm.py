@@ -1,0 +1,63 @@
+"""The sum of squares of a flat range in double precision, which also tells whether every element is finite."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+from torch import Tensor
+
+from hf_zero.errors import HfZeroError
+from hf_zero.native.library import ELEMENT_TYPES, announce, library
+from hf_zero.native.passes import address
+from hf_zero.native.slices import for_slices
+
+# As HFZ_BLOCK: every block has a sum of its own, so threads do not change the result.
+BLOCK_NUMEL = 65536
+
+
+def squared_norm(values: Tensor, *, threads: int = 1) -> float:
+    """The sum of squares of fp32, bf16 or fp16 values in host memory.
+
+    Squares of these types are exact in double and their sums cannot overflow, so the result is finite if and only if every
+    element is. It does not depend on ``threads`` nor on the instruction set.
+
+    Args:
+        values: Contiguous, any shape.
+        threads: The most threads to use.
+
+    Raises:
+        HfZeroError: A type or layout that the kernel does not take.
+    """
+    if values.dtype not in ELEMENT_TYPES or not values.is_contiguous() or values.device.type != "cpu":
+        raise HfZeroError(
+            f"squared_norm: values are {values.dtype} on {values.device} (contiguous: {values.is_contiguous()}); "
+            "fp32, bf16 or fp16, contiguous and in host memory is expected"
+        )
+    native = library()
+    if native is None:
+        announce()
+        return squared_norm_reference(values)
+    count = values.numel()
+    sums = torch.zeros(-(-count // BLOCK_NUMEL), dtype=torch.float64)
+
+    def work(start: int, stop: int) -> None:
+        blocks = address(sums, start // BLOCK_NUMEL)
+        native.call("hfz_squared_norm", ctypes.c_int64(stop - start), address(values, start), ELEMENT_TYPES[values.dtype], blocks)
+
+    for_slices(count, threads, work, step=BLOCK_NUMEL)
+    return total_of(sums)
+
+
+def squared_norm_reference(values: Tensor) -> float:
+    """As ``squared_norm`` in plain torch."""
+    pieces = values.detach().view(-1).split(BLOCK_NUMEL)
+    return total_of(torch.stack([piece.double().square().sum() for piece in pieces]))
+
+
+def total_of(sums: Tensor) -> float:
+    """The sum of a few doubles, rounded once; NaN and infinities as addition has them."""
+    if not bool(torch.isfinite(sums).all()):
+        return float(sums.sum())
+    return math.fsum(sums.tolist())

@@ -1,0 +1,97 @@
+"""What the optimizer passes share: which tensors fit together, and the call of a kernel slice by slice."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_zero.errors import HfZeroError
+from hf_zero.native.library import ELEMENT_TYPES, announce, library
+from hf_zero.native.slices import for_slices
+
+_STATE_TYPES = (torch.float32, torch.bfloat16)
+_LOW_TYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class PassTensors:
+    """The tensors of one pass, contiguous, of one size, on one device.
+
+    Attributes:
+        name: The pass, for messages.
+        master: fp32, or fp64 with everything else fp64 too.
+        grad: fp32, bf16 or fp16; only read.
+        states: One or two; fp32 or bf16, all alike.
+        low: bf16 or fp16 copy to write, or None.
+    """
+
+    name: str
+    master: Tensor
+    grad: Tensor
+    states: tuple[Tensor, ...]
+    low: Tensor | None
+
+    def __post_init__(self) -> None:
+        float64 = self.master.dtype == torch.float64
+        self._check("master", self.master, (torch.float32, torch.float64))
+        self._check("grad", self.grad, (torch.float64,) if float64 else tuple(ELEMENT_TYPES))
+        self._check("the first state", self.states[0], (torch.float64,) if float64 else _STATE_TYPES)
+        for state in self.states[1:]:
+            self._check("the second state", state, (self.states[0].dtype,))
+        if self.low is not None:
+            self._check("low", self.low, _LOW_TYPES)
+
+    def _check(self, role: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+        """Raises ``HfZeroError`` naming the tensor that does not fit."""
+        if tensor.dtype not in dtypes:
+            raise HfZeroError(f"{self.name}: {role} is {tensor.dtype}; allowed: {', '.join(map(str, dtypes))}")
+        if tensor.numel() != self.master.numel() or not tensor.is_contiguous() or tensor.device != self.master.device:
+            raise HfZeroError(
+                f"{self.name}: {role} has {tensor.numel()} elements on {tensor.device} (contiguous: {tensor.is_contiguous()}); "
+                f"master has {self.master.numel()} on {self.master.device}, and all must be contiguous"
+            )
+
+    def run_native(self, kernel: str, rule: ctypes.Structure, threads: int) -> bool:
+        """Runs a kernel of the library; False, and nothing done, where the torch reference has to serve."""
+        native = library() if self.master.device.type == "cpu" and self.master.dtype == torch.float32 else None
+        if native is None:
+            announce()
+            return False
+        second = self.states[1] if len(self.states) > 1 else None
+
+        def work(start: int, stop: int) -> None:
+            native.call(
+                kernel,
+                ctypes.c_int64(stop - start),
+                address(self.master, start),
+                address(self.grad, start),
+                ELEMENT_TYPES[self.grad.dtype],
+                address(self.states[0], start),
+                address(second, start),
+                ELEMENT_TYPES[self.states[0].dtype],
+                address(self.low, start),
+                0 if self.low is None else ELEMENT_TYPES[self.low.dtype],
+                ctypes.byref(rule),
+            )
+
+        for_slices(self.master.numel(), threads, work)
+        return True
+
+    def flat_gradient(self, grad_factor: float) -> Tensor:
+        """The gradient as the references want it, (numel,): of the master's type and times the factor; may be ``grad`` itself."""
+        grad = self.grad.detach().view(-1).to(self.master.dtype)
+        return grad if grad_factor == 1.0 else grad * grad_factor
+
+
+def address(tensor: Tensor | None, start: int = 0) -> ctypes.c_void_p:
+    """The address of element ``start``; 0 without tensor."""
+    return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr() + start * tensor.element_size())
+
+
+def floats(*names: str) -> list[tuple[str, type[ctypes.c_float]]]:
+    """Fields of a rule that are floats."""
+    return [(name, ctypes.c_float) for name in names]
