@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_zero import native
 from hf_zero.comm.collectives import Collectives
+from hf_zero.native.library import ELEMENT_TYPES
 from hf_zero.sharding.layout import Range
 from hf_zero.sharding.slices import slice_of
 from hf_zero.sharding.unit import Unit
@@ -82,6 +84,9 @@ def _rest(shard: torch.Tensor, parts: Sequence[Range]) -> list[torch.Tensor]:
 
 def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """0-dim, in double precision."""
+    if device.type == "cpu" and native.status().isa and all(tensor.dtype in ELEMENT_TYPES for tensor in tensors):
+        threads = torch.get_num_threads()
+        return torch.tensor(sum(native.squared_norm(tensor, threads=threads) for tensor in tensors), dtype=torch.float64)
     pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
     if not pieces:
         return torch.zeros((), dtype=torch.float64, device=device)
