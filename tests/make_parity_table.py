@@ -40,6 +40,9 @@ sizes {worlds}, between training through the engine and plain PyTorch on the con
 """
 
 
+ARCHITECTURES = "## Architectures"  # the section that tests/make_canary_table.py writes
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="file to write; without it the table is printed")
@@ -56,11 +59,18 @@ def main() -> int:
                 print(f"world {world} {name} {dtype}: ok, {time.perf_counter() - start:.1f} s", file=sys.stderr)
     text = render(cells, arguments.worlds)
     if arguments.write:
-        arguments.write.write_text(text)
+        arguments.write.write_text(text + split_page(arguments.write)[1])
     else:
         print(text)
     ranks.close_pools()
     return 0
+
+
+def split_page(path: Path) -> tuple[str, str]:
+    """The page up to the architectures' section, and that section (empty when there is none)."""
+    page = path.read_text() if path.exists() else ""
+    before, title, section = page.partition(ARCHITECTURES)
+    return before, title + section
 
 
 def render(cells: list[Cell], worlds: list[int]) -> str:
@@ -73,7 +83,7 @@ def render(cells: list[Cell], worlds: list[int]) -> str:
     page += "\n## By stage and precision\n\n" + _table(cells, ("stage", "dtype"))
     page += "\n## By world size and precision\n\n" + _table(cells, ("world", "dtype"))
     page += "\n## Allowed by the tests\n\n| precision | loss | grad norm | weights |\n|---|---|---|---|\n"
-    return page + "".join(f"| {dtype} | {_numbers(limit)} |\n" for dtype, limit in LIMITS.items())
+    return page + "".join(f"| {dtype} | {_numbers(limit)} |\n" for dtype, limit in LIMITS.items()) + "\n"
 
 
 def _table(cells: Iterable[Cell], keys: tuple[str, ...]) -> str:

@@ -40,7 +40,7 @@ _SIZES = {
           speech_encoder_layers t2u_encoder_layers t2u_decoder_layers num_key_value_heads num_kv_heads swa_num_key_value_heads
           num_global_key_value_heads linear_num_key_heads linear_num_value_heads num_experts_per_tok moe_k moe_topk
           num_experts_per_token top_k_experts type_vocab_size""",
-    1: "n_group topk_group num_expert_groups",
+    1: "n_group topk_group num_expert_groups first_k_dense_replace num_dense_layers encoder_sparse_step decoder_sparse_step",
 }
 SIZES = {name: size for size, names in _SIZES.items() for name in names.split()}
 
@@ -63,12 +63,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1},
     "dots3_note": {"index_topk": 4, "index_head_dim": 8, "index_n_heads": 2, "shared_experts_intermediate_size": 16, "kv_lora_rank": 16,
                    "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16},
+    "doge": {"is_moe": True},
     "encoder-decoder": {"decoder_start_token_id": 0, "pad_token_id": 0},
     "esm": {"pad_token_id": 1},
     "esmc": {"num_key_value_heads": 4},
+    "flint": {"mlp_only_layers": []},
     "funnel": {"block_sizes": (1, 1), "d_head": 8},
     "gemma3n_text": {"layer_types": _TWO_KINDS, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "activation_sparsity_pattern": None,
                      "hidden_size_per_layer_input": 8, "laurel_rank": 8},
+    "gemma4": {"text_config": {"enable_moe_block": True}},
+    "gemma4_text": {"enable_moe_block": True},
     "git": {"vision_config": {"image_size": 16, "patch_size": 8}},
     "got_ocr2": {"vision_config": {"image_size": 64, "output_channels": 16, "mlp_dim": 64, "global_attn_indexes": (1,)}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -100,7 +104,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "reformer": {**_AXIAL, **_LSH},
     "roc_bert": {"pronunciation_vocab_size": 16, "shape_vocab_size": 16, "pronunciation_embed_dim": 8, "shape_embed_dim": 8},
     "squeezebert": {"embedding_size": 32},
-    "switch_transformers": {"decoder_start_token_id": 0},
+    "switch_transformers": {"decoder_start_token_id": 0, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     "t5": {"decoder_start_token_id": 0},
     "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_blocks": 2, "chunk_size": LENGTH},
     "xmod": {"default_language": "en_XX"},
