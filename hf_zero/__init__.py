@@ -15,6 +15,8 @@ _NAMES = {
     "ZeroPlugin": "hf_zero.integrations.accelerate_plugin",
     "DummyOptim": "hf_zero.integrations.accelerate_plugin",
     "DummyScheduler": "hf_zero.integrations.accelerate_plugin",
+    "ZeroStrategy": "hf_zero.integrations.lightning",
+    "FabricZeroStrategy": "hf_zero.integrations.lightning",
     "zero": "hf_zero.zero",
     "utils": "hf_zero.utils",
     "errors": "hf_zero.errors",

@@ -69,10 +69,13 @@ def test_no_key_is_missing() -> None:
     assert set(ROWS) - set(all_keys()) == set()
 
 
+OWN_KEYS = {"hf_zero", "hf_zero.gather_for_generation"}  # what DeepSpeed does not have
+
+
 def test_no_key_is_extra() -> None:
     parents = {path.rsplit(".", depth)[0] for path in ROWS for depth in range(1, 8)}
     extra = {path for path in all_keys() if path not in ROWS and path not in parents}
-    assert extra == set()
+    assert extra == OWN_KEYS
 
 
 def test_the_list_is_whole() -> None:

@@ -137,6 +137,8 @@ PROVIDED: Final[dict[str, str]] = {
     "deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint": (
         "hf_zero.checkpoint.zero_to_fp32:load_state_dict_from_zero_checkpoint"
     ),
+    "deepspeed.utils.zero_to_fp32.get_model_state_file": "hf_zero.compat.state_files:get_model_state_file",
+    "deepspeed.utils.zero_to_fp32.get_optim_files": "hf_zero.compat.state_files:get_optim_files",
     **{f"deepspeed.checkpointing.{name}": f"hf_zero.compat.checkpointing:{name}" for name in _CHECKPOINTING},
     **{
         f"deepspeed.runtime.activation_checkpointing.checkpointing.{name}": f"hf_zero.compat.checkpointing:{name}"
@@ -170,12 +172,6 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.utils.groups._get_sequence_parallel_world_size": _SEQUENCE,
     "deepspeed.runtime.utils.move_to_device": "use accelerate.utils.send_to_device(batch, device)",
     "deepspeed.utils.is_initialized": "DeepSpeed has no such function either; use deepspeed.comm.is_initialized()",
-    "deepspeed.utils.zero_to_fp32.get_model_state_file": (
-        "checkpoints hold safetensors, not one pickle per rank; use get_fp32_state_dict_from_zero_checkpoint(dir)"
-    ),
-    "deepspeed.utils.zero_to_fp32.get_optim_files": (
-        "checkpoints hold safetensors, not one pickle per rank; use get_fp32_state_dict_from_zero_checkpoint(dir)"
-    ),
     # The rest of DeepSpeed's public API.
     "deepspeed.init_inference": _INFERENCE,
     "deepspeed.InferenceEngine": _INFERENCE,

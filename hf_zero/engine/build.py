@@ -17,6 +17,7 @@ from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.config.sources import hidden_size_of
 from hf_zero.engine.engine import Engine, EngineParts
 from hf_zero.engine.full_values import Training, register_training
+from hf_zero.engine.generation import Generation
 from hf_zero.engine.loss_scale import LossScaler, NullScaler
 from hf_zero.engine.onebit_step import OneBitStepper, check_topology, local_policy, max_norm_of
 from hf_zero.engine.precision import PrecisionPolicy, cast_and_move, cast_param
@@ -196,6 +197,10 @@ class EngineBuilder:
         sinks = build_sinks(self.config) if self.collectives.rank == 0 and optimizer is not None else []
         self._persist_and_release(units)
         runtime.attach()
+        if schedule is not None:
+            generation = Generation(runtime, units, self.collectives, self.config.hf_zero.gather_for_generation)
+            generation.attach()
+            runtime.keep(generation)
         parts = EngineParts(runtime, units, self.collectives, self.policy, self.precision, scaler, optimizer, stepper, scheduler, sinks)
         engine = Engine(self.module, self.resolved, parts)
         log_rank0("%s", describe(engine))

@@ -87,6 +87,10 @@ class Runtime:
         if self in runtimes:
             runtimes.remove(self)
 
+    def keep(self, handle: Any) -> None:
+        """Takes ``handle`` away (``remove()``) together with the hooks."""
+        self._handles.append(handle)
+
     def stop_training(self) -> None:
         """Lets go of all gradients; keeps the hooks that gather, where there are any."""
         if self.reducer is not None:
@@ -192,6 +196,12 @@ class Runtime:
             collectives = next((unit.collectives for block in (self.root, *self.blocks) for unit in block.units), None)
             names = [block.name for block in self.schedule.observed]
             self.schedule.learn(collectives.broadcast_object(names, 0, "order of blocks") if collectives else names)
+
+    def join_forward(self) -> None:
+        """Takes part in a forward that other ranks run and this one does not: its gathers, no computation; collective."""
+        if self.schedule is not None:
+            self.schedule.begin_forward(training=False)
+            self._end_forward()
 
     def _watch(self, block: Block, output: Any) -> None:
         """Arranges for ``block`` to be whole when its backward begins: when the first gradient of an output is known."""

@@ -114,6 +114,11 @@ class Unit:
             raise StateError(f"unit {self.name} is {self.state.value}; gather it first (hf_zero.zero.GatheredParameters)")
         return self._whole.flat
 
+    @property
+    def bytes_to_gather(self) -> int:
+        """Bytes that gathering it now would allocate."""
+        return self._whole.nbytes if self.state is UnitState.SHARDED else 0
+
     # -- gather and release -------------------------------------------------------------------------------------------
 
     def start_gather(self) -> None:

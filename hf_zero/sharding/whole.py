@@ -14,6 +14,10 @@ from hf_zero.sharding.layout import UnitLayout
 class WholeBuffer:
     """One flat buffer, (padded_numel,), and its view per parameter; the storage comes and goes, the tensors stay.
 
+    Attributes:
+        flat: The buffer.
+        nbytes: Bytes that it takes while allocated.
+
     Args:
         layout: Offsets of the parameters.
         flat: The buffer, allocated.
@@ -22,7 +26,7 @@ class WholeBuffer:
     def __init__(self, layout: UnitLayout, flat: torch.Tensor) -> None:
         self.flat = flat
         self._layout = layout
-        self._bytes = flat.untyped_storage().nbytes()
+        self.nbytes = flat.untyped_storage().nbytes()
         self._empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
         self._views = self._make_views()
 
@@ -31,7 +35,7 @@ class WholeBuffer:
 
     def allocate(self) -> None:
         """Gives the buffer memory; what it holds is undefined."""
-        self.flat.untyped_storage().resize_(self._bytes)
+        self.flat.untyped_storage().resize_(self.nbytes)
         on_huge_pages(self.flat)
 
     def show(self, params: Iterable[nn.Parameter | None]) -> None:

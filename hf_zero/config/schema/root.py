@@ -26,6 +26,7 @@ from hf_zero.config.schema.fields import (
 )
 from hf_zero.config.schema.monitors import Comet, CsvMonitor, Tensorboard, Wandb
 from hf_zero.config.schema.optimization import Optimizer, Scheduler
+from hf_zero.config.schema.own import OwnSettings
 from hf_zero.config.schema.parallel import Elasticity, ExpertParallel, HybridEngine, Inference, Pipeline, TensorParallel
 from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16, Msamp, TorchAutocast
 from hf_zero.config.schema.storage import ActivationCheckpointing, Aio, Checkpoint, Compile, DataStates, Nebula
@@ -145,4 +146,5 @@ class ZeroConfig(Section):
     )
     compile: Compile | None = section(None, "DeepCompile")
     msamp: Msamp | None = section(None, "Written by accelerate for MS-AMP")
+    hf_zero: OwnSettings = section(OwnSettings, "What DeepSpeed has no key for; it ignores the section")
     inference: Inference | None = section(None, "Inference settings that transformers reads")

@@ -1,0 +1,19 @@
+"""Settings of our own: the section ``hf_zero``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+
+from hf_zero.config.schema.fields import Bool, Section, lower_choice, used
+
+
+class OwnSettings(Section):
+    """`hf_zero`. Settings that DeepSpeed does not have."""
+
+    gather_for_generation: Annotated[Literal["auto"], BeforeValidator(lower_choice)] | Bool = used(
+        "auto",
+        "Stage 3: gather the whole model once around each generate(); auto does it where it fits into 60 % of the free memory of every "
+        "rank, false gathers block by block for every token",
+    )

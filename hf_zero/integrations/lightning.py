@@ -1,0 +1,191 @@
+"""Strategies for Lightning: ``Trainer(strategy=ZeroStrategy(stage=3))`` and ``Fabric(strategy=FabricZeroStrategy(stage=3))``.
+
+They are Lightning's own DeepSpeed strategies with this engine behind them, made to run on CPUs too: everything Lightning knows
+about DeepSpeed (precision, accumulation, clipping, checkpoints as folders) holds, because they are instances of its class.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from hf_zero.compat import finder, install_as_deepspeed
+from hf_zero.errors import ConfigError, StateError
+
+__all__ = ["FabricZeroStrategy", "ZeroStrategy"]
+
+_DEVICES = ("cpu", "nvme")
+
+
+def _deepspeed_strategy(kind: str, old_package: str) -> Any:
+    """Lightning's DeepSpeed strategy of ``kind`` (pytorch, fabric), of the package that the caller's script uses.
+
+    Raises:
+        ImportError: Lightning is not installed.
+        StateError: A real DeepSpeed is imported, and would answer Lightning instead of us.
+    """
+    install_as_deepspeed()
+    if not finder.alias_is_active():
+        raise StateError("a real DeepSpeed is imported already and Lightning would use it: set HF_ZERO=1 before Python starts")
+    name = f"lightning.{kind}"
+    if "lightning" not in sys.modules and old_package in sys.modules:
+        name = old_package
+    try:
+        return importlib.import_module(f"{name}.strategies.deepspeed").DeepSpeedStrategy
+    except ModuleNotFoundError as error:
+        raise ImportError(f"hf_zero.integrations.lightning needs Lightning: pip install lightning ({error})") from error
+
+
+_Trainer: Any = _deepspeed_strategy("pytorch", "pytorch_lightning")
+_Fabric: Any = _deepspeed_strategy("fabric", "lightning_fabric")
+
+
+class ZeroStrategy(_Trainer):
+    """ZeRO for Lightning's ``Trainer``, on GPUs and on CPUs.
+
+    Args:
+        stage: ZeRO stage 1, 2 or 3.
+        offload_optimizer: Where optimizer state rests: False, True (``"cpu"``), ``"cpu"``, ``"nvme"`` or a whole
+            ``offload_optimizer`` section.
+        offload_parameters: The same for parameters (stage 3).
+        nvme_path: Folder for what rests on nvme.
+        config: DeepSpeed configuration instead of the arguments above: a dict or the path of a JSON file. Accumulation, clipping
+            and precision still come from the ``Trainer``.
+        **options: Further arguments of Lightning's ``DeepSpeedStrategy`` (``load_full_weights``, ``cpu_checkpointing``, ...).
+
+    Raises:
+        ConfigError: An argument has a value outside its range, or stands beside ``config``.
+    """
+
+    strategy_name = "hf_zero"
+
+    def __init__(
+        self,
+        stage: int | None = None,
+        offload_optimizer: bool | str | Mapping[str, Any] = False,
+        offload_parameters: bool | str | Mapping[str, Any] = False,
+        nvme_path: str | None = None,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        offload = {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
+        arguments, sections = _arguments("ZeroStrategy", stage, offload, nvme_path, config)
+        super().__init__(**arguments, **options)
+        if config is None:
+            _tidy(self.config, sections)
+
+    def setup_environment(self) -> None:
+        """Starts the processes' group, on whatever accelerator: the check for CUDA of the class above is left out."""
+        super(_Trainer, self).setup_environment()
+
+    def setup_distributed(self) -> None:
+        """As the class above, without its check of device indices where devices have none."""
+        if self.root_device.type != "cpu":
+            super().setup_distributed()
+            return
+        _reset_seed(self)
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    def _auto_select_batch_size(self) -> int:
+        """The loader's batch size; 1 where it has none (``batch_size=None``, an iterable of batches), where the class above fails."""
+        source = self.lightning_module.trainer.fit_loop._data_source
+        loader = source.dataloader() if source.is_defined() else None
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+        return int(size) if size else 1
+
+
+class FabricZeroStrategy(_Fabric):
+    """ZeRO for Lightning's ``Fabric``, on GPUs and on CPUs; arguments as ``ZeroStrategy``.
+
+    Fabric has no arguments for accumulation and clipping: give ``gradient_accumulation_steps`` and ``gradient_clipping`` in ``config``. The
+    engine then counts micro-steps, and ``optimizer.step()`` is called after every one. Without ``config`` nothing is clipped.
+    """
+
+    def __init__(
+        self,
+        stage: int | None = None,
+        offload_optimizer: bool | str | Mapping[str, Any] = False,
+        offload_parameters: bool | str | Mapping[str, Any] = False,
+        nvme_path: str | None = None,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        offload = {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
+        arguments, sections = _arguments("FabricZeroStrategy", stage, offload, nvme_path, config)
+        super().__init__(**arguments, **options)
+        if config is None:
+            _tidy(self.config, sections)
+            self.config["gradient_clipping"] = 0.0  # Fabric has no argument for it, and a file's default is 1
+
+    def setup_environment(self) -> None:
+        """Starts the processes' group, on whatever accelerator: the check for CUDA of the class above is left out."""
+        super(_Fabric, self).setup_environment()
+
+    def _setup_distributed(self) -> None:
+        if self.root_device.type != "cpu":
+            super()._setup_distributed()
+            return
+        _reset_seed(self)
+        self._set_world_ranks()
+        self._init_deepspeed_distributed()
+        if not self._config_initialized:
+            self._format_config()
+            self._config_initialized: bool = True
+
+
+def _reset_seed(strategy: Any) -> None:
+    """Lightning seeds every process again after it was started; its function lies in another module in its old package."""
+    package = type(strategy).__mro__[1].__module__.partition(".strategies.")[0]
+    for name in (package, "lightning.fabric", "lightning_fabric"):
+        try:
+            importlib.import_module(f"{name}.utilities.seed").reset_seed()
+            return
+        except (ModuleNotFoundError, AttributeError):
+            continue
+
+
+def _arguments(
+    what: str,
+    stage: int | None,
+    offload: Mapping[str, bool | str | Mapping[str, Any]],
+    nvme_path: str | None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None,
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The arguments of Lightning's class that say the same as ours, and the offload sections of the configuration it is to make."""
+    if config is not None:
+        beside = [name for name, value in {"stage": stage, **offload, "nvme_path": nvme_path}.items() if value not in (None, False)]
+        if beside:
+            raise ConfigError(f"{what}: {', '.join(beside)} beside config=, which would be ignored; write it into the configuration")
+        return {"config": dict(config) if isinstance(config, Mapping) else os.fspath(config)}, {}
+    if stage not in (None, 0, 1, 2, 3) or isinstance(stage, bool):
+        raise ConfigError(f"{what}: stage is {stage!r}; allowed are 0, 1, 2, 3")
+    sections = {
+        section: _offload_section(f"{what}: {name}", offload[name], nvme_path)
+        for name, section in (("offload_optimizer", "offload_optimizer"), ("offload_parameters", "offload_param"))
+        if offload[name]
+    }
+    return {"stage": 2 if stage is None else stage}, sections
+
+
+def _offload_section(name: str, value: bool | str | Mapping[str, Any], nvme_path: str | None) -> dict[str, Any]:
+    section: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"device": "cpu" if value is True else value}
+    if section.get("device") not in _DEVICES:
+        raise ConfigError(f"{name} is on {section.get('device')!r}; allowed are False, True and {', '.join(map(repr, _DEVICES))}")
+    if section["device"] == "nvme":
+        section.setdefault("nvme_path", nvme_path)
+        if not section["nvme_path"]:
+            raise ConfigError(f'{name} is on nvme without a place; give nvme_path="/path"')
+    return section
+
+
+def _tidy(config: dict[str, Any], sections: Mapping[str, dict[str, Any]]) -> None:
+    """Takes out of the configuration that Lightning made what nobody asked for: settings of nvme and of activation checkpointing."""
+    config["zero_optimization"].update(sections)
+    if all(section["device"] != "nvme" for section in sections.values()):
+        config.pop("aio", None)
+    if not any(config.get("activation_checkpointing", {}).values()):
+        config.pop("activation_checkpointing", None)
