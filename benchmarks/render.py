@@ -1,4 +1,6 @@
-"""Write docs/benchmarks.md from the JSON files that ``step_time.py --json`` left in benchmarks/results/.
+"""Write docs/benchmarks.md from the JSON files that the benchmarks left in benchmarks/results/.
+
+Files of ``step_time.py --json`` come first; every other file is a ``benchmarks.tables.ResultTable``, in order of its name.
 
 python -m benchmarks.render
 """
@@ -9,6 +11,8 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from benchmarks.tables import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -63,11 +67,13 @@ def section(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    files = sorted(RESULTS.glob("*.json"))
-    if not files:
+    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    if not results:
         print(f"no results in {RESULTS}: run benchmarks/step_time.py --json {RESULTS}/gpt2.json first", file=sys.stderr)
         return 1
-    PAGE.write_text("\n".join([INTRODUCTION, *(section(json.loads(path.read_text())) for path in files)]))
+    steps = [section(result) for result in results if "title" not in result]
+    tables = [markdown(result) for result in results if "title" in result]
+    PAGE.write_text("\n".join([INTRODUCTION, *steps, *tables]))
     return 0
 
 

@@ -34,7 +34,7 @@ from hf_zero.optim.sharded import ShardedOptimizer, group_of_params
 from hf_zero.sharding.announce import announce
 from hf_zero.sharding.construct import NamedParam, build_unit
 from hf_zero.sharding.gradients import BufferPool, GradientPolicy, UnitGradients
-from hf_zero.sharding.grouping import BlockSpec, LeafModules, build_blocks
+from hf_zero.sharding.grouping import BlockSpec, LeafModules, build_blocks, lone_modules
 from hf_zero.sharding.layout import FROZEN
 from hf_zero.sharding.leaf_modules import leaf_module_names
 from hf_zero.sharding.reducer import Reducer
@@ -195,7 +195,8 @@ class EngineBuilder:
                 register_training(training.gradients.unit, training)
         scheduler = self._scheduler(lr_scheduler, optimizer)
         sinks = build_sinks(self.config) if self.collectives.rank == 0 and optimizer is not None else []
-        self._persist_and_release(units)
+        lone = lone_modules(self.module)
+        self._persist_and_release(units, {id(unit) for block in blocks if block.name in lone for unit in block.units})
         runtime.attach()
         if schedule is not None:
             generation = Generation(runtime, units, self.collectives, self.config.hf_zero.gather_for_generation)
@@ -240,7 +241,7 @@ class EngineBuilder:
 
     def _leaves(self) -> LeafModules:
         section = self.config.zero_optimization.leaf_module
-        names = (*section.names, *leaf_module_names(self.module))
+        names = (*section.names, *leaf_module_names(self.module), *lone_modules(self.module))
         return LeafModules(tuple(section.classes), names, tuple(section.name_suffixes))
 
     def _block(self, spec: BlockSpec) -> Block:
@@ -275,14 +276,15 @@ class EngineBuilder:
                 if contiguous.data_ptr() != buffer.data_ptr():
                     buffer.data.copy_(contiguous)
 
-    def _persist_and_release(self, units: list[Unit]) -> None:
-        """Releases what was built whole, except units small enough to stay."""
+    def _persist_and_release(self, units: list[Unit], lone: set[int]) -> None:
+        """Releases what was built whole, except units small enough to stay and those (by id) that one rank may want alone."""
         zero = self.config.zero_optimization
         budget = zero.stage3_model_persistence_threshold
         for unit in units:
             numel = unit.layout.numel
-            if unit.releasable and numel <= zero.stage3_param_persistence_threshold and numel <= budget:
-                budget -= numel
+            small = numel <= zero.stage3_param_persistence_threshold and numel <= budget
+            if unit.releasable and (small or id(unit) in lone):
+                budget -= numel if small else 0
                 unit.pin()
                 for param in unit.params:
                     if param is not None:

@@ -90,6 +90,11 @@ class ZeroStrategy(_Trainer):
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
+    def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the class above, where the loss would be divided by ``accumulate_grad_batches`` twice: by Lightning, then by the engine."""
+        kwargs.setdefault("scale_wrt_gas", False)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
     def _auto_select_batch_size(self) -> int:
         """The loader's batch size; 1 where it has none (``batch_size=None``, an iterable of batches), where the class above fails."""
         source = self.lightning_module.trainer.fit_loop._data_source

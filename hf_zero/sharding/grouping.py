@@ -46,6 +46,19 @@ class LeafModules:
         return bool(kinds & set(self.classes)) or name in self.names or any(name.endswith(suffix) for suffix in self.name_suffixes)
 
 
+def lone_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules, by dotted name, that a library calls on one rank alone, so that they must stay whole whatever their size.
+
+    PEFT calls a prompt's encoder on the rank that saves the adapter (``get_prompt_embedding_to_save``).
+    """
+    found = {}
+    for name, module in model.named_modules():
+        encoder = module._modules.get("prompt_encoder")
+        if encoder is not None and hasattr(type(module), "get_prompt_embedding_to_save"):
+            found[f"{name}.prompt_encoder".lstrip(".")] = encoder
+    return found
+
+
 def find_blocks(model: nn.Module, leaves: LeafModules = LeafModules()) -> dict[str, nn.Module]:
     """The repeated blocks of ``model`` by dotted name, outermost first, none inside another.
 
