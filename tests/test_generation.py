@@ -109,7 +109,7 @@ def count(gather: bool) -> tuple[int, int]:
         engine.generate(prompt(), **lengths())
     handle.remove()
     engine.destroy()
-    return len(calls), sum(label == "hf_zero::gathered (model.layers.0)" for label in labels)
+    return len(calls), sum(label == "hf_zero::gathering (model.layers.0)" for label in labels)
 
 
 class Holder(nn.Module):
