@@ -72,7 +72,7 @@ def check_trainer(folder: str, stage: int) -> None:
     """Accumulation 2 and clipping; then the second half again from a checkpoint, bit for bit."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    every = ModelCheckpoint(dirpath=f"{folder}/all", every_n_epochs=1, save_on_train_epoch_end=True, save_top_k=-1, filename="{step}")
+    every = ModelCheckpoint(dirpath=f"{folder}/all", every_n_train_steps=2, save_top_k=-1, filename="{step}")
     whole = fit(folder, stage, callbacks=[every])
     expected = reference_losses(STEPS)
     close(mean_over_all(whole.losses), expected.losses, 1e-5)
