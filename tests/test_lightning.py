@@ -323,3 +323,47 @@ def settings_of_engine(path: str) -> tuple[int, int, float]:
     trainer.fit(make_module_class()(), loader(3))
     engine = trainer.strategy.deepspeed_engine
     return engine.zero_optimization_stage(), engine.gradient_accumulation_steps(), engine.gradient_clipping()
+
+
+def test_stock_strategy_says_that_it_needs_a_gpu() -> None:
+    """Through the alias Lightning finds DeepSpeed; on a CPU it is Lightning that refuses."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert ranks.run_ranks(refusal_of_lightning, 1, group=False) == [True]
+
+
+def refusal_of_lightning() -> bool:
+    import lightning as lightning_package
+
+    trainer = lightning_package.Trainer(
+        accelerator="cpu", devices=1, strategy="deepspeed_stage_3", logger=False, enable_checkpointing=False
+    )
+    try:
+        trainer.fit(make_module_class()(), loader(1))
+    except RuntimeError as error:
+        return "only supported on CUDA GPUs" in str(error)
+    return False
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3_offload"])
+def test_stock_strategy_on_a_gpu(strategy: str, tmp_path: Path) -> None:
+    ranks.run_ranks(train_on_gpu, 1, strategy, str(tmp_path), group=False)
+
+
+def train_on_gpu(strategy: str, folder: str) -> None:
+    import lightning as lightning_package
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    for attempt in (strategy, "zero"):
+        if attempt == "zero":
+            from hf_zero.integrations import ZeroStrategy
+
+            attempt = ZeroStrategy(stage=3)  # type: ignore[assignment]
+        trainer = lightning_package.Trainer(
+            accelerator="gpu", devices=1, strategy=attempt, max_steps=2, precision="bf16-mixed", default_root_dir=folder, **quiet
+        )
+        module = make_module_class()()
+        trainer.fit(module, loader(2))
+        assert len(module.losses) == 2 and all(loss > 0 for loss in module.losses)
+        trainer.save_checkpoint(f"{folder}/{attempt if isinstance(attempt, str) else 'zero'}.ckpt")
