@@ -1,4 +1,4 @@
-"""The `hf-zero` command: `explain` a configuration, `report` the environment. Arguments and printing, no logic.
+"""The `hf-zero` command: `explain` a configuration, `launch` ranks, `report` the environment. Arguments and printing, no logic.
 
 Exit codes: 0 all is well, 1 the configuration (or model) has a fault, 2 the command line is wrong.
 """
@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.errors import HfZeroError
+from hf_zero.launch.command import add_arguments
+from hf_zero.launch.command import launch as start
 
 if TYPE_CHECKING:
     from hf_zero.config.resolve import Analysis
@@ -53,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--all", action="store_true", help="also list the keys that are at their default")
     explain.add_argument("--json", action="store_true", help="print rows, batch, warnings and errors as JSON")
     explain.set_defaults(run=_explain)
+    launch = commands.add_parser("launch", help="start a script on several ranks, with the flags of DeepSpeed's launcher")
+    add_arguments(launch)
+    launch.set_defaults(run=start)
     report = commands.add_parser("report", help="versions, devices and variables, to paste into a bug report")
     report.set_defaults(run=_report)
     return parser

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.errors import ConfigError
+from hf_zero.launch.placement import export_placement, require_address
 from hf_zero.observe import log_rank0
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -75,12 +76,13 @@ def init_distributed(
 ) -> None:
     """Creates the default torch.distributed group when there is none; does nothing when there is one.
 
-    The arguments are those of DeepSpeed's function of the same name. Without a launcher's environment
-    (RANK, WORLD_SIZE, ...) the process becomes a group of one, with no port opened.
+    The arguments are those of DeepSpeed's function of the same name. Ranks come from RANK, WORLD_SIZE, ... or, under mpirun and srun,
+    from what these set (``hf_zero.launch.placement``). Without a launcher's environment the process becomes a group of one, with no
+    port opened.
 
     Args:
         dist_backend: Name of a torch.distributed backend; None takes the device's own.
-        auto_mpi_discovery: Accepted; ranks come from the launcher's environment.
+        auto_mpi_discovery: Look at the variables of mpirun and srun when RANK is not set.
         distributed_port: Port of rank 0 when the environment names no MASTER_PORT.
         verbose: Log one line on rank 0.
         timeout: Longest time a collective may take.
@@ -97,6 +99,8 @@ def init_distributed(
         return
     if dist_init_required is False:
         raise ConfigError("dist_init_required is False but there is no torch.distributed process group; create one first or pass None")
+    if auto_mpi_discovery and init_method is None and rank < 0:
+        export_placement(port=distributed_port)
     backend = dist_backend or default_backend()
     timeout = timeout or default_timeout()
     device = default_device()
@@ -107,6 +111,7 @@ def init_distributed(
             raise ConfigError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but RANK is not set; start with torchrun or accelerate launch")
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
+        require_address(os.environ)
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
         missing = [name for name in _RENDEZVOUS if name not in os.environ]

@@ -1,0 +1,244 @@
+"""`hf-zero launch`: the flags of DeepSpeed's launcher as one torchrun, mpirun or srun command, which takes this process' place."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hf_zero.errors import ConfigError
+from hf_zero.launch import hosts as host_lists
+from hf_zero.launch.hosts import Host
+from hf_zero.launch.placement import DEFAULT_PORT
+
+_DEFAULT_HOSTFILE = "/job/hostfile"
+# Variables that ranks on other hosts get, by the beginnings of their names.
+_PASSED_ON = ("ACCELERATE_", "CUDA_DEVICE", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "PYTHON", "TORCH_", "UCX_", "WANDB_")
+_LOCAL = "localhost"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of DeepSpeed's launcher, and ``--dry-run``."""
+    add = parser.add_argument
+    add("-H", "--hostfile", help=f"lines like 'worker-1 slots=4' (default {_DEFAULT_HOSTFILE} where there is one; else this machine alone)")
+    add("-i", "--include", default="", help="hosts and slots to use: worker-0@worker-1:0,2")
+    add("-e", "--exclude", default="", help="hosts and slots to leave out; not together with --include")
+    add("--num_nodes", type=_count, default=0, help="use the first N hosts")
+    add("--num_gpus", "--num_accelerators", type=_count, default=0, help="ranks per host (default: its slots, or this machine's devices)")
+    add("--master_addr", default="", help="host of rank 0 (default: the first one)")
+    add("--master_port", type=_count, default=DEFAULT_PORT, help=f"port of rank 0 (default {DEFAULT_PORT})")
+    add(
+        "--launcher",
+        type=str.lower,
+        default="standard",
+        choices=sorted(_COMMANDS),
+        help="who starts the ranks (default: standard, torchrun)",
+    )
+    add("--launcher_args", default="", help="further arguments of mpirun, srun or torchrun, as one text")
+    add("--node_rank", type=int, default=-1, help="standard: number of this host, when its name is not in the hostfile")
+    add("--module", action="store_true", help="the script is a module, run as python -m")
+    add("--no_python", action="store_true", help="the script is a program, run without python")
+    for flag in ("--no_local_rank", "--no_ssh", "--force_multi"):
+        add(flag, action="store_true", help=argparse.SUPPRESS)  # accepted: what they ask for is how it works here
+    add("--dry-run", "--dry_run", action="store_true", help="print the command, do not run it")
+    add("script", help="training script, module or program")
+    add("script_args", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
+    return number
+
+
+@dataclass(frozen=True)
+class Command:
+    """What is run on this machine: words, and variables that are added to its environment."""
+
+    words: list[str]
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *self.words])
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Prints the command, or becomes it: signals and the exit code are the launcher's own.
+
+    Raises:
+        ConfigError: Hosts or flags do not fit together, or the program that starts ranks is not there.
+    """
+    command = build_command(options, os.environ)
+    if options.dry_run:
+        print(command)
+        return 0
+    program = shutil.which(command.words[0])
+    if program is None:
+        raise ConfigError(
+            f"--launcher {options.launcher} needs {command.words[0]}, which is not on PATH; install it, or use another launcher"
+        )
+    sys.stdout.flush()
+    os.execve(program, command.words, {**os.environ, **command.variables})
+    return 0  # never reached
+
+
+def build_command(options: argparse.Namespace, environ: Mapping[str, str]) -> Command:
+    """The command of ``options``.
+
+    Raises:
+        ConfigError: Hosts or flags do not fit together; names the flag, or the line of the hostfile.
+    """
+    if options.module and options.no_python:
+        raise ConfigError("--module and --no_python exclude each other: a module needs python to run it")
+    if options.include and options.exclude:
+        raise ConfigError("--include and --exclude exclude each other; give one of them")
+    return _COMMANDS[options.launcher](options, find_hosts(options), environ)
+
+
+def find_hosts(options: argparse.Namespace) -> list[Host]:
+    """The hosts of the job, filtered; this machine alone is called localhost."""
+    path = options.hostfile or (_DEFAULT_HOSTFILE if Path(_DEFAULT_HOSTFILE).is_file() else "")
+    if path:
+        hosts = host_lists.read_hostfile(path)
+        slots = options.num_gpus
+    elif options.launcher == "slurm" and options.num_nodes:
+        return []  # Slurm knows its hosts
+    else:
+        if options.num_nodes > 1:
+            raise ConfigError(f"--num_nodes is {options.num_nodes}, but there is no hostfile; give one with --hostfile")
+        hosts = [Host(_LOCAL, tuple(range(options.num_gpus or _devices())))]
+        slots = 0
+    if options.include:
+        hosts = host_lists.include(hosts, options.include)
+    if options.exclude:
+        hosts = host_lists.exclude(hosts, options.exclude)
+    return host_lists.limit(hosts, options.num_nodes, slots)
+
+
+def _devices() -> int:
+    import torch  # only here: asking for the devices is all that needs it
+
+    return max(1, torch.accelerator.device_count()) if torch.accelerator.is_available() else 1
+
+
+def _script(options: argparse.Namespace) -> list[str]:
+    head = [] if options.no_python else [sys.executable, "-u", *(["-m"] if options.module else [])]
+    return [*head, options.script, *options.script_args]
+
+
+# -- one function per launcher ------------------------------------------------------------------------------------------
+
+
+def _standard(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
+    """torchrun on this host; with several hosts the same command is given on each."""
+    number = _own_number(options, hosts) if len(hosts) > 1 else 0
+    host = hosts[number]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(len(host.slots))]
+    words += ["--nnodes", str(len(hosts)), "--node_rank", str(number)]
+    words += ["--master_addr", options.master_addr or (hosts[0].name if len(hosts) > 1 else "127.0.0.1")]
+    words += ["--master_port", str(options.master_port), *shlex.split(options.launcher_args)]
+    words += [*(["--module"] if options.module else []), *(["--no_python"] if options.no_python else []), options.script]
+    return Command([*words, *options.script_args], _visible(host))
+
+
+def _own_number(options: argparse.Namespace, hosts: list[Host]) -> int:
+    if options.node_rank >= len(hosts):
+        raise ConfigError(f"--node_rank is {options.node_rank}, but there are {len(hosts)} hosts, numbered from 0")
+    if options.node_rank >= 0:
+        return int(options.node_rank)
+    own = platform.node()
+    for number, host in enumerate(hosts):
+        if host.name in (own, own.partition(".")[0]):
+            return number
+    raise ConfigError(
+        f"this machine, {own}, is none of {', '.join(host.name for host in hosts)}: torchrun is started on every host, so give each "
+        "its --node_rank, or let --launcher openmpi, mpich or slurm start all ranks from one"
+    )
+
+
+def _visible(host: Host) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))} if host.chosen else {}
+
+
+def _open_mpi(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
+    words = [_program("mpirun.openmpi", "mpirun"), "-n", str(sum(len(host.slots) for host in hosts))]
+    words += ["--host", ",".join(f"{host.name}:{len(host.slots)}" for host in hosts)]
+    for name, value in _for_all(options, hosts, environ).items():
+        words += ["-x", f"{name}={value}"]
+    return Command([*words, *shlex.split(options.launcher_args), *_script(options)])
+
+
+def _mpich(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
+    words = [_program("mpirun.mpich", "mpiexec.hydra", "mpirun"), "-n", str(sum(len(host.slots) for host in hosts))]
+    words += ["-hosts", ",".join(f"{host.name}:{len(host.slots)}" for host in hosts)]
+    for name, value in _for_all(options, hosts, environ).items():
+        words += ["-genv", name, value]
+    return Command([*words, *shlex.split(options.launcher_args), *_script(options)])
+
+
+def _slurm(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
+    words = ["srun"]
+    if hosts and hosts[0].name != _LOCAL:
+        per_host = {len(host.slots) for host in hosts}
+        if len(per_host) > 1:
+            raise ConfigError(
+                f"--launcher slurm: hosts with {sorted(per_host)} slots; srun starts equally many ranks on each, use --num_gpus"
+            )
+        words += ["--nodes", str(len(hosts)), "--nodelist", ",".join(host.name for host in hosts), "--ntasks-per-node", str(per_host.pop())]
+    elif hosts:
+        words += ["--ntasks", str(len(hosts[0].slots))]
+    else:
+        words += ["--nodes", str(options.num_nodes), *(["--ntasks-per-node", str(options.num_gpus)] if options.num_gpus else [])]
+    passed = {"MASTER_ADDR": options.master_addr} if options.master_addr else {}
+    if options.master_port != DEFAULT_PORT:
+        passed["MASTER_PORT"] = str(options.master_port)
+    for host in hosts:
+        passed.update(_visible(host))
+    exported = ",".join(["ALL", *(f"{name}={value}" for name, value in passed.items())])
+    return Command([*words, f"--export={exported}", *shlex.split(options.launcher_args), *_script(options)])
+
+
+def _for_all(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables every rank gets: where rank 0 is, the chosen devices, and what the user has set for libraries."""
+    local = all(host.name == _LOCAL for host in hosts)
+    values = {"MASTER_ADDR": options.master_addr or ("127.0.0.1" if local else hosts[0].name), "MASTER_PORT": str(options.master_port)}
+    visible = [_visible(host) for host in hosts]
+    if any(entry != visible[0] for entry in visible):
+        raise ConfigError(
+            f"--launcher {options.launcher}: {' and '.join(host.name for host in hosts)} use different devices; mpirun gives all hosts the "
+            "same CUDA_VISIBLE_DEVICES. Choose the same slots on each"
+        )
+    own = {} if local else {name: value for name, value in environ.items() if name.startswith(_PASSED_ON)}
+    return {**own, **({} if local else _environment_file(environ)), **values, **visible[0]}
+
+
+def _environment_file(environ: Mapping[str, str]) -> dict[str, str]:
+    """NAME=VALUE lines of ``.deepspeed_env``, here or in the home folder; accelerate writes what it wants passed on there."""
+    name = environ.get("DS_ENV_FILE", ".deepspeed_env")
+    values: dict[str, str] = {}
+    for path in (Path.home() / name, Path(name)):
+        if path.is_file():
+            lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+            pairs = (line.partition("=") for line in lines if line and not line.startswith("#"))
+            values.update({key.strip(): value.strip() for key, found, value in pairs if found})
+    return values
+
+
+def _program(*names: str) -> str:
+    """The first of ``names`` that is installed, else the last, for the message that it is missing."""
+    return next((name for name in names if shutil.which(name)), names[-1])
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace, list[Host], Mapping[str, str]], Command]] = {
+    "standard": _standard,
+    "openmpi": _open_mpi,
+    "mpich": _mpich,
+    "slurm": _slurm,
+}

@@ -1,0 +1,115 @@
+"""Which hosts and slots a job gets: the hostfile and the filters of DeepSpeed's launcher."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_zero.errors import ConfigError
+
+_LINE = re.compile(r"(?P<host>[A-Za-z0-9._-]+)\s+slots=(?P<slots>\d+)")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine and the devices of it that are used; ``chosen`` says whether somebody picked them by number."""
+
+    name: str
+    slots: tuple[int, ...]
+    chosen: bool = False
+
+
+def read_hostfile(path: str) -> list[Host]:
+    """The hosts of a file with lines like ``worker-1 slots=4``; ``#`` begins a comment.
+
+    Raises:
+        ConfigError: The file cannot be read, holds no host, or a line is wrong; names file and line.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"hostfile {path} cannot be read: {error.strerror}") from error
+    hosts: dict[str, int] = {}
+    lines: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        found = _LINE.fullmatch(content)
+        if found is None:
+            raise ConfigError(f"{path}:{number}: {content!r} is no host; expected a name and its slots, like: worker-1 slots=4")
+        name, slots = found["host"], int(found["slots"])
+        if not slots:
+            raise ConfigError(f"{path}:{number}: {name} has 0 slots; expected at least 1, or leave the line out")
+        if name in hosts:
+            raise ConfigError(f"{path}:{number}: {name} is there twice, first in line {lines[name]}; give each host one line")
+        hosts[name], lines[name] = slots, number
+    if not hosts:
+        raise ConfigError(f"{path} holds no host; expected lines like: worker-1 slots=4")
+    return [Host(name, tuple(range(slots))) for name, slots in hosts.items()]
+
+
+def include(hosts: list[Host], text: str) -> list[Host]:
+    """The hosts and slots of ``text``, such as ``worker-0@worker-1:0,2``, in its order.
+
+    Raises:
+        ConfigError: A host or slot that is not there.
+    """
+    known = {host.name: host for host in hosts}
+    picked = _parse(text, known, "--include")
+    return [Host(name, slots, True) if slots is not None else known[name] for name, slots in picked.items()]
+
+
+def exclude(hosts: list[Host], text: str) -> list[Host]:
+    """``hosts`` without those of ``text``, a host without slots being left out as a whole.
+
+    Raises:
+        ConfigError: A host or slot that is not there, or nothing is left.
+    """
+    dropped = _parse(text, {host.name: host for host in hosts}, "--exclude")
+    left = []
+    for host in hosts:
+        without = dropped.get(host.name, ())
+        slots = () if without is None else tuple(slot for slot in host.slots if slot not in without)
+        if slots:
+            left.append(Host(host.name, slots, host.chosen or bool(without)))
+    if not left:
+        raise ConfigError(f"--exclude {text} leaves no host")
+    return left
+
+
+def _parse(text: str, known: dict[str, Host], flag: str) -> dict[str, tuple[int, ...] | None]:
+    picked: dict[str, tuple[int, ...] | None] = {}
+    for part in text.split("@"):
+        name, colon, numbers = part.partition(":")
+        if name not in known:
+            raise ConfigError(f"{flag} {text}: host {name!r} is unknown; known: {', '.join(known)}")
+        if name in picked:
+            raise ConfigError(f"{flag} {text}: host {name} is there twice; join its slots with commas")
+        picked[name] = _slots(numbers, known[name], f"{flag} {text}") if colon else None
+    return picked
+
+
+def _slots(numbers: str, host: Host, what: str) -> tuple[int, ...]:
+    slots = []
+    for text in numbers.split(","):
+        if not text.isdigit() or int(text) not in host.slots:
+            raise ConfigError(f"{what}: {host.name} has no slot {text!r}; it has {', '.join(map(str, host.slots))}")
+        slots.append(int(text))
+    return tuple(sorted(set(slots)))
+
+
+def limit(hosts: list[Host], nodes: int, slots: int) -> list[Host]:
+    """The first ``nodes`` hosts with their first ``slots`` slots; 0 is no limit.
+
+    Raises:
+        ConfigError: There are not as many.
+    """
+    if nodes > len(hosts):
+        raise ConfigError(f"--num_nodes is {nodes}, but there are {len(hosts)} hosts")
+    chosen = hosts[:nodes] if nodes else hosts
+    for host in chosen:
+        if slots > len(host.slots):
+            raise ConfigError(f"--num_gpus is {slots}, but {host.name} has {len(host.slots)} slots")
+    return [Host(host.name, host.slots[:slots], host.chosen) for host in chosen] if slots else chosen
