@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.native.library import library
+from hf_zero.ops import HostAdam, HostLion
 from hf_zero.optim import factory
 from hf_zero.optim.factory import build_optimizer
 from hf_zero.optim.lion import Lion
@@ -133,8 +135,24 @@ def test_groups_keep_their_own_options() -> None:
 # --- kernels ---
 
 
+@pytest.mark.parametrize(("name", "kind"), [("AdamW", HostAdam), ("Adam", HostAdam), ("Lion", HostLion)])
+def test_native_kernels_are_used_where_they_are_there(name: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    native_here = library() is not None
+    assert isinstance(build_optimizer(name, {}, make_params()), kind) is native_here
+    assert not isinstance(build_optimizer(name, {"foreach": False}, make_params()), kind)
+    assert not isinstance(build_optimizer(name, {}, make_params(), device_type="cuda"), kind)
+    monkeypatch.setenv("HF_ZERO_NATIVE", "0")
+    assert not isinstance(build_optimizer(name, {}, make_params()), kind)
+
+
+@pytest.mark.parametrize("config", [{"torch_adam": True}, {"amsgrad": True}, {"maximize": True}])
+def test_torch_does_what_it_alone_can(config: dict[str, bool]) -> None:
+    assert type(build_optimizer("AdamW", config, make_params())) is torch.optim.AdamW
+
+
 @pytest.mark.parametrize(("name", "fused"), [("AdamW", True), ("Adam", True), ("SGD", True), ("Adagrad", True), ("RMSprop", False)])
-def test_fused_where_torch_has_it_else_foreach(name: str, fused: bool) -> None:
+def test_fused_where_torch_has_it_else_foreach(name: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ZERO_NATIVE", "0")
     group = build_optimizer(name, {}, make_params(), device_type="cpu").param_groups[0]
     assert bool(group.get("fused")) is fused
     assert bool(group.get("foreach")) is not fused
@@ -244,12 +262,12 @@ def test_own_optimizers_fit_the_torch_protocol(kind: Any) -> None:
         ("SGD", {"momentun": 0.9}, r"Did you mean optimizer\.params\.momentum"),
         ("Adam", {"max_grad_norm": 0.5}, r'optimizer\.params\.max_grad_norm.*"gradient_clipping": 0\.5'),
         ("Adam", {"lr": "auto"}, r'optimizer\.params\.lr is still "auto"'),
-        ("Adam", {"lr": "fast"}, r"\{'lr': 'fast'.* does not fit AdamW"),
-        ("Adam", {"betas": [0.9, 1.5]}, r"does not fit AdamW: .*1\.5"),
+        ("Adam", {"lr": "fast"}, r"\{'lr': 'fast'.* does not fit (AdamW|HostAdam)"),
+        ("Adam", {"betas": [0.9, 1.5]}, r"does not fit (AdamW|HostAdam): .*1\.5"),
         ("Adam", {"bias_correction": "no"}, r"optimizer\.params\.bias_correction is 'no'; true or false"),
-        ("Lion", {"lr": -1}, r"does not fit Lion: lr is -1; it must be at least 0"),
-        ("Lion", {"betas": [0.9]}, r"does not fit Lion: betas is \(0\.9,\)"),
-        ("Adam", {"bias_correction": False, "eps": -1}, r"does not fit UncorrectedAdam: eps is -1"),
+        ("Lion", {"lr": -1}, r"does not fit (Host)?Lion: lr is -1; it must be at least 0"),
+        ("Lion", {"betas": [0.9]}, r"does not fit (Host)?Lion: betas is \(0\.9,\)"),
+        ("Adam", {"bias_correction": False, "eps": -1}, r"does not fit (UncorrectedAdam|HostAdam): eps is -1"),
     ],
 )
 def test_mistakes_name_key_value_and_remedy(name: str, config: dict[str, Any], message: str) -> None:

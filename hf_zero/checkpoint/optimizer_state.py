@@ -124,6 +124,10 @@ def _names(units: Sequence[Unit], group: int) -> tuple[str, ...]:
     return tuple(slot.name for unit in units for slot in unit.layout.slots if slot.group == group)
 
 
+# Classes whose states have the same names and meaning: which of them trains depends on the machine (native kernels or not).
+_ALIKE = {"HostAdam": "AdamW", "Adam": "AdamW", "UncorrectedAdam": "AdamW", "HostLion": "Lion"}
+
+
 # -- from files -------------------------------------------------------------------------------------------------------
 
 
@@ -163,7 +167,7 @@ class OptimizerPlan:
                 "the checkpoint was saved by an engine without optimizer; pass load_optimizer_states=False to load the weights alone"
             )
         name = type(optimizer.inner).__name__
-        if record.name != name:
+        if _ALIKE.get(record.name, record.name) != _ALIKE.get(name, name):
             warn_once(
                 f"the checkpoint holds the optimizer state of {record.name}, this engine trains with {name}; states of "
                 "the same name are taken"

@@ -1,7 +1,8 @@
-"""DeepSpeed's optimizer classes, constructed with its keywords; PyTorch's implementations do the work.
+"""DeepSpeed's optimizer classes, constructed with its keywords; the host optimizers of ``hf_zero.ops`` do the work.
 
 accelerate builds ``DeepSpeedCPUAdam(user_optimizer.param_groups, lr=, weight_decay=, adamw_mode=)`` in place of the user's
-optimizer when `offload_optimizer` is set, for every optimizer class that is not Adagrad or Lion.
+optimizer when `offload_optimizer` is set, for every optimizer class that is not Adagrad or Lion. Groups given as dicts are kept, so
+schedulers that hold them go on working.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import torch
 
 from hf_zero.errors import UnsupportedError
 from hf_zero.observe import warn_once
-from hf_zero.optim.lion import Lion
+from hf_zero.ops.host_adagrad import HostAdagrad
+from hf_zero.ops.host_adam import HostAdam
+from hf_zero.ops.host_lion import HostLion
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -21,19 +24,19 @@ Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 _FOREIGN_KEYS = ("momentum", "nesterov", "alpha", "rho", "lr_decay")
 
 
-class DeepSpeedCPUAdam(torch.optim.Adam):
+class DeepSpeedCPUAdam(HostAdam):
     """Adam or AdamW with DeepSpeed's keywords; the parameters may live on any device.
 
     Args:
-        model_params: Parameters, or groups as dicts; given dicts are kept, so schedulers that hold them go on working.
+        model_params: Parameters, or groups as dicts.
         lr: Learning rate.
-        bias_correction: Only true is provided.
+        bias_correction: Divide the moments by ``1 - beta ** step``.
         betas: Decay rates of the two moments.
         eps: Added to the denominator.
         weight_decay: Decay, decoupled from the gradient with ``adamw_mode``.
-        amsgrad: Only false is provided by DeepSpeed; passed on.
-        adamw_mode: True is AdamW, false is Adam with decay added to the gradient.
-        fp32_optimizer_states: Only true is provided: moments are fp32.
+        amsgrad: Only false is provided, as in DeepSpeed.
+        adamw_mode: True is AdamW, false is Adam with decay added to the gradient; wins over the groups' own flags.
+        fp32_optimizer_states: False keeps the moments of bf16 parameters in bf16; fp16 would lose small second moments.
 
     Raises:
         UnsupportedError: A value that is not provided.
@@ -52,25 +55,23 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         fp32_optimizer_states: bool = True,
     ) -> None:
         name = type(self).__name__
-        _require(
-            name,
-            "bias_correction",
-            bias_correction,
-            True,
-            "use hf_zero.optim.uncorrected_adam.UncorrectedAdam",
-        )
-        _require(name, "fp32_optimizer_states", fp32_optimizer_states, True, "leave it out; moments are kept in fp32")
-        params: list[Any] = list(model_params)
+        _require(name, "amsgrad", amsgrad, False, "use torch.optim.AdamW(..., amsgrad=True)")
+        params = list(model_params)
         _warn_about_foreign_groups(name, params)
         for group in params:
-            if isinstance(group, dict):
-                # The user's Adam or AdamW left its own flag here, and a group's value beats the default.
+            if isinstance(group, dict):  # a group's own value, left by the user's Adam or AdamW, would beat the default
                 group["decoupled_weight_decay"] = adamw_mode
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, decoupled_weight_decay=adamw_mode)
+        super().__init__(params, lr, betas, eps, weight_decay, decoupled_weight_decay=adamw_mode, bias_correction=bias_correction)
+        self.fp32_optimizer_states = fp32_optimizer_states
+
+    def _moment_dtype_of(self, param: torch.Tensor) -> torch.dtype:
+        if not self.fp32_optimizer_states and param.dtype == torch.bfloat16:
+            return torch.bfloat16
+        return super()._moment_dtype_of(param)
 
 
 class FusedAdam(DeepSpeedCPUAdam):
-    """Adam or AdamW with the keywords of DeepSpeed's GPU class (``adam_w_mode``, ``set_grad_none``)."""
+    """As ``DeepSpeedCPUAdam`` with the keywords of DeepSpeed's GPU class (``adam_w_mode``, ``set_grad_none``)."""
 
     def __init__(
         self,
@@ -84,12 +85,12 @@ class FusedAdam(DeepSpeedCPUAdam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        _require("FusedAdam", "set_grad_none", set_grad_none, True, "leave it out; gradients are released after the step")
-        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adamw_mode=adam_w_mode)
+        _require_grad_none("FusedAdam", set_grad_none)
+        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
 
 
-class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    """Adagrad with DeepSpeed's keywords.
+class DeepSpeedCPUAdagrad(HostAdagrad):
+    """Adagrad with DeepSpeed's keywords; ``adamw_mode`` is ignored, accelerate passes it to whatever class it picked.
 
     Args:
         model_params: Parameters, or groups as dicts.
@@ -98,7 +99,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         weight_decay: Decay added to the gradient.
         amsgrad: Only false exists.
         fp32_optimizer_states: Only true is provided.
-        adamw_mode: Ignored: accelerate passes it to whatever class it picked.
+        adamw_mode: Ignored.
 
     Raises:
         UnsupportedError: A value that is not provided.
@@ -115,12 +116,12 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         adamw_mode: bool = False,
     ) -> None:
         _require("DeepSpeedCPUAdagrad", "amsgrad", amsgrad, False, "leave it out")
-        _require("DeepSpeedCPUAdagrad", "fp32_optimizer_states", fp32_optimizer_states, True, "leave it out; the sums are kept in fp32")
+        _require_fp32_states("DeepSpeedCPUAdagrad", fp32_optimizer_states)
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
-class DeepSpeedCPULion(Lion):
-    """Lion with DeepSpeed's keywords.
+class DeepSpeedCPULion(HostLion):
+    """Lion with DeepSpeed's keywords; ``adamw_mode`` is ignored, accelerate passes it to whatever class it picked.
 
     Args:
         model_params: Parameters, or groups as dicts.
@@ -128,7 +129,7 @@ class DeepSpeedCPULion(Lion):
         betas: Interpolation of the update, decay of the momentum.
         weight_decay: Decoupled weight decay.
         fp32_optimizer_states: Only true is provided.
-        adamw_mode: Ignored: accelerate passes it to whatever class it picked.
+        adamw_mode: Ignored.
 
     Raises:
         UnsupportedError: A value that is not provided.
@@ -143,11 +144,11 @@ class DeepSpeedCPULion(Lion):
         fp32_optimizer_states: bool = True,
         adamw_mode: bool = False,
     ) -> None:
-        _require("DeepSpeedCPULion", "fp32_optimizer_states", fp32_optimizer_states, True, "leave it out; the momentum is kept in fp32")
-        super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
+        _require_fp32_states("DeepSpeedCPULion", fp32_optimizer_states)
+        super().__init__(model_params, lr, betas, weight_decay)
 
 
-class FusedLion(Lion):
+class FusedLion(HostLion):
     """Lion with the keywords of DeepSpeed's GPU class (``set_grad_none``)."""
 
     def __init__(
@@ -158,13 +159,21 @@ class FusedLion(Lion):
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
     ) -> None:
-        _require("FusedLion", "set_grad_none", set_grad_none, True, "leave it out; gradients are released after the step")
-        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
+        _require_grad_none("FusedLion", set_grad_none)
+        super().__init__(params, lr, betas, weight_decay)
 
 
 def _require(owner: str, name: str, value: bool, allowed: bool, remedy: str) -> None:
     if bool(value) is not allowed:
         raise UnsupportedError(f"{owner}({name}={value!r}) is not provided by hf_zero, only {allowed}: {remedy}")
+
+
+def _require_fp32_states(owner: str, value: bool) -> None:
+    _require(owner, "fp32_optimizer_states", value, True, "leave it out; the state is kept in fp32")
+
+
+def _require_grad_none(owner: str, value: bool) -> None:
+    _require(owner, "set_grad_none", value, True, "leave it out; gradients are released after the step")
 
 
 def _warn_about_foreign_groups(owner: str, params: list[Any]) -> None:

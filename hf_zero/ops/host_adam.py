@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.errors import UnsupportedError
 from hf_zero.native.adam import adam_update
 from hf_zero.native.library import announce
-from hf_zero.ops.segments import HostOptimizer
+from hf_zero.ops.host_optimizer import HostOptimizer, PassTensors
 from hf_zero.optim.foreach import require_hyperparameters
 
 
@@ -31,6 +32,7 @@ class HostAdam(HostOptimizer):
 
     Raises:
         ValueError: A hyper-parameter out of its range.
+        UnsupportedError: A group asks for amsgrad.
     """
 
     def __init__(
@@ -58,27 +60,21 @@ class HostAdam(HostOptimizer):
             "weight_decay": weight_decay,
             "decoupled_weight_decay": decoupled_weight_decay,
             "bias_correction": bias_correction,
-            "moment_dtype": moment_dtype,
         }
         super().__init__(params, defaults)
+        self.moment_dtype = moment_dtype
+        for group in self.param_groups:  # groups taken over from a torch optimizer bring its flags
+            if group.get("amsgrad"):
+                raise UnsupportedError(f"{type(self).__name__} has no amsgrad; use torch.optim.AdamW(..., amsgrad=True)")
 
-    def _pass(
-        self,
-        group: dict[str, Any],
-        param: Tensor,
-        master: Tensor,
-        grad: Tensor,
-        low: Tensor | None,
-        grad_factor: float,
-        threads: int,
-    ) -> None:
-        dtype = master.dtype if master.dtype == torch.float64 else group["moment_dtype"]
+    def _pass(self, group: dict[str, Any], param: Tensor, tensors: PassTensors) -> None:
+        dtype = self._moment_dtype_of(param)
         adam_update(
-            master,
-            grad,
-            self._moment(param, "exp_avg", dtype),
-            self._moment(param, "exp_avg_sq", dtype),
-            low,
+            tensors.master,
+            tensors.grad,
+            self._state_of(param, "exp_avg", dtype),
+            self._state_of(param, "exp_avg_sq", dtype),
+            tensors.low,
             lr=float(group["lr"]),
             betas=group["betas"],
             eps=group["eps"],
@@ -86,6 +82,9 @@ class HostAdam(HostOptimizer):
             decoupled=group["decoupled_weight_decay"],
             bias_correction=group["bias_correction"],
             step=self._count_step(param),
-            grad_factor=grad_factor,
-            threads=threads,
+            grad_factor=tensors.grad_factor,
+            threads=tensors.threads,
         )
+
+    def _moment_dtype_of(self, param: Tensor) -> torch.dtype:
+        return param.dtype if param.dtype == torch.float64 else self.moment_dtype

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import UnsupportedError
+from hf_zero.ops import HostAdagrad, HostAdam, HostLion, HostSGD
 from hf_zero.optim.lion import Lion
 from hf_zero.optim.onebit_adam import OneBitAdam
 from hf_zero.optim.uncorrected_adam import UncorrectedAdam
@@ -38,6 +39,10 @@ _ELEMENTWISE: frozenset[type] = frozenset(
         torch.optim.RMSprop,
         torch.optim.Rprop,
         torch.optim.SGD,
+        HostAdagrad,
+        HostAdam,
+        HostLion,
+        HostSGD,
         Lion,
         OneBitAdam,
         UncorrectedAdam,

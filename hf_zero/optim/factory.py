@@ -10,7 +10,9 @@ import torch
 from torch.nn import Parameter
 
 from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
+from hf_zero.native.library import library
 from hf_zero.observe import warn_once
+from hf_zero.ops import HostAdam, HostLion
 from hf_zero.optim.elementwise import whole_tensor_reason
 from hf_zero.optim.keywords import boolean, nearest, plain_values, unknown_key
 from hf_zero.optim.lion import Lion
@@ -40,6 +42,10 @@ _REFUSED: dict[str, str] = {
     "musgd": 'build mup\'s MuSGD in code and pass it as optimizer, or use "SGD"',
 }
 
+# Keys that choose among torch's kernels, and what those can do and the native ones cannot.
+_TORCH_KERNELS = ("foreach", "fused")
+_TORCH_ONLY = ("amsgrad", "maximize", "capturable", "differentiable")
+
 # DeepSpeed's own keys of the Adam types, beside those of torch.optim.AdamW.
 _ADAM_KEYS = ("torch_adam", "adam_w_mode", "bias_correction", "set_grad_none", "fp32_optimizer_states")
 # DeepSpeed's keys that change nothing here -> the value that they describe.
@@ -59,7 +65,8 @@ def build_optimizer(
     """Builds the optimizer that the ``optimizer`` section asks for.
 
     ``"Adam"`` is AdamW unless ``adam_w_mode`` is false, and neither decays weights unless told, as in DeepSpeed. With
-    ``torch_adam`` the rest of ``params`` goes to torch's class, whose own defaults then hold (AdamW's weight decay of 0.01).
+    ``torch_adam`` the rest of ``params`` goes to torch's class, whose own defaults then hold (AdamW's weight decay of 0.01). Else,
+    on a CPU with native kernels, Adam and Lion are ``hf_zero.ops`` classes with the same numbers.
 
     Args:
         type: Adam, AdamW, Lion, Adagrad, SGD or another class of ``torch.optim``; letter case is ignored.
@@ -89,6 +96,7 @@ def build_optimizer(
             f"{_SECTION}.max_grad_norm is not a parameter of any optimizer; write "
             f'"gradient_clipping": {values["max_grad_norm"]!r} at the top level instead.'
         )
+    chosen_torch = boolean(f"{_SECTION}.torch_adam", values.get("torch_adam", False))
     if name in ("adam", "adamw"):
         kind, values = _resolve_adam(type, values)
     elif name == "onebitadam":
@@ -102,6 +110,8 @@ def build_optimizer(
     for key in values:
         if key not in allowed:
             raise unknown_key(_SECTION, key, _allowed_names(name, allowed), str(type))
+    if device_type == "cpu" and not chosen_torch:
+        kind, values = _host_twin(kind, values, groups)
     return _construct(kind, values | _fast_path(kind, values, groups, device_type), groups)
 
 
@@ -202,6 +212,25 @@ def _fast_path(kind: OptimizerClass, values: Mapping[str, Any], groups: Sequence
     if device_type in devices and all(t.is_floating_point() and t.device.type in devices for t in tensors):
         return {"fused": True}
     return {"foreach": True} if "foreach" in _keywords(kind) else {}
+
+
+def _host_twin(kind: OptimizerClass, values: dict[str, Any], groups: Sequence[Any]) -> tuple[OptimizerClass, dict[str, Any]]:
+    """Chooses the optimizer over native kernels for a class that has one, where they are there and do all that is asked for."""
+    twins: dict[Any, dict[str, bool]] = {
+        torch.optim.Adam: {"decoupled_weight_decay": False},
+        torch.optim.AdamW: {"decoupled_weight_decay": True},
+        UncorrectedAdam: {"bias_correction": False},
+        Lion: {},
+    }
+    added = twins.get(kind)
+    options = [values, *(group for group in groups if isinstance(group, dict))]
+    chooses = any(option.get(key) is not None for option in options for key in _TORCH_KERNELS)
+    asks_for_more = chooses or any(option.get(key) for option in options for key in _TORCH_ONLY)
+    tensors = [tensor for group in groups for tensor in _tensors(group)]
+    if added is None or asks_for_more or not all(t.is_floating_point() and t.device.type == "cpu" for t in tensors) or library() is None:
+        return kind, values
+    rest = {key: value for key, value in values.items() if key not in (*_TORCH_KERNELS, *_TORCH_ONLY)}
+    return (HostLion if kind is Lion else HostAdam), rest | added
 
 
 def _tensors(group: Any) -> list[torch.Tensor]:

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_zero.errors import HfZeroError, UnsupportedError
+
+
+class PassTensors(NamedTuple):
+    """What one pass over one parameter works on.
+
+    Attributes:
+        master: The parameter itself, or its fp32 working copy; contiguous.
+        grad: Its gradient, contiguous.
+        low: Takes a 16-bit copy of the new value; None for none.
+        grad_factor: Multiplies the gradient first; negative in groups that maximise.
+        threads: The most threads to use.
+    """
+
+    master: Tensor
+    grad: Tensor
+    low: Tensor | None
+    grad_factor: float
+    threads: int
 
 
 class HostOptimizer(torch.optim.Optimizer):
@@ -77,29 +95,23 @@ class HostOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__} got a sparse gradient for a parameter of shape {tuple(param.shape)}; "
                 "build the embedding with sparse=False."
             )
+        sign = -1.0 if group.get("maximize") else 1.0
         with working_copy(param) as master:
-            self._pass(group, param, master, grad.detach().contiguous(), low, grad_factor, threads or torch.get_num_threads())
+            wide = grad.to(master.dtype) if master.dtype == torch.float64 else grad
+            tensors = PassTensors(master, wide.detach().contiguous(), low, sign * grad_factor, threads or torch.get_num_threads())
+            self._pass(group, param, tensors)
 
-    def _pass(
-        self,
-        group: dict[str, Any],
-        param: Tensor,
-        master: Tensor,
-        grad: Tensor,
-        low: Tensor | None,
-        grad_factor: float,
-        threads: int,
-    ) -> None:
-        """One pass over ``master``, which stands for ``param``."""
+    def _pass(self, group: dict[str, Any], param: Tensor, tensors: PassTensors) -> None:
+        """Updates ``tensors.master``, which stands for ``param``."""
         raise NotImplementedError
 
-    def _moment(self, param: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-        """The state ``name`` of ``param``, of its shape; starts as zeros."""
+    def _state_of(self, param: Tensor, name: str, dtype: torch.dtype, start: float = 0.0) -> Tensor:
+        """The state ``name`` of ``param``, of its shape, contiguous; begins filled with ``start``."""
         state = self.state[param]
         if name not in state:
-            state[name] = torch.zeros(param.shape, dtype=dtype, device=param.device)
-        moment: Tensor = state[name]
-        return moment
+            state[name] = torch.full(param.shape, start, dtype=dtype, device=param.device)
+        found: Tensor = state[name]
+        return found
 
     def _count_step(self, param: Tensor) -> int:
         """Counts and returns the step of ``param``, from 1; kept as torch's Adam keeps it."""

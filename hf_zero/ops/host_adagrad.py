@@ -1,0 +1,67 @@
+"""Adagrad as one native pass per parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.native.adagrad import adagrad_update
+from hf_zero.native.library import announce
+from hf_zero.ops.host_optimizer import HostOptimizer, PassTensors
+from hf_zero.optim.foreach import require_hyperparameters
+
+
+class HostAdagrad(HostOptimizer):
+    """Adagrad for parameters in host memory, with torch's arguments, states (``step``, ``sum``) and numbers.
+
+    Args:
+        params: Parameters or group dicts.
+        lr: Learning rate.
+        lr_decay: The rate of step ``t`` is ``lr / (1 + (t - 1) * lr_decay)``.
+        weight_decay: Decay added to the gradient.
+        initial_accumulator_value: What ``sum`` begins with.
+        eps: Added to the root of ``sum``.
+
+    Raises:
+        ValueError: A hyper-parameter out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+    ) -> None:
+        require_hyperparameters(lr, (0.0, 0.0), weight_decay)
+        for name, value in (("lr_decay", lr_decay), ("initial_accumulator_value", initial_accumulator_value), ("eps", eps)):
+            if value < 0:
+                raise ValueError(f"{name} is {value!r}; it must be at least 0")
+        announce()
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "eps": eps,
+        }
+        super().__init__(params, defaults)
+
+    def _pass(self, group: dict[str, Any], param: Tensor, tensors: PassTensors) -> None:
+        dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+        total = self._state_of(param, "sum", dtype, group["initial_accumulator_value"])
+        adagrad_update(
+            tensors.master,
+            tensors.grad,
+            total,
+            tensors.low,
+            lr=float(group["lr"]) / (1 + (self._count_step(param) - 1) * group["lr_decay"]),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            grad_factor=tensors.grad_factor,
+            threads=tensors.threads,
+        )
