@@ -25,3 +25,11 @@ class CheckpointError(HfZeroError, RuntimeError):
 
 class StateError(HfZeroError, RuntimeError):
     """A call came at a moment when it cannot be served (a released parameter, a destroyed engine, a step inside no_sync)."""
+
+
+class HostMemoryError(HfZeroError, MemoryError):
+    """Host memory is too small for what is to be offloaded. Names the bytes needed and free, whose limit it is, and what to do."""
+
+
+class OffloadError(HfZeroError, OSError):
+    """A file that holds offloaded state cannot be made, read or written. Names the path, the bytes and what the system said."""

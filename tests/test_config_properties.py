@@ -116,6 +116,9 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
             config[name]["type"] = kind
     if config.get("fp16", {}).get("enabled") not in (None, False, "False", 0, "auto"):
         config.get("bf16", {}).pop("enabled", None)
+    for block in ("offload_optimizer", "offload_param"):
+        if config.get("zero_optimization", {}).get(block, {}).get("device") == "nvme":
+            config["zero_optimization"][block]["nvme_path"] = "/fast"
     if draw(st.booleans()):
         config["train_micro_batch_size_per_gpu"] = draw(st.integers(1, 9))
         config["gradient_accumulation_steps"] = draw(st.sampled_from([1, 2, "3", "auto"]))

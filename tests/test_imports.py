@@ -17,7 +17,16 @@ FRAMEWORKS = ("transformers", "accelerate", "peft", "trl", "datasets", "lightnin
 # Layers of the package: a module imports only from its own row and the rows above it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("hf_zero", "hf_zero.errors", "hf_zero.host_memory", "hf_zero.launch", "hf_zero.observe", "hf_zero.native"),
-    ("hf_zero.metrics", "hf_zero.config", "hf_zero.comm", "hf_zero.sharding", "hf_zero.optim", "hf_zero.ops", "hf_zero.checkpoint"),
+    (
+        "hf_zero.metrics",
+        "hf_zero.config",
+        "hf_zero.comm",
+        "hf_zero.sharding",
+        "hf_zero.optim",
+        "hf_zero.ops",
+        "hf_zero.offload",
+        "hf_zero.checkpoint",
+    ),
     ("hf_zero.engine", "hf_zero.zero", "hf_zero.utils"),
     ("hf_zero.compat", "hf_zero.integrations", "hf_zero.environment", "hf_zero.cli"),
 )

@@ -226,7 +226,7 @@ class OptimizerPlan:
         """The present tensor when every element that is not a gap will be overwritten, else zeros: moments are not held twice."""
         present = self.optimizer.inner.state.get(segment.tensor, {}).get(state)
         fits = isinstance(present, torch.Tensor) and present.shape == segment.tensor.shape and present.dtype == dtype
-        return present if whole and fits else torch.zeros_like(segment.tensor, dtype=dtype)
+        return present if whole and fits else self.optimizer.residence.new_state(segment, state, dtype)
 
     def _copy(self, segment: OwnedSegment, slot: ParamSlot, found: Located, state: str, target: torch.Tensor) -> None:
         start = segment.unit.owned.start + segment.range.start  # of the segment, inside the unit
@@ -263,6 +263,7 @@ class OptimizerPlan:
             state.pop(tensor, None)
             if numbers or plan.flat:
                 state[tensor] = {**numbers, **plan.flat}
+        self.optimizer.residence.adopt_states(self.optimizer)
 
 
 def _slots_in(segment: OwnedSegment) -> list[ParamSlot]:

@@ -25,7 +25,8 @@ _TAGS = 1 << 16
 class Pending:
     """A collective in flight: its works, its label, what to do when it ends, and the buffers that must live until then.
 
-    The issuer waits exactly once; ``wait`` is idempotent and frees ``keep``. ``finish`` runs then and may give ``result``.
+    The issuer waits exactly once; ``wait`` is idempotent and frees ``keep``. ``finish`` runs then and may give ``result``;
+    ``before_finish`` is the issuer's own.
     """
 
     label: str
@@ -34,6 +35,7 @@ class Pending:
     keep: tuple[torch.Tensor, ...] = ()
     result: torch.Tensor | None = None
     done: bool = field(default=False)
+    before_finish: Callable[[], None] | None = None
 
     def wait(self) -> None:
         """Blocks (host back ends) or orders the current stream (device back ends) behind the collective.
@@ -50,8 +52,11 @@ class Pending:
                     work.wait()
         except RuntimeError as error:
             raise _collective_error(self.label, error) from error
+        if self.before_finish is not None:
+            self.before_finish()
         if self.finish is not None:
             self.result = self.finish()
+        self.before_finish = None
         self.works, self.finish, self.keep = [], None, ()
 
     def ready(self) -> bool:

@@ -34,7 +34,7 @@ ONLY_ONE_BIT: dict[str, str] = {
 """Keys of `optimizer.params` that another type than OneBitAdam must not be given."""
 
 
-def check_refusals(data: dict[str, Any], section: type[Section], path: str, problems: Problems, host_device: bool = False) -> None:
+def check_refusals(data: dict[str, Any], section: type[Section], path: str, problems: Problems) -> None:
     """Report every refused key that asks for something.
 
     Args:
@@ -42,12 +42,10 @@ def check_refusals(data: dict[str, Any], section: type[Section], path: str, prob
         section: Its schema.
         path: Its dotted path, "" for the root.
         problems: Receives one refusal per key that asks; keys below a refused one are not listed again.
-        host_device: Training runs in host memory, so that a key may ask for what is the case anyway (`on_host` of its field).
     """
     if section.switch is not None:
         value, field_extra, default = _switch(data, section)
-        passes = (*field_extra.get("passes", ()), *(field_extra.get("on_host", ()) if host_device else ()))
-        if not is_on(default if value is None else value, passes):
+        if not is_on(default if value is None else value, field_extra.get("passes", ())):
             return
         if field_extra["fate"] == "refused":
             problems.refuse(f"{path}.{section.switch}", default if value is None else value, field_extra["effect"])
@@ -69,7 +67,7 @@ def check_refusals(data: dict[str, Any], section: type[Section], path: str, prob
             if nested or asks(value, default_of(field), extra.get("passes", ())):
                 problems.refuse(here, value, extra["effect"])
         elif nested and nested.kind == "one":
-            check_refusals(value, nested.section, here, problems, host_device)
+            check_refusals(value, nested.section, here, problems)
 
 
 def _switch(data: dict[str, Any], section: type[Section]) -> tuple[Any, dict[str, Any], Any]:
@@ -101,6 +99,11 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
     if stage >= 2 and str(data.get("optimizer", {}).get("type")).lower() == "onebitadam":
         text = "needs each rank's whole gradient, and `zero_optimization.stage` 2 and 3 keep a part of it: use stage 0 or 1, or Adam"
         problems.refuse("optimizer.type", data["optimizer"]["type"], text)
+    for name in ("offload_optimizer", "offload_param"):
+        block = data.get("zero_optimization", {}).get(name) or {}
+        if block.get("device") == "nvme" and not block.get("nvme_path"):
+            key = f"zero_optimization.{name}.nvme_path"
+            problems.error(key, "is missing, and `device` is nvme; name a folder on a local disk")
     if "optimizer" in data:
         _check_type("optimizer", data["optimizer"].get("type"), OPTIMIZERS + tuple(REFUSED_OPTIMIZERS), problems)
     if "scheduler" in data:

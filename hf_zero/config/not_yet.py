@@ -7,10 +7,6 @@ while the row stands here, and used as soon as the row is deleted. Building a fe
 from __future__ import annotations
 
 NOT_YET: dict[str, str] = {
-    "offload_optimizer": "not in this version (except cpu on a machine without accelerator, where everything is there anyway): "
-    "set the device to none; stages 1, 2 and 3 shard optimizer states over the ranks",
-    "offload_param": "not in this version (except cpu on a machine without accelerator, where everything is there anyway): "
-    "set the device to none; stage 3 shards parameters over the ranks",
     "tensor_parallel": "not in this version: set the size to 0 or 1 and shard with zero_optimization.stage 3 instead",
     "activation_checkpointing": "not in this version: use the model's gradient_checkpointing_enable() or torch.utils.checkpoint",
     "async_checkpoint": "not in this version: remove the section; checkpoints are written with safetensors before save_checkpoint returns",

@@ -70,7 +70,6 @@ def resolve(
     sources: Mapping[str, Any] | None = None,
     strict: bool = False,
     match_sources: bool = True,
-    host_device: bool = False,
 ) -> ResolvedConfig:
     """Read a configuration, fill what it leaves open and check it.
 
@@ -82,13 +81,12 @@ def resolve(
         strict: Warnings are errors too; also switched on by HF_ZERO_STRICT=1.
         match_sources: Report values of the file that differ from their source, as the Trainer does. False lets the file win silently,
             as accelerate does.
-        host_device: Training runs in host memory (no accelerator): offloading to "cpu" is then the case without doing anything.
 
     Raises:
         RefusedKeyError: The configuration asks for something that is not provided. It is a ConfigError and an UnsupportedError.
         ConfigError: Anything else is wrong. Either way the message holds every finding.
     """
-    analysis = analyse(source, world_size=world_size, sources=sources, strict=strict, match_sources=match_sources, host_device=host_device)
+    analysis = analyse(source, world_size=world_size, sources=sources, strict=strict, match_sources=match_sources)
     analysis.problems.raise_all()
     if analysis.config is None:  # cannot happen: values that do not fit the schema are problems
         raise ConfigError("The configuration does not fit the schema")
@@ -109,7 +107,6 @@ def analyse(
     sources: Mapping[str, Any] | None = None,
     strict: bool = False,
     match_sources: bool = True,
-    host_device: bool = False,
 ) -> Analysis:
     """`resolve` without raising for what is wrong inside the configuration; same arguments.
 
@@ -129,7 +126,7 @@ def analyse(
     batch = _solve_batch(data, world_size, origin, problems)
     if match_sources:
         _check_matches(data, given, batch, origin, problems)
-    check_refusals(data, ZeroConfig, "", problems, host_device)
+    check_refusals(data, ZeroConfig, "", problems)
     _settle_overlap(data, origin)
     check_values(data, problems)
     config = None if problems.errors else _build(data, problems)

@@ -19,6 +19,7 @@ from hf_zero.engine.engine import Engine, EngineParts
 from hf_zero.engine.full_values import Training, register_training
 from hf_zero.engine.generation import Generation
 from hf_zero.engine.loss_scale import LossScaler, NullScaler
+from hf_zero.engine.offloading import Offloading
 from hf_zero.engine.onebit_step import OneBitStepper, check_topology, local_policy, max_norm_of
 from hf_zero.engine.precision import PrecisionPolicy, cast_and_move, cast_param
 from hf_zero.engine.step import Stepper, StepSettings
@@ -35,13 +36,14 @@ from hf_zero.sharding.announce import announce
 from hf_zero.sharding.construct import NamedParam, build_unit
 from hf_zero.sharding.gradients import BufferPool, GradientPolicy, UnitGradients
 from hf_zero.sharding.grouping import BlockSpec, LeafModules, build_blocks, lone_modules
+from hf_zero.sharding.home import ShardHome
 from hf_zero.sharding.layout import FROZEN
 from hf_zero.sharding.leaf_modules import leaf_module_names
 from hf_zero.sharding.reducer import Reducer
 from hf_zero.sharding.runtime import Runtime
 from hf_zero.sharding.schedule import Block, GatherLimits, GatherSchedule
 from hf_zero.sharding.stages import StagePolicy, stage_policy
-from hf_zero.sharding.unit import Unit, UnitSpec, find_unit
+from hf_zero.sharding.unit import Unit, UnitSpec, find_unit, full_shape
 
 _MODEL_GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group")  # as the field's mpu objects name it
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -100,7 +102,7 @@ def initialize(
     topology = _topology(mpu)
     hidden_size = hidden_size_of(model)
     sources = {"hidden_size": hidden_size} if hidden_size else None
-    resolved = resolve(source, world_size=topology.world, sources=sources, host_device=topology.device.type == "cpu")
+    resolved = resolve(source, world_size=topology.world, sources=sources)
     _announce(resolved)
     builder = EngineBuilder(model, resolved, topology)
     inner = builder.inner_optimizer(optimizer, list(model_parameters) if model_parameters is not None else None)
@@ -151,6 +153,7 @@ class EngineBuilder:
         self.collectives: Collectives = build_collectives(topology)
         self.topology = topology
         self.names = {id(param): name for name, param in module.named_parameters()}
+        self.offloading = Offloading(self.config, self.precision, self.collectives, self.policy.shards_parameters)
 
     def inner_optimizer(self, client: Any, model_parameters: list[Any] | None) -> torch.optim.Optimizer | None:
         """The torch optimizer over the model's own parameters, or None for an engine that only runs forward."""
@@ -209,8 +212,10 @@ class EngineBuilder:
 
     def _sharded_optimizer(self, inner: torch.optim.Optimizer, units: list[Unit]) -> ShardedOptimizer:
         if not isinstance(inner, OneBitAdam):
-            return ShardedOptimizer(inner, units)
+            return ShardedOptimizer(inner, units, self.offloading.residence)
         check_topology(self.policy, self.topology)
+        if self.offloading.residence is not None:
+            raise UnsupportedError("OneBitAdam with offload_optimizer is not provided: set its device to none, or use Adam")
         return OneBitSharded(inner, units, self.collectives)
 
     # -- units --------------------------------------------------------------------------------------------------------
@@ -220,6 +225,9 @@ class EngineBuilder:
         members = [NamedParam(name, param, groups.get(id(param), FROZEN)) for name, param in self.module.named_parameters()]
         in_units = [member for member in members if self._belongs_in_unit(member)]
         specs = build_blocks(self.module, in_units, self._leaves())
+        sizes = [sum(full_shape(member.param).numel() for member in spec.members) for spec in specs]
+        trained = sum(full_shape(member.param).numel() for member in in_units if member.group != FROZEN)
+        self.offloading.prepare(inner, trained, sum(sizes) - trained, max(sizes, default=0))
         root, *blocks = [self._block(spec) for spec in specs]
         taken = {id(member.param) for member in in_units}
         for member in members:
@@ -252,19 +260,22 @@ class EngineBuilder:
         units = []
         for (frozen, dtype), members in kinds.items():
             suffix = "" if len(kinds) == 1 else f" [{'frozen ' if frozen else ''}{str(dtype).removeprefix('torch.')}]"
-            units.append(build_unit(spec.name + suffix, members, dtype, self._unit_spec(dtype)))
+            home = self.offloading.home(sum(full_shape(member.param).numel() for member in members), not frozen)
+            units.append(build_unit(spec.name + suffix, members, dtype, self._unit_spec(dtype, home)))
+            self.offloading.take(units[-1])
         return Block(spec.name, spec.module, units, spec.read_in_backward)
 
-    def _unit_spec(self, dtype: torch.dtype) -> UnitSpec:
+    def _unit_spec(self, dtype: torch.dtype, home: ShardHome) -> UnitSpec:
         master = self.precision.master_dtype
         if master is None or (self.precision.param_dtype is None and dtype == torch.float64):
             master = dtype
         return UnitSpec(
             self.collectives,
             shards=self.policy.shards_optimizer,
-            releasable=self.policy.shards_parameters and self.topology.world > 1,
+            releasable=self.policy.shards_parameters and (self.topology.world > 1 or home.releasable),
             announced=self.policy.shards_parameters,
             master_dtype=master,
+            home=home,
         )
 
     def _sync_buffers(self) -> None:
@@ -305,7 +316,8 @@ class EngineBuilder:
             policy = local_policy(policy, self.config.gradient_allreduce_op != "sum", self.topology.world)
         overlap = self.config.zero_optimization.overlap_comm is not False
         pool = BufferPool()
-        return Reducer([UnitGradients(unit, collectives, policy, pool) for unit in units], overlap, patient)
+        place = self.offloading.gradient_place
+        return Reducer([UnitGradients(unit, collectives, policy, pool, place(unit)) for unit in units], overlap, patient)
 
     def _schedule(self, root: Block, blocks: list[Block]) -> GatherSchedule | None:
         if not any(unit.releasable for block in (root, *blocks) for unit in block.units):

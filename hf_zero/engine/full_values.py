@@ -91,13 +91,13 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     if owner is None:
         return None
     training = _training[owner[0]]
-    training.gradients.finish_reduce()
     if training.gradients.local and training.gradients.has_local:
         grad = training.gradients.mean_over_ranks(owner[1]).view(owner[0].layout.slots[owner[1]].shape)
         return grad / training.scaler.scale
-    if training.gradients.shard is None:
+    held = training.gradients.held()
+    if held is None:
         return None
-    grad = owner[0].gather_param(owner[1], training.gradients.shard, "gradient")
+    grad = owner[0].gather_param(owner[1], held, "gradient")
     return grad if training.scaler.scale == 1.0 else grad / training.scaler.scale
 
 
@@ -114,7 +114,7 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
         own = training.gradients.reduced()[slot.range.start : slot.range.stop]
         own.copy_((value * training.scaler.scale).reshape(-1))
         return
-    _write(unit, index, training.gradients.reduced(), value * training.scaler.scale)
+    _write(unit, index, training.gradients.writable(), value * training.scaler.scale)
 
 
 def safe_update_full_grad_vectorized(
@@ -186,10 +186,10 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     if owner is None:
         return None
     training = _training[owner[0]]
-    training.gradients.finish_reduce()
-    if training.gradients.shard is None:
+    held = training.gradients.held()
+    if held is None:
         return None
-    part = owner[0].shard_part(owner[1], training.gradients.shard)
+    part = owner[0].shard_part(owner[1], held)
     return part if training.scaler.scale == 1.0 else part / training.scaler.scale
 
 
@@ -219,7 +219,7 @@ def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """
     unit, index = _must_find(param, "safe_set_local_grad")
     training = _training[unit]
-    unit.shard_part(index, training.gradients.reduced()).copy_(value * training.scaler.scale)
+    unit.shard_part(index, training.gradients.writable()).copy_(value * training.scaler.scale)
 
 
 def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:

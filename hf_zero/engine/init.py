@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.comm.topology import default_device, init_distributed
+from hf_zero.comm.topology import init_distributed
 from hf_zero.config.resolve import resolve
 from hf_zero.engine.build import precision_policy
 from hf_zero.errors import UnsupportedError
@@ -76,8 +76,7 @@ class Init:
         if enabled:
             init_distributed()
             if dtype is None and source is not None:
-                on_host = default_device().type == "cpu"
-                resolved = resolve(source, world_size=torch.distributed.get_world_size(), host_device=on_host)
+                resolved = resolve(source, world_size=torch.distributed.get_world_size())
                 dtype = precision_policy(resolved.config).param_dtype
         group = data_parallel_group or sequence_data_parallel_group or (mpu.get_data_parallel_group() if mpu is not None else None)
         self._inner = ModelInit(group, dtype, enabled=enabled)

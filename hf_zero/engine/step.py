@@ -89,10 +89,10 @@ class Stepper:
             culprit = self.culprit_of(shards)
         else:
             with span("clip"):
-                self._scale(shards, clip_factor(norm, self.settings.max_norm) / self.scaler.scale)
+                factor = clip_factor(norm, self.settings.max_norm) / self.scaler.scale
             with span("update"):
                 self.runtime.release_for_update()
-                self.optimizer.update(shards)
+                self.optimizer.update(shards, factor)
             with span("publish"):
                 self._publish()
         self.optimizer.overflow, self.optimizer.norm = overflow, norm
@@ -102,20 +102,10 @@ class Stepper:
         self.scaler.update(overflow)
         return StepResult(norm, overflow, culprit)
 
-    @staticmethod
-    def _scale(shards: list[torch.Tensor], factor: torch.Tensor) -> None:
-        # On a CPU reading the factor is free and most steps need none; on a device it would stall, so multiply always.
-        if factor.device.type == "cpu":
-            value = float(factor)
-            if value != 1.0:
-                torch._foreach_mul_(shards, value)
-        else:
-            torch._foreach_mul_(shards, factor)
-
     def _publish(self) -> None:
         pending = []
         for unit in self.optimizer.units:
-            unit.publish()
+            self.optimizer.residence.publish(unit)
             pending.append(unit.start_spread())
         for entry in pending:
             if entry is not None:

@@ -12,6 +12,7 @@ from hf_zero.errors import UnsupportedError
 from hf_zero.observe import log_rank0, span
 from hf_zero.optim.onebit_adam import OneBitAdam
 from hf_zero.optim.onebit_unit import CompressedUnit
+from hf_zero.optim.residence import scale_
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.sharding.unit import Unit
 
@@ -48,17 +49,19 @@ class OneBitSharded(ShardedOptimizer):
         """Whether the coming step is one of the compressed phase."""
         return self.one_bit.frozen_at is not None
 
-    def update(self, shards: Sequence[torch.Tensor]) -> None:
+    def update(self, shards: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         """One update of the masters; collective in the compressed phase.
 
         Args:
             shards: Warm-up: reduced gradients, (shard_numel,) per unit. Compressed phase: this rank's own, (padded_numel,) fp32 per unit;
                 overwritten.
+            factor: 0-dim; what the gradients are multiplied with first.
         """
         if self.compresses:
+            scale_(shards, factor)
             self._update_compressed(shards)
             return
-        super().update(shards)
+        super().update(shards, factor)
         if self._is_over():
             self.one_bit.freeze()
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero import host_memory
 from hf_zero.errors import ConfigError, StateError
+from hf_zero.optim.residence import Residence
 from hf_zero.sharding.layout import FROZEN, Range
 from hf_zero.sharding.unit import Unit
 
@@ -75,20 +75,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parameter_offload: Handle for libraries that look for DeepSpeed's hook object here.
         scaler: The loss scale, with ``scale`` and ``dynamic``; None without an engine.
         norm: Norm of all gradients in the last step, before clipping, 0-dim tensor; None before the first.
+        residence: Where masters and moments live.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], residence: Residence | None = None) -> None:
         # Not super().__init__: groups and state are the inner optimizer's own, and must stay the same objects.
         self.inner = inner
         self.units = list(units)
+        self.residence = residence or Residence()
         self.overflow = False
         self.parameter_offload: Any = None
         self.scaler: Any = None
         self.norm: torch.Tensor | None = None
         self.segments = [
-            OwnedSegment(unit, segment.group, segment.range.shift(-unit.owned.start), _view(unit, segment.range.shift(-unit.owned.start)))
+            OwnedSegment(unit, segment.group, part, _view(unit, part))
             for unit in self.units
             for segment in unit.layout.segments(unit.rank)
+            for lot in self.residence.ranges(unit)
+            if (part := segment.range.shift(-unit.owned.start).intersect(lot)).numel
         ]
         self._segments_of: dict[int, list[OwnedSegment]] = {}
         for segment in self.segments:
@@ -98,6 +102,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if inner.state:  # made at construction, for the parameters that the segments replace
             make: Any = type(inner)
             inner.state = make([dict(group) for group in inner.param_groups]).state
+            self.residence.adopt_states(self)
         self._step: Callable[[], None] | None = None
         self._clear: Callable[[], None] | None = None
 
@@ -109,32 +114,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Frees state and segments; the groups stay, empty."""
         self.connect(None, None)
         self.inner.state.clear()
+        self.residence.close()
         self.segments, self.units = [], []
         self._segments_of.clear()
         for group in self.inner.param_groups:
             group["params"] = []
 
-    def update(self, shards: Sequence[torch.Tensor]) -> None:
-        """One update of the masters with this rank's gradients, (shard_numel,) per unit; local."""
-        by_unit = {id(unit): shard for unit, shard in zip(self.units, shards, strict=True)}
-        for segment in self.segments:
-            grad = by_unit[id(segment.unit)][segment.range.start : segment.range.stop]
-            segment.tensor.grad = grad if grad.dtype == segment.tensor.dtype else grad.to(segment.tensor.dtype)
-        fresh = not self.inner.state
-        self.inner.step()
-        if fresh:
-            self._move_state()
-        for segment in self.segments:
-            segment.tensor.grad = None
+    def update(self, shards: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+        """One update of the masters with this rank's gradients, (shard_numel,) per unit, times ``factor`` (0-dim); local."""
+        self.residence.update(self, shards, factor)
         # What torch's schedulers look at before they warn that they were stepped before the optimizer.
         self._opt_called = True
-
-    def _move_state(self) -> None:
-        """Moments, which the inner optimizer made in its first step, go to huge pages."""
-        for state in self.inner.state.values():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    state[name] = host_memory.moved(value)
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
         """Finishes the reduction, clips and updates, as the engine's ``step`` does; for callers that step the optimizer.
@@ -214,6 +204,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner.load_state_dict(state_dict)
         for group, params in zip(self.inner.param_groups, tensors, strict=True):
             group["params"] = params
+        self.residence.adopt_states(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: units are laid out once.

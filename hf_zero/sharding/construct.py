@@ -11,6 +11,7 @@ from torch import nn
 from hf_zero import host_memory
 from hf_zero.errors import StateError
 from hf_zero.sharding.announce import own
+from hf_zero.sharding.home import ON_DEVICE
 from hf_zero.sharding.layout import build_layout
 from hf_zero.sharding.unit import Unit, UnitSpec, find_unit, full_shape
 
@@ -59,7 +60,8 @@ def build_unit(name: str, members: Sequence[NamedParam], dtype: torch.dtype, spe
     if unit.trainable:
         master_dtype = spec.master_dtype or dtype
         # From the 16-bit values, as DeepSpeed does: a model that zero.Init cast at construction gives the same masters.
-        unit.master = unit.shard if master_dtype == dtype else host_memory.cast(unit.shard, master_dtype)
+        own_master = master_dtype == dtype and spec.home is ON_DEVICE
+        unit.master = unit.shard if own_master else host_memory.cast(unit.shard, master_dtype)
     own(unit, spec.announced)
     return unit
 

@@ -58,6 +58,21 @@ class BufferPool:
         self._free.clear()
 
 
+class GradientPlace:
+    """Where reduced gradients are summed over micro-steps: here, where they arrive. Offload sums them for the host."""
+
+    def add(self, unit: Unit, total: torch.Tensor | None, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The sum of ``total`` and ``received``, both (shard_numel,), in ``dtype`` or, for the first, what it arrived in."""
+        return received.to(dtype) if total is None else total.add_(received)
+
+    def zeros(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
+        """The gradient of a unit that no backward has reached."""
+        return torch.zeros(unit.layout.shard_numel, dtype=dtype, device=unit.collectives.topology.device)
+
+    def settle(self, unit: Unit) -> None:
+        """Waits until the sum can be read."""
+
+
 class UnitGradients:
     """The flat gradient of one trainable unit.
 
@@ -69,8 +84,11 @@ class UnitGradients:
     costs a zeroing pass and an addition that reads both.
     """
 
-    def __init__(self, unit: Unit, collectives: Collectives, policy: GradientPolicy, pool: BufferPool) -> None:
+    def __init__(
+        self, unit: Unit, collectives: Collectives, policy: GradientPolicy, pool: BufferPool, place: GradientPlace | None = None
+    ) -> None:
         self.unit = unit
+        self.place = place or GradientPlace()
         self.pool = pool
         self.local = False  # nothing is reduced; set by ``Reducer.keep_local``
         self.shard: torch.Tensor | None = None  # (shard_numel,) sum over ranks and micro-steps; None before the first reduction
@@ -134,7 +152,7 @@ class UnitGradients:
             # Empty, not zeroed: gaps and missing parameters are zeroed in start_reduce, everything else is overwritten.
             spare, self._spare = self._spare, None
             if spare is None or spare.dtype != dtype:
-                spare = self.pool.take(layout.padded_numel, dtype, self.unit.shard.device)
+                spare = self.pool.take(layout.padded_numel, dtype, self._collectives.topology.device)
             self._flat = spare
         return self._flat
 
@@ -189,23 +207,32 @@ class UnitGradients:
             self.pool.give(sent)
         if self._policy.post_scale != 1.0:
             received.mul_(self._policy.post_scale)
-        if self.shard is None:
-            self.shard = received.to(self._policy.accumulation_dtype)
-        else:
-            self.shard.add_(received)
+        self.shard = self.place.add(self.unit, self.shard, received, self._policy.accumulation_dtype)
 
     def reduced(self) -> torch.Tensor:
         """The reduced gradient of this rank's shard, (shard_numel,); zeros if no backward reached the unit.
 
         Where gradients stay local, this rank's own of the whole unit, (padded_numel,).
         """
-        self.finish_reduce()
         if self.local:
+            self.finish_reduce()
             flat = self._allocate(deferred=True)
             self._zero_unwritten(flat)
             return flat
-        if self.shard is None:
-            self.shard = torch.zeros(self.unit.layout.shard_numel, dtype=self._policy.accumulation_dtype, device=self.unit.shard.device)
+        if self.held() is None:
+            self.shard = self.place.zeros(self.unit, self._policy.accumulation_dtype)
+        return self.shard  # type: ignore[return-value]
+
+    def held(self) -> torch.Tensor | None:
+        """As ``reduced``, ready to be read; None if no backward reached the unit."""
+        self.finish_reduce()
+        if self.shard is not None:
+            self.place.settle(self.unit)
+        return self.shard
+
+    def writable(self) -> torch.Tensor:
+        """As ``reduced``, in the accumulation type, for callers that change it."""
+        self.shard = self.reduced().to(self._policy.accumulation_dtype)
         return self.shard
 
     def mean_over_ranks(self, index: int) -> torch.Tensor:
@@ -217,7 +244,7 @@ class UnitGradients:
 
     def clear(self) -> None:
         """Forgets everything accumulated, after a step or to discard a broken one."""
-        self.finish_reduce()
+        self.held()
         if self.local:
             self._spare = self._flat
         self.shard = None

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -15,6 +16,7 @@ from torch import nn
 from hf_zero import host_memory, observe
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.errors import StateError
+from hf_zero.sharding.home import ON_DEVICE, ShardHome
 from hf_zero.sharding.layout import FROZEN, Range, UnitLayout
 from hf_zero.sharding.whole import WholeBuffer
 
@@ -53,6 +55,7 @@ class UnitSpec:
         announced: Parameters carry DeepSpeed's stage-3 attributes (``ds_numel``, ...): at stage 3 on any number of ranks.
         master_dtype: Type of the masters of trainable units; equal to the parameters' type means the shard is its own master.
         sync_values: Take rank 0's values at construction, as DDP does.
+        home: Where shards rest between uses.
     """
 
     collectives: Collectives
@@ -61,6 +64,7 @@ class UnitSpec:
     announced: bool = False
     master_dtype: torch.dtype | None = None
     sync_values: bool = True
+    home: ShardHome = ON_DEVICE
 
 
 class Unit:
@@ -74,6 +78,7 @@ class Unit:
         rank: This rank's position among the owners (0 at stage 0).
         trainable: Whether an optimizer updates it.
         releasable: Whether the full buffer goes away between uses.
+        home: Where the shard rests between uses.
         state: Where the parameters are.
     """
 
@@ -89,7 +94,9 @@ class Unit:
         self._whole = WholeBuffer(layout, buffer)  # emptied while SHARDED, by release() only
         self._whole.show(self.params)
         own = buffer[self.owned.start : self.owned.stop]
+        self.home = spec.home
         self.shard = host_memory.empty(own.numel(), own.dtype, own.device).copy_(own) if self.releasable else own
+        self.shard = spec.home.rest(self, self.shard)
         self._pending: Pending | None = None
         self._pins: list[int | None] = []  # one entry per holder: the rank whose changes it will broadcast, or None
 
@@ -126,8 +133,15 @@ class Unit:
         if self.state is not UnitState.SHARDED:
             return
         self._whole.allocate()
-        self._pending = self.collectives.all_gather(self._whole.flat, self.shard, self.name)
+        self._pending = self._all_gather()
         self._enter(UnitState.GATHERING)
+
+    def _all_gather(self) -> Pending:
+        own = self._whole.flat[self.owned.start : self.owned.stop]
+        with self.home.bringing(self, own) as source:
+            pending = self.collectives.all_gather(self._whole.flat, source, self.name)
+        pending.before_finish = partial(self.home.arrive, self)
+        return pending
 
     def gather(self) -> None:
         """Makes the parameters whole: waits for the all-gather, starting it if need be; collective."""
@@ -212,12 +226,13 @@ class Unit:
         """Casts the master into the 16-bit shard, after an update; local. In fp32 they are the same memory."""
         if self.master is not None and self.master is not self.shard:
             self.shard.copy_(self.master)
+        self.home.changed(self)
 
     def start_spread(self) -> Pending | None:
         """Starts the all-gather of updated shards into the whole buffer, for a unit that stays gathered; collective."""
-        if self.layout.world == 1 or self.state is not UnitState.GATHERED:
+        if self.state is not UnitState.GATHERED or (self.layout.world == 1 and not self.releasable):
             return None
-        return self.collectives.all_gather(self._whole.flat, self.shard, self.name)
+        return self._all_gather()
 
     def drop_master(self) -> None:
         """Frees the master; the unit is not trained any more."""
@@ -227,14 +242,16 @@ class Unit:
         """Copies this rank's part of the gathered buffer into shard and master, after the parameters were written to; local."""
         if self.releasable:
             self.shard.copy_(self.full[self.owned.start : self.owned.stop])
+            self.home.changed(self)
         self.refresh_master()
 
     def refresh_master(self) -> None:
         """Carries changes of the shard into the master; elements whose 16-bit value is unchanged keep their fp32 bits; local."""
         if self.master is None or self.master is self.shard:
             return
-        changed = self.master.to(self.shard.dtype) != self.shard
-        self.master.copy_(torch.where(changed, self.shard.to(self.master.dtype), self.master))
+        shard = self.shard.to(self.master.device)
+        changed = self.master.to(shard.dtype) != shard
+        self.master.copy_(torch.where(changed, shard.to(self.master.dtype), self.master))
 
     def broadcast_from(self, source: int) -> None:
         """Makes the gathered buffer equal to rank ``source``'s on all ranks, and shards and masters with it; collective."""
@@ -253,6 +270,7 @@ class Unit:
             A new tensor of the parameter's shape and ``flat``'s dtype.
         """
         slot = self.layout.slots[index]
+        flat = flat.to(self.collectives.topology.device)
         if self.layout.world == 1:
             return flat[slot.range.start : slot.range.stop].view(slot.shape).clone()
         whole = torch.empty(self.layout.padded_numel, dtype=flat.dtype, device=flat.device)

@@ -139,11 +139,7 @@ class ZeroConfig(Section):
     tensor_parallel: TensorParallel | None = section(None, "AutoTP training")
     expert_parallel: ExpertParallel | None = section(None, "Expert parallelism")
     hybrid_engine: HybridEngine | None = section(None, "Training and generation in one engine")
-    aio: Aio | None = accepted(
-        None,
-        "Asynchronous I/O",
-        "only read by NVMe offload; whether that is allowed is decided by the device of offload_optimizer and offload_param",
-    )
+    aio: Aio = section(Aio, "How swap files of NVMe offload are accessed")
     compile: Compile | None = section(None, "DeepCompile")
     msamp: Msamp | None = section(None, "Written by accelerate for MS-AMP")
     hf_zero: OwnSettings = section(OwnSettings, "What DeepSpeed has no key for; it ignores the section")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
-from hf_zero.config.schema.fields import Bool, Float, Int, Section, accepted, later, lower_choice, part, refused
+from hf_zero.config.schema.fields import Bool, Float, Int, Section, accepted, later, lower_choice, part, refused, used
 
 
 class ActivationCheckpointing(Section):
@@ -73,15 +73,15 @@ class DataStates(Section):
 
 
 class Aio(Section):
-    """`aio`. Asynchronous I/O."""
+    """`aio`. How swap files of NVMe offload are accessed."""
 
-    block_size: Int = part(1048576, "Bytes per request")
-    queue_depth: Int = part(8, "Requests in flight")
-    intra_op_parallelism: Int = part(1, "Threads per request")
-    thread_count: Int = part(1, "Documented name of intra_op_parallelism")
-    single_submit: Bool = part(False, "Submit requests one by one")
-    overlap_events: Bool = part(True, "Overlap submission and completion")
-    use_gds: Bool = part(False, "GPUDirect storage")
+    block_size: Int = used(1048576, "Bytes per read or write, in multiples of 4096")
+    queue_depth: Annotated[Int, Field(ge=1)] = used(8, "Requests in flight: threads that read and write")
+    intra_op_parallelism: Int = accepted(1, "Threads per request", "every request is one thread; queue_depth says how many there are")
+    thread_count: Int = accepted(1, "Documented name of intra_op_parallelism", "as intra_op_parallelism")
+    single_submit: Bool = accepted(False, "Submit requests one by one", "requests go to threads, not to a kernel queue")
+    overlap_events: Bool = accepted(True, "Overlap submission and completion", "requests complete in the order the disk chooses")
+    use_gds: Bool = refused(False, "GPUDirect storage", "not supported: reads and writes pass through page-locked host memory")
 
 
 class Compile(Section):

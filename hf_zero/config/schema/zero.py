@@ -16,7 +16,6 @@ from hf_zero.config.schema.fields import (
     Share,
     Size,
     accepted,
-    later,
     mapped,
     part,
     refused,
@@ -53,16 +52,18 @@ class LeafModule(Section):
 
 
 class OffloadParam(Section):
-    """`zero_optimization.offload_param`. Keep parameter shards on host or NVMe."""
+    """`zero_optimization.offload_param`. Keep parameter shards on host or NVMe (stage 3)."""
 
     switch: ClassVar[str | None] = "device"
 
-    device: Device = later("none", "Target of the parameter shards", "offload_param", on_host=("cpu",))
+    device: Device = used("none", "Where parameter shards rest between uses; stage 3 only, a warning says so at other stages")
     nvme_path: str | None = part(None, "Directory for swap files")
-    buffer_count: Int = part(5, "Buffers in the parameter pool")
-    buffer_size: Int = part(100000000, "Elements per buffer")
-    max_in_cpu: Int = part(1000000000, "Elements kept on the host")
-    pin_memory: Bool = part(True, "Use page-locked host memory")
+    buffer_count: Annotated[Int, Field(ge=1)] = part(5, "nvme: buffers for shards that come next, each as large as the largest shard")
+    buffer_size: Int = accepted(
+        100000000, "Elements per buffer", "a buffer is as large as the largest shard; use buffer_count for more or fewer"
+    )
+    max_in_cpu: Int = part(1000000000, "nvme: elements per rank that stay in host memory, those of the first blocks")
+    pin_memory: Bool = part(True, "Use page-locked host memory; ordinary memory, with a warning, where locking fails")
 
 
 class OffloadOptimizer(Section):
@@ -70,16 +71,26 @@ class OffloadOptimizer(Section):
 
     switch: ClassVar[str | None] = "device"
 
-    device: Device = later("none", "Target of the optimizer states", "offload_optimizer", on_host=("cpu",))
+    device: Device = used("none", "Where masters and optimizer states rest; they are updated on the host")
     nvme_path: str | None = part(None, "Directory for swap files")
-    buffer_count: Int = part(4, "Buffers in the state pool")
-    pin_memory: Bool = part(True, "Use page-locked host memory")
-    pipeline_read: Bool = part(False, "Read the next tile while computing")
-    pipeline_write: Bool = part(False, "Write the previous tile while computing")
-    fast_init: Bool = part(False, "Faster first creation of the swap files")
-    ratio: Share = part(1.0, "Share of parameters updated on the host; below 1 is refused for stages 1-2")
-    super_offload: Bool = part(False, "Speculative host update in a separate process")
-    cpuadam_cores_perc: Share = part(0.8, "Share of host cores for the optimizer process")
+    buffer_count: Annotated[Int, Field(ge=1)] = part(
+        4, "nvme: buffers of the size of the largest shard that may be in memory; lots are cut so that they suffice for every optimizer"
+    )
+    pin_memory: Bool = part(True, "Use page-locked host memory; ordinary memory, with a warning, where locking fails")
+    pipeline_read: Bool = part(False, "nvme: read the next lot while one is updated")
+    pipeline_write: Bool = part(False, "nvme: write the previous lot while one is updated")
+    fast_init: Bool = accepted(
+        False, "Faster first creation of the swap files", "room for the files is reserved in one call; they are not written at start"
+    )
+    ratio: Share = part(1.0, "Share of parameters whose states are offloaded; units from the front of the model stay on the device")
+    super_offload: Bool = accepted(
+        False, "Speculative host update in a separate process", "updates run on the host unit by unit, without a second process"
+    )
+    cpuadam_cores_perc: Share = accepted(
+        0.8,
+        "Share of host cores for the optimizer process",
+        "there is no such process; an update uses the threads of OMP_NUM_THREADS",
+    )
 
 
 class Zenflow(Section):
@@ -127,9 +138,7 @@ class ZeroOptimization(Section):
     )
     elastic_checkpoint: Bool = accepted(False, "Checkpoint independent of the rank count", "every checkpoint loads on any number of ranks")
     grad_hooks: Bool = accepted(True, "Collect gradients by hooks", "gradients are always collected by hooks")
-    sub_group_size: Count = accepted(
-        1000000000, "Elements updated at a time in the optimizer step", "all shards of a rank are updated together"
-    )
+    sub_group_size: Count = used(1000000000, "Most elements read, updated and written at a time with offload_optimizer on nvme")
     ignore_unused_parameters: Bool = accepted(
         True, "Tolerate parameters without gradient", "a parameter without gradient always counts as zero, on every rank"
     )

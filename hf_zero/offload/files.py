@@ -1,0 +1,267 @@
+"""Swap files: plain files of one rank, read and written in aligned pieces by a few threads, past the page cache where that is possible."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import multiprocessing.util
+import os
+import platform
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hf_zero.errors import OffloadError
+from hf_zero.observe import log_rank0, warn_once
+from hf_zero.offload.budget import gib
+from hf_zero.offload.buffers import ALIGNMENT
+
+_PREFIX = "hf_zero_swap_"
+_LOCK_FILE = "in_use"
+# Mapped parts of a file begin at a multiple of this, 64 KiB on some machines.
+_GRANULARITY = max(ALIGNMENT, mmap.ALLOCATIONGRANULARITY)
+
+
+@dataclass(frozen=True)
+class IoSettings:
+    """How files are accessed.
+
+    Attributes:
+        request_bytes: Bytes per read or write.
+        threads: Requests in flight.
+    """
+
+    request_bytes: int = 1 << 20
+    threads: int = 8
+
+
+class SwapFolder:
+    """A folder of this process below ``nvme_path``, removed with all it holds at exit, after an exception too.
+
+    [Note: what a killed process leaves] Nobody can clean up after SIGKILL. So each folder holds a lock that the kernel drops with its
+    process, and whoever makes a folder beside it first removes those of the same machine whose lock is free.
+
+    Attributes:
+        path: The folder.
+
+    Args:
+        root: ``nvme_path``; made if missing.
+        rank: For the name.
+
+    Raises:
+        OffloadError: The folder cannot be made.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], rank: int) -> None:
+        base = Path(root).expanduser()
+        machine = f"{_PREFIX}{platform.node()}_"
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(base, machine)
+            self.path = Path(tempfile.mkdtemp(prefix=f"{machine}rank{rank}_", dir=base))
+            self._lock: int | None = os.open(self.path / _LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o600)
+        except OSError as error:
+            raise OffloadError(
+                f"no swap files can be made in nvme_path {str(base)!r}: {error}. Name a folder that can be written to"
+            ) from error
+        _try_lock(self._lock)
+        self._finalizer = weakref.finalize(self, _remove, self.path, self._lock)
+        # Runs at the end of a child of multiprocessing too, which skips what atexit holds.
+        multiprocessing.util.Finalize(None, self._finalizer, exitpriority=0)
+
+    def remove(self) -> None:
+        """Removes the folder and its files; a second call does nothing."""
+        self._finalizer()
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):  # no locks here: nobody can tell, so nothing is ever called abandoned
+        return False
+    return True
+
+
+def _remove(path: Path, lock: int) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.close(lock)
+
+
+def _remove_abandoned(base: Path, machine: str) -> None:
+    for folder in base.glob(f"{machine}*"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR)
+            try:
+                if _try_lock(descriptor):
+                    log_rank0("removing swap files that a killed run left in %s", folder)
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+@dataclass
+class Transfer:
+    """Reads or writes in flight; ``wait`` exactly once before the buffer is touched."""
+
+    futures: list[Future[None]]
+
+    def wait(self) -> None:
+        """Blocks until all of it is done.
+
+        Raises:
+            OffloadError: Some part failed.
+        """
+        futures, self.futures = self.futures, []
+        failure: BaseException | None = None
+        for future in futures:  # all of them: the buffer must not be in use any more when the first error is told
+            failure = failure or future.exception()
+        if failure is not None:
+            raise failure
+
+
+class SwapFile:
+    """One file of regions; reading and writing needs aligned buffers, and happens in the threads of a pool.
+
+    Attributes:
+        path: Where it is.
+        nbytes: Bytes of its regions.
+        direct: Whether access goes past the page cache.
+
+    Args:
+        path: Must not exist.
+        settings: Size and number of requests.
+
+    Raises:
+        OffloadError: It cannot be made.
+    """
+
+    def __init__(self, path: Path, settings: IoSettings = IoSettings()) -> None:
+        self.path = path
+        self.nbytes = 0
+        self._room = 0
+        self.settings = settings
+        self.direct = True
+        try:
+            self._buffered = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        except OSError as error:
+            raise self._error("make", 0, 0, error) from error
+        try:
+            self._unbuffered = os.open(path, os.O_RDWR | getattr(os, "O_DIRECT", 0))
+            self.direct = hasattr(os, "O_DIRECT")
+        except OSError:  # tmpfs and others: through the page cache then
+            self._unbuffered = os.open(path, os.O_RDWR)
+            self.direct = False
+        if not self.direct:
+            warn_once(f"the file system of {path.parent} has no unbuffered access: swap files go through the page cache")
+        self._pool = ThreadPoolExecutor(max(1, settings.threads), thread_name_prefix="hf_zero_nvme")
+        self._finalizer = weakref.finalize(self, _close_file, self._pool, (self._buffered, self._unbuffered))
+
+    def make_room(self, nbytes: int) -> None:
+        """Makes the file at least ``nbytes`` long, in one call, so that the disk has room for them from now on.
+
+        Raises:
+            OffloadError: It has not.
+        """
+        if nbytes <= self._room:
+            return
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._buffered, self._room, nbytes - self._room)
+            else:
+                os.truncate(self._buffered, nbytes)
+        except OSError as error:
+            raise self._error("reserve", nbytes - self._room, self._room, error) from error
+        self._room = nbytes
+
+    def reserve(self, nbytes: int) -> int:
+        """Returns the offset of a new region of zeros; the disk has room for it from now on.
+
+        Raises:
+            OffloadError: It has not.
+        """
+        offset = self.nbytes
+        end = offset + -(-nbytes // _GRANULARITY) * _GRANULARITY
+        self.make_room(end)
+        self.nbytes = end
+        return offset
+
+    def map(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A (numel,) tensor that *is* the file's content from ``offset`` on: read when looked at, written back by the kernel.
+
+        [Note: mapped and direct access] Linux keeps both coherent: unbuffered reads write changed pages back first, unbuffered writes drop
+        pages. A tensor that is not in a buffer rests as a mapped one: it costs no memory, and whoever needs its value (a
+        checkpoint, ``safe_get_full_fp32_param``) just reads it. Between steps nothing is in flight, so nobody sees half of a write.
+        """
+        nbytes = numel * dtype.itemsize
+        if not nbytes:
+            return torch.empty(0, dtype=dtype)
+        view = mmap.mmap(self._buffered, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+        return torch.frombuffer(view, dtype=dtype)
+
+    def read(self, offset: int, buffer: torch.Tensor) -> Transfer:
+        """Starts reading the file from ``offset`` on into ``buffer``, a uint8 tensor; all three aligned to ``ALIGNMENT``."""
+        return self._submit(self._read_part, offset, buffer)
+
+    def write(self, offset: int, buffer: torch.Tensor) -> Transfer:
+        """Starts writing ``buffer``, a uint8 tensor, to the file from ``offset`` on; all three aligned to ``ALIGNMENT``."""
+        return self._submit(self._write_part, offset, buffer)
+
+    def _submit(self, work: Callable[[int, memoryview], None], offset: int, buffer: torch.Tensor) -> Transfer:
+        view = memoryview(buffer.numpy())  # type: ignore[arg-type]
+        step = max(ALIGNMENT, self.settings.request_bytes // ALIGNMENT * ALIGNMENT)
+        parts = range(0, len(view), step)
+        return Transfer([self._pool.submit(work, offset + start, view[start : start + step]) for start in parts])
+
+    def _read_part(self, offset: int, view: memoryview) -> None:
+        self._complete("read", lambda descriptor, rest, place: os.preadv(descriptor, [rest], place), offset, view)
+
+    def _write_part(self, offset: int, view: memoryview) -> None:
+        self._complete("write", lambda descriptor, rest, place: os.pwrite(descriptor, rest, place), offset, view)
+
+    def _complete(self, what: str, call: Callable[[int, memoryview, int], int], offset: int, view: memoryview) -> None:
+        """Calls until all of ``view`` is done; what the file system refuses unbuffered goes through the page cache."""
+        done, descriptor = 0, self._unbuffered
+        while done < len(view):
+            try:
+                count = call(descriptor, view[done:], offset + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL and descriptor != self._buffered:
+                    descriptor = self._buffered
+                    continue
+                raise self._error(what, len(view) - done, offset + done, error) from error
+            if count <= 0:
+                raise self._error(what, len(view) - done, offset + done, OSError(errno.EIO, "the file ends there"))
+            done += count
+            if done % ALIGNMENT:
+                descriptor = self._buffered  # a short transfer left an unaligned rest
+
+    def _error(self, what: str, nbytes: int, offset: int, error: OSError) -> OffloadError:
+        space = ""
+        with contextlib.suppress(OSError):
+            usage = shutil.disk_usage(self.path.parent)
+            space = f" ({gib(usage.free)} of {gib(usage.total)} are free there)"
+        where = f"{gib(nbytes)} at byte {offset} of the swap file {self.path}"
+        return OffloadError(f"cannot {what} {where}: {error}{space}. Make room, or set nvme_path to another disk")
+
+    def close(self) -> None:
+        """Waits for what is in flight and closes the file; mapped tensors stay readable until they are dropped."""
+        self._finalizer()
+
+
+def _close_file(pool: ThreadPoolExecutor, descriptors: tuple[int, ...]) -> None:
+    pool.shutdown(wait=True)
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)

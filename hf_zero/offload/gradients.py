@@ -1,0 +1,58 @@
+"""Reduced gradients stream to page-locked host memory while backward goes on."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_zero.offload.buffers import HostMemory
+from hf_zero.offload.copies import CopyLane, Mark
+from hf_zero.sharding.gradients import GradientPlace
+from hf_zero.sharding.unit import Unit
+
+
+class HostGradients(GradientPlace):
+    """One host buffer per unit, for the life of the engine.
+
+    [Note: gradients on the host] What one micro-step leaves is copied out in the type it arrived in. A further micro-step brings the
+    sum back, adds on the device, in the accumulation type, and copies it out again: the numbers are those of a sum that never left, no
+    thread waits, and the bus carries the two directions at once.
+
+    Args:
+        memory: Of the buffers.
+        device: The training device.
+        outward: Copies to the host.
+    """
+
+    def __init__(self, memory: HostMemory, device: torch.device, outward: CopyLane) -> None:
+        self._memory = memory
+        self._device = device
+        self._outward = outward
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._marks: dict[int, Mark] = {}
+
+    def add(self, unit: Unit, total: torch.Tensor | None, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        with self._outward.entered():
+            self._outward.use(received)
+            if total is not None:
+                received = total.to(self._device, dtype, non_blocking=True, copy=True).add_(received)
+            host = self._buffer(unit, received.dtype if received.dtype.itemsize <= dtype.itemsize else dtype)
+            host.copy_(received, non_blocking=True)
+            self._outward.use(received)
+            self._marks[id(unit)] = self._outward.mark()
+        return host
+
+    def _buffer(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
+        numel = unit.layout.shard_numel
+        known = self._buffers.get(id(unit))
+        if known is None or known.nbytes < numel * dtype.itemsize:
+            known = self._memory.empty(numel * max(4, dtype.itemsize), torch.uint8, pinned=True)
+            self._buffers[id(unit)] = known
+        return known[: numel * dtype.itemsize].view(dtype)
+
+    def zeros(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
+        return self._buffer(unit, dtype).zero_()
+
+    def settle(self, unit: Unit) -> None:
+        mark = self._marks.pop(id(unit), None)
+        if mark is not None:
+            mark.wait()

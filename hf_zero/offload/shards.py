@@ -1,0 +1,259 @@
+"""Homes of shards away from the device: updated on the host and sent back, kept in host memory, kept in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from hf_zero.offload.buffers import ALIGNMENT, HostMemory
+from hf_zero.offload.copies import CopyLane, Mark
+from hf_zero.offload.files import SwapFile, SwapFolder, Transfer
+from hf_zero.sharding.home import ShardHome
+from hf_zero.sharding.unit import Unit, UnitState
+
+
+@dataclass
+class _Frame:
+    """A host buffer that travels: which unit it holds, and what must end before it may hold another."""
+
+    unit: Unit | None = None
+    memory: torch.Tensor | None = None  # uint8
+    transfer: Transfer | None = None
+    mark: Mark | None = None
+
+    def view(self, unit: Unit) -> torch.Tensor:
+        """The buffer as a shard of ``unit``."""
+        assert self.memory is not None
+        return self.memory[: unit.shard.nbytes].view(unit.shard.dtype)
+
+    def settle(self) -> None:
+        """Waits until nobody reads or writes the buffer."""
+        transfer, mark = self.transfer, self.mark
+        self.transfer = self.mark = None
+        if transfer is not None:
+            transfer.wait()
+        if mark is not None:
+            mark.wait()
+
+
+class _Frames:
+    """A few buffers used in turn."""
+
+    def __init__(self, memory: HostMemory, count: int) -> None:
+        self._memory = memory
+        self._frames = [_Frame() for _ in range(max(1, count))]
+
+    def take(self, unit: Unit) -> _Frame:
+        """The buffer that was taken longest ago, free and large enough for ``unit``'s shard."""
+        frame = self._frames.pop(0)
+        self._frames.append(frame)
+        frame.unit = None
+        frame.settle()
+        nbytes = -(-unit.shard.nbytes // ALIGNMENT) * ALIGNMENT
+        if frame.memory is None or frame.memory.numel() < nbytes:
+            frame.memory = self._memory.empty(nbytes, torch.uint8, pinned=True)
+        frame.unit = unit
+        return frame
+
+    def holding(self, unit: Unit) -> _Frame | None:
+        """The buffer that holds ``unit``."""
+        return next((frame for frame in self._frames if frame.unit is unit), None)
+
+    def settle(self) -> None:
+        """Waits for what is in flight; what the buffers hold stays known."""
+        for frame in self._frames:
+            frame.settle()
+
+    def drop(self, unit: Unit | None = None) -> None:
+        """Forgets what the buffers hold, of ``unit`` or of all; waits for what is in flight."""
+        for frame in self._frames:
+            if unit is None or frame.unit is unit:
+                frame.unit = None
+                frame.settle()
+
+    def free(self) -> None:
+        """Gives the memory back."""
+        self.drop()
+        for frame in self._frames:
+            frame.memory = None
+
+
+class ReturningHome(ShardHome):
+    """Shards stay on the device, but are updated on the host: new values go through two buffers in turn.
+
+    Args:
+        memory: Of the buffers.
+        lane: Copies to the device.
+    """
+
+    def __init__(self, memory: HostMemory, lane: CopyLane) -> None:
+        self._lane = lane
+        self._frames = _Frames(memory, 2)
+
+    def outgoing(self, unit: Unit) -> torch.Tensor:
+        return self._frames.take(unit).view(unit)
+
+    def send(self, unit: Unit) -> None:
+        frame = self._frames.holding(unit)
+        assert frame is not None
+        frame.mark = self._lane.copy(unit.shard, frame.view(unit))
+        # Whatever the device does next may read the shard.
+        frame.mark.order()
+
+    def close(self) -> None:
+        self._frames.free()
+
+
+class HostHome(ShardHome):
+    """Shards rest in page-locked host memory and go to the device when their unit is gathered.
+
+    Args:
+        memory: Of the shards.
+        lane: Copies to the device.
+    """
+
+    releasable = True
+
+    def __init__(self, memory: HostMemory, lane: CopyLane) -> None:
+        self._memory = memory
+        self._lane = lane
+        self._marks: dict[int, Mark] = {}
+
+    def rest(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
+        kept = self._memory.empty(shard.numel(), shard.dtype, pinned=True)
+        kept.copy_(shard)
+        return kept
+
+    @contextmanager
+    def bringing(self, unit: Unit, own: torch.Tensor) -> Iterator[torch.Tensor]:
+        with self._lane.entered():
+            own.copy_(unit.shard, non_blocking=True)
+            self._lane.use(own)
+            yield own
+            self._marks[id(unit)] = self._lane.mark()
+
+    def arrive(self, unit: Unit) -> None:
+        mark = self._marks.pop(id(unit), None)
+        if mark is not None:
+            mark.order()
+
+
+@dataclass
+class _Place:
+    """A shard's region in the file, and its place in the order of use."""
+
+    unit: Unit
+    offset: int
+    index: int
+
+
+@dataclass
+class _Course:
+    """Which way the units are being asked for: up in forward, down in backward."""
+
+    last: int = -1
+    step: int = field(default=1)
+
+    def go(self, index: int) -> int:
+        """Notes that ``index`` was asked for; returns +1 or -1."""
+        if index != self.last:
+            self.step = 1 if index > self.last else -1
+        self.last = index
+        return self.step
+
+
+class FileHome(ShardHome):
+    """Shards rest in a file; those that come next are read ahead into a few buffers.
+
+    Args:
+        folder: Where the file is made; goes when the last unit goes that rests here.
+        file: The file.
+        memory: Of the buffers.
+        lane: Copies to the device.
+        count: Buffers.
+    """
+
+    releasable = True
+
+    def __init__(self, folder: SwapFolder, file: SwapFile, memory: HostMemory, lane: CopyLane, count: int) -> None:
+        self.file = file
+        self._folder = folder
+        self._lane = lane
+        self._frames = _Frames(memory, count)
+        self._ahead = max(0, count - 1)
+        self._places: list[_Place] = []
+        self._place_of: dict[int, _Place] = {}
+        self._course = _Course()
+        self._marks: dict[int, Mark] = {}
+
+    def rest(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
+        place = _Place(unit, self.file.reserve(shard.nbytes), len(self._places))
+        self._places.append(place)
+        self._place_of[id(unit)] = place
+        frame = self._frames.take(unit)
+        assert frame.memory is not None
+        frame.view(unit).copy_(shard)
+        self.file.write(place.offset, frame.memory[: _padded(shard.nbytes)]).wait()
+        frame.unit = None
+        return self.file.map(place.offset, shard.numel(), shard.dtype)
+
+    @contextmanager
+    def bringing(self, unit: Unit, own: torch.Tensor) -> Iterator[torch.Tensor]:
+        place = self._place_of[id(unit)]
+        frame = self._frames.holding(unit) or self._begin_read(place)
+        frame.settle()
+        with self._lane.entered():
+            own.copy_(frame.view(unit), non_blocking=True)
+            self._lane.use(own)
+            yield own
+            self._marks[id(unit)] = frame.mark = self._lane.mark()
+        frame.unit = None
+        self._read_ahead(place)
+
+    def _begin_read(self, place: _Place) -> _Frame:
+        frame = self._frames.take(place.unit)
+        assert frame.memory is not None
+        frame.transfer = self.file.read(place.offset, frame.memory[: _padded(place.unit.shard.nbytes)])
+        return frame
+
+    def _read_ahead(self, place: _Place) -> None:
+        step = self._course.go(place.index)
+        for distance in range(1, self._ahead + 1):
+            index = place.index + step * distance
+            if not 0 <= index < len(self._places):
+                return
+            upcoming = self._places[index]
+            if upcoming.unit.state is UnitState.SHARDED and self._frames.holding(upcoming.unit) is None:
+                self._begin_read(upcoming)
+
+    def arrive(self, unit: Unit) -> None:
+        mark = self._marks.pop(id(unit), None)
+        if mark is not None:
+            mark.order()
+
+    def outgoing(self, unit: Unit) -> torch.Tensor:
+        self._frames.drop(unit)
+        return self._frames.take(unit).view(unit)
+
+    def send(self, unit: Unit) -> None:
+        frame = self._frames.holding(unit)
+        assert frame is not None and frame.memory is not None
+        frame.transfer = self.file.write(self._place_of[id(unit)].offset, frame.memory[: _padded(unit.shard.nbytes)])
+
+    def flush(self) -> None:
+        self._frames.settle()
+
+    def changed(self, unit: Unit) -> None:
+        self._frames.drop(unit)
+
+    def close(self) -> None:
+        self._frames.free()
+        self.file.close()
+        self._folder.remove()
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

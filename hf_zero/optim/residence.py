@@ -1,0 +1,85 @@
+"""Where masters and moments live, and how an update reaches them: all on the training device, unless offload puts them elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_zero import host_memory
+from hf_zero.sharding.layout import Range
+from hf_zero.sharding.unit import Unit
+
+if TYPE_CHECKING:
+    from hf_zero.optim.sharded import OwnedSegment, ShardedOptimizer
+
+
+class Residence:
+    """The training device: every segment is there, and one step of the inner optimizer updates all. Offload has a subclass."""
+
+    def ranges(self, unit: Unit) -> Sequence[Range]:
+        """The parts of ``unit``'s shard that are updated at a time; segments do not reach across their bounds."""
+        return [Range(0, unit.layout.shard_numel)]
+
+    def update(self, optimizer: ShardedOptimizer, grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+        """Updates the masters; local.
+
+        Args:
+            optimizer: Its inner optimizer does the arithmetic.
+            grads: This rank's gradients, (shard_numel,) per unit; may be overwritten.
+            factor: 0-dim; what the gradients are multiplied with first.
+        """
+        scale_(grads, factor)
+        by_unit = {id(unit): grad for unit, grad in zip(optimizer.units, grads, strict=True)}
+        for segment in optimizer.segments:
+            segment.tensor.grad = as_gradient(by_unit[id(segment.unit)], segment)
+        fresh = not optimizer.inner.state
+        optimizer.inner.step()
+        if fresh:
+            move_to_huge_pages(optimizer)
+        for segment in optimizer.segments:
+            segment.tensor.grad = None
+
+    def publish(self, unit: Unit) -> None:
+        """Brings ``unit``'s updated masters into its shard; local."""
+        unit.publish()
+
+    def new_state(self, segment: OwnedSegment, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros for the state ``name`` of a segment, of its shape, where such states rest."""
+        return torch.zeros_like(segment.tensor, dtype=dtype)
+
+    def adopt_states(self, optimizer: ShardedOptimizer) -> None:
+        """Takes in states that somebody else has put into the inner optimizer (``load_state_dict``)."""
+
+    def tiers(self, optimizer: ShardedOptimizer) -> Mapping[str, int]:
+        """Bytes of this rank's offloaded state by the tier it rests on: ``host``, ``nvme``."""
+        return {}
+
+    def close(self) -> None:
+        """Lets go of files and buffers."""
+
+
+def move_to_huge_pages(optimizer: ShardedOptimizer) -> None:
+    """Moments, which the inner optimizer made in its first step, go to huge pages."""
+    for state in optimizer.inner.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[name] = host_memory.moved(value)
+
+
+def scale_(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies in place; a factor of 1 that can be read for nothing costs nothing."""
+    # On a CPU reading the factor is free and most steps need none; on a device it would stall, so multiply always.
+    if factor.device.type == "cpu":
+        value = float(factor)
+        if value != 1.0:
+            torch._foreach_mul_(list(grads), value)
+    else:
+        torch._foreach_mul_(list(grads), factor)
+
+
+def as_gradient(shard: torch.Tensor, segment: OwnedSegment) -> torch.Tensor:
+    """A segment's part of its unit's gradient, in the segment's type."""
+    grad = shard[segment.range.start : segment.range.stop]
+    return grad if grad.dtype == segment.tensor.dtype else grad.to(segment.tensor.dtype)
