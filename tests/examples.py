@@ -22,7 +22,20 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 EXAMPLES = REPOSITORY / "examples"
 RUN_SECONDS = 240
 # What the folders of the examples call their own; forgotten after use, since the next folder has modules of the same names.
-LOCAL_NAMES = ("arguments", "bleu", "chat", "data", "demo", "f1_accuracy", "model", "run_mlm_no_trainer", "run_sft", "sft_data", "task")
+LOCAL_NAMES = (
+    "arguments",
+    "bleu",
+    "chat",
+    "compare_sft",
+    "data",
+    "demo",
+    "f1_accuracy",
+    "model",
+    "run_mlm_no_trainer",
+    "run_sft",
+    "sft_data",
+    "task",
+)
 
 
 @contextmanager
@@ -46,23 +59,24 @@ def modules(folder: str, *names: str) -> Iterator[SimpleNamespace]:
         sys.modules.update(hidden)
 
 
-def run(command: Sequence[str], *, cache: Path, on_cpu: bool = False) -> str:
+def run(command: Sequence[str], *, cache: Path, on_cpu: bool = False, seconds: float = RUN_SECONDS) -> str:
     """Run a command in the root of the repository, as two ranks of this machine's CPU would be started.
 
     Args:
         command: Words after the interpreter.
         cache: Folder for what `datasets` caches.
+        seconds: Time limit.
         on_cpu: Tell Accelerate to leave GPUs alone, which DDP needs; with a DeepSpeed configuration it would switch ZeRO off.
 
     Returns:
-        What it printed. Fails with all of it when the run fails or lasts longer than ``RUN_SECONDS``.
+        What it printed. Fails with all of it when the run fails or lasts too long.
     """
     changes = {"NETRC": os.devnull, "HF_ZERO": "1", "HF_DATASETS_CACHE": str(cache), "HF_MODULES_CACHE": str(cache / "modules")}
     if on_cpu:
         changes["ACCELERATE_USE_CPU"] = "true"
     environment = {name: value for name, value in processes.environment(changes).items() if not name.startswith("WANDB_")}
     words = [sys.executable, *command]
-    done = subprocess.run(words, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS)
+    done = subprocess.run(words, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     return done.stdout
 

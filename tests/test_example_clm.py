@@ -326,6 +326,18 @@ def test_trainer_twin_trains_and_resumes_under_zero3(text_file: Path, tmp_path: 
     assert (tmp_path / "model.safetensors").read_bytes() == whole
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_SECONDS)
+def test_command_of_the_experiment_runs_offline_at_toy_size(tmp_path: Path, example: SimpleNamespace) -> None:
+    shrink = shlex.split("--offline --n_layer 2 --n_embd 32 --n_head 2 --vocab_size 512 --block_size 32 --per_device_train_batch_size 4")
+    shrink += ["--max_train_samples", "40", "--max_eval_samples", "4", "--output_dir", str(tmp_path)]
+    config = EXAMPLE / "accelerate_zero3_offload.yaml"
+    printed = launch_script(config, EXAMPLE / "run_clm_no_trainer.py", *GPT2_XL_FLAGS, *shrink, cache=tmp_path / "cache")
+    assert "--offline: in place of --tokenizer_name gpt2-xl, --dataset_name wikitext" in printed
+    facts, results = example.common_results.read_results(tmp_path / "results.json")
+    assert (facts.method, facts.precision, results.steps) == ("ZeRO stage 3", "fp16", 5)
+
+
 # BERT
 
 
@@ -371,10 +383,10 @@ def test_json_of_a_deepspeed_script_is_completed_for_accelerate(
     config = read(args, ranks=8)
     assert (config["gradient_accumulation_steps"], args.per_device_train_batch_size) == (4096 // (16 * 8), 16)
     assert (config["zero_optimization"], config["optimizer"]["params"]["freeze_step"]) == ({"stage": 0}, 7)
-    with pytest.raises(SystemExit, match="train_batch_size 4096 is no multiple of 16 samples per rank x 3 ranks"):
+    with pytest.raises(ValueError, match="train_batch_size 4096 is no multiple of 16 per rank x 3 ranks"):
         read(args, ranks=3)
     args.deepspeed_config = str(tmp_path / "none.json")
-    with pytest.raises(SystemExit, match=r"none\.json"):
+    with pytest.raises(ValueError, match=r"none\.json"):
         read(args, ranks=2)
 
 

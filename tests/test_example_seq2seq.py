@@ -200,3 +200,16 @@ def test_trainer_twin_trains_and_generates(example: SimpleNamespace, samples: li
     assert (facts.ranks, results.steps) == (2, 16)
     assert set(results.metrics) == {"bleu", "eval_loss"}
     assert json.loads((tmp_path / "chat.json").read_text())["source_prefix"] == "chatbot: "
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_SECONDS)
+def test_command_of_the_experiment_runs_offline_at_toy_size(example: SimpleNamespace, tmp_path: Path) -> None:
+    shrink = ["--offline", *MODEL_FLAGS, "--n_train", "24", "--n_val", "8", "--per_device_train_batch_size", "4"]
+    shrink += ["--per_device_eval_batch_size", "4", "--logging_steps", "1", "--output_dir", str(tmp_path)]
+    config = EXAMPLE / "accelerate_zero2_fp16.yaml"
+    printed = launch(config, EXAMPLE / "run_seq2seq_no_trainer.py", *MUDOCONV_FLAGS, *shrink, cache=tmp_path / "cache")
+    assert "--offline: in place of --model_name_or_path facebook/blenderbot-400M-distill, --dataset_name smangrul/MuDoConv" in printed
+    facts, _ = example.common_results.read_results(tmp_path / "results.json")
+    assert (facts.method, facts.precision) == ("ZeRO stage 2", "fp16")
+    assert list(tmp_path.rglob("offline-run-*/*.wandb"))

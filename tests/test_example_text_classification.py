@@ -189,3 +189,15 @@ def test_trainer_twin_trains_under_zero3(example: SimpleNamespace, pairs: list[s
     assert (facts.method, facts.ranks, results.steps) == ("ZeRO stage 3", 2, 8)
     assert 0 <= results.metrics["accuracy"] <= 1
     assert (tmp_path / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_SECONDS)
+def test_command_of_the_experiment_runs_offline_at_toy_size(example: SimpleNamespace, tmp_path: Path) -> None:
+    shrink = shlex.split("--offline --num_hidden_layers 1 --hidden_size 32 --num_attention_heads 2 --vocab_size 600 --max_train_steps 2")
+    shrink += ["--per_device_train_batch_size", "4", "--max_eval_samples", "8", "--output_dir", str(tmp_path)]
+    config = EXAMPLE / "accelerate_zero2_plugin_fp16.yaml"
+    printed = launch(config, EXAMPLE / "run_cls_no_trainer.py", *MRPC_FLAGS, *shrink, cache=tmp_path / "cache")
+    assert "--offline: in place of --model_name_or_path microsoft/deberta-v2-xlarge-mnli, --task_name mrpc" in printed
+    facts, _ = example.common_results.read_results(tmp_path / "results.json")
+    assert (facts.method, facts.precision) == ("ZeRO stage 2", "fp16")

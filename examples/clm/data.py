@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from common.arguments import FlagError
 from common.docstrings import split_items, standard_library_text
 from common.raw_data import first_samples, from_columns, load_files, load_hub_dataset
 from common.tokenizer import END_OF_TEXT
@@ -61,7 +62,7 @@ def make_blocks(raw: DatasetDict, tokenizer: PreTrainedTokenizerBase, args: argp
         Training and validation sequences with columns ``input_ids``, ``attention_mask``, ``labels``.
 
     Raises:
-        ValueError: A split holds less text than one block.
+        FlagError: A split holds less text than one block.
     """
     columns = raw["train"].column_names
     text_column = "text" if "text" in columns else columns[0]
@@ -75,7 +76,7 @@ def make_blocks(raw: DatasetDict, tokenizer: PreTrainedTokenizerBase, args: argp
     splits = []
     for split, limit in (("train", args.max_train_samples), ("validation", args.max_eval_samples)):
         if len(grouped[split]) == 0:
-            raise ValueError(
+            raise FlagError(
                 f"The {split} text is shorter than one block of {args.block_size} tokens: lower --block_size or give more text."
             )
         splits.append(first_samples(grouped[split], limit))

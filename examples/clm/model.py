@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from common.arguments import FlagError
 from common.hub import named_config
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+SMALL_TYPES = ("bert", "gpt2", "llama")  # of which a small model is made where none is named
 SMALL_SHAPE: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4}
 # What the size flags are called in configurations; GPT-2 answers to both names.
 SIZE_FLAGS = {"n_layer": "num_hidden_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads", "vocab_size": "vocab_size"}
@@ -25,7 +27,7 @@ def build_config(args: argparse.Namespace) -> tuple[PretrainedConfig | None, str
     name = args.config_name or args.model_name_or_path
     if name:
         return named_config(name, args.trust_remote_code)
-    if args.model_type not in ("gpt2", "bert"):
+    if args.model_type not in SMALL_TYPES:
         return CONFIG_MAPPING[args.model_type](), ""
     return None, ""
 
@@ -42,7 +44,7 @@ def finish_config(config: PretrainedConfig | None, tokenizer: PreTrainedTokenize
         The configuration to build the model from.
 
     Raises:
-        ValueError: A block is longer than the model has positions.
+        FlagError: A block is longer than the model has positions.
     """
     if config is None:
         config = CONFIG_MAPPING[args.model_type](**SMALL_SHAPE, max_position_embeddings=args.block_size, vocab_size=len(tokenizer))
@@ -50,13 +52,13 @@ def finish_config(config: PretrainedConfig | None, tokenizer: PreTrainedTokenize
         value = getattr(args, flag)
         if value is not None:
             setattr(config, name, value)
+    if args.n_head is not None and getattr(config, "num_key_value_heads", None) is not None:
+        config.num_key_value_heads = args.n_head
     if hasattr(config, "intermediate_size") and (args.n_embd is not None or not (args.config_name or args.model_name_or_path)):
         config.intermediate_size = 4 * config.hidden_size
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and args.block_size > positions:
-        raise ValueError(
-            f"--block_size {args.block_size}: the model has {positions} positions. Give a block of at most {positions} tokens."
-        )
+        raise FlagError(f"--block_size {args.block_size}: the model has {positions} positions. Give a block of at most {positions} tokens.")
     if not args.model_name_or_path:
         config.vocab_size = max(config.vocab_size, len(tokenizer))
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id

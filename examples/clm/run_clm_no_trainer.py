@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, whi
 import torch
 from accelerate import Accelerator
 from arguments import parse_arguments
+from common.arguments import told_once
 from common.compare import compare
 from common.hub import check_offline, push_folder
 from common.results import to_perplexity
@@ -81,6 +82,7 @@ def reload_and_generate(run: Run, tokenizer: PreTrainedTokenizerBase, engine_los
     print("    " + " ".join(line.split()))
 
 
+@told_once
 def main() -> None:
     """Run the program."""
     args = parse_arguments()

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, whi
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
 from arguments import parse_mlm_arguments
+from common.arguments import FlagError, told_once
 from common.compare import compare
 from common.hub import check_offline, push_folder
 from common.results import to_perplexity
@@ -42,20 +43,20 @@ def read_deepspeed_config(args: argparse.Namespace, ranks: int) -> dict[str, Any
         ranks: Data-parallel ranks.
 
     Raises:
-        SystemExit: The file cannot be read, or its batch sizes do not fit the number of ranks. Printed once.
+        FlagError: The file cannot be read, or its batch sizes do not fit the number of ranks.
     """
     path = args.deepspeed_config
     try:
         config: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
-        _stop(f"--deepspeed_config {path}: {error}")
+        raise FlagError(f"--deepspeed_config {path}: {error}") from error
     micro = config.get("train_micro_batch_size_per_gpu", "auto")
     if isinstance(micro, int):
         args.per_device_train_batch_size = micro
     micro, total = args.per_device_train_batch_size, config.get("train_batch_size", "auto")
     if isinstance(total, int) and not isinstance(config.get("gradient_accumulation_steps"), int):
         if total % (micro * ranks):
-            _stop(f"--deepspeed_config {path}: train_batch_size {total} is no multiple of {micro} samples per rank x {ranks} ranks.")
+            raise FlagError(f"--deepspeed_config {path}: train_batch_size {total} is no multiple of {micro} per rank x {ranks} ranks.")
         config["gradient_accumulation_steps"] = total // (micro * ranks)
     config.setdefault("gradient_accumulation_steps", args.gradient_accumulation_steps)
     config.setdefault("zero_optimization", {"stage": 0})
@@ -68,10 +69,6 @@ def launched_ranks() -> int:
     """Processes that torchrun, Open MPI, MPICH or Slurm started."""
     names = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
     return int(next((os.environ[name] for name in names if os.environ.get(name)), "1"))
-
-
-def _stop(message: str) -> None:
-    sys.exit(message if os.environ.get("RANK", "0") == "0" else 1)
 
 
 def evaluate(run: Run) -> dict[str, float]:
@@ -116,6 +113,7 @@ def fill_in(folder: str) -> None:
     print(f"\nThe model lies in {folder}. Reloaded with from_pretrained it fills {text!r} with {found}.")
 
 
+@told_once
 def main() -> None:
     """Run the program."""
     args = parse_mlm_arguments()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from transformers import SchedulerType
@@ -12,12 +14,35 @@ from transformers import SchedulerType
 REPORTERS = ("all", "csv", "tensorboard", "wandb", "comet_ml", "clearml", "mlflow", "trackio")
 
 
+class FlagError(ValueError):
+    """Flags, or the files they name, ask for something that cannot be done; the message says what and what to do instead."""
+
+
+def told_once(main: Callable[[], None]) -> Callable[[], None]:
+    """Decorator of a script's ``main``: a `FlagError` ends every rank, and the first one prints its message without a traceback."""
+
+    @functools.wraps(main)
+    def run() -> None:
+        try:
+            main()
+        except FlagError as error:
+            sys.exit(str(error) if is_first_rank() else 1)
+
+    return run
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for the run, as far as the launcher's environment tells."""
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "0") == "0"
+
+
 class Parser(argparse.ArgumentParser):
     """Parser whose complaints are printed by one rank only."""
 
     def error(self, message: str) -> NoReturn:
         """Print usage and message on the first rank; end the process with code 2 on every one."""
-        if os.environ.get("RANK", "0") != "0":
+        if not is_first_rank():
             self.exit(2)
         super().error(message)
 

@@ -41,8 +41,13 @@ def draw_bars(path: Path, title: str, panels: Sequence[Panel]) -> None:
         title: Line above all panels.
         panels: All with the same methods.
     """
-    figure = _figure(3.1 * len(panels), 3.6)
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    columns = min(len(panels), 3)
+    rows = -(-len(panels) // columns)
+    figure = _figure(3.4 * columns, 2.9 * rows + 0.4)
+    all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes in all_axes[len(panels) :]:
+        axes.set_visible(False)
+    for axes, panel in zip(all_axes, panels, strict=False):
         names = list(panel.values)
         heights = [panel.values[name] or 0.0 for name in names]
         bars = axes.bar(range(len(names)), heights, color=[COLORS[index % len(COLORS)] for index in range(len(names))], width=0.7)

@@ -89,7 +89,7 @@ def write_launcher_files(folder: Path, stage: int | None, ranks: int, args: argp
     (folder / RESULTS_FILE).unlink(missing_ok=True)
     launcher: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "MULTI_GPU" if stage is None else "DEEPSPEED",
+        "distributed_type": "DEEPSPEED" if stage is not None else "MULTI_GPU" if ranks > 1 else "NO",
         "machine_rank": 0,
         "main_training_function": "main",
         "num_machines": 1,
@@ -213,7 +213,7 @@ def comparison_panels(rows: Sequence[Comparison]) -> list[Panel]:
     ]
     for name in metric_names(rows):
         largest = max(row.run[1].metrics[name] for row in rows if row.run is not None)
-        panels.append(panel(name, lambda results, name=name: results.metrics[name], digits=1 if largest >= 10 else 3))
+        panels.append(panel(metric_heading(name), lambda results, name=name: results.metrics[name], digits=1 if largest >= 10 else 3))
     return panels
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from common.arguments import FlagError
+
 # Third-party code is not part of Python, and tests and demos are hardly prose: what is left is the same on every machine with this Python.
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"})
 SENTENCE_END = re.compile(r"(?<=[.!?])\s")
@@ -88,7 +90,7 @@ def standard_library(root: Path) -> Documentation:
     """All docstrings of the library under ``root``; parsed once per process.
 
     Raises:
-        FileNotFoundError: The interpreter comes without the sources of its library.
+        FlagError: The interpreter comes without the sources of its library.
     """
     found = Documentation()
     for path in standard_library_files(root):
@@ -97,7 +99,7 @@ def standard_library(root: Path) -> Documentation:
         found.functions.extend(part.functions)
         found.descriptions.extend(part.descriptions)
     if not found.functions:
-        raise FileNotFoundError(
+        raise FlagError(
             f"No docstrings found under {root}: this Python has no library sources. Give --train_file, or the name of a dataset on the hub."
         )
     return found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
+
+from common.arguments import FlagError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -126,7 +126,7 @@ def check_offline(args: Any, *names: str) -> str:
         One line for the user about what was replaced; empty when nothing was.
 
     Raises:
-        SystemExit: Something named is neither here nor in the cache, the hub does not answer, and there is no ``--offline``. Printed once.
+        FlagError: Something named is neither here nor in the cache, the hub does not answer, and there is no ``--offline``.
     """
     wanted = {name: getattr(args, name) for name in ("model_name_or_path", *names)}
     remote = {name: value for name, value in wanted.items() if value and not Path(value).exists()}
@@ -136,11 +136,10 @@ def check_offline(args: Any, *names: str) -> str:
     if not args.offline:
         if is_reachable() or all(_is_cached(name, value) for name, value in remote.items()):
             return ""
-        message = (
+        raise FlagError(
             f"The hub is out of reach, and {listed} can be had nowhere else. Give local folders and files instead, or add --offline: "
             "random weights of the model's published shape and a task made from Python's own docstrings then stand in for them."
         )
-        sys.exit(message if os.environ.get("RANK", "0") == "0" else 1)
     model = remote.get("model_name_or_path")
     if model in KNOWN_SHAPES:
         args.config_name = args.config_name or model

@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from common.arguments import FlagError
+
 PROGRESS_FILE = "progress.json"
 
 
@@ -64,11 +66,11 @@ class Progress:
         """Read the position from ``folder``.
 
         Raises:
-            FileNotFoundError: ``folder`` is no checkpoint of these examples.
+            FlagError: ``folder`` is no checkpoint of these examples.
         """
         path = folder / PROGRESS_FILE
         if not path.is_file():
-            raise FileNotFoundError(
+            raise FlagError(
                 f"--resume_from_checkpoint {folder}: no {PROGRESS_FILE} in it. "
                 "Give a step_N or epoch_N folder of an earlier run, or 'latest'."
             )

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.arguments import FlagError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -30,7 +32,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Mappi
             with ``bos_token`` and another ``eos_token`` it ends with the latter; otherwise nothing is added.
 
     Raises:
-        ValueError: ``vocab_size`` leaves no room for the 256 bytes and the special tokens.
+        FlagError: ``vocab_size`` leaves no room for the 256 bytes and the special tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -38,7 +40,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Mappi
     specials = list(dict.fromkeys(special_tokens.values()))
     needed = 256 + len(specials)
     if vocab_size < needed:
-        raise ValueError(
+        raise FlagError(
             f"--vocab_size {vocab_size}: a byte-level tokenizer needs at least {needed} entries (256 bytes and {', '.join(specials)})."
         )
     tokenizer = Tokenizer(models.BPE())
@@ -99,7 +101,7 @@ def named_tokenizer(args: argparse.Namespace) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer that the flags name, or return None when one has to be trained.
 
     Raises:
-        OSError: The named tokenizer cannot be loaded; without a name the example trains one itself.
+        FlagError: The named tokenizer cannot be loaded; without a name the example trains one itself.
     """
     from transformers import AutoTokenizer
 
@@ -111,4 +113,4 @@ def named_tokenizer(args: argparse.Namespace) -> PreTrainedTokenizerBase | None:
     except OSError as error:
         flag = "--tokenizer_name" if args.tokenizer_name else "--model_name_or_path"
         advice = "Give a local folder with a tokenizer, or leave the flag out: a tokenizer is then trained on the text."
-        raise OSError(f"{flag} {name}: {error}\n{advice}") from error
+        raise FlagError(f"{flag} {name}: {error}\n{advice}") from error

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from common.arguments import FlagError
 from common.docstrings import Function, split_items, standard_library_functions
 from common.raw_data import first_samples, from_columns, load_files, load_hub_dataset
 
@@ -45,15 +46,15 @@ def text_columns(raw: DatasetDict, args: argparse.Namespace) -> tuple[str, str]:
     """Columns of sources and targets.
 
     Raises:
-        ValueError: A named column is not there, or there are fewer than two.
+        FlagError: A named column is not there, or there are fewer than two.
     """
     found = raw["train"].column_names
     for flag in ("text_column", "summary_column"):
         name = getattr(args, flag)
         if name and name not in found:
-            raise ValueError(f"--{flag} {name}: the data has the columns {', '.join(found)}.")
+            raise FlagError(f"--{flag} {name}: the data has the columns {', '.join(found)}.")
     if len(found) < 2:
-        raise ValueError(f"The data has the columns {', '.join(found)}: needed are one with sources and one with targets.")
+        raise FlagError(f"The data has the columns {', '.join(found)}: needed are one with sources and one with targets.")
     return args.text_column or found[0], args.summary_column or found[1]
 
 

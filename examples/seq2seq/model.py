@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from common.arguments import FlagError
 from common.hub import known_config, named_config
 from transformers import AutoModelForSeq2SeqLM
 
@@ -28,7 +29,7 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -
         The configuration, and one line for the user (see `common.hub.named_config`).
 
     Raises:
-        ValueError: A source or target is longer than the model has positions.
+        FlagError: A source or target is longer than the model has positions.
     """
     name, note = args.config_name or args.model_name_or_path, ""
     longest = max(args.max_source_length, args.max_target_length, args.val_max_target_length)
@@ -42,7 +43,7 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -
         config.encoder_ffn_dim = config.decoder_ffn_dim = 4 * config.d_model
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and longest > positions:
-        raise ValueError(f"--max_source_length, --max_target_length, --val_max_target_length: at most {positions}, the model's positions.")
+        raise FlagError(f"--max_source_length, --max_target_length, --val_max_target_length: at most {positions}, the model's positions.")
     if not args.model_name_or_path:
         config.vocab_size = max(config.vocab_size, len(tokenizer))
         config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, whi
 
 import numpy as np
 from arguments import add_data_flags, add_generation_flags, add_model_flags, check_data
+from common.arguments import told_once
 from common.hub import check_offline
 from common.trainer import parse_arguments, quiet, ranks_of, report, train
 from model import build_model
@@ -23,6 +24,7 @@ from transformers import EvalPrediction, Seq2SeqTrainer, Seq2SeqTrainingArgument
 DESCRIPTION = "Train a chatbot with transformers' Seq2SeqTrainer: the flags of run_seq2seq_no_trainer.py for data, model and generation."
 
 
+@told_once
 def main() -> None:
     """Run the program."""
     flags = (add_data_flags, add_generation_flags, add_model_flags)

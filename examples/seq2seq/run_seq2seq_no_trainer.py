@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, whi
 import torch
 from accelerate import Accelerator
 from arguments import parse_arguments
+from common.arguments import told_once
 from common.compare import compare
 from common.hub import check_offline, push_folder
 from common.optimizer import deepspeed_section
@@ -119,6 +120,7 @@ def answer_from_folder(run: Run) -> None:
     print(f"Talk with it: python examples/seq2seq/chat.py {folder}")
 
 
+@told_once
 def main() -> None:
     """Run the program."""
     args = parse_arguments()

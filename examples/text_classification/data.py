@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from common.arguments import FlagError
 from common.docstrings import Function, split_items, standard_library_descriptions, standard_library_functions
 from common.hub import GLUE
 from common.raw_data import first_samples, from_columns, load_files, load_hub_dataset
@@ -79,14 +80,14 @@ def text_columns(raw: DatasetDict, args: argparse.Namespace) -> tuple[str, ...]:
     """Columns that hold the sentences.
 
     Raises:
-        ValueError: A file has no column for them, or none for the label.
+        FlagError: A file has no column for them, or none for the label.
     """
     if args.task_name:
         return GLUE_COLUMNS[args.task_name]
     found = raw["train"].column_names
     columns = tuple(name for name in ("sentence1", "sentence2", "sentence", "text") if name in found)[:2]
     if not columns or "label" not in found:
-        raise ValueError(
+        raise FlagError(
             f"--train_file {args.train_file}: has the columns {', '.join(found)}; needed are sentence1 (and sentence2 for pairs) and label."
         )
     return columns
@@ -100,7 +101,7 @@ def label_names(raw: DatasetDict) -> list[str]:
     found = set(raw["train"].unique("label")) | set(raw["validation"].unique("label"))
     if found <= {0, 1}:
         return list(LABELS)
-    raise ValueError(f"The column label holds {sorted(found, key=str)[:5]}: this example learns two classes, given as 0 and 1.")
+    raise FlagError(f"The column label holds {sorted(found, key=str)[:5]}: this example learns two classes, given as 0 and 1.")
 
 
 def tokenize_pairs(raw: DatasetDict, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> tuple[Dataset, Dataset]:

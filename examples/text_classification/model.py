@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from common.arguments import FlagError
 from common.hub import known_config, named_config
 from transformers import AutoModelForSequenceClassification
 
@@ -28,7 +29,7 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, l
         The configuration, and one line for the user (see `common.hub.named_config`).
 
     Raises:
-        ValueError: The heads do not divide the width.
+        FlagError: The heads do not divide the width.
     """
     name, note = args.config_name or args.model_name_or_path, ""
     if name:
@@ -42,7 +43,7 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, l
         if getattr(args, flag) is not None:
             setattr(config, flag, getattr(args, flag))
     if config.hidden_size % config.num_attention_heads:
-        raise ValueError(f"--num_attention_heads {config.num_attention_heads} does not divide the width {config.hidden_size}.")
+        raise FlagError(f"--num_attention_heads {config.num_attention_heads} does not divide the width {config.hidden_size}.")
     if args.hidden_size or not name:
         config.intermediate_size = 4 * config.hidden_size
         config.pooler_hidden_size = config.hidden_size

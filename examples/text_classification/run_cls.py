@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, which the examples share
 
 from arguments import add_data_flags, add_model_flags, check_data
+from common.arguments import told_once
 from common.hub import check_offline
 from common.trainer import parse_arguments, quiet, ranks_of, report, train
 from model import build_model
@@ -23,6 +24,7 @@ DESCRIPTION = (
 )
 
 
+@told_once
 def main() -> None:
     """Run the program."""
     training, args = parse_arguments(TrainingArguments, DESCRIPTION, (add_data_flags, add_model_flags), check_data)

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, whi
 import torch
 from accelerate import Accelerator
 from arguments import parse_arguments
+from common.arguments import told_once
 from common.compare import compare
 from common.hub import check_offline, push_folder
 from common.run import (
@@ -90,6 +91,7 @@ def show_predictions(run: Run, material: Material) -> None:
         )
 
 
+@told_once
 def main() -> None:
     """Run the program."""
     args = parse_arguments()
