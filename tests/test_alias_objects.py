@@ -12,7 +12,6 @@ import torch
 
 from hf_zero.compat import comm, groups
 from hf_zero.compat.accelerator import get_accelerator
-from hf_zero.compat.checkpointing import checkpoint, configure, is_configured
 from hf_zero.compat.command_line import add_config_arguments
 from hf_zero.compat.constructors import zero_wrapper_for_fp_tensor_constructor
 from hf_zero.compat.ops import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLion
@@ -212,19 +211,3 @@ def test_script_arguments_are_those_of_deepspeed() -> None:
     assert add_config_arguments(parser) is parser
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", "x.json"])
     assert (args.deepspeed, args.deepspeed_config) == (True, "x.json")
-
-
-def test_activation_checkpointing_recomputes_and_refuses_the_host() -> None:
-    calls = []
-
-    def block(x: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        return (x * x).sum()
-
-    configure(mpu_=None, partition_activations=False)
-    assert is_configured()
-    x = torch.tensor([2.0, 3.0], requires_grad=True)
-    checkpoint(block, x).backward()
-    assert len(calls) == 2 and torch.equal(x.grad, torch.tensor([4.0, 6.0]))
-    with pytest.raises(UnsupportedError, match="save_on_cpu"):
-        configure(mpu_=None, checkpoint_in_cpu=True)

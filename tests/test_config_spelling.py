@@ -290,7 +290,6 @@ def test_values_that_do_not_fit(config: dict[str, Any], key: str, allowed: str) 
         ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel.autotp_size"),
         ({"inference": {"tensor_parallel": {"tp_size": 2}}}, "inference.tensor_parallel.tp_size"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
-        ({"activation_checkpointing": {"partition_activations": True}}, "activation_checkpointing.partition_activations"),
         ({"checkpoint": {"writer": {"type": "FAST"}}}, "checkpoint.writer"),
         ({"checkpoint": {"use_node_local_storage": True}}, "checkpoint.use_node_local_storage"),
         ({"datastates_ckpt": True}, "datastates_ckpt"),

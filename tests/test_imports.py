@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hf_zero", "hf_zero.errors", "hf_zero.host_memory", "hf_zero.launch", "hf_zero.observe", "hf_zero.native"),
     (
         "hf_zero.metrics",
+        "hf_zero.activation_checkpointing",
         "hf_zero.config",
         "hf_zero.comm",
         "hf_zero.sharding",

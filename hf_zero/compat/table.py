@@ -77,7 +77,19 @@ _GROUPS = (
     "get_data_parallel_world_size",
 )
 _SCHEDULES = ("VALID_LR_SCHEDULES", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
-_CHECKPOINTING = ("configure", "is_configured", "reset", "checkpoint")
+_CHECKPOINTING = (
+    "CudaRNGStatesTracker",
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
+    "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
+    "reset",
+    "set_num_layers",
+)
 
 PROVIDED: Final[dict[str, str]] = {
     # The calls every script makes.

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from hf_zero.activation_checkpointing import configure
 from hf_zero.comm.collectives import Collectives, build_collectives
 from hf_zero.comm.topology import Topology, build_topology, init_distributed, join_topologies, twin_topology
 from hf_zero.config.resolve import ResolvedConfig, resolve
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.config.sources import hidden_size_of
+from hf_zero.engine.activations import checkpoint_settings
 from hf_zero.engine.engine import Engine, EngineParts
 from hf_zero.engine.full_values import Training, register_training
 from hf_zero.engine.generation import Generation
@@ -190,12 +192,14 @@ class EngineBuilder:
             clipping = max_norm_of(inner, self.config.gradient_clipping)
             settings = StepSettings(clipping, self.policy.shards_optimizer, self.precision.skips_overflow)
             optimizer.scaler = scaler
-            model = build_collectives(self.topology.model) if self.topology.model is not None else None
+            model = self._model_axis()
             kind = OneBitStepper if isinstance(inner, OneBitAdam) else Stepper
             stepper = kind(runtime, reducer, optimizer, scaler, self.collectives, settings, model)
             stepper.training = [Training(gradients, optimizer, scaler) for gradients in reducer.gradients]
             for training in stepper.training:
                 register_training(training.gradients.unit, training)
+        if self.config.activation_checkpointing is not None:
+            configure(checkpoint_settings(self.config.activation_checkpointing), self._model_axis(), by_script=False)
         scheduler = self._scheduler(lr_scheduler, optimizer)
         sinks = build_sinks(self.config) if self.collectives.rank == 0 and optimizer is not None else []
         lone = lone_modules(self.module)
@@ -217,6 +221,9 @@ class EngineBuilder:
         if self.offloading.residence is not None:
             raise UnsupportedError("OneBitAdam with offload_optimizer is not provided: set its device to none, or use Adam")
         return OneBitSharded(inner, units, self.collectives)
+
+    def _model_axis(self) -> Collectives | None:
+        return build_collectives(self.topology.model) if self.topology.model is not None else None
 
     # -- units --------------------------------------------------------------------------------------------------------
 

@@ -10,16 +10,26 @@ from hf_zero.config.schema.fields import Bool, Float, Int, Section, accepted, la
 
 
 class ActivationCheckpointing(Section):
-    """`activation_checkpointing`. Settings of deepspeed.checkpointing."""
+    """`activation_checkpointing`. Settings of deepspeed.checkpointing.
 
-    partition_activations: Bool = later(False, "Split saved activations over model-parallel ranks", "activation_checkpointing")
-    cpu_checkpointing: Bool = later(False, "Move saved activations to the host", "activation_checkpointing")
-    contiguous_memory_optimization: Bool = later(False, "Copy saved activations to one buffer", "activation_checkpointing")
+    They hold for functions run through `deepspeed.checkpointing.checkpoint`. A transformers model uses it after
+    `model._set_gradient_checkpointing(True, deepspeed.checkpointing.checkpoint)`; its own `gradient_checkpointing_enable()` does not.
+    """
+
+    partition_activations: Bool = used(
+        False, "Each rank of the model-parallel axis keeps its part of saved inputs, gathered in backward; no effect without such an axis"
+    )
+    cpu_checkpointing: Bool = used(False, "Saved inputs wait in pinned host memory; backward fetches them one function ahead")
+    contiguous_memory_optimization: Bool = accepted(
+        False,
+        "Copy saved activations to one buffer",
+        "PyTorch's allocator reuses blocks of one size, and expandable segments do not fragment",
+    )
     number_checkpoints: Int | None = accepted(
         None, "Checkpoint count for that buffer", "only read together with contiguous_memory_optimization"
     )
-    synchronize_checkpoint_boundary: Bool = later(False, "Synchronise the device at boundaries", "activation_checkpointing")
-    profile: Bool = later(False, "Time each checkpointed function", "activation_checkpointing")
+    synchronize_checkpoint_boundary: Bool = used(False, "Synchronise the device before and after each checkpointed function")
+    profile: Bool = used(False, "Log the time of each checkpointed function, forward and recomputation")
 
 
 class ParallelWrite(Section):

@@ -1,0 +1,157 @@
+"""``checkpoint(function, *args)``: recompute in backward instead of keeping activations.
+
+``torch.utils.checkpoint`` (not reentrant) recomputes. It saves the inputs through torch's saved-tensor hooks, which is where they
+are moved to the host or divided; and it takes a context for forward and one for recomputation, which is where the named
+random states, synchronisation and timing come in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from hf_zero.activation_checkpointing.random_states import random_states
+from hf_zero.activation_checkpointing.saved_inputs import DividedInputs, HostInputs, SavedPart
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.topology import default_device
+from hf_zero.observe import log_rank0, span
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """What happens around checkpointed functions.
+
+    Attributes:
+        to_host: Inputs wait on the host.
+        divided: Inputs are divided over the ranks of the model axis.
+        synchronize: The device is synchronised before and after each function.
+        profile: The time of each function is logged, forward and recomputation.
+    """
+
+    to_host: bool = False
+    divided: bool = False
+    synchronize: bool = False
+    profile: bool = False
+
+
+class _Checkpointing:
+    """The settings of this process, and where inputs rest."""
+
+    def __init__(self, settings: CheckpointSettings, collectives: Collectives | None) -> None:
+        self.settings = settings
+        self.host = HostInputs() if settings.to_host else None
+        axis = collectives if settings.divided and collectives is not None and collectives.world > 1 else None
+        self.divided = DividedInputs(axis) if axis is not None else None
+
+    @property
+    def moves_inputs(self) -> bool:
+        return self.host is not None or self.divided is not None
+
+    def save(self, tensor: torch.Tensor) -> Any:
+        saved: Any = self.divided.save(tensor) if self.divided is not None else tensor
+        if self.host is None:
+            return saved
+        if isinstance(saved, SavedPart):
+            saved.part = self.host.save(saved.part)
+            return saved
+        return self.host.save(saved)
+
+    def load(self, saved: Any) -> torch.Tensor:
+        if isinstance(saved, SavedPart) and self.divided is not None:
+            if self.host is not None:
+                saved = SavedPart(saved.shape, saved.numel, self.host.load(saved.part))
+            return self.divided.load(saved)
+        tensor: torch.Tensor = self.host.load(saved) if self.host is not None else saved
+        return tensor
+
+
+_present = _Checkpointing(CheckpointSettings(), None)
+_configured = False
+_by_script = False
+
+
+def configure(settings: CheckpointSettings, collectives: Collectives | None = None, *, by_script: bool = True) -> None:
+    """Sets what ``checkpoint`` does from here on; functions that are already checkpointed keep what they were saved with.
+
+    Args:
+        settings: What to do.
+        collectives: The model axis that ``divided`` means; without one, or with one rank, inputs stay whole.
+        by_script: An engine, which reads a configuration, says False: then settings that a script made stay.
+    """
+    global _present, _configured, _by_script
+    if by_script or not _by_script:
+        _present, _configured, _by_script = _Checkpointing(settings, collectives), True, by_script
+
+
+def is_configured() -> bool:
+    """Whether ``configure`` was called, by a script or by an engine with an ``activation_checkpointing`` section."""
+    return _configured
+
+
+def reset() -> None:
+    """Drops saved inputs that no backward has asked for; call it between iterations that do not run backward."""
+    if _present.host is not None:
+        _present.host.forget()
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs ``function(*args, **kwargs)`` and recomputes it in backward; the result is the same to the bit.
+
+    Random numbers repeat in recomputation: the default generators' and the named states' (``random_states``).
+    """
+    here = _present
+    contexts = _Contexts(here.settings, getattr(function, "__qualname__", type(function).__name__))
+    with ExitStack() as stack:
+        if here.moves_inputs:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(here.save, here.load))
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+class _Contexts:
+    """Makes the contexts of one checkpointed call."""
+
+    def __init__(self, settings: CheckpointSettings, name: str) -> None:
+        self.settings = settings
+        self.name = name
+        self.states = random_states().get_states()
+
+    def __call__(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return self._observed("forward"), self._recomputation()
+
+    @contextmanager
+    def _recomputation(self) -> Iterator[None]:
+        states = random_states()
+        now = states.get_states()
+        states.set_states(self.states)
+        try:
+            with self._observed("recompute"):
+                yield
+        finally:
+            states.set_states(now)
+
+    @contextmanager
+    def _observed(self, phase: str) -> Iterator[None]:
+        settings = self.settings
+        if settings.synchronize or settings.profile:
+            _synchronize()
+        start = time.perf_counter()
+        try:
+            with span(f"checkpoint_{phase}", self.name):
+                yield
+        finally:
+            if settings.synchronize or settings.profile:
+                _synchronize()
+            if settings.profile:
+                log_rank0("checkpointed %s: %s took %.3f ms", self.name, phase, 1e3 * (time.perf_counter() - start))
+
+
+def _synchronize() -> None:
+    device = default_device()
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
