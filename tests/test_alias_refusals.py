@@ -23,7 +23,6 @@ def _import_from(module: str, name: str) -> Callable[[], None]:
     ("ask", "also", "text"),
     [
         (lambda: deepspeed.init_inference, AttributeError, "vLLM"),
-        (lambda: deepspeed.tp_model_init, AttributeError, "AutoTP"),
         (lambda: deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3, AttributeError, "engine.optimizer"),
         (_import_from("deepspeed", "OnDevice"), ImportError, "torch.device\\('meta'\\)"),
         (_import_from("deepspeed.pipe", "PipelineModule"), ImportError, "ZeRO stage 3"),
@@ -40,7 +39,7 @@ def test_refused_name_says_what_to_use_instead(ask: Callable[[], object], also: 
 
 
 def test_probing_is_answered_not_raised() -> None:
-    assert not hasattr(deepspeed, "tp_model_init")
+    assert not hasattr(deepspeed, "init_inference")
     assert getattr(deepspeed, "moe", None) is None
     assert not hasattr(deepspeed.utils, "__wrapped__")
     assert importlib.util.find_spec("deepspeed.no_such_module") is None

@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "hf_zero.offload",
         "hf_zero.checkpoint",
     ),
+    ("hf_zero.tensor_parallel",),
     ("hf_zero.engine", "hf_zero.zero", "hf_zero.utils"),
     ("hf_zero.compat", "hf_zero.integrations", "hf_zero.environment", "hf_zero.cli"),
 )

@@ -9,8 +9,9 @@ from torch import nn
 
 from hf_zero.checkpoint import agreement, folders
 from hf_zero.checkpoint.tensor_file import whole, write_tensor_file
-from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.collectives import Collectives, build_collectives
 from hf_zero.observe import warn_once
+from hf_zero.sharding.slices import slice_of
 from hf_zero.sharding.unit import Unit, find_unit
 
 
@@ -27,7 +28,7 @@ def consolidated_state_dict(
         exclude_frozen_parameters: Leave out parameters that need no gradient (a PEFT base model).
 
     Returns:
-        The dict on rank 0, None on every other rank.
+        The dict on rank 0 (of both axes), None on every other rank.
     """
     entries = {
         name: value
@@ -35,17 +36,36 @@ def consolidated_state_dict(
         if isinstance(value, torch.Tensor) and not (exclude_frozen_parameters and _is_frozen(value))
     }
     writes = collectives.rank == 0
+    model = build_collectives(collectives.topology.model) if collectives.topology.model is not None else None
     copies: dict[int, torch.Tensor] = {}
     for unit, members in _by_unit(list(entries.values())):
         with unit.gathered():
             if writes:
-                copies.update({id(param): _host_copy(param) for param in members})
+                copies.update({id(param): _host_copy(_joined(param, model)) for param in members})
     if not writes:
         return None
     for value in entries.values():
         if id(value) not in copies:
-            copies[id(value)] = _host_copy(value)
+            copies[id(value)] = _host_copy(_joined(value, model))
+    if model is not None and model.rank != 0:
+        return None
     return {name: copies[id(value)] for name, value in entries.items()}
+
+
+def _joined(value: torch.Tensor, model: Collectives | None) -> torch.Tensor:
+    """The whole of a parameter that the ranks of the model axis hold together, on each of them; collective over that axis."""
+    part = slice_of(value)
+    if part is None or model is None:
+        return value
+    ranges = model.gather_objects([(piece.start, piece.stop) for piece in part.ranges], "slices")
+    local = value.detach().contiguous()
+    parts = torch.empty((model.world, *local.shape), dtype=local.dtype, device=local.device)
+    model.all_gather(parts.view(-1), local.view(-1), "whole parameter").wait()
+    whole = torch.empty(part.full_shape, dtype=local.dtype, device=local.device)
+    for piece, pieces in zip(parts, ranges, strict=True):
+        indices = torch.cat([torch.arange(start, stop, device=local.device) for start, stop in pieces])
+        whole.index_copy_(part.dim, indices, piece)
+    return whole
 
 
 def _by_unit(values: list[torch.Tensor]) -> list[tuple[Unit, list[torch.Tensor]]]:
@@ -101,7 +121,8 @@ def write_model_file(
         warn_once(f"save_16bit_model: the weights are written as {name}, in safetensors format, not as {filename}: no pickle is written")
     weights = consolidated_state_dict(module, collectives, exclude_frozen_parameters)
     what = f"saving the model to {folder / name}"
-    agreement.on_first(collectives, what, lambda: _write(weights or {}, folder, name))
+    # The first rank of every slice is asked; the one that has the whole weights writes.
+    agreement.on_first(collectives, what, lambda: _write(weights, folder, name) if weights is not None else None)
     return folder / name
 
 

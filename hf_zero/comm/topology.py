@@ -184,9 +184,15 @@ def _divide(group: dist.ProcessGroup, lines: list[list[int]]) -> dist.ProcessGro
 
 def twin_topology(topology: Topology) -> Topology:
     """The same ranks in a process group of their own, with the same back end and timeout; collective."""
-    backend = dist.get_backend(topology.group)
-    group = dist.new_group(dist.get_process_group_ranks(topology.group), timeout=_timeout_of(topology), backend=backend)
-    return replace(topology, group=group)
+    own = dist.get_process_group_ranks(topology.group)
+    lines = [own]
+    if topology.model is not None:  # every rank has to take part in making every group, those of the other lines too
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        lines = [list(line) for line in dict.fromkeys(tuple(line) for line in everyone)]
+    backend, timeout = dist.get_backend(topology.group), _timeout_of(topology)
+    made = [dist.new_group(line, timeout=timeout, backend=backend) for line in lines]
+    return replace(topology, group=made[lines.index(own)])
 
 
 def _timeout_of(topology: Topology) -> timedelta | None:

@@ -94,6 +94,7 @@ _CHECKPOINTING = (
 PROVIDED: Final[dict[str, str]] = {
     # The calls every script makes.
     "deepspeed.initialize": "hf_zero:initialize",
+    "deepspeed.tp_model_init": "hf_zero.tensor_parallel.split:tp_model_init",
     "deepspeed.DeepSpeedEngine": "hf_zero.engine.engine:Engine",
     "deepspeed.runtime.engine.DeepSpeedEngine": "hf_zero.engine.engine:Engine",
     "deepspeed.DeepSpeedOptimizer": "hf_zero.optim.sharded:ShardedOptimizer",
@@ -171,12 +172,10 @@ _HYBRID = "the hybrid engine is not implemented; generate with the model under G
 _MOE = "expert parallelism is not implemented; Mixture-of-Experts models of transformers train with ZeRO stages 0-3 as they are"
 _CONFIG = "hf_zero reads the configuration with hf_zero.config.resolve.resolve(source), which returns every value with its origin"
 _BUILDER = "nothing is compiled at run time, so there are no op builders"
-_TENSOR_PARALLEL = "AutoTP is not implemented in this version; remove tensor_parallel.autotp_size and use ZeRO stage 3"
 _ONEBIT = "of the 1-bit optimizers this version has 1-bit Adam: use hf_zero.optim.OneBitAdam (optimizer.type OneBitAdam)"
 
 REFUSED: Final[dict[str, str]] = {
     # Names that the scanned libraries mention.
-    "deepspeed.tp_model_init": _TENSOR_PARALLEL,
     "deepspeed.runtime.sequence_parallel": _SEQUENCE,
     "deepspeed.sequence": _SEQUENCE,
     "deepspeed.utils.groups._get_sequence_parallel_group": _SEQUENCE,

@@ -7,7 +7,6 @@ while the row stands here, and used as soon as the row is deleted. Building a fe
 from __future__ import annotations
 
 NOT_YET: dict[str, str] = {
-    "tensor_parallel": "not in this version: set the size to 0 or 1 and shard with zero_optimization.stage 3 instead",
     "async_checkpoint": "not in this version: remove the section; checkpoints are written with safetensors before save_checkpoint returns",
     "node_local_checkpoint": "not in this version: save to a folder that every node sees and leave it false",
     "flops_profiler": "not in this version: use torch.utils.flop_counter.FlopCounterMode around one step",

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from hf_zero.activation_checkpointing import configure
 from hf_zero.comm.collectives import Collectives, build_collectives
 from hf_zero.comm.topology import Topology, build_topology, init_distributed, join_topologies, twin_topology
+from hf_zero.config.read import read_config
 from hf_zero.config.resolve import ResolvedConfig, resolve
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.config.sources import hidden_size_of
@@ -46,8 +47,10 @@ from hf_zero.sharding.runtime import Runtime
 from hf_zero.sharding.schedule import Block, GatherLimits, GatherSchedule
 from hf_zero.sharding.stages import StagePolicy, stage_policy
 from hf_zero.sharding.unit import Unit, UnitSpec, find_unit, full_shape
+from hf_zero.tensor_parallel.split import count_groups_once, requested_ranks, split_model
 
 _MODEL_GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group")  # as the field's mpu objects name it
+
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -101,11 +104,14 @@ def initialize(
     if source is None:
         raise ConfigError("initialize() needs config= (a path, a dict or JSON text), or args.deepspeed_config")
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    topology = _topology(mpu)
+    source = read_config(source)
+    topology = _topology(mpu, requested_ranks(source))
+    source = count_groups_once(source, topology)
     hidden_size = hidden_size_of(model)
     sources = {"hidden_size": hidden_size} if hidden_size else None
     resolved = resolve(source, world_size=topology.world, sources=sources)
     _announce(resolved)
+    model = split_model(model, source.get("tensor_parallel") or {}, topology)
     builder = EngineBuilder(model, resolved, topology)
     inner = builder.inner_optimizer(optimizer, list(model_parameters) if model_parameters is not None else None)
     engine = builder.build(inner, lr_scheduler)
@@ -116,10 +122,10 @@ def initialize(
     return engine, engine.optimizer if inner is not None else None, loader, engine.lr_scheduler
 
 
-def _topology(mpu: Any) -> Topology:
-    """The axes: those of the ``mpu`` object if one is given, else all ranks are data-parallel."""
+def _topology(mpu: Any, model_parallel: int) -> Topology:
+    """The axes: those of the ``mpu`` object if one is given, else ``model_parallel`` adjacent ranks hold one model together."""
     if mpu is None:
-        return build_topology()
+        return build_topology(model_parallel=model_parallel)
     model = next((getattr(mpu, name)() for name in _MODEL_GROUPS if hasattr(mpu, name)), None)
     data = mpu.get_data_parallel_group()
     return build_topology(data) if model is None or model.size() == 1 else join_topologies(data, model)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from hf_zero.config.schema.fields import Bool, Float, FreeSection, Int, Section, Size, later, part, refused, section
+from hf_zero.config.schema.fields import Bool, Float, FreeSection, Int, Section, Size, accepted, later, part, refused, section
+
+_FOUND = "found from the model's own data flow"
 
 
 class Pipeline(FreeSection):
@@ -41,33 +43,33 @@ class Elasticity(Section):
 class LayerSpec(Section):
     """`tensor_parallel.partition_config.layer_specs[]`. One rule of how a layer is split."""
 
-    patterns: list[str] = part(list, "Parameter name patterns")
-    partition_type: str = part("column", "column row or skip")
-    shape: list[Any] | None = part(None, "Logical shape of fused weights")
-    partition_dim: Int | None = part(None, "Split dimension")
+    patterns: list[str] = part(list, "Regular expressions for parameter names (`layers.0.mlp.up_proj.weight`)")
+    partition_type: str = part("column", "column (over outputs), row (over inputs) or skip (whole)")
+    shape: list[Any] | None = accepted(None, "Logical shape of fused weights", _FOUND)
+    partition_dim: Int | None = accepted(None, "Split dimension", _FOUND)
     model_types: list[str] | None = part(None, "Only for these model types")
-    gather_output: Bool = part(False, "Gather column outputs on every rank")
-    grad_allreduce: Bool = part(False, "Sum gradients of skipped parameters over the group")
+    gather_output: Bool = accepted(False, "Gather column outputs on every rank", _FOUND)
+    grad_allreduce: Bool = accepted(False, "Sum gradients of skipped parameters over the group", _FOUND)
 
 
 class PartitionConfig(Section):
     """`tensor_parallel.partition_config`. Custom partitioning."""
 
-    tp_size: Int | None = part(None, "Overwritten by autotp_size")
-    use_default_specs: Bool = part(True, "Merge with the preset")
+    tp_size: Int | None = accepted(None, "Degree", "autotp_size says it")
+    use_default_specs: Bool = part(True, "Layers that no rule matches are split as the data flow allows; false keeps them whole")
     strict_mode: Bool = part(False, "Raise for linear layers no rule matches")
-    embedding_partition_dim: Int = part(1, "Split dimension of embeddings")
-    lm_head_patterns: list[str] = part(lambda: ["lm_head", "embed_out"], "Names of output heads")
+    embedding_partition_dim: Int = accepted(1, "Split dimension of embeddings", "embeddings are split over the vocabulary")
+    lm_head_patterns: list[str] = accepted(lambda: ["lm_head", "embed_out"], "Names of output heads", _FOUND)
     layer_specs: list[LayerSpec] | None = section(None, "Ordered rules", each="[]")
 
 
 class TpGroup(Section):
     """`tensor_parallel.tp`. Group options."""
 
-    tp_size: Int = part(1, "Degree")
-    tp_grain_size: Int = part(1, "Split granularity")
-    mpu: Any = part(None, "Topology object")
-    tp_group: Any = part(None, "Process group")
+    tp_size: Int = accepted(1, "Degree", "autotp_size says it")
+    tp_grain_size: Int = accepted(1, "Split granularity", "splits follow heads and never cut one")
+    mpu: Any = accepted(None, "Topology object", "pass mpu= to initialize")
+    tp_group: Any = accepted(None, "Process group", "pass mpu= to initialize")
 
 
 class TensorParallel(Section):
@@ -75,15 +77,15 @@ class TensorParallel(Section):
 
     switch: ClassVar[str | None] = "autotp_size"
 
-    autotp_size: Size = later(0, "Tensor-parallel degree; 0 and 1 are off", "tensor_parallel", passes=(1,))
-    dtype: str = part("float16", "Type the model is converted to")
-    tp_overlap_comm: Bool = part(False, "Overlap the all-reduce")
-    preset_model: str | None = part(None, "llama bloom chatglm mixtral deepseek_v2 qwen2 phi3")
+    autotp_size: Size = later(0, "Ranks that hold one model together; 0 and 1 are off", "tensor_parallel", passes=(1,))
+    dtype: str = accepted("float16", "Type the model is converted to", "bf16 and fp16 say it")
+    tp_overlap_comm: Bool = accepted(False, "Overlap the all-reduce", "collectives are waited for where their result is read")
+    preset_model: str | None = accepted(None, "llama bloom chatglm mixtral deepseek_v2 qwen2 phi3", _FOUND)
     partition_config: PartitionConfig | None = section(None, "Custom partitioning")
     tp: TpGroup | None = section(None, "Group options", also=("tensor_parallel",))
-    injection_policy_tuple: Any = part(None, "Explicit injection policy")
-    keep_module_on_host: Bool = part(False, "Leave loaded weights on the host")
-    replace_with_kernel_inject: Bool = part(False, "Use inference kernels", also=("kernel_inject",))
+    injection_policy_tuple: Any = accepted(None, "Explicit injection policy", _FOUND)
+    keep_module_on_host: Bool = accepted(False, "Leave loaded weights on the host", "parameters are cut where they are")
+    replace_with_kernel_inject: Bool = accepted(False, "Use inference kernels", "the model's own code runs", also=("kernel_inject",))
 
 
 class ExpertParallel(Section):
@@ -144,7 +146,7 @@ class HybridEngine(Section):
 class InferenceTensorParallel(Section):
     """`inference.tensor_parallel`. Tensor parallelism as transformers reads it."""
 
-    tp_size: Int = later(1, "Read by transformers when tensor_parallel.autotp_size is unset", "tensor_parallel")
+    tp_size: Int = accepted(1, "Tensor-parallel degree of inference", "read by transformers only")
 
 
 class Inference(FreeSection):

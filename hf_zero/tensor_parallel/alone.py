@@ -1,0 +1,159 @@
+"""Linear and embedding layers that are split alone: between whole inputs and whole outputs.
+
+Where no split flows through a layer's surroundings, the layer can still be split by itself: a linear layer over its outputs, which are
+then gathered, or over its inputs, which are cut first and whose products are added up; an embedding over its vocabulary, where each
+rank looks up what it has and the results are added up. Always exact, at the price of one more collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+
+from torch import nn
+
+from hf_zero.tensor_parallel.graph import Graph, Op, Value
+from hf_zero.tensor_parallel.solve import WHOLE, Solution, is_linear
+
+GATHERED, SCATTERED, VOCABULARY = "column, gathered", "row, scattered", "vocabulary"
+
+# What linear and embedding layers do. A layer that does more (counts positions, quantises) cannot be split from outside.
+_PLAIN = {
+    "linear",
+    "addmm",
+    "mm",
+    "t",
+    "transpose",
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "add",
+    "embedding",
+    "mul",
+    "_to_copy",
+    "clone",
+    "detach",
+}
+
+# Layers smaller than this part of the largest are not worth a collective of their own (routers, gates of single heads).
+_WORTH = 1 / 16
+
+
+@dataclass(frozen=True)
+class Alone:
+    """One layer split by itself.
+
+    Attributes:
+        path: The module.
+        how: One of the constants above.
+        size: The dimension that is divided.
+        partial: The gradient of its output is partial, and so may be that of its input.
+    """
+
+    path: str
+    how: str
+    size: int
+    partial: bool = False
+
+
+def split_alone(
+    graph: Graph, solution: Solution, model: nn.Module, ranks: int, keep_whole: Set[str], forced: Mapping[str, str]
+) -> tuple[dict[str, Alone], dict[str, str]]:
+    """Layers to split by themselves, and for linear layers that stay whole the reason.
+
+    Args:
+        graph: Trace of the model.
+        solution: What is split already.
+        model: The traced skeleton.
+        ranks: Number of ranks.
+        keep_whole: Linear layers that the user wants whole.
+        forced: Linear layers that the user wants split in one of the ways above.
+    """
+    owners: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and (is_linear(type(module)) or isinstance(module, nn.Embedding)):
+            owners.setdefault(id(weight), []).append(path)
+    values = {id(param): graph.parameters[name] for name, param in model.named_parameters()}
+    uses = _uses(graph)
+    modules = dict(model.named_modules())
+    largest = max((modules[paths[0]].weight.numel() for paths in owners.values() if is_linear(type(modules[paths[0]]))), default=0)  # type: ignore[union-attr,operator]
+    found: dict[str, Alone] = {}
+    reasons: dict[str, str] = {}
+    for weight_id, paths in owners.items():
+        value = values[weight_id]
+        if solution.states.get(value, WHOLE) != WHOLE:
+            continue
+        linear = [path for path in paths if is_linear(type(modules[path]))]
+        wish = next((forced[path] for path in paths if path in forced), None)
+        reason, layers = _judge(value, paths, modules, uses.get(value, []), solution, ranks, wish, graph)
+        if any(path in keep_whole for path in paths):
+            reason, layers = "kept whole by the plan", []
+        elif wish is None and value.shape[0] * value.shape[1] < largest * _WORTH:
+            reason, layers = "too small to be worth a collective of its own", []
+        for path in linear:
+            if not layers:
+                reasons[path] = reason
+        if not linear and not _is_input_table(paths, modules, largest):
+            continue
+        found.update({layer.path: layer for layer in layers})
+    return found, reasons
+
+
+def _is_input_table(paths: list[str], modules: dict[str, nn.Module], largest: int) -> bool:
+    return all(modules[path].weight.numel() >= largest for path in paths)  # type: ignore[union-attr,operator]
+
+
+def _uses(graph: Graph) -> dict[Value, list[Op]]:
+    found: dict[Value, list[Op]] = {}
+    for op in graph.ops():
+        for value in op.inputs:
+            found.setdefault(value, []).append(op)
+    return found
+
+
+def _judge(
+    value: Value,
+    paths: list[str],
+    modules: dict[str, nn.Module],
+    uses: list[Op],
+    solution: Solution,
+    ranks: int,
+    wish: str | None,
+    graph: Graph,
+) -> tuple[str, list[Alone]]:
+    """Why the weight stays whole, or how its layers are split."""
+    if not uses:
+        return "not used in the traced forward", []
+    foreign = [op for op in uses if _reads(op, value) not in ("linear", "embedding") or op.place not in paths]
+    foreign += [op for op in uses if _touches_split(op, solution)]
+    foreign += [op for op in _inside(graph, set(paths)) if op.name not in _PLAIN]
+    if foreign:
+        return f"its weight is read by {foreign[0].name} in {foreign[0].place}", []
+    partial = any(output in solution.partial_gradients for op in uses for output in op.outputs)
+    kinds = {type(modules[path]).__name__ == "Conv1D" for path in paths}
+    if len(kinds) > 1:
+        return "tied between layers of different layouts", []
+    conv1d = kinds == {True}
+    outputs, inputs = (value.shape[1], value.shape[0]) if conv1d else (value.shape[0], value.shape[1])
+    if outputs % ranks == 0 and wish != SCATTERED:
+        how = {path: GATHERED if is_linear(type(modules[path])) else VOCABULARY for path in paths}
+        return "", [Alone(path, how[path], outputs, partial) for path in paths]
+    if inputs % ranks == 0 and wish != GATHERED and not partial and len(paths) == 1 and is_linear(type(modules[paths[0]])):
+        return "", [Alone(paths[0], SCATTERED, inputs)]
+    return f"{outputs} outputs and {inputs} inputs do not divide by {ranks}", []
+
+
+def _inside(graph: Graph, paths: Set[str]) -> list[Op]:
+    return [op for op in graph.ops() if op.place in paths]
+
+
+def _reads(op: Op, value: Value) -> str:
+    if op.name == "embedding" and op.inputs[0] is value and op.inputs[1] in op.stack[-1].inputs.values():
+        return "embedding"
+    position = {"linear": 1, "addmm": 2, "mm": 1, "t": 0}.get(op.name)
+    return "linear" if position is not None and len(op.inputs) > position and op.inputs[position] is value else f"other {op.name}"
+
+
+def _touches_split(op: Op, solution: Solution) -> bool:
+    return any(solution.states.get(value, WHOLE) != WHOLE for value in (*op.inputs, *op.outputs))

@@ -1,0 +1,140 @@
+"""Splits a model in place as a plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.errors import ConfigError
+from hf_zero.sharding.layout import Range
+from hf_zero.sharding.slices import ParamSlice, mark_slice
+from hf_zero.tensor_parallel.borders import ModuleBorder
+from hf_zero.tensor_parallel.functions import ModelGroup, Part
+from hf_zero.tensor_parallel.numbers import set_attribute
+from hf_zero.tensor_parallel.plan import VOCABULARY, SplitParameter, TpPlan
+
+_PLAN = "_hf_zero_tp_plan"
+
+
+def plan_of(model: nn.Module) -> TpPlan | None:
+    """The plan that ``model`` was split with; None for a whole model."""
+    found = getattr(model, _PLAN, None)
+    return found if isinstance(found, TpPlan) else None
+
+
+def apply_plan(model: nn.Module, plan: TpPlan, group: ModelGroup) -> nn.Module:
+    """Keeps this rank's part of every parameter of ``model`` and installs the collectives; in place.
+
+    Raises:
+        ConfigError: The plan is for another number of ranks or another model.
+    """
+    if plan.ranks != group.world:
+        raise ConfigError(
+            f"the plan is for {plan.ranks} ranks, tensor_parallel.autotp_size is {group.world}; make a plan for {group.world}"
+        )
+    if plan_of(model) is not None:
+        raise ConfigError("the model is split already")
+    params, buffers, modules = dict(model.named_parameters()), dict(model.named_buffers()), dict(model.named_modules())
+    _check_fits(plan, params, modules)
+    for name, entry in plan.parameters.items():
+        cut_parameter(params[name], entry, group.rank)
+    for name, entry in plan.buffers.items():
+        buffers[name].data = _part(entry).take(buffers[name].data, group.rank).clone()
+    for path, changes in plan.attributes.items():
+        for name, value in changes.items():
+            set_attribute(modules[path], name, value)
+    _set_features(plan, modules, group.rank)
+    _sum_gradients(plan, params, group)
+    for path in dict.fromkeys((*plan.borders, *plan.rows, *plan.random)):
+        ModuleBorder(modules[path], path, plan, group)
+    setattr(model, _PLAN, plan)
+    return model
+
+
+def _check_fits(plan: TpPlan, params: dict[str, nn.Parameter], modules: dict[str, nn.Module]) -> None:
+    missing = [name for name in plan.parameters if name not in params] + [path for path in plan.borders if path not in modules]
+    if missing:
+        raise ConfigError(f"the plan is for another model: it names {missing[0]}, which the model does not have")
+    for name, entry in plan.parameters.items():
+        shape = tuple(getattr(params[name], "ds_shape", params[name].shape))
+        if shape != tuple(entry.shape):
+            raise ConfigError(f"the plan is for another model: {name} has shape {shape}, the plan says {tuple(entry.shape)}")
+
+
+def _part(entry: SplitParameter) -> Part:
+    return Part(entry.dim, entry.ranges, entry.shape[entry.dim])
+
+
+def cut_parameter(param: nn.Parameter, entry: SplitParameter, rank: int) -> None:
+    """Replaces the values of ``param`` by what ``rank`` holds, and notes which part that is."""
+    param.data = _part(entry).take(param.data, rank).clone(memory_format=torch.contiguous_format)
+    ranges = tuple(Range(start, stop) for start, stop in entry.ranges[rank])
+    mark_slice(param, ParamSlice(torch.Size(entry.shape), entry.dim, ranges))
+
+
+def _set_features(plan: TpPlan, modules: dict[str, nn.Module], rank: int) -> None:
+    """``in_features``, ``out_features`` and ``padding_idx`` say what is true of this rank's weight."""
+    for path, entry in plan.modules.items():
+        module = modules[path]
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+        elif isinstance(module, nn.Embedding) and entry.split == VOCABULARY and module.padding_idx is not None:
+            width = module.weight.shape[0]
+            padding = module.padding_idx - rank * width
+            module.padding_idx = padding if 0 <= padding < width else None  # type: ignore[assignment]
+
+
+def _sum_gradients(plan: TpPlan, params: dict[str, nn.Parameter], group: ModelGroup) -> None:
+    for name in plan.summed:
+        if params[name].requires_grad:
+            params[name].register_hook(_summing(group, name))
+    for name, entry in plan.parameters.items():
+        if entry.shared and params[name].requires_grad:
+            params[name].register_hook(_summing_shared(group, name, entry))
+
+
+def _summing(group: ModelGroup, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda grad: group.sum(grad, name)
+
+
+def _summing_shared(group: ModelGroup, name: str, entry: SplitParameter) -> Callable[[torch.Tensor], torch.Tensor]:
+    def add(grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.clone()
+        for start, stop in entry.shared:
+            piece = grad.narrow(entry.dim, start, stop - start)
+            piece.copy_(group.sum(piece, name))
+        return grad
+
+    return add
+
+
+def example_inputs(model: nn.Module, length: int = 16) -> dict[str, torch.Tensor]:
+    """A call that runs a transformers model on tensors without values.
+
+    Raises:
+        ConfigError: The model's inputs are not known.
+    """
+    config: Any = getattr(model, "config", None)
+    names = set(_forward_names(model))
+    inputs: dict[str, torch.Tensor] = {}
+    if "input_ids" in names:
+        inputs["input_ids"] = torch.zeros((2, length), dtype=torch.long, device="meta")
+        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
+            inputs["decoder_input_ids"] = torch.zeros((2, length), dtype=torch.long, device="meta")
+    elif "pixel_values" in names and getattr(config, "image_size", None):
+        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
+        inputs["pixel_values"] = torch.zeros((2, getattr(config, "num_channels", 3), *size), device="meta")
+    if not inputs:
+        raise ConfigError(
+            f"{type(model).__name__}.forward takes neither input_ids nor pixel_values; pass inputs= to hf_zero.tensor_parallel.make_plan"
+        )
+    return inputs
+
+
+def _forward_names(model: nn.Module) -> list[str]:
+    import inspect
+
+    return list(inspect.signature(model.forward).parameters)

@@ -1,0 +1,173 @@
+"""The collectives of a split model as differentiable functions: copy, reduce, gather, part.
+
+Each comes in the variants that the states of a trace ask for ([Note: states] in ``solve.py``). "whole" gradients are the same on every
+rank; "partial" gradients are summands.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_zero.comm.collectives import Collectives
+
+
+class ModelGroup:
+    """The ranks that hold one model together.
+
+    Attributes:
+        collectives: Their network.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.collectives = collectives
+
+    @property
+    def rank(self) -> int:
+        """This rank's place."""
+        return self.collectives.rank
+
+    @property
+    def world(self) -> int:
+        """How many ranks."""
+        return self.collectives.world
+
+    def sum(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        """The sum over ranks, a new tensor of the same shape."""
+        total = tensor.contiguous().clone()
+        self.collectives.all_reduce(total, label).wait()
+        return total
+
+    def gather(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        """Every rank's ``tensor`` (all of one shape), stacked: (ranks, ...)."""
+        part = tensor.contiguous()
+        full = torch.empty((self.world, *part.shape), dtype=part.dtype, device=part.device)
+        self.collectives.all_gather(full.view(-1), part.view(-1), label).wait()
+        return full
+
+
+class Part:
+    """Which indices of a dimension each rank holds.
+
+    Attributes:
+        dim: The dimension, counted from the front or, if negative, from the back.
+        indices: Per rank, the indices in the order of its tensor.
+        full: Size of the whole dimension.
+    """
+
+    def __init__(self, dim: int, ranges: list[list[tuple[int, int]]], full: int) -> None:
+        self.dim = dim
+        self.ranges = ranges
+        self.full = full
+        self._indices: dict[torch.device, list[torch.Tensor]] = {}
+
+    @property
+    def numel(self) -> int:
+        """Indices on one rank."""
+        return sum(stop - start for start, stop in self.ranges[0])
+
+    @property
+    def in_order(self) -> bool:
+        """Each rank holds one range, and they follow one another."""
+        return all(len(part) == 1 for part in self.ranges) and [stop for [(_, stop)] in self.ranges] == [
+            self.numel * (rank + 1) for rank in range(len(self.ranges))
+        ]
+
+    def indices(self, device: torch.device) -> list[torch.Tensor]:
+        """Per rank, its indices on ``device``."""
+        if device not in self._indices:
+            self._indices[device] = [torch.cat([torch.arange(start, stop, device=device) for start, stop in part]) for part in self.ranges]
+        return self._indices[device]
+
+    def take(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """The part of ``tensor`` that ``rank`` holds."""
+        if len(self.ranges[rank]) == 1:
+            start, stop = self.ranges[rank][0]
+            return tensor.narrow(self.dim, start, stop - start)
+        return tensor.index_select(self.dim, self.indices(tensor.device)[rank])
+
+    def join(self, parts: torch.Tensor) -> torch.Tensor:
+        """The whole of stacked parts (ranks, ...)."""
+        if self.in_order:
+            return torch.cat(list(parts), dim=self.dim)
+        shape = list(parts.shape[1:])
+        shape[self.dim] = self.full
+        whole = parts.new_empty(shape)
+        for part, indices in zip(parts, self.indices(parts.device), strict=True):
+            whole.index_copy_(self.dim % len(shape), indices, part)
+        return whole
+
+    def place(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """Zeros of the whole shape, with ``tensor`` where ``rank`` holds it."""
+        shape = list(tensor.shape)
+        shape[self.dim] = self.full
+        whole = tensor.new_zeros(shape)
+        return whole.index_copy_(self.dim % len(shape), self.indices(tensor.device)[rank], tensor)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ModelGroup, label: str) -> torch.Tensor:
+        ctx.group, ctx.label = group, label
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.group.sum(grad, ctx.label), None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ModelGroup, label: str, both: bool) -> torch.Tensor:
+        ctx.group, ctx.label, ctx.both = group, label, both
+        return group.sum(tensor, label)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.group.sum(grad, ctx.label) if ctx.both else grad, None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ModelGroup, part: Part, label: str, both: bool) -> torch.Tensor:
+        ctx.group, ctx.part, ctx.label, ctx.both = group, part, label, both
+        return part.join(group.gather(tensor, label))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        whole = ctx.group.sum(grad, ctx.label) if ctx.both else grad
+        return ctx.part.take(whole, ctx.group.rank).contiguous(), None, None, None, None
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ModelGroup, part: Part, label: str, partial: bool) -> torch.Tensor:
+        ctx.group, ctx.part, ctx.label, ctx.partial = group, part, label, partial
+        return part.take(tensor, group.rank).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        if ctx.partial:
+            return ctx.part.place(grad.contiguous(), ctx.group.rank), None, None, None, None
+        return ctx.part.join(ctx.group.gather(grad, ctx.label)), None, None, None, None
+
+
+def copy(tensor: torch.Tensor, group: ModelGroup, label: str) -> torch.Tensor:
+    """The tensor itself; its gradient, a summand on each rank, is added up."""
+    return _Copy.apply(tensor, group, label) if tensor.requires_grad else tensor
+
+
+def reduce(tensor: torch.Tensor, group: ModelGroup, label: str, both: bool = False) -> torch.Tensor:
+    """The sum over ranks; its gradient is whole and passes, or is partial and is added up (``both``)."""
+    return _Reduce.apply(tensor, group, label, both)
+
+
+def gather(tensor: torch.Tensor, group: ModelGroup, part: Part, label: str, both: bool = False) -> torch.Tensor:
+    """All ranks' parts joined; each takes its part of the gradient, which is added up first if it is partial (``both``)."""
+    return _Gather.apply(tensor, group, part, label, both)
+
+
+def take(tensor: torch.Tensor, group: ModelGroup, part: Part, label: str, partial: bool = False) -> torch.Tensor:
+    """This rank's part; the gradient is joined from all parts, or stays a summand that is zero elsewhere (``partial``)."""
+    return _Take.apply(tensor, group, part, label, partial)

@@ -1,0 +1,114 @@
+"""What a trace of a model is made of: values, operations, calls of modules, calls of functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_zero.tensor_parallel.atoms import Atom
+
+# How an operation treats a partial sum (a tensor whose values are still to be added up over ranks).
+NONE, UNARY, ADDITIVE, PRODUCT_LIKE = "none", "unary", "additive", "product"
+
+PARAMETER, BUFFER, INPUT, CONSTANT, UNIFORM, RESULT = "parameter", "buffer", "input", "constant", "uniform", "result"
+
+
+@dataclass(eq=False)
+class Value:
+    """One tensor at one time.
+
+    Attributes:
+        dims: An atom per dimension.
+        origin: Where it comes from; ``UNIFORM`` is a tensor filled with one number.
+        stack: Module calls that were running when it was made, outermost first.
+        needs_grad: A gradient reaches it.
+        floating: Its elements are floating point numbers.
+        name: Of a parameter or buffer.
+    """
+
+    dims: tuple[Atom, ...]
+    origin: str
+    stack: tuple[Call, ...] = ()
+    needs_grad: bool = False
+    floating: bool = True
+    name: str = ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dimensions."""
+        return tuple(atom.size for atom in self.dims)
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a module. ``inputs`` and ``outputs`` are keyed by where in the arguments a tensor stands ("0", "mask", "2.0")."""
+
+    path: str
+    kind: type
+    inputs: dict[str, Value] = field(default_factory=dict)
+    outputs: dict[str, Value] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Op:
+    """One operation.
+
+    Attributes:
+        name: For messages.
+        inputs: Tensors read, in order.
+        outputs: Tensors made.
+        stack: Module calls running, outermost first.
+        partial: What a partial sum among the inputs becomes.
+        contracted: Atoms summed over: where one is split, the output is a partial sum.
+        bias: Index of an input that is added after the contraction.
+        random: Draws random numbers.
+        gathers: Index of the output dimension that an opaque norm needs whole, or None.
+    """
+
+    name: str
+    inputs: list[Value]
+    outputs: list[Value]
+    stack: tuple[Call, ...]
+    partial: str = NONE
+    contracted: tuple[Atom, ...] = ()
+    bias: int | None = None
+    random: bool = False
+    gathers: bool = False
+
+    @property
+    def place(self) -> str:
+        """The module whose code runs it."""
+        return self.stack[-1].path if self.stack else ""
+
+
+@dataclass(eq=False)
+class FunctionCall:
+    """One call of a torch function by the model's code, with its result (tensors replaced by values)."""
+
+    name: str
+    result: Any
+    place: str
+
+
+@dataclass
+class Graph:
+    """A traced forward.
+
+    Attributes:
+        events: Operations and ends of module calls, in order.
+        functions: Calls of torch functions, in order.
+        parameters: By the name in the model.
+        calls: All calls of modules.
+        opaque: Paths of norms that are written down as one operation.
+    """
+
+    events: list[Op | Call] = field(default_factory=list)
+    functions: list[FunctionCall] = field(default_factory=list)
+    parameters: dict[str, Value] = field(default_factory=dict)
+    buffers: dict[str, Value] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    opaque: frozenset[str] = frozenset()
+
+    def ops(self) -> list[Op]:
+        """The operations, in order."""
+        return [event for event in self.events if isinstance(event, Op)]

@@ -1,0 +1,131 @@
+"""Finds out how a model can be split: trace, choose, rehearse, until all three agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from hf_zero.tensor_parallel.alone import Alone, split_alone
+from hf_zero.tensor_parallel.atoms import block, leaves
+from hf_zero.tensor_parallel.graph import PARAMETER, Graph, Op, Value
+from hf_zero.tensor_parallel.rehearse import Rehearsal, rehearse
+from hf_zero.tensor_parallel.solve import Solution, is_linear, solve
+from hf_zero.tensor_parallel.trace import Inputs, skeleton, trace
+
+_MOST_ROUNDS = 12
+
+
+@dataclass
+class Findings:
+    """All that is known about splitting a model.
+
+    Attributes:
+        graph: The trace, or None where the model could not be traced.
+        solution: What is split together.
+        attributes: What the model's code must be told.
+        alone: Layers split by themselves.
+        reasons: Why linear layers stay whole.
+    """
+
+    graph: Graph
+    solution: Solution
+    attributes: dict[str, dict[str, int]] = field(default_factory=dict)
+    alone: dict[str, Alone] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def infer(
+    model: nn.Module, inputs: Inputs, ranks: int, keep_whole: Set[str] = frozenset(), forced: Mapping[str, str] | None = None
+) -> Findings:
+    """How ``model`` splits over ``ranks``.
+
+    Args:
+        model: The model; only its shapes and code are used.
+        inputs: A call that runs all of it, on the device "meta".
+        ranks: Number of ranks.
+        keep_whole: Linear layers that the user wants whole.
+        forced: Linear layers to split by themselves, and how.
+
+    Raises:
+        Exception: What the model raises when it runs on tensors without values.
+    """
+    copy = skeleton(model)
+    graph = trace(copy, inputs)
+    norms = _blocking_norms(graph, copy)
+    if norms:
+        graph = trace(copy, inputs, norms)
+    forced = dict(forced or {})
+    for name, value in graph.parameters.items():
+        if name.rpartition(".")[0] in keep_whole or name.rpartition(".")[0] in forced:
+            for atom in value.dims:
+                block(atom, "kept whole by the plan")
+    read = {value for op in graph.ops() for value in op.inputs}
+    for value in graph.parameters.values():
+        if value not in read:
+            for atom in value.dims:
+                block(atom, "not used in the traced forward")
+    solution, rehearsal = solve(graph, ranks), Rehearsal()
+    for attempt in range(_MOST_ROUNDS):
+        rehearsal = rehearse(copy, inputs, graph, solution, ranks)
+        if not rehearsal.failures:
+            break
+        for atoms, reason in rehearsal.failures:
+            for atom in atoms if attempt < _MOST_ROUNDS - 2 else solution.split:
+                block(atom, reason)
+        solution = solve(graph, ranks)
+    alone, reasons = split_alone(graph, solution, copy, ranks, keep_whole, forced)
+    return Findings(graph, solution, rehearsal.attributes, alone, reasons)
+
+
+def _blocking_norms(graph: Graph, model: nn.Module) -> frozenset[str]:
+    """Norms inside modules of several linear layers that keep a dimension of one of them whole: query and key norms over all heads."""
+    modules = dict(model.named_modules())
+    makers = {value: op for op in graph.ops() for value in op.outputs}
+    found = set()
+    for call in graph.calls:
+        parent = modules.get(call.path.rpartition(".")[0])
+        module = modules[call.path]
+        own = [name for name, _ in module.named_parameters()]
+        if parent is None or not own or any(True for _ in module.children()) or is_linear(type(module)):
+            continue
+        linears = [child for child in parent.children() if is_linear(type(child))]
+        sources = [value for value in call.inputs.values() if value.floating]
+        outputs = list(call.outputs.values())
+        if len(linears) < 2 or len(sources) != 1 or len(outputs) != 1 or sources[0].shape != outputs[0].shape:
+            continue
+        if any(param.dim() != 1 for param in module.parameters()):
+            continue
+        last = sources[0].dims[-1]
+        if last.size == 1 or not any(leaf.blocked for leaf in leaves(last)):
+            continue
+        # Between layers of one module only: a norm of the residual stream stays where it is.
+        if _made_inside(makers, sources[0], call.path.rpartition(".")[0]):
+            found.add(call.path)
+    return frozenset(found)
+
+
+def _made_inside(makers: Mapping[Value, Op], value: Value, home: str) -> bool:
+    """Whether all that ``value`` is computed from comes out of products of module ``home`` and its layers, element-wise."""
+    waiting, seen = [value], set()
+    while waiting:
+        value = waiting.pop()
+        op = makers.get(value)
+        if value in seen or not value.needs_grad or value.origin == PARAMETER:
+            continue
+        seen.add(value)
+        if op is None:
+            return False
+        if op.name in _PRODUCTS:
+            if home not in (op.place, op.place.rpartition(".")[0]):
+                return False
+            continue
+        if op.name in _WHOLE_TENSOR:
+            return False
+        waiting.extend(op.inputs)
+    return True
+
+
+_PRODUCTS = ("linear", "addmm", "mm", "bmm", "baddbmm", "scaled_dot_product_attention", "convolution")
+_WHOLE_TENSOR = ("embedding", "native_layer_norm", "mean", "sum", "norm", "_fused_rms_norm")

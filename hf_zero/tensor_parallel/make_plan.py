@@ -1,0 +1,71 @@
+"""Makes the plan for a model: from the user's wishes where there are any, else from the model's own code."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hf_zero.errors import ConfigError
+from hf_zero.tensor_parallel.apply import example_inputs
+from hf_zero.tensor_parallel.infer import Findings, infer
+from hf_zero.tensor_parallel.plan import TpPlan
+from hf_zero.tensor_parallel.trace import Inputs, skeleton
+from hf_zero.tensor_parallel.wishes import Wishes
+from hf_zero.tensor_parallel.write_plan import write_plan
+
+_LENGTHS = (16, 64, 512)
+
+
+def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, wishes: Wishes | None = None) -> TpPlan:
+    """How to split ``model`` over ``ranks``.
+
+    Args:
+        model: Any model; values and device of its parameters do not matter.
+        ranks: Size of a tensor-parallel group.
+        inputs: A call that runs all of the model; None makes one up for transformers' models.
+        wishes: What the user wants; a layer that the model's data flow splits otherwise is then split by itself.
+
+    Raises:
+        ConfigError: Nothing of the model can be split over so many ranks.
+    """
+    wishes = wishes or Wishes()
+    copy = skeleton(model).train()
+    for module in copy.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+    plan = write_plan(_infer(copy, ranks, inputs, wishes.whole, {}), copy, ranks, wishes.source)
+    forced = wishes.unmet(plan)
+    if forced:
+        plan = write_plan(_infer(copy, ranks, inputs, wishes.whole, forced), copy, ranks, wishes.source)
+        _require(plan, wishes, copy, ranks)
+    for path in (*wishes.whole, *wishes.families):
+        if path in plan.modules:
+            plan.modules[path].source = wishes.source
+    if ranks > 1 and not plan.parameters:
+        sizes = sorted({size for param in model.parameters() if param.dim() > 1 for size in getattr(param, "ds_shape", param.shape)})
+        raise ConfigError(
+            f"tensor_parallel.autotp_size is {ranks}, and nothing of {type(model).__name__} divides by it: its dimensions are {sizes}"
+        )
+    return plan
+
+
+def _require(plan: TpPlan, wishes: Wishes, model: nn.Module, ranks: int) -> None:
+    for path in wishes.unmet(plan):
+        weight = dict(model.named_parameters(remove_duplicate=False))[f"{path}.weight"]
+        sizes = [number for number in range(2, 65) if all(size % number == 0 for size in weight.shape)]
+        raise ConfigError(
+            f"{path} cannot be split by {wishes.families[path]} over {ranks} ranks: its weight is {tuple(weight.shape)} "
+            f"({plan.modules[path].reason}); usable numbers of ranks are {sizes}"
+        )
+
+
+def _infer(copy: nn.Module, ranks: int, inputs: Inputs | None, kept: set[str], forced: dict[str, str]) -> Findings:
+    error: Exception | None = None
+    for length in (0,) if inputs is not None else _LENGTHS:
+        chosen = inputs if inputs is not None else example_inputs(copy, length)
+        on_meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in chosen.items()}
+        try:
+            return infer(copy, on_meta, ranks, kept, forced)
+        except Exception as found:  # the model's own errors, of any kind
+            error = found
+    raise ConfigError(f"{type(copy).__name__} does not run on tensors without values ({type(error).__name__}: {error})") from error

@@ -1,0 +1,195 @@
+"""``TpPlan``: how a model is split, as plain data that can be printed, saved as JSON, edited and loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_zero.errors import ConfigError
+
+Ranges = list[list[tuple[int, int]]]  # per rank, half-open ranges of indices
+
+WHOLE = "whole"
+COLUMN, ROW, GATHERED, SCATTERED, VOCABULARY, INNER = "column", "row", "column, gathered", "row, scattered", "vocabulary", "inner"
+SPLITS = (COLUMN, ROW, GATHERED, SCATTERED, VOCABULARY, INNER, WHOLE)
+_FORMAT = 1
+
+
+@dataclass
+class SplitParameter:
+    """One parameter or buffer that is divided.
+
+    Attributes:
+        shape: Whole shape.
+        dim: The dimension that is divided.
+        ranges: What each rank holds of it, in the order of its tensor.
+        shared: Ranges of the local tensor whose gradients are summands, because every rank holds these indices.
+    """
+
+    shape: list[int]
+    dim: int
+    ranges: Ranges
+    shared: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass
+class Border:
+    """What happens to a tensor where it enters or leaves a module.
+
+    Attributes:
+        side: "in" or "out".
+        key: The tensor's place in the arguments or the result ("hidden_states", "0.1"; empty: the only one).
+        kind: See ``solve.py`` and ``alone.py``.
+        dim: Dimension that is cut or joined.
+        ranges: As in ``SplitParameter``.
+        full: Size of the whole dimension.
+    """
+
+    side: str
+    key: str
+    kind: str
+    dim: int = -1
+    ranges: Ranges = field(default_factory=list)
+    full: int = 0
+
+
+@dataclass
+class ModulePlan:
+    """A row of the table: how a module is split and why."""
+
+    split: str
+    reason: str = ""
+    source: str = "inferred"
+
+
+@dataclass
+class TpPlan:
+    """How a model is split over ``ranks``.
+
+    Attributes:
+        ranks: Size of a tensor-parallel group.
+        source: Where the plan comes from.
+        modules: By path: linear and embedding layers and all others with divided parameters. The part a user edits.
+        parameters: By name: what is divided.
+        buffers: Likewise.
+        summed: Parameters that every rank holds whole and whose gradients are summands.
+        borders: By path of the module.
+        rows: Linear layers whose bias is added after the sum over ranks.
+        attributes: By path: integer attributes of the module with other values on a part of the model.
+        random: Modules that draw random numbers for divided tensors: each rank its own.
+        notes: What a user should know.
+    """
+
+    ranks: int
+    source: str = "inferred"
+    modules: dict[str, ModulePlan] = field(default_factory=dict)
+    parameters: dict[str, SplitParameter] = field(default_factory=dict)
+    buffers: dict[str, SplitParameter] = field(default_factory=dict)
+    summed: list[str] = field(default_factory=list)
+    borders: dict[str, list[Border]] = field(default_factory=dict)
+    rows: list[str] = field(default_factory=list)
+    attributes: dict[str, dict[str, int]] = field(default_factory=dict)
+    random: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    # -- JSON ---------------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, with a digest that tells whether ``modules`` was edited."""
+        data = asdict(self)
+        return {"format": _FORMAT, "digest": _digest(data["modules"]), **data}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> TpPlan:
+        """Reads a plan; see ``from_dict``."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} is not a tensor-parallel plan: {error}") from None
+        return cls.from_dict(data, str(path))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = "plan") -> TpPlan:
+        """A plan from plain data.
+
+        Raises:
+            ConfigError: It is no plan of this format, or a module's split is unknown.
+        """
+        if data.get("format") != _FORMAT:
+            raise ConfigError(f"{where}: format is {data.get('format')!r}, {_FORMAT} is allowed")
+        for path, entry in data["modules"].items():
+            if entry.get("split") not in SPLITS:
+                raise ConfigError(f"{where}: modules.{path}.split is {entry.get('split')!r}; {', '.join(map(repr, SPLITS))} are allowed")
+        plan = cls(
+            ranks=int(data["ranks"]),
+            source=data["source"],
+            modules={path: ModulePlan(**entry) for path, entry in data["modules"].items()},
+            parameters={name: _split_parameter(entry) for name, entry in data["parameters"].items()},
+            buffers={name: _split_parameter(entry) for name, entry in data["buffers"].items()},
+            summed=list(data["summed"]),
+            borders={
+                path: [Border(**{**entry, "ranges": _ranges(entry["ranges"])}) for entry in found]
+                for path, found in data["borders"].items()
+            },
+            rows=list(data["rows"]),
+            attributes={path: dict(found) for path, found in data["attributes"].items()},
+            random=list(data["random"]),
+            notes=list(data["notes"]),
+        )
+        plan.edited = data.get("digest") != _digest(data["modules"])
+        return plan
+
+    edited = False  # whether ``modules`` was changed since the plan was made: the rest is then out of date
+
+    # -- questions ----------------------------------------------------------------------------------------------------
+
+    def table(self) -> Iterator[tuple[str, str, str, str]]:
+        """Rows (module, split, source, reason), layers of one kind joined where they are split alike."""
+        grouped: dict[tuple[str, str, str, str], int] = {}
+        for path, entry in self.modules.items():
+            grouped.setdefault((_starred(path), entry.split, entry.source, entry.reason), 0)
+        yield from grouped
+
+    def split_share(self, linear: Mapping[str, int]) -> float:
+        """The share of linear weights that is divided; ``linear`` has the elements of each linear layer by path."""
+        total = sum(linear.values())
+        split = sum(numel for path, numel in linear.items() if path in self.modules and self.modules[path].split != WHOLE)
+        return split / total if total else 0.0
+
+
+def _starred(path: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def _ranges(found: Any) -> Ranges:
+    return [[(int(start), int(stop)) for start, stop in part] for part in found]
+
+
+def _split_parameter(entry: Mapping[str, Any]) -> SplitParameter:
+    shared = [(int(start), int(stop)) for start, stop in entry["shared"]]
+    return SplitParameter(list(entry["shape"]), int(entry["dim"]), _ranges(entry["ranges"]), shared)
+
+
+def _digest(modules: Mapping[str, Any]) -> str:
+    text = json.dumps({path: entry["split"] for path, entry in modules.items()}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def ranges_of(indices: list[int]) -> list[tuple[int, int]]:
+    """Indices in order as half-open ranges."""
+    found: list[tuple[int, int]] = []
+    for index in indices:
+        if found and found[-1][1] == index:
+            found[-1] = (found[-1][0], index + 1)
+        else:
+            found.append((index, index + 1))
+    return found

@@ -1,0 +1,401 @@
+"""Which atoms of a traced model to split, and what has to happen where for the result to stay exact.
+
+[Note: states] Under a choice of split atoms every tensor of the trace is in one of three states: *whole* (the same on every rank),
+*split* (each rank holds its part of a split atom), or *partial* (each rank holds a summand). Reading the trace forward gives the
+states; a partial sum is added up at the end of the module call that returns it. Reading it backward tells what the gradients are: the
+gradient of a whole tensor that is read by split work is partial, so it is added up where the tensor enters a module (the *copy* of
+Megatron-LM, Shoeybi et al. 2019), or, if that is not possible, wherever it comes to rest: at the parameters (norms of queries and keys,
+biases). A choice for which some tensor fits no state is not made: the atoms concerned are dropped, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from hf_zero.tensor_parallel.atoms import Atom, block, leaves
+from hf_zero.tensor_parallel.graph import ADDITIVE, BUFFER, PARAMETER, PRODUCT_LIKE, UNARY, UNIFORM, Call, Graph, Op, Value
+
+WHOLE, SPLIT, PARTIAL = "whole", "split", "partial"
+COPY, SLICE, REDUCE, REDUCE_BOTH, GATHER, GATHER_BOTH, NORM = "copy", "slice", "reduce", "reduce both", "gather", "gather both", "norm"
+
+_CUTS = ("slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "select", "unbind")
+
+
+def is_linear(kind: type) -> bool:
+    """torch's ``nn.Linear`` and its subclasses, and transformers' ``Conv1D`` (by name; transformers is not imported here)."""
+    return issubclass(kind, nn.Linear) or kind.__name__ == "Conv1D"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What happens to one tensor at the border of a module call: ``kind`` at the input or output ``key``.
+
+    Attributes:
+        side: "in" or "out".
+        key: Where in the arguments or results the tensor stands.
+        kind: One of the constants above.
+        dims: For slices and norms: the atoms of the tensor's dimensions.
+    """
+
+    side: str
+    key: str
+    kind: str
+    dims: tuple[Atom, ...] = ()
+
+
+@dataclass
+class Solution:
+    """A consistent choice.
+
+    Attributes:
+        split: Atoms that are split, each into as many parts as there are ranks.
+        states: By value, at the end of its life.
+        conversions: By path of the module.
+        summed: Parameters whose gradients are added up over the group.
+        rows: Linear modules whose bias is added after the sum.
+        sliced_buffers: Buffers of which each rank keeps a part.
+        partial_gradients: Whole values whose gradient is partial.
+        uniform: Tensors filled with one number: what counts is their shape.
+        random_calls: By path of the module that draws random numbers: whether it draws them for split tensors.
+    """
+
+    split: set[Atom]
+    states: dict[Value, str] = field(default_factory=dict)
+    conversions: dict[str, set[Conversion]] = field(default_factory=lambda: defaultdict(set))
+    summed: set[str] = field(default_factory=set)
+    rows: set[str] = field(default_factory=set)
+    sliced_buffers: set[str] = field(default_factory=set)
+    partial_gradients: set[Value] = field(default_factory=set)
+    uniform: set[Value] = field(default_factory=set)
+    random_calls: dict[str, set[bool]] = field(default_factory=lambda: defaultdict(set))
+
+
+class _Conflict(Exception):
+    def __init__(self, atoms: set[Atom], reason: str) -> None:
+        super().__init__(reason)
+        self.atoms = atoms
+        self.reason = reason
+
+
+def candidates(graph: Graph, ranks: int) -> list[Atom]:
+    """Atoms worth splitting, most weight elements first; no parameter gets two of them in one product."""
+    weights: dict[Atom, int] = defaultdict(int)
+    for value in graph.parameters.values():
+        numel = 1
+        for atom in value.dims:
+            numel *= atom.size
+        for atom in value.dims if len(value.dims) > 1 else ():
+            for leaf in dict.fromkeys(leaves(atom)):
+                if not leaf.blocked and leaf.size % ranks == 0 and leaf.size > 1:
+                    weights[leaf] += numel // atom.size * _covered(atom, leaf)
+    chosen: list[Atom] = []
+    taken: set[Atom] = set()
+    # First what one layer makes and another sums over; of equal weight, the earlier found: heads come before the width of a head.
+    pairs = _paired(graph)
+    for leaf in sorted(weights, key=lambda leaf: (leaf not in pairs, -weights[leaf])):
+        if not _meets(graph, leaf, taken):
+            chosen.append(leaf)
+            taken.add(leaf)
+    return chosen
+
+
+def _paired(graph: Graph) -> set[Atom]:
+    """Atoms that are outputs of one linear operation on a parameter and are summed over by another."""
+    made: set[Atom] = set()
+    summed: set[Atom] = set()
+    for op in graph.ops():
+        if op.contracted and any(value.origin == PARAMETER for value in op.inputs):
+            summed.update(leaf for atom in op.contracted for leaf in leaves(atom))
+            made.update(leaf for atom in op.outputs[0].dims[-1:] for leaf in leaves(atom))
+    return made & summed
+
+
+def _covered(atom: Atom, leaf: Atom) -> int:
+    """How many indices of ``atom`` belong to ``leaf``."""
+    atom = atom.find()
+    if atom.kind == "sum":
+        return sum(_covered(part, leaf) for part in atom.parts)
+    return atom.size if leaf in leaves(atom) else 0
+
+
+def _meets(graph: Graph, leaf: Atom, taken: set[Atom]) -> bool:
+    for value in graph.parameters.values():
+        found = [other for atom in value.dims for other in leaves(atom)]
+        if leaf in found and taken.intersection(found) and not _in_one_sum(value, leaf, taken):
+            return True
+    return False
+
+
+def _in_one_sum(value: Value, leaf: Atom, taken: set[Atom]) -> bool:
+    """Split atoms may stand beside each other in the segments of one fused dimension, never in one product or in two dimensions."""
+    holders = [atom for atom in value.dims if {leaf, *taken}.intersection(leaves(atom))]
+    if len(holders) != 1:
+        return False
+    return all(_count_in_products(part, {leaf, *taken}) <= 1 for part in [holders[0]])
+
+
+def _count_in_products(atom: Atom, split: set[Atom]) -> int:
+    atom = atom.find()
+    if atom.kind is None:
+        return int(atom in split)
+    counts = [_count_in_products(part, split) for part in atom.parts]
+    return max(counts, default=0) if atom.kind == "sum" else sum(counts)
+
+
+def solve(graph: Graph, ranks: int) -> Solution:
+    """The best choice found: starts with all candidates and drops those that turn out impossible."""
+    split = set(candidates(graph, ranks))
+    while True:
+        attempt = _Attempt(graph, Solution(set(split)))
+        attempt.run()
+        if not attempt.conflicts:
+            return attempt.solution
+        for atoms, reason in attempt.conflicts:
+            for atom in atoms:
+                block(atom, reason)
+            split -= atoms
+
+
+class _Attempt:
+    """One reading of the trace, forward and backward, for one choice."""
+
+    def __init__(self, graph: Graph, solution: Solution) -> None:
+        self.graph = graph
+        self.solution = solution
+        self.states = solution.states
+        self.conflicts: list[tuple[set[Atom], str]] = []
+        self.uniform = solution.uniform
+        self.slices: dict[Value, list[Op]] = defaultdict(list)
+        self.uses: dict[Value, list[Op]] = defaultdict(list)
+        self.blame: dict[Value, set[Atom]] = {}
+        # Whole pieces of a tensor whose other pieces are split: the key and value of multi-query attention behind one projection.
+        self.shared_pieces: set[Value] = set()
+
+    def run(self) -> None:
+        """Fills the solution or ``conflicts``."""
+        self._sources()
+        for event in self.graph.events:
+            if isinstance(event, Op):
+                self._forward(event)
+            else:
+                self._reduce(event)
+        self._outputs()
+        self._place_slices()
+        if not self.conflicts:
+            self._backward()
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def atoms(self, value: Value) -> set[Atom]:
+        """The split atoms in the dimensions of ``value``."""
+        return {leaf for atom in value.dims for leaf in leaves(atom) if leaf in self.solution.split}
+
+    def _conflict(self, atoms: set[Atom], reason: str) -> None:
+        if atoms:
+            self.conflicts.append((atoms, reason))
+
+    def _sources(self) -> None:
+        for value in self.graph.parameters.values():
+            self.states[value] = SPLIT if self.atoms(value) else WHOLE
+
+    def _forward(self, op: Op) -> None:
+        inputs = [value for value in op.inputs if value is not None]
+        states = [self.states.setdefault(value, WHOLE) for value in inputs]
+        for value in op.inputs:
+            self.uses[value].append(op)
+        contracted = {leaf for atom in op.contracted for leaf in leaves(atom) if leaf in self.solution.split}
+        if PARTIAL in states:
+            self._partial(op, contracted)
+            return
+        has_split = SPLIT in states
+        blame = set().union(
+            *[self.blame.get(value, set()) | self.atoms(value) for value, state in zip(inputs, states, strict=True) if state == SPLIT]
+        )
+        if not has_split:
+            uniform = op.outputs and (op.outputs[0].origin == UNIFORM or (inputs and all(value in self.uniform for value in inputs)))
+            for value in op.outputs:
+                self.states[value] = WHOLE
+                if uniform:
+                    self.uniform.add(value)
+            return
+        for value, state in zip(inputs, states, strict=True):
+            if state == WHOLE and self.atoms(value) and value not in self.uniform:
+                self.slices[value].append(op)
+        if op.gathers:
+            self._norm(op)
+        for value in op.outputs:
+            found = self.atoms(value)
+            self.blame[value] = blame
+            if contracted:
+                self.states[value] = PARTIAL
+                if found:
+                    self._conflict(found | contracted, f"{op.name} in {op.place} would be split in two ways")
+                self._bias(op, contracted)
+            elif found:
+                self.states[value] = SPLIT
+                if len(found) > 1 and any(_count_in_products(atom, found) > 1 for atom in value.dims):
+                    self._conflict(found, f"{op.name} in {op.place} would be split in two ways")
+            else:
+                self.states[value] = WHOLE
+                if op.name in _CUTS:
+                    self.shared_pieces.add(value)
+                else:
+                    self._conflict(blame, f"{op.name} in {op.place} needs all of it")
+
+    def _bias(self, op: Op, contracted: set[Atom]) -> None:
+        """The bias behind a partial sum must be one that a linear module can add later."""
+        if op.bias is None or len(op.inputs) < 3:
+            return
+        call = op.stack[-1] if op.stack else None
+        if call is not None and is_linear(call.kind):
+            self.solution.rows.add(call.path)
+        else:
+            self._conflict(contracted, f"a bias is added to a partial sum in {op.place}")
+
+    def _norm(self, op: Op) -> None:
+        call_path = op.name.split(" ", 1)[1]
+        dims = op.inputs[0].dims
+        self.solution.conversions[call_path].add(Conversion("in", "", NORM, dims))
+
+    def _partial(self, op: Op, contracted: set[Atom]) -> None:
+        states = [self.states[value] for value in op.inputs]
+        blame = set().union(*[self.blame.get(value, set()) for value, state in zip(op.inputs, states, strict=True) if state == PARTIAL])
+        partial = [value for value, state in zip(op.inputs, states, strict=True) if state == PARTIAL]
+        floats = [value for value in op.inputs if value.floating]
+        if op.partial == UNARY:
+            fits = True
+        elif op.partial == ADDITIVE:
+            fits = all(value in partial or value in self.uniform for value in floats)
+        elif op.partial == PRODUCT_LIKE:
+            fits = len(partial) == 1 and op.bias is None
+        else:
+            fits = op.partial == "divide" and partial == [op.inputs[0]]
+        fits = fits and not contracted and not any(self.atoms(value) for value in (*op.inputs, *op.outputs))
+        for value in op.outputs:
+            self.states[value] = PARTIAL if fits else WHOLE
+            self.blame[value] = blame
+        if not fits:
+            self._conflict(blame, f"{op.name} in {op.place} would read a partial sum")
+
+    def _reduce(self, call: Call) -> None:
+        for key, value in call.outputs.items():
+            if self.states.get(value) == PARTIAL:
+                self.states[value] = WHOLE
+                self.solution.conversions[call.path].add(Conversion("out", key, REDUCE))
+
+    def _outputs(self) -> None:
+        root = self.graph.calls[0]
+        for key, value in root.outputs.items():
+            if self.states.get(value) == SPLIT:
+                self._conflict(self.atoms(value), f"the model returns it ({key or 'output'})")
+        for value, state in self.states.items():
+            if state == PARTIAL and not self.uses[value] and value in root.outputs.values():
+                self._conflict(self.blame.get(value, set()), "the model returns a partial sum")
+
+    # -- borders ------------------------------------------------------------------------------------------------------
+
+    def _border(self, value: Value, op: Op, others: list[Op]) -> tuple[Call, list[str]] | None:
+        """The outermost module call around ``op`` that ``value`` enters from outside and inside of which none of ``others`` reads it.
+
+        With all places where it enters: a tensor may be query, key and value at once.
+        """
+        outside = set(map(id, value.stack))
+        for call in op.stack:
+            if id(call) in outside:
+                continue
+            keys = [key for key, entered in call.inputs.items() if entered is value]
+            if keys and not any(call in other.stack for other in others):
+                return call, keys
+        return None
+
+    def _convert(self, place: tuple[Call, list[str]], kind: str, dims: tuple[Atom, ...] = ()) -> None:
+        for key in place[1]:
+            self.solution.conversions[place[0].path].add(Conversion("in", key, kind, dims))
+
+    def _place_slices(self) -> None:
+        for value, ops in self.slices.items():
+            others = [use for use in self.uses[value] if use not in ops]
+            atoms = self.atoms(value)
+            if value.origin == BUFFER and not others:
+                self.solution.sliced_buffers.add(value.name)
+                continue
+            for op in ops:
+                place = self._border(value, op, others)
+                if place is None:
+                    self._conflict(atoms, f"{op.place} makes a tensor of all {'/'.join(str(atom.size) for atom in atoms)} and reads a part")
+                    break
+                self._convert(place, SLICE, value.dims)
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def _backward(self) -> None:
+        partial: dict[Value, list[Op]] = defaultdict(list)
+        full: dict[Value, list[Op]] = defaultdict(list)
+        for event in reversed(self.graph.events):
+            if isinstance(event, Call):
+                continue
+            op = event
+            region = False
+            for value in op.outputs:
+                state = self._made(value)
+                if state == WHOLE and value.needs_grad:
+                    self._decide(value, partial[value], full[value])
+                region = region or state != WHOLE or value in self.solution.partial_gradients
+            if op.random and op.stack:
+                self.solution.random_calls[op.place].add(any(self._made(value) == SPLIT for value in op.outputs))
+            for position, value in enumerate(op.inputs):
+                if not value.needs_grad or self._made(value) != WHOLE:
+                    continue
+                later = position == op.bias and op.stack and op.stack[-1].path in self.solution.rows
+                whole = not region or later or op in self.slices.get(value, ())
+                (full if whole else partial)[value].append(op)
+        for value in self.graph.parameters.values():
+            if partial[value]:
+                self._rest(value, full[value])
+        self._finish_reductions()
+
+    def _made(self, value: Value) -> str:
+        """The state of a value; one that was partial and has been added up is whole for those who read it."""
+        return self.states.get(value, WHOLE)
+
+    def _rest(self, value: Value, full: list[Op]) -> None:
+        if self.states[value] != WHOLE:
+            return
+        if full:
+            self._conflict(set(self.solution.split), f"parameter {value.name} is read by split and by whole work")
+        else:
+            self.solution.summed.add(value.name)
+
+    def _decide(self, value: Value, partial: list[Op], full: list[Op]) -> None:
+        """Places the copies of a whole value, or lets its gradient stay partial."""
+        if not partial:
+            if full and value in self.shared_pieces:
+                self._conflict(self.blame[value], f"{full[0].place} reads a piece of a split tensor in whole work")
+            return
+        places = [self._border(value, op, full) for op in partial]
+        if value in self.shared_pieces:
+            places = [None]
+        if all(place is not None for place in places):
+            for place in places:
+                if place is not None:
+                    self._convert(place, COPY)
+        elif not full:
+            self.solution.partial_gradients.add(value)
+        else:
+            atoms = set().union(*[self.atoms(other) for op in partial for other in (*op.inputs, *op.outputs)])
+            reason = (
+                f"{partial[0].place} reads a tensor in split work ({partial[0].name}) and in whole work ({full[0].name} in {full[0].place})"
+            )
+            self._conflict(atoms or set(self.solution.split), reason)
+
+    def _finish_reductions(self) -> None:
+        for call in self.graph.calls:
+            for key, value in call.outputs.items():
+                conversion = Conversion("out", key, REDUCE)
+                found = self.solution.conversions.get(call.path, set())
+                if conversion in found and value in self.solution.partial_gradients:
+                    found.discard(conversion)
+                    found.add(Conversion("out", key, REDUCE_BOTH))

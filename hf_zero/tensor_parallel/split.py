@@ -1,0 +1,175 @@
+"""Splitting the model of an engine: agree on a plan, check that all ranks hold the same model, apply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.comm.collectives import Collectives, build_collectives
+from hf_zero.comm.topology import Topology, build_topology
+from hf_zero.config.read import read_config
+from hf_zero.errors import ConfigError
+from hf_zero.observe import log_rank0, warn_once
+from hf_zero.tensor_parallel.apply import apply_plan, plan_of
+from hf_zero.tensor_parallel.functions import ModelGroup
+from hf_zero.tensor_parallel.make_plan import make_plan
+from hf_zero.tensor_parallel.plan import WHOLE, TpPlan
+from hf_zero.tensor_parallel.wishes import wishes_of
+
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def requested_ranks(config: Mapping[str, Any]) -> int:
+    """``tensor_parallel.autotp_size`` of a configuration as the user gave it; 1 where it asks for none."""
+    section = config.get("tensor_parallel")
+    size = section.get("autotp_size") if isinstance(section, Mapping) else None
+    try:
+        return max(1, int(size or 1))
+    except (TypeError, ValueError):
+        return 1  # the schema says what is wrong with it
+
+
+def count_groups_once(config: dict[str, Any], topology: Topology) -> dict[str, Any]:
+    """``config`` with a ``train_batch_size`` over data-parallel ranks where it was given over all ranks.
+
+    accelerate multiplies with the number of processes; the ranks of a tensor-parallel group share their samples.
+    """
+    if topology.model is None:
+        return config
+    total, micro, accumulation = (config.get(key) for key in _BATCH_KEYS)
+    if not isinstance(total, int) or not isinstance(micro, int) or not isinstance(accumulation, (int, type(None))):
+        return config
+    steps = accumulation or 1
+    everybody = topology.world * topology.model.world
+    if total != micro * steps * topology.world and total == micro * steps * everybody:
+        return {**config, _BATCH_KEYS[0]: micro * steps * topology.world}
+    return config
+
+
+def split_model(module: nn.Module, section: Mapping[str, Any], topology: Topology, plan: TpPlan | None = None) -> nn.Module:
+    """Splits ``module`` in place over the model axis of ``topology``; collective. A module that is split already stays as it is.
+
+    Args:
+        module: Any model; every rank of the axis holds the same.
+        section: The configuration's ``tensor_parallel``.
+        topology: The engine's axes.
+        plan: What to follow; None makes one.
+
+    Raises:
+        ConfigError: The model does not divide, or is split over another number of ranks.
+    """
+    axis = topology.model
+    present = plan_of(module)
+    if present is not None and present.ranks != (axis.world if axis is not None else 1):
+        raise ConfigError(
+            f"the model is split over {present.ranks} ranks, tensor_parallel.autotp_size asks for {axis.world if axis else 1}"
+        )
+    if axis is None or axis.world == 1 or present is not None:
+        return module
+    collectives = build_collectives(axis)
+    plan = _agree(module, section, collectives, plan)
+    if not any(param.is_meta or hasattr(param, "ds_id") for param in module.parameters()):
+        equal_weights(module, collectives)
+    apply_plan(module, plan, ModelGroup(collectives))
+    equal_random_state(collectives)
+    log_rank0("%s", summary(module, plan))
+    return module
+
+
+def _agree(module: nn.Module, section: Mapping[str, Any], collectives: Collectives, plan: TpPlan | None) -> TpPlan:
+    """The plan of rank 0, on every rank; an error in making it is every rank's error."""
+    made: tuple[str, Any] = ("", None)
+    if collectives.rank == 0:
+        try:
+            if plan is None or plan.edited:
+                plan = make_plan(module, collectives.world, wishes=wishes_of(section, plan, module))
+            made = ("plan", plan.to_dict())
+        except ConfigError as error:
+            made = ("error", str(error))
+    kind, content = collectives.broadcast_object(made, 0, "tensor-parallel plan")
+    if kind == "error":
+        raise ConfigError(content)
+    return TpPlan.from_dict(content)
+
+
+def equal_weights(module: nn.Module, collectives: Collectives) -> None:
+    """Takes rank 0's parameters and buffers where the ranks of the group do not start with the same; collective."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    marks = [_mark(tensor) for tensor in tensors.values()]
+    if all(other == marks for other in collectives.gather_objects(marks, "equal weights")):
+        return
+    warn_once("the ranks of a tensor-parallel group start with different weights: rank 0's are used")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            values = tensor.detach().to(collectives.topology.device).contiguous()
+            collectives.broadcast(values, 0, name)
+            tensor.data.copy_(values)
+
+
+def _mark(tensor: torch.Tensor) -> float:
+    values = tensor.detach().reshape(-1)
+    if values.numel() == 0 or tensor.is_meta:
+        return 0.0
+    return float(values.double().sum()) if values.dtype != torch.bool else float(values.sum())
+
+
+def equal_random_state(collectives: Collectives) -> None:
+    """Gives the ranks of the group one random stream, so that dropout outside of split tensors is the same; collective."""
+    state = torch.get_rng_state()
+    device = collectives.topology.device
+    shared = state.to(device)
+    collectives.broadcast(shared, 0, "random state")
+    torch.set_rng_state(shared.cpu())
+    if device.type != "cpu":
+        module = getattr(torch, device.type)
+        shared = module.get_rng_state(device).to(device)
+        collectives.broadcast(shared, 0, "random state")
+        module.set_rng_state(shared.cpu(), device)
+
+
+def summary(module: nn.Module, plan: TpPlan) -> str:
+    """One line: ranks, how many layers are split and how, share of the weights."""
+    counts: dict[str, int] = {}
+    for entry in plan.modules.values():
+        counts[entry.split] = counts.get(entry.split, 0) + 1
+    whole = sum(_numel(entry.shape) for entry in plan.parameters.values())
+    total = (
+        sum(param.numel() for param in module.parameters()) + whole - sum(_numel(e.shape) // plan.ranks for e in plan.parameters.values())
+    )
+    kinds = ", ".join(f"{count} {split}" for split, count in sorted(counts.items()) if split != WHOLE)
+    return (
+        f"tensor parallelism over {plan.ranks} ranks: {whole / max(total, 1):.0%} of the parameters are split "
+        f"({kinds}; {counts.get(WHOLE, 0)} linear layers whole)"
+    )
+
+
+def tp_model_init(
+    model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, plan: TpPlan | None = None, **kwargs: Any
+) -> nn.Module:
+    """Splits ``model`` over groups of ``tp_size`` adjacent ranks before ``initialize``; collective. DeepSpeed's function of that name.
+
+    Args:
+        model: Any model, the same on every rank.
+        tp_size: Ranks that hold one model together.
+        dtype: Cast the parameters to this; None leaves them.
+        config: Configuration, or its ``tensor_parallel`` section.
+        plan: What to follow; None makes one.
+        **kwargs: Accepted.
+
+    Returns:
+        The same model.
+    """
+    section = read_config(config) if config is not None else {}
+    section = section.get("tensor_parallel") or section
+    split_model(model, section, build_topology(model_parallel=tp_size), plan)
+    return model.to(dtype) if dtype is not None else model
+
+
+def _numel(shape: list[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

@@ -1,0 +1,331 @@
+"""Runs a model once on tensors without values and writes down how its dimensions hang together."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from hf_zero.tensor_parallel import rules
+from hf_zero.tensor_parallel.graph import BUFFER, CONSTANT, INPUT, PARAMETER, RESULT, UNIFORM, Call, FunctionCall, Graph, Op, Value
+
+_FAKE_COUNT = 2  # how many indices ``nonzero`` finds on tensors without values
+_WHOLE_FUNCTIONS = {
+    torch.nn.functional.linear: "linear",
+    torch.nn.functional.scaled_dot_product_attention: "scaled_dot_product_attention",
+}
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` whose parameters and buffers have shapes and no values; tied parameters stay tied."""
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        memo[id(param)] = nn.Parameter(torch.empty(full_shape(param), dtype=param.dtype, device="meta"), param.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def full_shape(param: torch.Tensor) -> torch.Size:
+    """The shape of a parameter, also while ``zero.Init`` keeps it sharded."""
+    return torch.Size(getattr(param, "ds_shape", param.shape))
+
+
+def tensors_in(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in nested containers with their keys ("0", "1.mask"); other objects (caches) are not opened."""
+    if isinstance(tree, torch.Tensor):
+        yield prefix, tree
+    elif isinstance(tree, Mapping):
+        for key, item in tree.items():
+            yield from tensors_in(item, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(tree, (list, tuple)):
+        for key, item in enumerate(tree):
+            yield from tensors_in(item, f"{prefix}.{key}" if prefix else str(key))
+
+
+def argument_names(module: nn.Module) -> list[str]:
+    """Names of the positional arguments of ``module.forward``."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):
+        return []
+    return [name for name, parameter in signature.parameters.items() if parameter.kind in kinds]
+
+
+def named_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors among the arguments of a module call, under the argument's name however it was passed."""
+    names = argument_names(module) if args else []
+    for position, item in enumerate(args):
+        yield from tensors_in(item, names[position] if position < len(names) else str(position))
+    yield from tensors_in(kwargs)
+
+
+class Tracer:
+    """Builds the graph while the modes below report what runs.
+
+    Attributes:
+        graph: What has been seen.
+        opaque: Paths of norms that are taken as one operation.
+    """
+
+    def __init__(self, model: nn.Module, opaque: frozenset[str] = frozenset()) -> None:
+        self.graph = Graph(opaque=opaque)
+        self.model = model
+        self.opaque = opaque
+        self.stack: list[Call] = []
+        self.silent = 0  # inside an operation that is written down as a whole
+        self._values: dict[int, Value] = {}
+        self._alive: list[torch.Tensor] = []
+        for name, param in model.named_parameters():
+            value = self._register(param, Value(rules.fresh(param.shape), PARAMETER, (), True, param.is_floating_point(), name))
+            self.graph.parameters[name] = value
+        for name, buffer in model.named_buffers():
+            value = self._register(buffer, Value(rules.fresh(buffer.shape), BUFFER, (), False, buffer.is_floating_point(), name))
+            self.graph.buffers[name] = value
+
+    def _register(self, tensor: torch.Tensor, value: Value) -> Value:
+        self._values[id(tensor)] = value
+        self._alive.append(tensor)
+        return value
+
+    def value(self, tensor: torch.Tensor) -> Value:
+        """The value of a tensor; one that nobody has made is a constant."""
+        found = self._values.get(id(tensor))
+        if found is None or found.shape != tuple(tensor.shape):
+            found = Value(rules.fresh(tensor.shape), CONSTANT, tuple(self.stack), False, tensor.is_floating_point())
+            self._register(tensor, found)
+        return found
+
+    def input(self, tensor: torch.Tensor) -> None:
+        """Notes an argument of the model."""
+        self._register(tensor, Value(rules.fresh(tensor.shape), INPUT, (), False, tensor.is_floating_point()))
+
+    def record(self, name: str, args: Any, kwargs: dict[str, Any], outputs: list[torch.Tensor], mutates: bool, pointwise: bool) -> None:
+        """Writes down one operation."""
+        args = tree_map_only(torch.Tensor, self.value, list(args))
+        kwargs = tree_map_only(torch.Tensor, self.value, dict(kwargs))
+        shapes: list[rules.Shape] = [tuple(output.shape) for output in outputs]
+        handler = rules.HANDLERS.get(name) or (rules.pointwise if pointwise else rules.opaque)
+        rule = handler(name, args, kwargs, shapes)
+        inputs = rules.values_of([args, kwargs])
+        self._append(name, inputs, outputs, rule)
+        if mutates and inputs and outputs:
+            self._values[id(outputs[0])] = self.graph.events[-1].outputs[0]  # type: ignore[index]
+
+    def _append(self, name: str, inputs: list[Value], outputs: list[torch.Tensor], rule: rules.Rule, gathers: bool = False) -> None:
+        needs_grad = any(value.needs_grad for value in inputs) and name != "detach"
+        made = []
+        for output, dims in zip(outputs, rule.dims, strict=True):
+            floating = output.is_floating_point()
+            origin = UNIFORM if name in rules.UNIFORM_NAMES else RESULT
+            value = Value(dims, origin, tuple(self.stack), needs_grad and floating, floating)
+            made.append(self._register(output, value))
+        random = name in rules.RANDOM_NAMES
+        op = Op(name, inputs, made, tuple(self.stack), rule.partial, rule.contracted, rule.bias, random, gathers)
+        self.graph.events.append(op)
+
+    def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module call begins."""
+        call = Call(path, type(module))
+        for key, tensor in named_arguments(module, args, kwargs):
+            call.inputs[key] = self.value(tensor)
+        self.stack.append(call)
+        self.graph.calls.append(call)
+        if path in self.opaque:
+            self.silent += 1
+
+    def leave(self, path: str, output: Any) -> None:
+        """A module call ends."""
+        call = self.stack.pop()
+        tensors = list(tensors_in(output, "" if isinstance(output, torch.Tensor) else "out"))
+        if path in self.opaque:
+            self.silent -= 1
+            source = next(iter(call.inputs.values()))
+            params = [self.graph.parameters[name] for name, _ in self._own_parameters(path)]
+            self._append(f"norm {path}", [source, *params], [tensors[0][1]], rules.Rule([source.dims]), gathers=True)
+        for key, tensor in tensors:
+            call.outputs[key.removeprefix("out.")] = self.value(tensor)
+        self.graph.events.append(call)
+
+    def _own_parameters(self, path: str) -> list[tuple[str, Value]]:
+        return [(name, value) for name, value in self.graph.parameters.items() if name.startswith(f"{path}.")]
+
+
+class _Operations(TorchDispatchMode):
+    """Reports every operation of ATen, and answers those that would need values."""
+
+    def __init__(self, tracer: Tracer | None) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        args, kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
+        if "device" in kwargs and kwargs["device"] is not None:
+            kwargs["device"] = torch.device("meta")
+        result = _answer(name, func, args, kwargs)
+        tracer = self.tracer
+        if tracer is not None and not tracer.silent:
+            outputs = [tensor for _, tensor in tensors_in([result])]
+            if outputs or rules.values_of(args):
+                tracer.record(name, args, kwargs, outputs, func._schema.is_mutable, torch.Tag.pointwise in func.tags)
+        return result
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "meta" or tensor.dim() == 0:
+        return tensor
+    return torch.empty_like(tensor, device="meta")
+
+
+def _answer(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operation; made up where it depends on values."""
+    if name in ("_local_scalar_dense", "is_nonzero", "item"):
+        dtype = args[0].dtype
+        return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+    if name == "equal":
+        return True
+    if name == "nonzero":
+        return torch.empty(_FAKE_COUNT, max(args[0].dim(), 1), dtype=torch.long, device="meta")
+    if name == "_grouped_mm":
+        rows, weights = args[0], args[1]
+        shape = (rows.shape[0], weights.shape[-1]) if weights.dim() == 3 and rows.dim() == 2 else None
+        return torch.empty(shape, dtype=rows.dtype, device="meta") if shape else func(*args, **kwargs)
+    if name in ("masked_select",):
+        return torch.empty(_FAKE_COUNT, dtype=args[0].dtype, device="meta")
+    if name == "bincount":
+        return torch.empty(max(kwargs.get("minlength", 0), args[2] if len(args) > 2 else 0, 1), dtype=torch.long, device="meta")
+    if name in ("index", "index_put_", "index_put"):
+        args = (args[0], [_indices_of(index) if index is not None else None for index in args[1]], *args[2:])
+        args = (args[0], [entry for index in args[1] for entry in (index if isinstance(index, list) else [index])], *args[2:])
+        if name != "index":
+            return args[0] if name == "index_put_" else torch.empty_like(args[0])
+    return func(*args, **kwargs)
+
+
+def _indices_of(index: torch.Tensor) -> Any:
+    if index.dtype not in (torch.bool, torch.uint8):
+        return index
+    return [torch.empty(_FAKE_COUNT, dtype=torch.long, device="meta") for _ in range(index.dim())]
+
+
+class _Functions(TorchFunctionMode):
+    """Reports torch functions as the model's code calls them; some are written down as one operation."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        made_up = answer_function(func, args)
+        if made_up is not None:
+            return made_up[0]
+        tracer = self.tracer
+        name = _WHOLE_FUNCTIONS.get(func)
+        if name is not None and not tracer.silent:
+            args, kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
+            tracer.silent += 1
+            try:
+                result = func(*args, **kwargs)
+            finally:
+                tracer.silent -= 1
+            ordered = _ordered(name, args, kwargs)
+            tracer.record(name, *ordered, [result], False, False)
+        else:
+            result = func(*args, **kwargs)
+        if not tracer.silent and next(tensors_in([result]), None) is not None:
+            values = tree_map_only(torch.Tensor, tracer.value, result)
+            tracer.graph.functions.append(FunctionCall(function_name(func), values, tracer.stack[-1].path if tracer.stack else ""))
+        return result
+
+
+def function_name(func: Any) -> str:
+    """Name of a torch function, for comparing two runs."""
+    return str(getattr(func, "__name__", func))
+
+
+def answer_function(func: Any, args: Any) -> tuple[Any] | None:
+    """Results of functions that read values; None for all others."""
+    if func is torch.Tensor.tolist:
+        return (_zeros(tuple(args[0].shape)),) if args[0].device.type == "meta" else None
+    if (
+        func in (torch.Tensor.split, torch.split)
+        and isinstance(args[1], (list, tuple))
+        and not any(args[1])
+        and args[0].shape[0] >= len(args[1]) > 0
+    ):
+        return (torch.tensor_split(args[0], len(args[1])),)  # sizes that ``tolist`` has made up
+    if func in (torch.Tensor.cpu, torch.Tensor.cuda):
+        return (args[0],)
+    return None
+
+
+def _zeros(shape: tuple[int, ...]) -> Any:
+    return [_zeros(shape[1:]) for _ in range(shape[0])] if shape else 0
+
+
+def _ordered(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    names = ("input", "weight", "bias") if name == "linear" else ("query", "key", "value", "attn_mask")
+    positional = list(args) + [kwargs.get(key) for key in names[len(args) :]]
+    return positional, {}
+
+
+@contextmanager
+def watching(model: nn.Module, tracer: Tracer) -> Iterator[None]:
+    """Hooks on every module that report calls to ``tracer``."""
+    handles = []
+    for path, module in model.named_modules():
+
+        def before(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+            tracer.enter(path, module, args, kwargs)
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any, path: str = path) -> None:
+            tracer.leave(path, output)
+
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_hook(after, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def valueless(functions: TorchFunctionMode, tracer: Tracer | None) -> Iterator[None]:
+    """Everything inside runs on tensors without values, watched by the two modes."""
+    with torch.device("meta"), _Operations(tracer), functions:
+        yield
+
+
+Inputs = Mapping[str, torch.Tensor]
+
+
+def trace(model: nn.Module, inputs: Inputs, opaque: frozenset[str] = frozenset()) -> Graph:
+    """The graph of ``model(**inputs)``.
+
+    Args:
+        model: A ``skeleton``.
+        inputs: Tensors on the device "meta".
+        opaque: Paths of norms to take as one operation.
+
+    Raises:
+        Exception: What the model raises.
+    """
+    tracer = Tracer(model, opaque)
+    for tensor in inputs.values():
+        tracer.input(tensor)
+    with watching(model, tracer), torch.no_grad(), valueless(_Functions(tracer), tracer):
+        model(**inputs)
+    return tracer.graph

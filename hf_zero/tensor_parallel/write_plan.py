@@ -1,0 +1,159 @@
+"""From what was found out about a model to the plan that says it in plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from hf_zero.tensor_parallel import alone as lone
+from hf_zero.tensor_parallel.atoms import Atom, indices, leaves
+from hf_zero.tensor_parallel.graph import Value
+from hf_zero.tensor_parallel.infer import Findings
+from hf_zero.tensor_parallel.plan import (
+    COLUMN,
+    GATHERED,
+    INNER,
+    ROW,
+    SCATTERED,
+    VOCABULARY,
+    WHOLE,
+    Border,
+    ModulePlan,
+    Ranges,
+    SplitParameter,
+    TpPlan,
+    ranges_of,
+)
+from hf_zero.tensor_parallel.solve import COPY, GATHER, GATHER_BOTH, NORM, REDUCE, SLICE, SPLIT, is_linear
+
+_SPLITS = {lone.GATHERED: GATHERED, lone.SCATTERED: SCATTERED, lone.VOCABULARY: VOCABULARY}
+
+
+def write_plan(findings: Findings, model: nn.Module, ranks: int, source: str) -> TpPlan:
+    """The plan for ``model`` that follows from ``findings``."""
+    writer = _Writer(findings, model, ranks)
+    plan = TpPlan(ranks, source)
+    writer.together(plan)
+    writer.by_themselves(plan)
+    plan.summed = [name for name in plan.summed if name not in plan.parameters]
+    writer.rows_of_table(plan)
+    return plan
+
+
+class _Writer:
+    def __init__(self, findings: Findings, model: nn.Module, ranks: int) -> None:
+        self.findings = findings
+        self.solution = findings.solution
+        self.modules = dict(model.named_modules())
+        self.ranks = ranks
+        self.names = {id(param): name for name, param in model.named_parameters()}
+
+    def divide(self, dims: Sequence[Atom]) -> tuple[int, Ranges] | None:
+        """Which of ``dims`` is split, and each rank's ranges of it."""
+        for dim, atom in enumerate(dims):
+            split = [leaf for leaf in leaves(atom) if leaf in self.solution.split]
+            if split:
+                shares = [dict.fromkeys(split, (rank, self.ranks)) for rank in range(self.ranks)]
+                return dim, [ranges_of(indices(atom, share)) for share in shares]
+        return None
+
+    def together(self, plan: TpPlan) -> None:
+        """What is split along the model's data flow."""
+        graph, solution = self.findings.graph, self.solution
+        for name, value in graph.parameters.items():
+            if solution.states.get(value) == SPLIT:
+                plan.parameters[name] = self._parameter(value)
+        for name in sorted(solution.sliced_buffers):
+            plan.buffers[name] = self._parameter(graph.buffers[name])
+        plan.summed = sorted(solution.summed)
+        plan.rows = sorted(solution.rows)
+        plan.attributes = {path: dict(found) for path, found in sorted(self.findings.attributes.items())}
+        for path, found in solution.conversions.items():
+            for item in sorted(found, key=lambda item: (item.side, item.key, item.kind)):
+                border = Border(item.side, item.key, item.kind)
+                if item.kind in (SLICE, NORM):
+                    divided = self.divide(item.dims)
+                    if divided is None:
+                        continue
+                    border.dim, border.ranges = divided[0] - len(item.dims), divided[1]
+                    border.full = item.dims[divided[0]].size
+                plan.borders.setdefault(path, []).append(border)
+        plan.random = sorted(path for path, kinds in solution.random_calls.items() if kinds == {True})
+        for path, kinds in solution.random_calls.items():
+            if len(kinds) == 2:
+                plan.notes.append(f"{path}: draws random numbers for split and for whole tensors; the ranks draw the same for both")
+
+    def _parameter(self, value: Value) -> SplitParameter:
+        divided = self.divide(value.dims)
+        if divided is None:
+            raise AssertionError(f"{value.name} is not split")
+        dim, ranges = divided
+        everywhere = set(range(value.dims[dim].size))
+        for part in ranges:
+            everywhere &= {index for start, stop in part for index in range(start, stop)}
+        shared: list[int] = []
+        offset = 0
+        for start, stop in ranges[0]:
+            shared.extend(offset + index - start for index in range(start, stop) if index in everywhere)
+            offset += stop - start
+        return SplitParameter(list(value.shape), dim, ranges, ranges_of(shared))
+
+    def by_themselves(self, plan: TpPlan) -> None:
+        """Layers that are split alone."""
+        for path, layer in self.findings.alone.items():
+            module = self.modules[path]
+            conv1d = type(module).__name__ == "Conv1D"
+            weight = module.weight
+            dim = int((layer.how == lone.SCATTERED) != conv1d)
+            width = layer.size // self.ranks
+            ranges: Ranges = [[(rank * width, (rank + 1) * width)] for rank in range(self.ranks)]
+            plan.parameters[self.names[id(weight)]] = SplitParameter(list(weight.shape), dim, ranges)  # type: ignore[arg-type]
+            bias = getattr(module, "bias", None)
+            if bias is not None and layer.how == lone.GATHERED:
+                plan.parameters[self.names[id(bias)]] = SplitParameter([layer.size], 0, ranges)
+            borders = plan.borders.setdefault(path, [])
+            if layer.how == lone.GATHERED:
+                if not layer.partial:
+                    borders.append(Border("in", "", COPY))
+                borders.append(Border("out", "", GATHER_BOTH if layer.partial else GATHER, -1, ranges, layer.size))
+            elif layer.how == lone.SCATTERED:
+                borders.append(Border("in", "", SLICE, -1, ranges, layer.size))
+                borders.append(Border("out", "", REDUCE))
+                plan.rows.append(path)
+            else:
+                borders.append(Border("in", "", "vocabulary both" if layer.partial else "vocabulary", 0, ranges, layer.size))
+
+    def rows_of_table(self, plan: TpPlan) -> None:
+        """How each linear, embedding or otherwise divided module is split, and why."""
+        owners: dict[str, str] = {}
+        for path, module in self.modules.items():
+            for name, param in module.named_parameters(recurse=False):
+                full = self.names[id(param)]
+                if full in plan.parameters or (name == "weight" and is_linear(type(module))):
+                    owners.setdefault(path, full if full in plan.parameters else "")
+        for path, name in owners.items():
+            plan.modules[path] = self._row(plan, path, name)
+
+    def _row(self, plan: TpPlan, path: str, name: str) -> ModulePlan:
+        if path in self.findings.alone:
+            layer = self.findings.alone[path]
+            why = "the tokens are whole on every rank" if layer.how == lone.VOCABULARY else self._why_alone(path)
+            return ModulePlan(_SPLITS[layer.how], why)
+        module = self.modules[path]
+        if not is_linear(type(module)) or not name:
+            if name:
+                return ModulePlan(INNER, f"{name.rpartition('.')[2]} has a value for each part of a split dimension")
+            return ModulePlan(WHOLE, self.findings.reasons.get(path, "its output is needed whole"))
+        entry = plan.parameters[name]
+        weight_in = 0 if type(module).__name__ == "Conv1D" else 1
+        if entry.dim == weight_in:
+            return ModulePlan(ROW, "sums over a split dimension")
+        fused = "" if len(entry.ranges[0]) == 1 else f", {len(entry.ranges[0])} ranges each"
+        return ModulePlan(COLUMN, f"its outputs are worked on part by part{fused}")
+
+    def _why_alone(self, path: str) -> str:
+        module = self.modules[path]
+        outputs = self.findings.graph.parameters[self.names[id(module.weight)]].dims[int(type(module).__name__ == "Conv1D")]
+        reasons = list(dict.fromkeys(leaf.blocked for leaf in leaves(outputs) if leaf.blocked))
+        return reasons[0] if reasons else "nothing splits with it"
