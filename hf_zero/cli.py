@@ -1,6 +1,8 @@
-"""The `hf-zero` command: `explain` a configuration, `launch` ranks, `report` the environment. Arguments and printing, no logic.
+"""The `hf-zero` command: `explain` a configuration, `launch` ranks, `convert` a checkpoint, `report` the environment.
 
-Exit codes: 0 all is well, 1 the configuration (or model) has a fault, 2 the command line is wrong.
+Arguments and printing, no logic.
+
+Exit codes: 0 all is well, 1 the configuration (model, checkpoint) has a fault, 2 the command line is wrong.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.errors import HfZeroError
@@ -58,9 +61,30 @@ def _parser() -> argparse.ArgumentParser:
     launch = commands.add_parser("launch", help="start a script on several ranks, with the flags of DeepSpeed's launcher")
     add_arguments(launch)
     launch.set_defaults(run=start)
+    _add_convert(commands)
     report = commands.add_parser("report", help="versions, devices and variables, to paste into a bug report")
     report.set_defaults(run=_report)
     return parser
+
+
+def _add_convert(commands: Any) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="checkpoints of DeepSpeed, torch.distributed.checkpoint and models of Hugging Face to ours, and ours to those of the last two",
+    )
+    convert.add_argument("source", type=Path, help="folder of checkpoints or of one of them, or of a model; what it is shows by its files")
+    convert.add_argument("target", type=Path, help="folder to write")
+    convert.add_argument(
+        "--to",
+        choices=("hf_zero", "hf", "dcp"),
+        help="a checkpoint of ours, a Hugging Face model, or torch.distributed.checkpoint (default: hf from ours, hf_zero from others)",
+    )
+    convert.add_argument("--tag", help="name of the checkpoint in the source, and of the one that is written (default: what latest names)")
+    convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="type of weights with --to hf (default fp32)")
+    convert.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="size of one file with --to hf (default 5GB)")
+    convert.add_argument("--trust-pickle", action="store_true", help="open pickles; tensors and plain values are taken, nothing is run")
+    convert.add_argument("--quiet", action="store_true", help="no progress bar")
+    convert.set_defaults(run=_convert)
 
 
 _SOURCE_HELP = 'value of a training argument that "auto" stands for, such as learning_rate=3e-5; may be given several times'
@@ -81,6 +105,32 @@ def _source(text: str) -> tuple[str, Any]:
         return name.strip(), json.loads(value)
     except json.JSONDecodeError:
         return name.strip(), value
+
+
+def _size(text: str) -> int:
+    from hf_zero.checkpoint.convert.run import bytes_of
+
+    try:
+        return bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from hf_zero.checkpoint.convert.run import Conversion, convert
+
+    wanted = Conversion(
+        source=options.source,
+        target=options.target,
+        to=options.to,
+        tag=options.tag,
+        dtype=options.dtype,
+        max_shard_bytes=options.max_shard_size,
+        trust_pickle=options.trust_pickle,
+        quiet=options.quiet,
+    )
+    print(convert(wanted))
+    return 0
 
 
 def _explain(options: argparse.Namespace) -> int:

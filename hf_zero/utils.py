@@ -1,5 +1,6 @@
 """The public helpers that ``deepspeed.utils`` has."""
 
+from hf_zero.checkpoint.folders import newest_trainer_checkpoint
 from hf_zero.engine.full_values import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -26,6 +27,7 @@ from hf_zero.sharding.leaf_modules import (
 __all__ = [
     "get_z3_leaf_modules",
     "logger",
+    "newest_trainer_checkpoint",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",

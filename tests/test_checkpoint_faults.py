@@ -66,13 +66,14 @@ def _reshape_parameter(data: dict[str, Any]) -> None:
 
 
 MASTER = "master-00001-of-00002.safetensors"
+BUFFERS = "module-00001-of-00002.safetensors"
 MOMENT = "optimizer.exp_avg-00001-of-00002.safetensors"
 # name -> (what happens to the folder global_step2, what the message must contain)
 DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "flipped bit in one rank's master": (lambda folder: _flip(folder / MASTER, -1), (MASTER, "damaged", "(rank 1)")),
     "flipped bit in a moment": (lambda folder: _flip(folder / MOMENT, -400), (MOMENT, "damaged")),
     "flipped bit in a header": (lambda folder: _flip(folder / MOMENT, 12), (MOMENT, "header")),
-    "flipped bit in buffers": (lambda folder: _flip(folder / "module.safetensors", -1), ("module.safetensors", "damaged")),
+    "flipped bit in buffers": (lambda folder: _flip(folder / BUFFERS, -1), (BUFFERS, "damaged")),
     "flipped bit in the index": (lambda folder: _flip(folder / "index.json", 300), ("index.json", "damaged")),
     "truncated": (lambda folder: os.truncate(folder / MASTER, 500), (MASTER, "500 bytes", "truncated")),
     "missing file": (lambda folder: (folder / MOMENT).unlink(), (MOMENT, "is missing")),
@@ -95,11 +96,26 @@ def test_damage_is_named_alike_on_every_rank(saved: Path, tmp_path: Path, name: 
     shutil.copytree(saved, folder)
     damage, expected = DAMAGE[name]
     damage(folder / "global_step2")
-    answers = ranks.run_ranks(_error_of_load, WORLD, str(folder), {})
+    answers = ranks.run_ranks(_error_of_load, WORLD, str(folder), {"tag": "global_step2"})
     assert answers[0] == answers[1]
     assert answers[0].startswith("CheckpointError: loading")
     for part in expected:
         assert part in answers[0], (part, answers[0])
+
+
+def _load_and_name(folder: str) -> str:
+    engine = start(3, "bf16", seed=5)
+    path = engine.load_checkpoint(folder)[0]
+    engine.destroy()
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["missing marker", "missing folder"])
+def test_without_a_tag_the_newest_complete_checkpoint_is_taken(saved: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    DAMAGE[name][0](folder / "global_step2")
+    assert ranks.run_ranks(_load_and_name, WORLD, str(folder)) == [str(folder / "global_step0")] * WORLD
 
 
 def test_tag_that_does_not_exist_is_an_error(saved: Path) -> None:
@@ -160,7 +176,7 @@ def _disk_full(folder: str, failing_rank: int, stage: int) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize(("failing_rank", "stage"), [(0, 0), (0, 3), (1, 3)])
+@pytest.mark.parametrize(("failing_rank", "stage"), [(0, 0), (1, 0), (0, 3), (1, 3)])
 def test_full_disk_is_named_on_every_rank_and_the_former_checkpoint_stays(tmp_path: Path, failing_rank: int, stage: int) -> None:
     answers = ranks.run_ranks(_disk_full, WORLD, str(tmp_path), failing_rank, stage)
     assert answers[0] == answers[1]

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,8 @@ from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.catalog import Catalog
 from hf_zero.checkpoint.element_types import DTYPES
 from hf_zero.checkpoint.format import CHUNK_BYTES, FileRecord, Index, ParamRecord, TensorRecord, UnitRecord, shard_file
-from hf_zero.checkpoint.tensor_file import Copy, Entry, RangeReader, whole, write_tensor_file
+from hf_zero.checkpoint.slices import Slice
+from hf_zero.checkpoint.tensor_file import Copy, Elsewhere, Entry, RangeReader, cut, whole, write_tensor_file
 from hf_zero.errors import CheckpointError
 from hf_zero.sharding.layout import build_layout
 
@@ -68,7 +73,7 @@ def test_ranges_come_back_across_chunks_and_windows(tmp_path: Path) -> None:
     before = reader.bytes_read
     targets = [torch.empty(50) for _ in range(100)]
     reader.read([Copy("f", "u", 100 * index, target) for index, target in enumerate(targets)])  # all in the first chunk
-    assert reader.bytes_read - before == CHUNK_BYTES + record.header_nbytes
+    assert reader.bytes_read - before == CHUNK_BYTES  # the header was verified before
     assert all(torch.equal(target, values[100 * index : 100 * index + 50]) for index, target in enumerate(targets))
     with pytest.raises(CheckpointError, match=f"{numel - 1} to {numel + 1}"):
         reader.read([Copy("f", "u", numel - 1, torch.empty(2))])
@@ -119,64 +124,148 @@ def test_write_refuses_an_existing_file_and_two_tensors_of_one_name(tmp_path: Pa
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[list[tuple[str, torch.Size]], tuple[int, int]]:
-    shapes = draw(st.lists(st.lists(st.integers(0, 7), max_size=2), min_size=1, max_size=6))
-    return [(f"p{position}", torch.Size(shape)) for position, shape in enumerate(shapes)], (
-        draw(st.integers(1, 9)),
-        draw(st.integers(1, 9)),
+def layouts(draw: st.DrawFn) -> tuple[list[tuple[str, torch.Size]], tuple[int, int], tuple[int, int]]:
+    """Parameters, data-parallel ranks before and after, tensor-parallel ranks before and after."""
+    shapes = draw(st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=6))
+    worlds = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    return (
+        [(f"p{position}", torch.Size(shape)) for position, shape in enumerate(shapes)],
+        worlds,
+        (
+            draw(st.integers(1, 3)),
+            draw(st.integers(1, 3)),
+        ),
     )
 
 
+def divide(shape: torch.Size, world: int, random: Any) -> list[Slice]:
+    """A tensor-parallel plan: each index along one dimension belongs to one rank, in runs that are divided one by one (fused q, k, v)."""
+    if world == 1 or not shape or random.random() < 0.2:
+        return [Slice(tuple(shape))] * world  # every rank holds it
+    dim = random.randrange(len(shape))
+    ranges: list[list[tuple[int, int]]] = [[] for _ in range(world)]
+    cuts = sorted(random.randrange(shape[dim] + 1) for _ in range(random.randrange(1, 3) * world - 1))
+    for number, (start, stop) in enumerate(zip([0, *cuts], [*cuts, shape[dim]], strict=True)):
+        ranges[number % world].append((start, stop))
+    return [Slice(tuple(shape), dim, tuple(own)) for own in ranges]
+
+
 @given(layouts(), st.randoms())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_every_element_arrives_from_any_division_to_any_other(tmp_path_factory: pytest.TempPathFactory, case: Any, random: Any) -> None:
     """Numbers every element of every parameter, writes the shards of one layout, reads those of another with another order and division."""
-    params, (world_before, world_after) = case
+    params, (world_before, world_after), (tensor_before, tensor_after) = case
     folder = tmp_path_factory.mktemp("ranges")
-    before, _ = build_layout("unit", params, [random.randrange(2) for _ in params], torch.int64, world_before)
-    flat, count = torch.full((before.padded_numel,), -1), 0
-    values = {}
-    for slot in before.slots:
-        values[slot.name] = torch.arange(count, count + slot.numel)
-        flat[slot.range.start : slot.range.stop] = values[slot.name]
-        count += slot.numel
-    files = {}
-    for rank in range(world_before):
-        owned = before.shard_range(rank)
-        name = shard_file("master", rank, world_before)
-        files[name] = write_tensor_file(folder / name, [whole("unit", flat[owned.start : owned.stop])])
-    records = tuple(ParamRecord(slot.name, tuple(slot.shape), slot.offset, slot.group) for slot in before.slots)
-    catalog = Catalog(make_index(units=(UnitRecord("unit", "master", "I64", world_before, before.padded_numel, records),), files=files))
+    values, count = {}, 0
+    for name, shape in params:
+        values[name] = torch.arange(count, count + shape.numel()).view(shape)
+        count += shape.numel()
+    plan = {name: divide(shape, tensor_before, random) for name, shape in params}
+    files, units = {}, []
+    for tensor_rank in range(tensor_before):
+        local = [(name, torch.Size(plan[name][tensor_rank].local_shape)) for name, _ in params]
+        before, _ = build_layout("unit", local, [random.randrange(2) for _ in params], torch.int64, world_before)
+        flat = torch.full((before.padded_numel,), -1)
+        for slot in before.slots:
+            flat[slot.range.start : slot.range.stop] = take(values[slot.name], plan[slot.name][tensor_rank]).reshape(-1)
+        for rank in range(world_before):
+            owned = before.shard_range(rank)
+            name = shard_file("master", rank, world_before, tensor_rank, tensor_before)
+            files[name] = write_tensor_file(folder / name, [whole("unit", flat[owned.start : owned.stop])])
+        records = []
+        for slot in before.slots:
+            held = plan[slot.name][tensor_rank]
+            records.append(ParamRecord(slot.name, held.shape, slot.offset, slot.group, held.dim, held.ranges))
+        units.append(UnitRecord("unit", "master", "I64", world_before, before.padded_numel, tensor_rank, tuple(records)))
+    index = Index.from_json(make_index(units=tuple(units), files=files, tensor_world=tensor_before).to_json(), "i")
+    catalog = Catalog(index)
     reader = RangeReader(folder, files)
 
     shuffled = random.sample(params, len(params))
-    after, _ = build_layout("other", shuffled, [random.randrange(2) for _ in params], torch.int64, world_after)
-    whole_again = torch.full((after.padded_numel,), -1)
-    for rank in range(world_after):
-        owned = after.shard_range(rank)
-        shard = torch.full((after.shard_numel,), -1)
+    plan = {name: divide(shape, tensor_after, random) for name, shape in params}
+    for tensor_rank in range(tensor_after):
+        local = [(name, torch.Size(plan[name][tensor_rank].local_shape)) for name, _ in shuffled]
+        after, _ = build_layout("other", local, [random.randrange(2) for _ in params], torch.int64, world_after)
+        whole_again = torch.full((after.padded_numel,), -1)
+        for rank in range(world_after):
+            owned = after.shard_range(rank)
+            shard = torch.full((after.shard_numel,), -1)
+            for slot in after.slots:
+                part, found = slot.range.intersect(owned), catalog.find(slot.name)
+                assert found is not None
+                if part.numel:
+                    target = shard[part.start - owned.start : part.stop - owned.start]
+                    reader.read(catalog.copies(found, None, plan[slot.name][tensor_rank], part.start - slot.offset, target))
+            whole_again[owned.start : owned.stop] = shard
         for slot in after.slots:
-            part, found = slot.range.intersect(owned), catalog.find(slot.name)
-            assert found is not None
-            if part.numel:
-                target = shard[part.start - owned.start : part.stop - owned.start]
-                reader.read(catalog.copies(found, None, part.start - slot.offset, target))
-        whole_again[owned.start : owned.stop] = shard
-    for slot in after.slots:
-        assert torch.equal(whole_again[slot.range.start : slot.range.stop], values[slot.name])
-    assert (whole_again == -1).sum() == after.padded_numel - count
+            expected = take(values[slot.name], plan[slot.name][tensor_rank]).reshape(-1)
+            assert torch.equal(whole_again[slot.range.start : slot.range.stop], expected)
+        assert (whole_again == -1).sum() == after.padded_numel - sum(slot.numel for slot in after.slots)
+
+
+def take(value: torch.Tensor, held: Slice) -> torch.Tensor:
+    """What a rank holds of a tensor, the obvious way."""
+    if held.dim is None:
+        return value
+    return torch.cat(
+        [value.narrow(held.dim, start, stop - start) for start, stop in held.ranges] or [value.narrow(held.dim, 0, 0)], held.dim
+    )
+
+
+def test_slices_that_leave_a_gap_are_refused(tmp_path: Path) -> None:
+    record = ParamRecord("w", (4, 2), 0, 0, 0, ((0, 1), (2, 4)))
+    files = {shard_file("master", 0, 1): write_tensor_file(tmp_path / "master-00000-of-00001.safetensors", [whole("u", torch.ones(16))])}
+    catalog = Catalog(make_index(units=(UnitRecord("u", "master", "F32", 1, 16, 0, (record,)),), files=files))
+    found = catalog.find("w")
+    assert found is not None
+    with pytest.raises(CheckpointError, match="parameter w: the slices in the index hold 6 of its elements 0 to 8"):
+        list(catalog.copies(found, None, found.whole, 0, torch.empty(8)))
+
+
+def test_rows_outside_of_memory_are_written_and_read_in_windows(tmp_path: Path) -> None:
+    store = torch.randn(3 * 2**20, generator=torch.Generator().manual_seed(0))
+    asked = []
+
+    def read(first: int, target: torch.Tensor) -> None:
+        asked.append(target.numel())
+        target.copy_(store[first : first + target.numel()])
+
+    def write(first: int, source: torch.Tensor) -> None:
+        store[first : first + source.numel()] = source
+
+    row = Elsewhere(torch.float32, store.numel(), read, write)
+    expected = store.clone()
+    files = {"f": write_tensor_file(tmp_path / "f", [Entry("u", torch.float32, (store.numel() - 5,), (3, row[8:]))])}
+    assert max(asked) <= 2**20
+    back = RangeReader(tmp_path, files).whole("f", "u")
+    assert not back[:3].any() and torch.equal(back[3:], expected[8:])
+    store.zero_()
+    RangeReader(tmp_path, files).read([Copy("f", "u", 3, row[8:])])
+    assert torch.equal(store[8:], expected[8:]) and not store[:8].any()
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=6), st.integers(0, 30), st.integers(0, 30))
+def test_cut_gives_the_elements_of_a_range(pieces: list[tuple[int, bool]], start: int, length: int) -> None:
+    rows: list[Any] = [count if zeros else torch.arange(1, count + 1) for count, zeros in pieces]
+    flat = _joined([*rows, 70])
+    assert torch.equal(_joined(list(cut(rows, start, start + length))), flat[start : start + length])
+
+
+def _joined(rows: list[Any]) -> torch.Tensor:
+    whole_rows = [torch.zeros(row, dtype=torch.int64) if isinstance(row, int) else row for row in rows]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *whole_rows])
 
 
 # -- index ------------------------------------------------------------------------------------------------------------------
 
 
 def make_index(**changes: Any) -> Index:
-    empty = Index("0", "t", 1, 0, CHUNK_BYTES, (), (), (), {}, {}, (), None, None, {}, {}, {}, {})
+    empty = Index("0", "t", 1, 1, 0, CHUNK_BYTES, (), (), {}, {}, {}, (), None, None, {}, {}, {}, {})
     return replace(empty, **changes)
 
 
 def sample_index() -> dict[str, Any]:
-    unit = UnitRecord("u", "master", "F32", 2, 64, (ParamRecord("w", (4, 8), 0, 0),))
+    unit = UnitRecord("u", "master", "F32", 2, 64, 0, (ParamRecord("w", (4, 8), 0, 0),))
     record = FileRecord(356, 100, "00000000", {"u": TensorRecord("F32", (64,), 100, 256, "0" * 8)})
     data: dict[str, Any] = json.loads(make_index(units=(unit,), files={"master-00000-of-00002.safetensors": record}).to_json())
     return data
@@ -204,7 +293,7 @@ def _set(path: tuple[Any, ...], value: Any) -> Any:
 FILE = "master-00000-of-00002.safetensors"
 TENSOR = ("files", FILE, "tensors", "u")
 BROKEN = [
-    (("version",), 2, "format version 2"),
+    (("version",), 3, "format version 3"),
     (("format",), "other", '"format" must be'),
     (("units",), ..., "key 'units' is missing"),
     (("units",), {}, "units is {}, expected a list"),
@@ -214,7 +303,11 @@ BROKEN = [
     (("units", 0, "padded_numel"), True, "padded_numel is True, expected int"),
     (("units", 0, "params", 0, "offset"), -1, "parameter w lies outside"),
     (("units", 0, "params", 0, "offset"), 33, "parameter w lies outside"),
-    (("units", 0, "params", 0, "shape"), [-1, -32], "parameter w lies outside"),
+    (("units", 0, "params", 0, "shape"), [-1, -32], "parameter w has shape [-1, -32]"),
+    (("units", 0, "params", 0, "dim"), 2, "dim 2 of shape [4, 8] does not exist"),
+    (("units", 0, "params", 0, "ranges"), [[0, 1]], "has ranges ((0, 1),) and no dim"),
+    (("units", 0, "tensor_rank"), 1, "tensor rank 1 of 1 does not exist"),
+    (("loose",), [{"name": "b", "file": "f", "shape": [2], "dim": 0, "ranges": [[0, 3]]}], "do not lie inside dimension 0"),
     ((*TENSOR, "offset"), 0, "lie outside a file of 356"),
     ((*TENSOR, "offset"), 101, "lie outside a file of 356"),
     ((*TENSOR, "nbytes"), 252, "252 bytes do not fit shape"),
@@ -256,15 +349,106 @@ def test_tags_that_name_no_folder_are_refused(tag: str) -> None:
 
 
 def test_incomplete_folder_is_named_with_the_newest_complete_one(tmp_path: Path) -> None:
-    for number, tag in enumerate(("global_step1", "global_step2")):
-        os.utime(_seal(tmp_path, tag) / "complete", ns=(number, number))
-    (tmp_path / "global_step2" / "complete").unlink()
+    for tag in ("global_step1", "global_step2", "global_step10"):
+        _seal(tmp_path, tag)
+    (tmp_path / "global_step10" / "complete").unlink()
     folders.begin(tmp_path, "global_step3")  # killed while it was written
-    for tag, problem in (("global_step2", "is incomplete"), ("global_step3", "there is no checkpoint folder")):
-        with pytest.raises(CheckpointError, match=f"{problem}.*newest complete one is 'global_step1'"):
+    for tag, problem in (
+        ("global_step10", "is incomplete"),
+        ("global_step3", "there is no checkpoint folder"),
+        ("global_step7", "no checkpoint"),
+    ):
+        with pytest.raises(CheckpointError, match=f"{problem}.*newest complete one is 'global_step2'"):
             folders.find(tmp_path, tag)
     with pytest.raises(CheckpointError, match="no other is complete"):
         folders.find(tmp_path / "absent", "t")
+
+
+def test_newest_is_by_number_else_by_time(tmp_path: Path) -> None:
+    for number, tag in enumerate(("global_step10", "global_step9")):
+        os.utime(_seal(tmp_path, tag) / "complete", ns=(number, number))
+    assert folders.newest_complete(tmp_path) == tmp_path / "global_step10"
+    os.utime(_seal(tmp_path, "best") / "complete", ns=(5, 5))
+    assert folders.newest_complete(tmp_path) == tmp_path / "best"
+
+
+def test_latest_that_names_nothing_complete_gives_way_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert folders.find_latest(tmp_path) is None and folders.find_latest(tmp_path / "absent") is None
+    folders.begin(tmp_path, "global_step1")  # killed: nothing was ever saved
+    assert folders.find_latest(tmp_path) is None
+    folders.write_text(tmp_path / "latest", "global_step4")
+    with pytest.raises(CheckpointError, match="no checkpoint folder .*global_step4; no other is complete there"):
+        folders.find_latest(tmp_path)
+    (tmp_path / "latest").unlink()
+    _seal(tmp_path, "global_step1")  # killed before ``latest``
+    with caplog.at_level("WARNING", "hf_zero"), _propagating():
+        assert folders.find_latest(tmp_path) == tmp_path / "global_step1"
+        folders.write_text(tmp_path / "latest", "global_step4")
+        assert folders.find_latest(tmp_path) == tmp_path / "global_step1"
+    assert "no file 'latest'" in caplog.text and "'latest' names 'global_step4': there is no checkpoint folder" in caplog.text
+    folders.write_text(tmp_path / "latest", "global_step1")
+    assert folders.find_latest(tmp_path) == tmp_path / "global_step1"
+
+
+@contextmanager
+def _propagating() -> Iterator[None]:
+    """The package's logger keeps its records to itself; pytest listens at the root."""
+    from hf_zero.observe import logger
+
+    before, logger.propagate = logger.propagate, True
+    try:
+        yield
+    finally:
+        logger.propagate = before
+
+
+def test_folders_of_killed_saves_are_removed_and_those_of_running_ones_stay(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", "pass"])
+    dead.wait()
+    for tag, writer in {
+        "mine": folders.Process.own(),
+        "dead": replace(folders.Process.own(), pid=dead.pid),
+        "far": folders.Process("x", 1),
+    }.items():
+        (folders.begin(tmp_path, tag) / "writer.json").write_text(json.dumps(writer.as_json()))
+    old = folders.begin(tmp_path, "old") / "writer.json"
+    old.write_text("{}")
+    for path in (old, old.parent):
+        os.utime(path, (0, 0))
+    folders.begin(tmp_path, "next")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".far.part", ".mine.part", ".next.part"]
+
+
+def test_the_newest_whole_checkpoint_of_a_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from hf_zero.utils import newest_trainer_checkpoint
+
+    assert newest_trainer_checkpoint(tmp_path / "absent") is None
+    for number in (9, 10, 11, 12, 13):
+        folder = tmp_path / f"checkpoint-{number}"
+        _seal(folder, f"global_step{number}")
+        (folder / "latest").write_text(f"global_step{number}")
+        (folder / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-13" / "trainer_state.json").unlink()
+    (tmp_path / "checkpoint-12" / "trainer_state.json").write_text('{"glo')
+    os.rename(tmp_path / "checkpoint-11" / "global_step11", tmp_path / "checkpoint-11" / ".global_step11.part")
+    (tmp_path / "checkpoint-11" / "latest").unlink()
+    with caplog.at_level("WARNING", "hf_zero"), _propagating():
+        assert newest_trainer_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    assert "checkpoint-13, checkpoint-12, checkpoint-11 in" in caplog.text
+    (tmp_path / "checkpoint-20").mkdir()
+    (tmp_path / "checkpoint-20" / "trainer_state.json").write_text("{}")  # of a run without the engine
+    assert newest_trainer_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "corpus.txt").write_text("precious")
+    with pytest.raises(CheckpointError, match="data exists and is no checkpoint of ours"):
+        folders.begin(tmp_path, "data")
+    broken = _seal(tmp_path, "t")
+    (broken / "index.json").unlink()
+    _seal(tmp_path, "t")
+    assert folders.is_complete(tmp_path / "t")
 
 
 def test_killed_between_the_renames_the_former_checkpoint_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,18 +34,24 @@ CLIENT_STATE = {
 }
 
 
-def _client_state(folder: str) -> dict[str, Any]:
+def _client_state(folder: str, save: bool) -> dict[str, Any]:
     engine = start(2)
-    mine = CLIENT_STATE if ranks.rank() == 0 else {"other": ranks.rank()}  # rank 0's is saved
-    engine.save_checkpoint(folder, "pytorch_model", mine)
+    if save:
+        # Random states, say, are a rank's own; what is equal to rank 0's is stored once.
+        own = {1: {"other": torch.tensor([1, 2]), "rank": 1}, 2: {"other": torch.tensor([1, 3]), "rank": 1}}
+        engine.save_checkpoint(folder, "pytorch_model", own.get(ranks.rank(), CLIENT_STATE))
     path, state = engine.load_checkpoint(folder, "pytorch_model")
     engine.destroy()
     assert path == str(Path(folder) / "pytorch_model")
     return state
 
 
-def test_client_state_comes_back_with_its_types(tmp_path: Path) -> None:
-    for state in ranks.run_ranks(_client_state, 2, str(tmp_path)):
+def test_client_state_comes_back_with_its_types_on_the_rank_that_gave_it(tmp_path: Path) -> None:
+    first, second, third = ranks.run_ranks(_client_state, 3, str(tmp_path), True)
+    assert second["other"].tolist() == [1, 2] and third["other"].tolist() == [1, 3]
+    again, other = ranks.run_ranks(_client_state, 2, str(tmp_path), False)
+    assert other["other"].tolist() == [1, 2]
+    for state in (first, again, ranks.run_ranks(_client_state, 4, str(tmp_path), False)[3]):  # a rank that there was not: rank 0's
         assert list(state) == list(CLIENT_STATE)
         for key, expected in CLIENT_STATE.items():
             assert type(state[key]) is type(expected), key
@@ -147,7 +153,7 @@ def _without_frozen(folder: str, stage: int) -> None:
     engine.destroy()
     index = json.loads((Path(folder) / "global_step0" / "index.json").read_text())
     assert sorted(index["excluded"]) == ["frozen.weight", "table"]
-    stored = {param["name"] for unit in index["units"] for param in unit["params"]} | set(index["module_params"])
+    stored = {param["name"] for unit in index["units"] for param in unit["params"]} | {loose["name"] for loose in index["loose"]}
     assert not stored & set(index["excluded"])
     for strict in (False, True):
         engine = start(stage, "bf16", seed=5)

@@ -78,7 +78,15 @@ def _load_at_all_stages(folder: str, dtype: str, expected: dict[str, Any]) -> li
     return wrong
 
 
-@pytest.mark.parametrize("world", [(2, 1), (2, 3), (3, 2), (1, 2)], ids=lambda world: f"{world[0]}to{world[1]}")
+def _worlds() -> list[Any]:
+    quick = [(2, 1), (2, 3), (3, 2), (1, 2)]
+    slow = [(before, after) for before in (1, 2, 3, 4, 8) for after in (1, 2, 3, 4, 8) if (before, after) not in quick]
+    return [pytest.param(world, id=f"{world[0]}to{world[1]}") for world in quick] + [
+        pytest.param(world, id=f"{world[0]}to{world[1]}", marks=pytest.mark.slow) for world in slow
+    ]
+
+
+@pytest.mark.parametrize("world", _worlds())
 @pytest.mark.parametrize("stage", STAGES)
 def test_full_state_at_every_other_stage_and_number_of_ranks(tmp_path: Path, stage: int, world: tuple[int, int]) -> None:
     expected = ranks.run_ranks(_save, world[0], str(tmp_path), stage, "bf16")[0]
@@ -142,8 +150,80 @@ def _bytes_read(folder: str, world_before: int) -> tuple[int, int]:
     return loaded.bytes_read, share
 
 
+def _memory_of_a_save(folder: str, stage: int) -> tuple[int, int]:
+    import hf_zero
+    from tests.memory import peak_growth
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
+    extra = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=extra)[0]
+    engine.backward(engine(torch.ones(1, 1024, dtype=torch.bfloat16)).float().sum())
+    engine.step()
+    engine.save_checkpoint(folder, "warm")
+    grown = peak_growth(lambda: engine.save_checkpoint(folder, "t"))
+    state = sum(3 * unit.master.nbytes for unit in engine.units)
+    engine.destroy()
+    return grown, state
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc/self/status")
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_save_takes_little_memory(tmp_path: Path, stage: int) -> None:
+    for grown, state in ranks.run_ranks(_memory_of_a_save, 2, str(tmp_path), stage):
+        assert grown < 24 * 2**20 < state / 1.5, (grown, state)
+
+
+def _sizes_written(folder: str) -> list[int]:
+    engine = start(0, "bf16")
+    steps(engine, 0, 1, "bf16")
+    engine.save_checkpoint(folder, "t")
+    engine.destroy()
+    return sorted(path.stat().st_size for path in (Path(folder) / "t").glob("master-*"))
+
+
+def test_at_stage_0_every_rank_writes_its_part(tmp_path: Path) -> None:
+    sizes = ranks.run_ranks(_sizes_written, 3, str(tmp_path))[0]
+    assert len(sizes) == 3 and sizes[0] == sizes[2]
+
+
 def test_a_rank_reads_little_more_than_its_share(tmp_path: Path) -> None:
     for read, share in ranks.run_ranks(_bytes_read, 2, str(tmp_path), 2):
         assert share <= read <= 1.01 * share, (read, share)
     for read, share in ranks.run_ranks(_bytes_read, 3, str(tmp_path), 2):
         assert read <= 1.1 * share, (read, share)
+
+
+# -- offloaded or not ---------------------------------------------------------------------------------------------------
+
+
+def _offloaded(path: str, tier: str) -> dict[str, Any]:
+    place = {"device": tier, **({"nvme_path": path} if tier == "nvme" else {})}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": place, "offload_param": place}
+    return {"zero_optimization": zero}
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_offloaded_run_resumes(tmp_path: Path, tier: str) -> None:
+    extra = _offloaded(str(tmp_path / "swap"), tier)
+    ranks.run_ranks(_interrupted, 2, str(tmp_path / "run"), 3, "bf16", torch.optim.AdamW, extra)
+
+
+def _between_tiers(folder: str, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    engine = start(before.get("zero_optimization", {}).get("stage", 1), "bf16", **before)
+    steps(engine, 0, 2, "bf16")
+    engine.save_checkpoint(folder)
+    expected = full_state(engine)
+    engine.destroy()
+    engine = start(after.get("zero_optimization", {}).get("stage", 1), "bf16", seed=5, **after)
+    engine.load_checkpoint(folder)
+    wrong = differences(full_state(engine), expected)
+    engine.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["to a file", "from a file"])
+def test_full_state_moves_between_tiers(tmp_path: Path, turned: bool) -> None:
+    pair = [{}, {**_offloaded(str(tmp_path / "swap"), "nvme"), "checkpoint": {"writer": {"decoupled": True}}}]
+    before, after = pair[::-1] if turned else pair
+    assert ranks.run_ranks(_between_tiers, 2, str(tmp_path / "run"), before, after) == [[], []]

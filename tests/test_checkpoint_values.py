@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import json
 import math
 import pathlib
-from collections import OrderedDict, namedtuple
+import random
+import types
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from typing import Any
 
 import numpy as np
@@ -45,6 +49,16 @@ PLAIN = [
     set(),
     {1, "a", (2,)},
     frozenset({b"x"}),
+    deque([1, (2,)], maxlen=3),
+    Counter({"a": 2, 3: 1}),
+    defaultdict(list, {"x": [1]}),
+    defaultdict(None, {1: 2}),
+    argparse.Namespace(lr=0.1, betas=(0.9, 0.99)),
+    types.SimpleNamespace(a=[1]),
+    datetime.datetime(2024, 5, 1, 12, 30, 1, 5, tzinfo=datetime.timezone.utc),
+    datetime.date(2024, 5, 1),
+    datetime.time(1, 2),
+    datetime.timedelta(days=-1, microseconds=3),
     b"\x00\xff",
     bytearray(b"ab"),
     1 + 2j,
@@ -71,6 +85,63 @@ def test_value_comes_back_with_its_type(value: Any) -> None:
     assert type(back) is type(value) and back == value
     if isinstance(value, float):
         assert math.copysign(1, back) == math.copysign(1, value)
+
+
+def test_random_states_come_back() -> None:
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}  # noqa: NPY002
+    back = round_trip(states)
+    random.setstate(back["python"])
+    np.random.set_state(back["numpy"])  # noqa: NPY002
+    torch.set_rng_state(back["torch"])
+
+
+def _schedulers() -> dict[str, Any]:
+    """Every scheduler of torch, a few steps on."""
+    from torch.optim import lr_scheduler as kinds
+
+    def sgd() -> torch.optim.Optimizer:
+        return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+
+    makers: dict[str, Any] = {
+        "LambdaLR": lambda o: kinds.LambdaLR(o, lambda step: 0.5**step),
+        "MultiplicativeLR": lambda o: kinds.MultiplicativeLR(o, lambda step: 0.9),
+        "StepLR": lambda o: kinds.StepLR(o, 2),
+        "MultiStepLR": lambda o: kinds.MultiStepLR(o, [1, 3]),
+        "ConstantLR": kinds.ConstantLR,
+        "LinearLR": kinds.LinearLR,
+        "ExponentialLR": lambda o: kinds.ExponentialLR(o, 0.9),
+        "PolynomialLR": kinds.PolynomialLR,
+        "CosineAnnealingLR": lambda o: kinds.CosineAnnealingLR(o, 10),
+        "CosineAnnealingWarmRestarts": lambda o: kinds.CosineAnnealingWarmRestarts(o, 5),
+        "CyclicLR": lambda o: kinds.CyclicLR(o, 0.01, 0.1),
+        "OneCycleLR": lambda o: kinds.OneCycleLR(o, 0.1, total_steps=10),
+        "ReduceLROnPlateau": kinds.ReduceLROnPlateau,
+        "SequentialLR": lambda o: kinds.SequentialLR(o, [kinds.ConstantLR(o), kinds.ExponentialLR(o, 0.9)], [2]),
+        "ChainedScheduler": lambda o: kinds.ChainedScheduler([kinds.ConstantLR(o), kinds.ExponentialLR(o, 0.9)]),
+    }
+    return {name: (lambda make=make: make(sgd())) for name, make in makers.items()}
+
+
+@pytest.mark.parametrize("name", _schedulers())
+def test_state_of_every_scheduler_of_torch_resumes(name: str) -> None:
+    make = _schedulers()[name]
+    plateau = name == "ReduceLROnPlateau"
+    scheduler, other = make(), make()
+    nested = name in ("SequentialLR", "ChainedScheduler")
+
+    def optimizer_of(made: Any) -> Any:
+        return made._schedulers[0].optimizer if nested else made.optimizer
+
+    for _ in range(3):
+        optimizer_of(scheduler).step()
+        scheduler.step(1.0) if plateau else scheduler.step()
+    other.load_state_dict(round_trip(scheduler.state_dict()))
+    for group, mine in zip(optimizer_of(other).param_groups, optimizer_of(scheduler).param_groups, strict=True):
+        group["lr"] = mine["lr"]  # the groups are the optimizer's state
+    for made in (scheduler, other):
+        optimizer_of(made).step()
+        made.step(1.0) if plateau else made.step()
+    assert scheduler.get_last_lr() == other.get_last_lr()
 
 
 def test_nan_comes_back() -> None:
@@ -125,6 +196,7 @@ REFUSED = {
     "sparse tensor": (torch.eye(2).to_sparse(), "client_state['x']"),
     "meta tensor": (torch.empty(2, device="meta"), "client_state['x']"),
     "complex128 tensor": (torch.ones(1, dtype=torch.complex128), "client_state['x']"),
+    "factory of the caller's": (defaultdict(lambda: 1), "client_state['x']"),
     "key": ({object(): 1}, "of client_state['x']"),
     "generator": (torch.Generator(), "client_state['x']"),
 }

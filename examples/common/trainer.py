@@ -13,7 +13,6 @@ import datasets
 import torch
 import transformers
 from transformers import HfArgumentParser, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 from common.arguments import Parser
 from common.measure import count_parameters, expected_state_bytes, maximum_over_ranks, measured_state_bytes, peak_memory_bytes
@@ -110,8 +109,9 @@ def train(trainer: Trainer) -> Clock:
     trainer.add_callback(clock)
     checkpoint = trainer.args.resume_from_checkpoint
     if checkpoint == "latest":
-        folder = trainer.args.output_dir
-        checkpoint = get_last_checkpoint(folder) if Path(folder).is_dir() else None
+        # transformers' own get_last_checkpoint also takes a folder that was being written when the run was killed.
+        whole = [path.parent for path in Path(trainer.args.output_dir).glob("checkpoint-*/trainer_state.json")]
+        checkpoint = str(max(whole, key=lambda folder: int(folder.name.removeprefix("checkpoint-")))) if whole else None
     trainer.train(resume_from_checkpoint=checkpoint)
     return clock
 

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
-from hf_zero.checkpoint.format import MODULE_FILE, Index, UnitRecord, shard_file
-from hf_zero.checkpoint.tensor_file import Copy
+from hf_zero.checkpoint.format import MASTER, Index, UnitRecord, shard_file
+from hf_zero.checkpoint.slices import Slice
+from hf_zero.checkpoint.tensor_file import Copy, Row
 from hf_zero.errors import CheckpointError
 from hf_zero.sharding.layout import Range
+
+
+@dataclass(frozen=True)
+class Part:
+    """One place of a saved parameter, or of a tensor-parallel slice of it.
+
+    Attributes:
+        slice: What lies there.
+        unit: The unit that holds it; None when it is a tensor of its own.
+        offset: First element inside the unit.
+        file: The file of a tensor of its own, else empty.
+    """
+
+    slice: Slice
+    unit: UnitRecord | None
+    offset: int = 0
+    file: str = ""
 
 
 @dataclass(frozen=True)
@@ -21,21 +36,29 @@ class Located:
     Attributes:
         name: The name it is stored under.
         shape: Its full shape.
-        unit: The unit that holds it; None when it lies whole in ``module.safetensors``.
-        offset: Its first element inside the unit.
         group: Its param group; -1 when frozen.
+        parts: Where it lies; one place, or one per tensor-parallel slice.
     """
 
     name: str
     shape: tuple[int, ...]
-    unit: UnitRecord | None
-    offset: int = 0
-    group: int = -1
+    group: int
+    parts: tuple[Part, ...]
 
     @property
-    def numel(self) -> int:
-        """Elements of the whole parameter."""
-        return math.prod(self.shape)
+    def whole(self) -> Slice:
+        """All of it."""
+        return Slice(self.shape)
+
+    @property
+    def unit(self) -> UnitRecord | None:
+        """The unit that holds it (the first slice of it); None when no unit does."""
+        return self.parts[0].unit
+
+    @property
+    def trained(self) -> bool:
+        """Whether an optimizer updated it."""
+        return self.unit is not None and self.unit.kind == MASTER
 
 
 class Catalog:
@@ -43,19 +66,33 @@ class Catalog:
 
     Attributes:
         index: The checkpoint's index.
+
+    Raises:
+        CheckpointError: A parameter has two shapes, or the index names a file without it.
     """
 
     def __init__(self, index: Index) -> None:
         self.index = index
         self._params: dict[str, Located] = {}
-        whole = index.files[MODULE_FILE].tensors if MODULE_FILE in index.files else {}
-        for name in index.module_params:
-            if name not in whole:
-                raise CheckpointError(f"the index lists parameter {name} in {MODULE_FILE}, which has no such tensor")
-            self._params[name] = Located(name, whole[name].shape, None)
+        for loose in index.loose:
+            if loose.file not in index.files or loose.name not in index.files[loose.file].tensors:
+                raise CheckpointError(f"the index lists parameter {loose.name} in {loose.file}, which has no such tensor")
+            if index.files[loose.file].tensors[loose.name].shape != loose.slice.local_shape:
+                raise CheckpointError(f"parameter {loose.name} has another shape in {loose.file} than the index says")
+            self._add(loose.name, -1, Part(loose.slice, None, 0, loose.file))
         for unit in index.units:
             for param in unit.params:
-                self._params[param.name] = Located(param.name, param.shape, unit, param.offset, param.group)
+                self._add(param.name, param.group, Part(param.slice, unit, param.offset))
+
+    def _add(self, name: str, group: int, part: Part) -> None:
+        known = self._params.get(name)
+        if known is None:
+            self._params[name] = Located(name, part.slice.shape, group, (part,))
+            return
+        if known.shape != part.slice.shape:
+            raise CheckpointError(f"parameter {name} has shape {known.shape} in one place of the index and {part.slice.shape} in another")
+        if known.parts[0].slice.dim is not None:  # else one copy of a parameter that every tensor-parallel rank holds is enough
+            self._params[name] = Located(name, known.shape, known.group, (*known.parts, part))
 
     @property
     def names(self) -> set[str]:
@@ -72,37 +109,54 @@ class Catalog:
 
     def dtype(self, param: Located, kind: str | None = None) -> str | None:
         """Type of the stored elements of ``param`` in files of ``kind`` (None: its values); None when there are none."""
-        if param.unit is None:
-            return self.index.files[MODULE_FILE].tensors[param.name].dtype
-        for rank in range(param.unit.world):
-            file = self.index.files.get(shard_file(kind or param.unit.kind, rank, param.unit.world))
-            if file is not None and param.unit.name in file.tensors:
-                return file.tensors[param.unit.name].dtype
+        for part in param.parts:
+            if part.unit is None:
+                return self.index.files[part.file].tensors[param.name].dtype if kind is None else None
+            for rank in range(part.unit.world):
+                file = self.index.files.get(self._file(part.unit, kind, rank))
+                if file is not None and part.unit.name in file.tensors:
+                    return file.tensors[part.unit.name].dtype
         return None
 
-    def copies(self, param: Located, kind: str | None, start: int, target: torch.Tensor) -> Iterator[Copy]:
-        """Reads that fill ``target`` with the elements of ``param`` from ``start`` on.
+    def copies(self, param: Located, kind: str | None, wanted: Slice, start: int, target: Row) -> Iterator[Copy]:
+        """Reads that fill ``target`` with the elements of a slice of ``param`` from ``start`` on.
 
         Args:
             param: From ``find``.
             kind: ``optimizer.exp_avg`` and the like; None for the values, whichever kind of file has them.
-            start: First element inside the parameter.
-            target: (n,), of any dtype and device.
+            wanted: What this rank holds of the parameter.
+            start: First element inside ``wanted``.
+            target: (n,), of any dtype, in any place.
 
         Raises:
-            CheckpointError: The file of a shard is not in the index, or has no such unit.
+            CheckpointError: The file of a shard is not in the index, or has no such unit; or no slice holds an element.
         """
-        if not target.numel():
+        for run in wanted.runs(start, start + target.numel()):
+            found = 0
+            for part in param.parts:
+                for piece in part.slice.find(run.whole, run.whole + run.numel):
+                    begin = run.local - start + piece.whole - run.whole
+                    found += piece.numel
+                    yield from self._copies_of(param.name, part, kind, piece.local, target[begin : begin + piece.numel])
+            if found != run.numel:
+                raise CheckpointError(
+                    f"parameter {param.name}: the slices in the index hold {found} of its elements {run.whole} to {run.whole + run.numel}"
+                )
+
+    def _copies_of(self, name: str, place: Part, kind: str | None, first: int, target: Row) -> Iterator[Copy]:
+        """Reads of consecutive elements of one place."""
+        unit = place.unit
+        if unit is None:
+            yield Copy(place.file, name, first, target)
             return
-        if param.unit is None:
-            yield Copy(MODULE_FILE, param.name, start, target)
-            return
-        unit, kind = param.unit, kind or param.unit.kind
         shard_numel = unit.padded_numel // unit.world
-        wanted = Range(param.offset + start, param.offset + start + target.numel())
+        wanted = Range(place.offset + first, place.offset + first + target.numel())
         for rank in range(wanted.start // shard_numel, (wanted.stop - 1) // shard_numel + 1):
             part = wanted.intersect(Range(rank * shard_numel, (rank + 1) * shard_numel))
-            file = shard_file(kind, rank, unit.world)
+            file = self._file(unit, kind, rank)
             if file not in self.index.files or unit.name not in self.index.files[file].tensors:
-                raise CheckpointError(f"parameter {param.name}: the checkpoint lacks {file} with its part of unit {unit.name}")
+                raise CheckpointError(f"parameter {name}: the checkpoint lacks {file} with its part of unit {unit.name}")
             yield Copy(file, unit.name, part.start - rank * shard_numel, target[part.start - wanted.start : part.stop - wanted.start])
+
+    def _file(self, unit: UnitRecord, kind: str | None, rank: int) -> str:
+        return shard_file(kind or unit.kind, rank, unit.world, unit.tensor_rank, self.index.tensor_world)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 import shutil
+import socket
+import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hf_zero.checkpoint.format import INDEX_FILE, LATEST_FILE, MARKER_FILE
 from hf_zero.errors import CheckpointError
+from hf_zero.observe import logger, note
 
 SCRIPT_FILE = "zero_to_fp32.py"
+WRITER_FILE = "writer.json"  # in a hidden folder: who writes it
+_SILENT_SECONDS = 86400.0
 
 
 def check_tag(tag: str) -> str:
@@ -38,12 +47,76 @@ def _former(save_dir: Path, tag: str) -> Path:
 
 
 def begin(save_dir: Path, tag: str) -> Path:
-    """Makes the empty hidden folder that a checkpoint is written into; leftovers of a save that was killed go away."""
-    part = _part(save_dir, tag)
+    """Makes the empty hidden folder that a checkpoint is written into; what killed saves left in ``save_dir`` goes away."""
+    part, final = _part(save_dir, tag), save_dir / tag
+    if final.exists() and not is_complete(final) and not _is_ours(final):
+        raise CheckpointError(f"{final} exists and is no checkpoint of ours; choose another tag, or move it away")
     if part.exists():
         shutil.rmtree(part)
-    part.mkdir(parents=True)
+    save_dir.mkdir(parents=True, exist_ok=True)
+    for other in sorted(save_dir.glob(".*.part")):
+        if other.is_dir() and _is_abandoned(other):
+            logger.warning("%s was left by a save that did not finish; it is removed", other)
+            shutil.rmtree(other, ignore_errors=True)
+    part.mkdir()
+    (part / WRITER_FILE).write_text(json.dumps(Process.own().as_json()), encoding="utf-8")
     return part
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether an incomplete folder holds nothing but files of a checkpoint, so that it may be replaced."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else ["a file"]
+    return all(name in (INDEX_FILE, MARKER_FILE) or name.endswith(".safetensors") for name in names)
+
+
+def _is_abandoned(part: Path) -> bool:
+    """Whether nobody writes into a hidden folder any more: its writer is dead, or on another machine and silent for a day."""
+    try:
+        writer = Process.of_json(json.loads((part / WRITER_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        writer = None
+    alive = writer.is_alive() if writer is not None else None
+    if alive is None:
+        return time.time() - max(path.stat().st_mtime for path in (part, *part.iterdir())) > _SILENT_SECONDS
+    return not alive
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that takes part in a save: where it runs, and its number there."""
+
+    place: str
+    pid: int
+
+    @staticmethod
+    def own() -> Process:
+        """This process."""
+        try:
+            space = os.readlink("/proc/self/ns/pid")  # two containers of one host name count differently
+        except OSError:
+            space = ""
+        return Process(f"{socket.gethostname()} {space}", os.getpid())
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file or a message."""
+        return {"place": self.place, "pid": self.pid}
+
+    @staticmethod
+    def of_json(data: Any) -> Process:
+        """From ``as_json``."""
+        return Process(str(data["place"]), int(data["pid"]))
+
+    def is_alive(self) -> bool | None:
+        """Whether it runs; None when that cannot be told from here."""
+        if self.place != Process.own().place:
+            return None
+        try:
+            os.kill(self.pid, 0)
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+        except ProcessLookupError:
+            return False
+        except OSError:  # another user's, or no /proc here
+            return True
 
 
 def write_text(path: Path, text: str) -> None:
@@ -68,6 +141,7 @@ def sync_folder(path: Path) -> None:
 
 def seal(part: Path, index: str) -> None:
     """Writes index and marker: the folder is complete from here on."""
+    (part / WRITER_FILE).unlink(missing_ok=True)
     write_text(part / INDEX_FILE, index)
     write_text(part / MARKER_FILE, _digest(index) + "\n")
 
@@ -75,12 +149,16 @@ def seal(part: Path, index: str) -> None:
 def publish(part: Path, save_dir: Path, tag: str) -> Path:
     """Gives a sealed folder its name; a checkpoint of that name stays complete under a hidden one until then."""
     final, former = save_dir / tag, _former(save_dir, tag)
-    if final.exists():
+    if is_complete(final):
         if former.exists():
             shutil.rmtree(former)
         os.rename(final, former)
+        note("checkpoint_aside", tag)
+    elif final.exists():  # nobody can load it; what is complete may be the former one of this name
+        shutil.rmtree(final)
     os.rename(part, final)
     sync_folder(save_dir)
+    note("checkpoint_named", tag)
     if former.exists():
         shutil.rmtree(former)
     return final
@@ -114,19 +192,46 @@ def find(load_dir: Path, tag: str) -> Path:
     Raises:
         CheckpointError: There is none; names what is missing and the newest complete one.
     """
-    check_tag(tag)
-    # A save of the same tag that was killed between its two renames leaves the former checkpoint hidden.
-    for folder in (load_dir / tag, _former(load_dir, tag)):
-        if is_complete(folder):
-            return folder
-    folder = load_dir / tag
-    if not folder.is_dir():
-        problem = f"there is no checkpoint folder {folder}"
-    else:
-        problem = f"the checkpoint {folder} is incomplete: it lacks {INDEX_FILE} or {MARKER_FILE}"
+    found = _complete(load_dir, check_tag(tag))
+    if found is not None:
+        return found
     newest = newest_complete(load_dir)
     advice = f"the newest complete one is {newest.name!r}, load it with tag={newest.name!r}" if newest else "no other is complete there"
-    raise CheckpointError(f"{problem}; {advice}")
+    raise CheckpointError(f"{_problem(load_dir, tag)}; {advice}")
+
+
+def find_latest(load_dir: Path) -> Path | None:
+    """The folder that ``latest`` names; when that is not complete, the newest that is, with a warning; None when nothing was ever saved.
+
+    Raises:
+        CheckpointError: ``latest`` names no folder name, or what it names is incomplete and there is no other.
+    """
+    tag = read_latest(load_dir)
+    found = _complete(load_dir, tag) if tag is not None else None
+    if found is not None:
+        return found
+    newest = newest_complete(load_dir)
+    if newest is not None:
+        problem = f"{load_dir} has no file {LATEST_FILE!r}" if tag is None else f"{LATEST_FILE!r} names {tag!r}: {_problem(load_dir, tag)}"
+        logger.warning("%s; the newest complete checkpoint is loaded in its place: %s", problem, newest)
+        return newest
+    if tag is not None:
+        raise CheckpointError(f"{_problem(load_dir, tag)}; no other is complete there")
+    return None
+
+
+def _complete(load_dir: Path, tag: str) -> Path | None:
+    # A save of the same tag that was killed between its two renames leaves the former checkpoint hidden.
+    return next((folder for folder in (load_dir / tag, _former(load_dir, tag)) if is_complete(folder)), None)
+
+
+def _problem(load_dir: Path, tag: str) -> str:
+    folder = load_dir / tag
+    if folder.is_dir():
+        return f"the checkpoint {folder} is incomplete: it lacks {INDEX_FILE} or {MARKER_FILE}"
+    if _part(load_dir, tag).is_dir():
+        return f"there is no checkpoint folder {folder}, only {_part(load_dir, tag)}, whose save did not finish"
+    return f"there is no checkpoint folder {folder}"
 
 
 def is_complete(folder: Path) -> bool:
@@ -135,11 +240,57 @@ def is_complete(folder: Path) -> bool:
 
 
 def newest_complete(load_dir: Path) -> Path | None:
-    """The complete checkpoint in ``load_dir`` that was finished last."""
+    """The complete checkpoint in ``load_dir`` with the highest number at the end of its tag, else the one finished last."""
     if not load_dir.is_dir():
         return None
-    folders = [folder for folder in load_dir.iterdir() if not folder.name.startswith(".") and is_complete(folder)]
-    return max(folders, key=lambda folder: (folder / MARKER_FILE).stat().st_mtime_ns, default=None)
+    found: dict[str, Path] = {}
+    for folder in load_dir.iterdir():
+        former = re.fullmatch(r"\.(.+)\.former", folder.name)
+        if is_complete(folder) and (former or not folder.name.startswith(".")):
+            tag = former[1] if former else folder.name
+            if not former or tag not in found:
+                found[tag] = folder
+    numbers = {tag: re.search(r"(\d+)$", tag) for tag in found}
+    if found and all(numbers.values()) and len({re.sub(r"\d+$", "", tag) for tag in found}) == 1:
+        return found[max(found, key=lambda tag: int(numbers[tag][1]))]  # type: ignore[index]
+    return max(found.values(), key=lambda folder: (folder / MARKER_FILE).stat().st_mtime_ns, default=None)
+
+
+def newest_trainer_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
+    """The ``checkpoint-N`` of a Trainer's output folder with the highest N in which everything is there; None when there is none.
+
+    transformers' ``get_last_checkpoint`` takes the highest N, also of a folder that was being written when the run was killed. This one
+    passes those over, with a warning that names them.
+
+    Args:
+        output_dir: ``TrainingArguments.output_dir``; need not exist.
+    """
+    numbered = {}
+    for folder in Path(output_dir).glob("checkpoint-*"):
+        match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+        if match is not None and folder.is_dir():
+            numbered[int(match[1])] = folder
+    found: Path | None = None
+    incomplete = []
+    for number in sorted(numbered, reverse=True):
+        if _is_whole_trainer_checkpoint(numbered[number]):
+            found = numbered[number]
+            break
+        incomplete.append(numbered[number].name)
+    if incomplete:
+        logger.warning("%s in %s: incomplete; the newest complete checkpoint is %s", ", ".join(incomplete), output_dir, found)
+    return str(found) if found is not None else None
+
+
+def _is_whole_trainer_checkpoint(folder: Path) -> bool:
+    """Whether what Trainer writes last is there, and the engine's checkpoint if there is any sign of one."""
+    try:
+        state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        tag = read_latest(folder)
+    except (OSError, ValueError, CheckpointError):
+        return False
+    begun = [path for path in folder.iterdir() if path.name.startswith("global_step") or path.suffix == ".part"]
+    return isinstance(state, dict) and (_complete(folder, tag) is not None if tag is not None else not begun)
 
 
 def read_index(folder: Path) -> str:

@@ -1,6 +1,6 @@
-"""Format version 1 of a checkpoint folder: file names, and the JSON index as dataclasses that check what they read.
+"""Format version 2 of a checkpoint folder: file names, and the JSON index as dataclasses that check what they read.
 
-The byte-for-byte description is in ``docs/checkpoint-format.md``.
+The byte-for-byte description is in ``docs/checkpoint-format.md``; version 1 is turned into version 2 when it is read.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_type_hints
 
 from hf_zero.checkpoint.element_types import ITEM_BYTES
+from hf_zero.checkpoint.slices import Slice
 from hf_zero.errors import CheckpointError
 
 FORMAT = "hf_zero-checkpoint"
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)
 
 INDEX_FILE = "index.json"
 MARKER_FILE = "complete"  # sha256 of the index in hex; written last inside the folder
 LATEST_FILE = "latest"
-MODULE_FILE = "module.safetensors"  # what no unit holds, written by rank 0
-VALUES_FILE = "values.safetensors"  # tensors of the client state, the scheduler and the param groups
+VALUES_FILE = "values.safetensors"  # tensors of rank 0's client state, of the scheduler and of the param groups
+MODULE = "module"  # kind of the files with what no unit holds
 
 # One checksum covers this many bytes: a rank that reads a range verifies it by reading at most one chunk too much at each end.
 CHUNK_BYTES = 1 << 16
@@ -47,9 +49,15 @@ def state_kind(state: str) -> str:
     return _STATE_PREFIX + state
 
 
-def shard_file(kind: str, rank: int, world: int) -> str:
-    """Name of the file with shard ``rank`` of ``world`` of every unit."""
-    return f"{kind}-{rank:05d}-of-{world:05d}.safetensors"
+def shard_file(kind: str, rank: int, world: int, tensor_rank: int = 0, tensor_world: int = 1) -> str:
+    """Name of the file with shard ``rank`` of ``world`` of every unit, of one of ``tensor_world`` tensor-parallel ranks."""
+    part = f".tensor-{tensor_rank:05d}-of-{tensor_world:05d}" if tensor_world > 1 else ""
+    return f"{kind}-{rank:05d}-of-{world:05d}{part}.safetensors"
+
+
+def values_file(rank: int) -> str:
+    """Name of the file with the tensors of ``rank``'s client state."""
+    return VALUES_FILE if rank == 0 else f"values-{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -101,17 +109,44 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class ParamRecord:
-    """One parameter inside a unit: name, full shape, first element, and param group (-1: frozen)."""
+    """One parameter, or a tensor-parallel rank's slice of one, inside a unit.
+
+    Attributes:
+        name: Its dotted name.
+        shape: Its full shape.
+        offset: First element inside the unit.
+        group: Param group; -1 when frozen.
+        dim: Dimension along which it is sliced; None when the unit holds all of it.
+        ranges: [start, stop) along ``dim``, in the order in which they lie in the unit.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
     group: int
+    dim: int | None = None
+    ranges: tuple[tuple[int, ...], ...] = ()
 
     @property
-    def numel(self) -> int:
-        """Elements of the whole parameter."""
-        return math.prod(self.shape)
+    def slice(self) -> Slice:
+        """The part of the parameter that the unit holds."""
+        return Slice(self.shape, self.dim, tuple((pair[0], pair[1]) for pair in self.ranges))
+
+
+@dataclass(frozen=True)
+class LooseRecord:
+    """A parameter, or a slice of one, that no unit holds: a tensor of its own in ``file``."""
+
+    name: str
+    file: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    ranges: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def slice(self) -> Slice:
+        """The part of the parameter that the file holds."""
+        return Slice(self.shape, self.dim, tuple((pair[0], pair[1]) for pair in self.ranges))
 
 
 @dataclass(frozen=True)
@@ -124,6 +159,7 @@ class UnitRecord:
         dtype: Type of the parameters in training, as safetensors names it.
         world: Number of shards.
         padded_numel: Elements of the whole buffer.
+        tensor_rank: Which tensor-parallel rank's; each has units of the same names with its slices.
         params: What lies in it.
     """
 
@@ -132,6 +168,7 @@ class UnitRecord:
     dtype: str
     world: int
     padded_numel: int
+    tensor_rank: int
     params: tuple[ParamRecord, ...]
 
     def check(self) -> None:
@@ -142,8 +179,23 @@ class UnitRecord:
         if self.world < 1 or self.padded_numel < 0 or self.padded_numel % self.world:
             raise CheckpointError(f"{where}: {self.padded_numel} elements cannot be cut into {self.world} equal shards")
         for param in self.params:
-            if param.offset < 0 or any(size < 0 for size in param.shape) or param.offset + param.numel > self.padded_numel:
+            check_slice(f"{where}: parameter {param.name}", param)
+            if param.offset < 0 or param.offset + param.slice.numel > self.padded_numel:
                 raise CheckpointError(f"{where}: parameter {param.name} lies outside its {self.padded_numel} elements")
+
+
+def check_slice(where: str, record: ParamRecord | LooseRecord) -> None:
+    """Refuses shapes and ranges that contradict each other."""
+    if any(size < 0 for size in record.shape):
+        raise CheckpointError(f"{where} has shape {list(record.shape)}")
+    if record.dim is None:
+        if record.ranges:
+            raise CheckpointError(f"{where} has ranges {_shown(record.ranges)} and no dim")
+        return
+    if not 0 <= record.dim < len(record.shape):
+        raise CheckpointError(f"{where}: dim {record.dim} of shape {list(record.shape)} does not exist")
+    if any(len(pair) != 2 or not 0 <= pair[0] <= pair[1] <= record.shape[record.dim] for pair in record.ranges):
+        raise CheckpointError(f"{where}: ranges {_shown(record.ranges)} do not lie inside dimension {record.dim} of {list(record.shape)}")
 
 
 @dataclass(frozen=True)
@@ -181,11 +233,12 @@ class Index:
         library: Version of hf_zero that wrote it.
         tag: Name under which it was saved.
         world: Number of ranks that wrote it.
+        tensor_world: Number of tensor-parallel slices among them.
         stage: ZeRO stage that wrote it.
         chunk_bytes: Bytes per checksum.
         units: The flat buffers.
-        module_params: Parameters in ``module.safetensors``: whole, in no unit.
-        buffers: Buffers in ``module.safetensors``.
+        loose: Parameters that no unit holds.
+        buffers: Buffer -> the file that holds it.
         extra_state: What modules return from ``get_extra_state``, encoded.
         aliases: Further names of tied parameters -> the name they are stored under.
         excluded: Frozen parameters left out on request.
@@ -193,18 +246,20 @@ class Index:
         scheduler: Encoded state of the engine's scheduler; None when it had none.
         scaler: State of the loss scaler.
         counters: Counters of the engine.
-        client_state: The caller's dict, encoded.
+        client_state: Rank 0's dict of the caller, encoded.
+        client_states: Those of other ranks, where they differ from rank 0's, by rank.
         files: All safetensors files, by name.
     """
 
     library: str
     tag: str
     world: int
+    tensor_world: int
     stage: int
     chunk_bytes: int
     units: tuple[UnitRecord, ...]
-    module_params: tuple[str, ...]
-    buffers: tuple[str, ...]
+    loose: tuple[LooseRecord, ...]
+    buffers: dict[str, str]
     extra_state: dict[str, Any]
     aliases: dict[str, str]
     excluded: tuple[str, ...]
@@ -213,6 +268,7 @@ class Index:
     scaler: dict[str, Any]
     counters: dict[str, int]
     client_state: Any
+    client_states: dict[str, Any] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -232,11 +288,13 @@ class Index:
             raise CheckpointError(f"{path} is not JSON: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise CheckpointError(f'{path} is not the index of a checkpoint of ours: "format" must be "{FORMAT}"')
-        if data.get("version") != VERSION:
+        if data.get("version") not in READABLE:
             raise CheckpointError(
-                f"{path} has format version {data.get('version')!r}, written by hf_zero {data.get('library')!r}; this one reads version "
-                f"{VERSION}. Install a newer hf_zero"
+                f"{path} has format version {data.get('version')!r}, written by hf_zero {data.get('library')!r}; this one reads versions "
+                f"{', '.join(map(str, READABLE))}. Install a newer hf_zero"
             )
+        if data["version"] == 1:
+            data = _from_version_1(data, path)
         index: Index = _read(Index, data, path)
         index._check(path)
         return index
@@ -247,6 +305,10 @@ class Index:
         try:
             for unit in self.units:
                 unit.check()
+                if not 0 <= unit.tensor_rank < self.tensor_world:
+                    raise CheckpointError(f"unit {unit.name!r}: tensor rank {unit.tensor_rank} of {self.tensor_world} does not exist")
+            for loose in self.loose:
+                check_slice(f"parameter {loose.name}", loose)
             for name, file in self.files.items():
                 if "/" in name or "\\" in name or name.startswith("."):
                     raise CheckpointError(f"{name!r} is not a plain file name")
@@ -256,10 +318,39 @@ class Index:
             raise CheckpointError(f"{path}: {error}") from error
 
 
+def read_file_record(data: Any, where: str) -> FileRecord:
+    """A ``FileRecord`` of its JSON form.
+
+    Raises:
+        CheckpointError: A key is missing or of another type; names ``where``.
+    """
+    record: FileRecord = _read(FileRecord, data, where)
+    return record
+
+
+def _from_version_1(data: Any, path: str) -> Any:
+    """The same index as version 2 has it: one file for what no unit holds, no slices, one client state."""
+    try:
+        tensors = data["files"]["module.safetensors"]["tensors"] if "module.safetensors" in data["files"] else {}
+        missing = sorted({*data["module_params"], *data["buffers"]} - set(tensors))
+        if missing:
+            raise CheckpointError(f"{path}: the index lists {missing[0]} in module.safetensors, which has no such tensor")
+        loose = [{"name": name, "file": "module.safetensors", "shape": tensors[name]["shape"]} for name in data["module_params"]]
+        return {
+            **data,
+            "tensor_world": 1,
+            "units": [{**unit, "tensor_rank": 0} for unit in data["units"]],
+            "loose": loose,
+            "buffers": dict.fromkeys(data["buffers"], "module.safetensors"),
+        }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no index of version 1: {error!r}") from error
+
+
 # -- JSON to dataclasses ----------------------------------------------------------------------------------------------
 
 _HINTS: dict[type, dict[str, Any]] = {}
-_RECORDS = {"TensorRecord", "FileRecord", "ParamRecord", "UnitRecord", "GroupRecord", "ScalarRecord", "OptimizerRecord"}
+_RECORDS = {"TensorRecord", "FileRecord", "ParamRecord", "LooseRecord", "UnitRecord", "GroupRecord", "ScalarRecord", "OptimizerRecord"}
 
 
 def _read(kind: type[T], data: Any, where: str) -> T:
@@ -270,6 +361,8 @@ def _read(kind: type[T], data: Any, where: str) -> T:
     values = {}
     for entry in dataclasses.fields(kind):  # type: ignore[arg-type]
         if entry.name not in data:
+            if entry.default is not dataclasses.MISSING or entry.default_factory is not dataclasses.MISSING:
+                continue
             raise CheckpointError(f"{where}: key {entry.name!r} is missing")
         values[entry.name] = _value(hints[entry.name], data[entry.name], f"{where}: {entry.name}")
     return kind(**values)

@@ -15,9 +15,10 @@ from torch import nn
 from hf_zero.checkpoint import agreement, folders
 from hf_zero.checkpoint.catalog import Catalog, Located
 from hf_zero.checkpoint.element_types import DTYPES
-from hf_zero.checkpoint.format import INDEX_FILE, MODULE_FILE, VALUES_FILE, Index
+from hf_zero.checkpoint.format import INDEX_FILE, Index, values_file
 from hf_zero.checkpoint.optimizer_state import OptimizerPlan
 from hf_zero.checkpoint.rank_state import restore_rank_states
+from hf_zero.checkpoint.slices import Slice
 from hf_zero.checkpoint.state import Loaded, TrainingState
 from hf_zero.checkpoint.tensor_file import Copy, RangeReader
 from hf_zero.checkpoint.values import Decoder
@@ -60,17 +61,17 @@ def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None
     comes when some are loaded already, and the engine must not go on.
 
     Returns:
-        What the caller needs to know, or None when no tag was given and there is no ``latest``.
+        What the caller needs to know, or None when no tag was given and there is no checkpoint.
 
     Raises:
         CheckpointError: On every rank, with the same text, naming file or parameter.
     """
-    net = state.collectives
+    net = state.everyone
     with span("load_checkpoint", request.load_dir):
         what = f"loading a checkpoint from {request.load_dir}"
         found = agreement.on_first(net, what, lambda: _find(request))
         if found is None:
-            log_rank0("nothing loaded: %s has no file 'latest' and no tag was given", request.load_dir)
+            log_rank0("nothing loaded: %s has no file 'latest' and no complete checkpoint, and no tag was given", request.load_dir)
             return None
         folder, text = Path(found[0]), found[1]
         what = f"loading {folder}"
@@ -87,10 +88,9 @@ def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None
 def _find(request: LoadRequest) -> tuple[str, str] | None:
     """Folder and index text, on rank 0; sizes of all files are checked here, once."""
     load_dir = Path(request.load_dir)
-    tag = request.tag if request.tag is not None else folders.read_latest(load_dir)
-    if tag is None:
+    folder = folders.find(load_dir, request.tag) if request.tag is not None else folders.find_latest(load_dir)
+    if folder is None:
         return None
-    folder = folders.find(load_dir, tag)
     text = folders.read_index(folder)
     for name, record in Index.from_json(text, str(folder / INDEX_FILE)).files.items():
         path = folder / name
@@ -114,9 +114,15 @@ class _Plan:
         self.index = Index.from_json(text, str(folder / INDEX_FILE))
         self.reader = RangeReader(folder, self.index.files)
         self.catalog = Catalog(self.index)
-        decoder = Decoder(lambda name: self.reader.whole(VALUES_FILE, name), str(folder / INDEX_FILE))
-        self.client_state = decoder.decode(self.index.client_state)
+        decoder = Decoder(lambda name: self.reader.whole(values_file(0), name), str(folder / INDEX_FILE))
+        self.client_state = self._client_state(state.everyone.rank, decoder, str(folder / INDEX_FILE))
         self._decoder = decoder
+        # A model of Hugging Face that was converted does not tell buffers from parameters.
+        loose = {record.name: record.file for record in self.index.loose}
+        self._buffer_files = {**{name: loose[name] for name in state.buffers() if name in loose}, **self.index.buffers}
+        self._twins: dict[str, list[str]] = {}  # further names of tied parameters in this model
+        for alias, name in state.aliases().items():
+            self._twins.setdefault(name, []).append(alias)
         self._copies: list[Copy] = []
         self._after: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors whose elements do not lie in a row, and their copies
         if request.strict:
@@ -128,16 +134,27 @@ class _Plan:
                 self._plan_param(name, param)
         self._plan_buffers()
         wants_optimizer = request.optimizer_states and not request.module_only and state.optimizer is not None
-        self._optimizer = OptimizerPlan(state.optimizer, self.catalog, decoder) if wants_optimizer and state.optimizer is not None else None
+        self._optimizer: OptimizerPlan | None = None
+        if wants_optimizer and state.optimizer is not None:
+            self._optimizer = OptimizerPlan(state.optimizer, (state.arrays, state.tensor), self.catalog, decoder)
 
     # -- planning
 
+    def _client_state(self, rank: int, decoder: Decoder, path: str) -> Any:
+        """What ``rank`` saved; where that was rank 0's, or there was no such rank, rank 0's."""
+        own = self.index.client_states.get(str(rank))
+        if own is None:
+            return decoder.decode(self.index.client_state)
+        return Decoder(lambda name: self.reader.whole(values_file(rank), name), path).decode(own)
+
     def _check_names(self) -> None:
         excluded = {self.catalog.canonical(name) for name in self.index.excluded}
-        model = {self.catalog.canonical(name) for name, _ in self.state.module.named_parameters()}
+        aliases = self.state.aliases()
+        model = {self.catalog.canonical(self._name(name)) for name, _ in self.state.module.named_parameters()}
         buffers = set(self.state.buffers())
-        missing = sorted(model - self.catalog.names - excluded) + sorted(buffers - set(self.index.buffers))
-        spare = sorted(self.catalog.names - model) + sorted(set(self.index.buffers) - buffers)
+        stored = set(self._buffer_files)
+        missing = sorted(model - self.catalog.names - excluded) + sorted(buffers - stored)
+        spare = sorted(self.catalog.names - model - set(aliases) - stored) + sorted(stored - buffers)
         problems = []
         if missing:
             problems.append(f"the checkpoint lacks {_some(missing)} of this model")
@@ -146,35 +163,40 @@ class _Plan:
         if problems:
             raise CheckpointError(f"{'; '.join(problems)}. Load into the model that was saved, or pass load_module_strict=False")
 
-    def _located(self, name: str, shape: torch.Size) -> Located | None:
-        found = self.catalog.find(name)
-        if found is not None and found.shape != tuple(shape):
-            raise CheckpointError(f"parameter {name} has shape {tuple(shape)} in this model and {found.shape} in the checkpoint")
+    def _name(self, name: str) -> str:
+        """The name of a parameter, of those it has in this model, that the checkpoint knows it by."""
+        return next((other for other in (name, *self._twins.get(name, ())) if self.catalog.find(other) is not None), name)
+
+    def _located(self, name: str, wanted: Slice) -> Located | None:
+        found = self.catalog.find(self._name(name))
+        if found is not None and found.shape != wanted.shape:
+            raise CheckpointError(f"parameter {name} has shape {wanted.shape} in this model and {found.shape} in the checkpoint")
         return found
 
     def _plan_unit(self, unit: Unit) -> None:
-        target = unit.master if unit.master is not None else unit.shard
-        for index, slot in enumerate(unit.layout.slots):
-            found = self._located(slot.name, slot.shape)
+        target = self.state.arrays.values(unit)
+        for slot in unit.layout.slots:
+            wanted = self.state.tensor.slice_of(slot.name, slot.shape)
+            found = self._located(slot.name, wanted)
             part = slot.range.intersect(unit.owned)
             if found is not None and part.numel:
-                self._copies += self.catalog.copies(found, None, part.start - slot.offset, unit.shard_part(index, target))
+                place = target[part.start - unit.owned.start : part.stop - unit.owned.start]
+                self._copies += self.catalog.copies(found, None, wanted, part.start - slot.offset, place)
 
     def _plan_param(self, name: str, param: nn.Parameter) -> None:
-        found = self._located(name, param.shape)
+        wanted = self.state.tensor.slice_of(name, param.shape)
+        found = self._located(name, wanted)
         if found is not None:
-            flat = self._flat(param.data)
-            self._copies += self.catalog.copies(found, None, 0, flat)
+            self._copies += self.catalog.copies(found, None, wanted, 0, self._flat(param.data))
 
     def _plan_buffers(self) -> None:
         for name, buffer in self.state.buffers().items():
-            if name in self.index.buffers:
-                record = self.index.files[MODULE_FILE].tensors[name]
-                if record.shape != tuple(buffer.shape):
-                    raise CheckpointError(
-                        f"buffer {name} has shape {tuple(buffer.shape)} in this model and {record.shape} in the checkpoint"
-                    )
-                self._copies.append(Copy(MODULE_FILE, name, 0, self._flat(buffer.data)))
+            if name in self._buffer_files:
+                file = self._buffer_files[name]
+                shape = self.reader.record(file, name).shape
+                if shape != tuple(buffer.shape):
+                    raise CheckpointError(f"buffer {name} has shape {tuple(buffer.shape)} in this model and {shape} in the checkpoint")
+                self._copies.append(Copy(file, name, 0, self._flat(buffer.data)))
 
     def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` as one row that can be written to, through a copy when its elements do not lie in a row."""
@@ -203,7 +225,8 @@ class _Plan:
             self._optimizer.apply()
             net = state.collectives
             restore_rank_states(self._optimizer.optimizer, self.catalog, self.reader, net.rank, net.world)
-            state.scaler.load_state_dict(self._decoder.decode(self.index.scaler))
+            if self.index.scaler:  # a conversion may have none
+                state.scaler.load_state_dict(self._decoder.decode(self.index.scaler))
         elif not request.masters_from_fp32:
             _round_masters(state.units)
         if request.scheduler_states and not request.module_only and state.scheduler is not None:
@@ -221,10 +244,10 @@ class _Plan:
             if found is not None:
                 dtype = DTYPES[self.catalog.dtype(found) or "F32"]
                 flat = torch.empty(math.prod(found.shape), dtype=dtype)
-                copies += self.catalog.copies(found, None, 0, flat)
+                copies += self.catalog.copies(found, None, found.whole, 0, flat)
                 tensors[name] = flat.view(found.shape)
         self.reader.read(copies)
-        tensors.update({name: self.reader.whole(MODULE_FILE, name) for name in self.index.buffers})
+        tensors.update({name: self.reader.whole(file, name) for name, file in self.index.buffers.items()})
         tensors.update({alias: tensors[name] for alias, name in self.index.aliases.items() if name in tensors})
         return tensors
 
@@ -245,7 +268,7 @@ def _load_custom(state: TrainingState, plan: _Plan, custom: Callable[..., Any], 
     with ExitStack() as stack, torch.no_grad():
         for unit in state.units:
             stack.enter_context(unit.gathered())
-        agreement.on_all(state.collectives, what, lambda: custom(src=plan.state_dict(), dst=state.module) and None)
+        agreement.on_all(state.everyone, what, lambda: custom(src=plan.state_dict(), dst=state.module) and None)
         for unit in state.units:
             unit.take_full()
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from hf_zero.checkpoint.arrays import Arrays, is_row
 from hf_zero.checkpoint.catalog import Catalog, Located
 from hf_zero.checkpoint.element_types import DTYPES
-from hf_zero.checkpoint.format import MASTER, GroupRecord, OptimizerRecord, ScalarRecord, state_kind
-from hf_zero.checkpoint.tensor_file import Copy, Entry
+from hf_zero.checkpoint.format import GroupRecord, OptimizerRecord, ScalarRecord, state_kind
+from hf_zero.checkpoint.state import TensorAxis
+from hf_zero.checkpoint.tensor_file import Copy, Entry, Piece, Row
 from hf_zero.checkpoint.values import Decoder, Encoder, encode_scalar
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import warn_once
@@ -26,18 +28,13 @@ _EXECUTION_KEYS = frozenset({"params", "fused", "foreach", "capturable"})
 # -- to files ---------------------------------------------------------------------------------------------------------
 
 
-def flat_states(optimizer: ShardedOptimizer) -> list[str]:
+def flat_states(optimizer: ShardedOptimizer, arrays: Arrays) -> list[str]:
     """Names of this rank's states that have an element per parameter element, in a fixed order."""
-    names = {
-        name
-        for segment in optimizer.segments
-        for name, value in _state_of(optimizer, segment).items()
-        if isinstance(value, torch.Tensor) and value.ndim
-    }
+    names = {name for segment in optimizer.segments for name, value in arrays.states(optimizer, segment).items() if is_row(value)}
     return sorted(names)
 
 
-def state_entries(optimizer: ShardedOptimizer, state: str) -> list[Entry]:
+def state_entries(optimizer: ShardedOptimizer, arrays: Arrays, state: str) -> list[Entry]:
     """``state`` laid out like the master shards, one entry per unit that has it on this rank; gaps are zeros.
 
     Raises:
@@ -45,16 +42,18 @@ def state_entries(optimizer: ShardedOptimizer, state: str) -> list[Entry]:
     """
     entries = []
     for unit in optimizer.units:
-        pieces: list[torch.Tensor | int] = []
+        pieces: list[Piece] = []
         end, dtype = 0, None
         for segment in sorted(optimizer.segments_of(unit), key=lambda segment: segment.range.start):
-            value = _state_of(optimizer, segment).get(state)
-            if not isinstance(value, torch.Tensor):
+            value = arrays.states(optimizer, segment).get(state)
+            if not is_row(value):
                 continue
-            if value.shape != segment.tensor.shape:
+            count = segment.range.numel
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else (value.numel(),)
+            if shape != (count,):
                 raise CheckpointError(
-                    f"the optimizer state {state!r} of unit {unit.name} has shape {tuple(value.shape)} for "
-                    f"{segment.tensor.numel()} elements; only states with one number per element, or one number in all, can be saved"
+                    f"the optimizer state {state!r} of unit {unit.name} has shape {shape} for "
+                    f"{count} elements; only states with one number per element, or one number in all, can be saved"
                 )
             if dtype not in (None, value.dtype):
                 raise CheckpointError(
@@ -69,23 +68,16 @@ def state_entries(optimizer: ShardedOptimizer, state: str) -> list[Entry]:
     return entries
 
 
-def scalars(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
+def scalars(optimizer: ShardedOptimizer, arrays: Arrays) -> list[dict[str, Any]]:
     """This rank's states of one number each, per segment: unit, group and encoded values."""
     found = []
     for segment in optimizer.segments:
         what = f"the optimizer state of unit {segment.unit.name}, group {segment.group}"
-        values = {
-            name: encode_scalar(value, f"{what}, {name!r}")
-            for name, value in _state_of(optimizer, segment).items()
-            if not isinstance(value, torch.Tensor) or not value.ndim
-        }
-        if _state_of(optimizer, segment):
+        states = arrays.states(optimizer, segment)
+        values = {name: encode_scalar(value, f"{what}, {name!r}") for name, value in states.items() if not is_row(value)}
+        if states:
             found.append({"unit": segment.unit.name, "group": segment.group, "values": values})
     return found
-
-
-def _state_of(optimizer: ShardedOptimizer, segment: OwnedSegment) -> Mapping[str, Any]:
-    return optimizer.inner.state.get(segment.tensor, {})
 
 
 def merge_scalars(by_rank: Sequence[Sequence[dict[str, Any]]]) -> tuple[ScalarRecord, ...]:
@@ -137,12 +129,12 @@ class SegmentPlan:
 
     Attributes:
         segment: The segment.
-        flat: Tensors of the segment's shape by state name; the plan's ``copies`` fill them.
+        flat: Rows of the segment's length by state name; the plan's ``copies`` fill them.
         numbers: Single numbers by state name.
     """
 
     segment: OwnedSegment
-    flat: dict[str, torch.Tensor]
+    flat: dict[str, Row]
     numbers: dict[str, Any]
 
 
@@ -153,6 +145,7 @@ class OptimizerPlan:
 
     Args:
         optimizer: Whose state is restored.
+        place: Where its arrays are, and this rank's place on the tensor-parallel axis.
         catalog: What the checkpoint holds.
         decoder: For values in the index.
 
@@ -160,20 +153,21 @@ class OptimizerPlan:
         CheckpointError: The checkpoint has no optimizer, or its groups cannot be matched.
     """
 
-    def __init__(self, optimizer: ShardedOptimizer, catalog: Catalog, decoder: Decoder) -> None:
+    def __init__(self, optimizer: ShardedOptimizer, place: tuple[Arrays, TensorAxis], catalog: Catalog, decoder: Decoder) -> None:
         record = catalog.index.optimizer
         if record is None:
             raise CheckpointError(
                 "the checkpoint was saved by an engine without optimizer; pass load_optimizer_states=False to load the weights alone"
             )
         name = type(optimizer.inner).__name__
-        if _ALIKE.get(record.name, record.name) != _ALIKE.get(name, name):
+        if record.name and _ALIKE.get(record.name, record.name) != _ALIKE.get(name, name):  # a conversion may not know it
             warn_once(
                 f"the checkpoint holds the optimizer state of {record.name}, this engine trains with {name}; states of "
                 "the same name are taken"
             )
         self.optimizer = optimizer
         self.copies: list[Copy] = []
+        self._arrays, self._tensor = place
         self._catalog = catalog
         self._record: OptimizerRecord = record
         self._decoder = decoder
@@ -186,7 +180,7 @@ class OptimizerPlan:
 
     def _trained(self, name: str) -> bool:
         found = self._catalog.find(name)
-        return found is not None and found.unit is not None and found.unit.kind == MASTER
+        return found is not None and found.trained
 
     # -- groups
 
@@ -211,29 +205,24 @@ class OptimizerPlan:
 
     def _plan(self, segment: OwnedSegment) -> SegmentPlan:
         located = [(slot, found) for slot in _slots_in(segment) if (found := self._catalog.find(slot.name)) is not None]
-        trained = [(slot, found) for slot, found in located if found.unit is not None and found.unit.kind == MASTER]
-        flat: dict[str, torch.Tensor] = {}
+        trained = [(slot, found) for slot, found in located if found.trained]
+        flat: dict[str, Row] = {}
         for state in self._record.states:
             dtypes = {dtype for _, found in trained if (dtype := self._catalog.dtype(found, state_kind(state))) is not None}
             if dtypes:
                 whole = len(trained) == len(_slots_in(segment))
-                flat[state] = self._target(segment, state, DTYPES[sorted(dtypes)[0]], whole)
+                flat[state] = self._arrays.place(self.optimizer, segment, state, DTYPES[sorted(dtypes)[0]], whole)
                 for slot, found in trained:
                     self._copy(segment, slot, found, state, flat[state])
         return SegmentPlan(segment, flat, self._numbers_of(trained))
 
-    def _target(self, segment: OwnedSegment, state: str, dtype: torch.dtype, whole: bool) -> torch.Tensor:
-        """The present tensor when every element that is not a gap will be overwritten, else zeros: moments are not held twice."""
-        present = self.optimizer.inner.state.get(segment.tensor, {}).get(state)
-        fits = isinstance(present, torch.Tensor) and present.shape == segment.tensor.shape and present.dtype == dtype
-        return present if whole and fits else self.optimizer.residence.new_state(segment, state, dtype)
-
-    def _copy(self, segment: OwnedSegment, slot: ParamSlot, found: Located, state: str, target: torch.Tensor) -> None:
+    def _copy(self, segment: OwnedSegment, slot: ParamSlot, found: Located, state: str, target: Row) -> None:
         start = segment.unit.owned.start + segment.range.start  # of the segment, inside the unit
         part = slot.range.intersect(segment.range.shift(segment.unit.owned.start))
         if self._catalog.dtype(found, state_kind(state)) is not None:
             place = target[part.start - start : part.stop - start]
-            self.copies += self._catalog.copies(found, state_kind(state), part.start - slot.offset, place)
+            wanted = self._tensor.slice_of(slot.name, slot.shape)
+            self.copies += self._catalog.copies(found, state_kind(state), wanted, part.start - slot.offset, place)
 
     def _numbers_of(self, trained: Sequence[tuple[ParamSlot, Located]]) -> dict[str, Any]:
         chosen: Any = None
@@ -254,16 +243,12 @@ class OptimizerPlan:
         """Installs groups and states; local."""
         for group, values in zip(self.optimizer.param_groups, self._groups, strict=True):
             _update_group(group, values)
-        state = self.optimizer.inner.state
         for plan in self._segments:
-            tensor = plan.segment.tensor
             group = self.optimizer.param_groups[plan.segment.group]
             on_device = bool(group.get("capturable") or group.get("fused"))
-            numbers = {name: _placed(value, tensor, on_device) for name, value in plan.numbers.items()}
-            state.pop(tensor, None)
-            if numbers or plan.flat:
-                state[tensor] = {**numbers, **plan.flat}
-        self.optimizer.residence.adopt_states(self.optimizer)
+            numbers = {name: _placed(value, plan.segment.tensor, on_device) for name, value in plan.numbers.items()}
+            self._arrays.install(self.optimizer, plan.segment, {**numbers, **plan.flat})
+        self._arrays.settle(self.optimizer)
 
 
 def _slots_in(segment: OwnedSegment) -> list[ParamSlot]:

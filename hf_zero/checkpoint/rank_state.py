@@ -14,10 +14,9 @@ from hf_zero.sharding.layout import Range
 from hf_zero.sharding.unit import Unit
 
 
-def rank_state_files(optimizer: ShardedOptimizer, rank: int, world: int) -> dict[str, list[Entry]]:
-    """This rank's files and what is in them."""
-    states = optimizer.rank_states()
-    return {shard_file(kind, rank, world): [whole(name, vector) for name, vector in vectors.items()] for kind, vectors in states.items()}
+def rank_states(optimizer: ShardedOptimizer) -> dict[str, list[Entry]]:
+    """This rank's vectors by kind of file."""
+    return {kind: [whole(name, vector) for name, vector in vectors.items()] for kind, vectors in optimizer.rank_states().items()}
 
 
 def restore_rank_states(optimizer: ShardedOptimizer, catalog: Catalog, reader: RangeReader, rank: int, world: int) -> None:
@@ -53,7 +52,7 @@ def _mean_error(unit: Unit, catalog: Catalog, reader: RangeReader, sources: list
             found = catalog.find(slot.name)
             if found is not None and found.unit is not None and slot.numel:
                 file = shard_file(WORKER_ERROR, source, catalog.index.world)
-                copies.append(Copy(file, found.unit.name, found.offset, one[slot.range.start : slot.range.stop]))
+                copies.append(Copy(file, found.unit.name, found.parts[0].offset, one[slot.range.start : slot.range.stop]))
         reader.read([copy for copy in copies if _has(catalog, copy)])
         if number:
             total.add_(one)
@@ -79,8 +78,11 @@ def _server_copies(param: Located, start: int, target: torch.Tensor, catalog: Ca
     if param.unit is None:
         return []
     world = catalog.index.world
-    numel = part_numel(param.unit.padded_numel, world)
-    wanted = Range(param.offset + start, param.offset + start + target.numel())
+    first = catalog.index.files.get(shard_file(SERVER_ERROR, 0, world))
+    if first is None or param.unit.name not in first.tensors:
+        return []
+    numel = first.tensors[param.unit.name].shape[0]  # every rank's part is as long
+    wanted = Range(param.parts[0].offset + start, param.parts[0].offset + start + target.numel())
     copies = []
     for rank in range(world):
         part = wanted.intersect(Range(rank * numel, (rank + 1) * numel))

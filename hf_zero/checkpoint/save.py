@@ -1,48 +1,48 @@
-"""Saving: every rank writes its shards into a hidden folder, rank 0 adds the rest and the index and gives the folder its name."""
+"""Saving: every rank writes its shards into a hidden folder, rank 0 adds the index and gives the folder its name.
+
+The last part happens in the background when the caller has a ``Background``: training goes on while a copy is written.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hf_zero.checkpoint import agreement, folders, optimizer_state
+from hf_zero.checkpoint.background import Background, Task
+from hf_zero.checkpoint.contents import contents_of
 from hf_zero.checkpoint.element_types import dtype_name
 from hf_zero.checkpoint.format import (
     CHUNK_BYTES,
     LATEST_FILE,
-    MASTER,
-    MODULE_FILE,
-    VALUES_FILE,
-    WEIGHTS,
     FileRecord,
     Index,
     OptimizerRecord,
-    ParamRecord,
-    UnitRecord,
-    shard_file,
     state_kind,
+    values_file,
 )
-from hf_zero.checkpoint.rank_state import rank_state_files
 from hf_zero.checkpoint.state import TrainingState
 from hf_zero.checkpoint.tensor_file import Entry, whole, write_tensor_file
 from hf_zero.checkpoint.values import Encoder
 from hf_zero.errors import CheckpointError
-from hf_zero.observe import span
-from hf_zero.sharding.unit import Unit
+from hf_zero.observe import note, span
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What the caller wants saved; rank 0's counts.
+    """What the caller wants saved; rank 0's counts, but for the client state.
 
     Attributes:
         save_dir: Folder of all checkpoints of a run.
         tag: Name of this one.
-        client_state: The caller's values.
+        client_state: The caller's values on this rank.
         latest: Point ``latest`` at it.
         exclude_frozen: Leave frozen parameters out.
     """
@@ -54,7 +54,7 @@ class SaveRequest:
     exclude_frozen: bool = False
 
 
-def save_checkpoint(state: TrainingState, request: SaveRequest) -> Path:
+def save_checkpoint(state: TrainingState, request: SaveRequest, background: Background | None = None) -> Path:
     """Writes ``<save_dir>/<tag>/``, complete or not at all; collective.
 
     Nothing is written when a value cannot be saved. When a rank fails, all raise and what was there before stays.
@@ -62,176 +62,231 @@ def save_checkpoint(state: TrainingState, request: SaveRequest) -> Path:
     Args:
         state: What to save.
         request: Where, and what besides.
+        background: Writes a copy after this function has returned; its former save is waited for first.
 
     Returns:
-        The folder.
+        The folder. With ``background`` it is there when the next ``finish`` of that returns.
 
     Raises:
-        CheckpointError: On every rank, with the same text, naming path and cause.
+        CheckpointError: On every rank, with the same text, naming path and cause; also for the former save in the background.
     """
-    net = state.collectives
+    net = state.everyone
+    if background is not None:
+        background.finish(net)
     with span("save_checkpoint", request.tag):
         what = f"saving checkpoint {request.tag!r} to {request.save_dir}"
-        agreement.on_all(net, what, lambda: _check(state))
-        encoded = _Encoded()
-        save_dir, tag, part, exclude_frozen = agreement.on_first(net, what, lambda: _begin(state, request, encoded))
-        what = f"saving checkpoint {tag!r} to {save_dir}"
+        values = _Values()
+        digests = agreement.on_all(net, what, lambda: _check(state, request, values))
+        begun = agreement.on_first(net, what, lambda: _begin(request))
+        request = replace(request, save_dir=begun["save_dir"], tag=begun["tag"], exclude_frozen=begun["exclude_frozen"])
+        part = Path(begun["part"])
+        what = f"saving checkpoint {request.tag!r} to {request.save_dir}"
+        save = _Save(state, request, values, part, differs=digests[net.rank] != digests[0])
         try:
-            written = agreement.on_all(net, what, lambda: _write(state, Path(part), exclude_frozen, encoded))
-            final = agreement.on_first(net, what, lambda: _commit(state, request, encoded, written, Path(part)))
+            note("checkpoint_begun", request.tag)
+            if background is not None:
+                parts = agreement.on_all(net, what, lambda: save.describe(background))
+                background.start(Task(what, part, folders.Process.own(), save.write_files, save.commit), parts)
+                return Path(request.save_dir) / request.tag
+            parts = agreement.on_all(net, what, lambda: {**save.describe(), "written": save.write_files()})
+            agreement.on_first(net, what, lambda: save.commit(parts, [part.pop("written") for part in parts]))
         except CheckpointError:
             if net.rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
             raise
-    return Path(final)
+    return Path(request.save_dir) / request.tag
 
 
-class _Encoded:
-    """Values as JSON, on rank 0; their tensors go to ``values.safetensors``."""
+# -- before a byte is written -------------------------------------------------------------------------------------------
+
+
+class _Values:
+    """Values as JSON; their tensors go to files of their own. The client state is every rank's, the rest is rank 0's."""
 
     def __init__(self) -> None:
-        self.encoder = Encoder()
+        self.client = Encoder()
+        self.client_state: Any = None
+        self.encoder = self.client  # names of tensors must differ within rank 0's file
         self.fields: dict[str, Any] = {}
 
-    def take(self, state: TrainingState, request: SaveRequest) -> None:
-        """Encodes everything that is no shard.
+    def take(self, state: TrainingState, request: SaveRequest) -> str:
+        """Encodes everything that is no array of the model or the optimizer; returns a digest of the client state.
 
         Raises:
             CheckpointError: A value cannot be saved; names it.
         """
-        encode = self.encoder.encode
-        optimizer = state.optimizer
-        self.fields = {
-            "client_state": encode(dict(request.client_state), "client_state"),
-            "scheduler": encode(state.scheduler.state_dict(), "lr_scheduler") if state.scheduler is not None else None,
-            "scaler": encode(state.scaler.state_dict(), "loss_scaler"),
-            "extra_state": {
-                name: encode(module.get_extra_state(), f"extra state of module {name!r}")
-                for name, module in state.modules_with_extra_state()
-            },
-            "groups": optimizer_state.group_records(optimizer, self.encoder) if optimizer is not None else (),
-        }
+        self.client_state = self.client.encode(dict(request.client_state), "client_state")
+        digest = _digest(self.client_state, self.client.tensors)
+        if state.everyone.rank == 0:
+            encode = self.encoder.encode
+            optimizer = state.optimizer
+            self.fields = {
+                "scheduler": encode(state.scheduler.state_dict(), "lr_scheduler") if state.scheduler is not None else None,
+                "scaler": encode(state.scaler.state_dict(), "loss_scaler"),
+                "extra_state": {
+                    name: encode(module.get_extra_state(), f"extra state of module {name!r}")
+                    for name, module in state.modules_with_extra_state()
+                },
+                "groups": optimizer_state.group_records(optimizer, self.encoder) if optimizer is not None else (),
+            }
+        return digest
 
 
-# -- phases -----------------------------------------------------------------------------------------------------------
+def _digest(value: Any, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Equal for equal values."""
+    found = hashlib.sha256(repr(value).encode())
+    for name, tensor in tensors.items():
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return found.hexdigest()
 
 
-def _check(state: TrainingState) -> None:
-    """Refuses, before a byte is written, optimizer state of a kind that cannot be saved, and units that share a name."""
+def _check(state: TrainingState, request: SaveRequest, values: _Values) -> str:
+    """Refuses values and states of a kind that cannot be saved, and units that share a name."""
     names = [unit.name for unit in state.units]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise CheckpointError(f"several units are named {', '.join(twice)}")
     if state.optimizer is not None:
-        optimizer_state.scalars(state.optimizer)
-        for name in optimizer_state.flat_states(state.optimizer):
-            state_kind(name)
-            optimizer_state.state_entries(state.optimizer, name)
+        optimizer_state.scalars(state.optimizer, state.arrays)
+        for name in optimizer_state.flat_states(state.optimizer, state.arrays):
+            dtypes = [entry.dtype for entry in optimizer_state.state_entries(state.optimizer, state.arrays, name)]
+            for dtype in dtypes:
+                dtype_name(dtype, f"{state_kind(name)}")
+    for name, tensor in (*state.loose_params(), *state.buffers().items()):
+        dtype_name(tensor.dtype, name)
+    return values.take(state, request)
 
 
-def _begin(state: TrainingState, request: SaveRequest, encoded: _Encoded) -> tuple[str, str, str, bool]:
-    encoded.take(state, request)
+def _begin(request: SaveRequest) -> dict[str, Any]:
+    """Makes the hidden folder; on rank 0."""
     save_dir, tag = Path(request.save_dir), folders.check_tag(request.tag)
-    return str(save_dir), tag, str(folders.begin(save_dir, tag)), request.exclude_frozen
+    part = folders.begin(save_dir, tag)
+    return {"save_dir": str(save_dir), "tag": tag, "part": str(part), "exclude_frozen": request.exclude_frozen}
 
 
-@dataclass(frozen=True)
-class _Written:
-    """What one rank wrote."""
-
-    files: dict[str, FileRecord]
-    scalars: list[dict[str, Any]]
-    states: list[str]
+# -- writing ------------------------------------------------------------------------------------------------------------
 
 
-def _write(state: TrainingState, part: Path, exclude_frozen: bool, encoded: _Encoded) -> _Written:
-    """Writes this rank's files; the shards of units that every rank holds whole are rank 0's."""
-    rank = state.collectives.rank
-    files: dict[str, list[Entry]] = {}
-    units = [unit for unit in state.units if unit.layout.world > 1 or rank == 0]
-    for unit in units:
-        if unit.master is not None:
-            files.setdefault(_file_of(unit, MASTER), []).append(whole(unit.name, unit.master))
-        elif not exclude_frozen:
-            files.setdefault(_file_of(unit, WEIGHTS), []).append(whole(unit.name, unit.shard))
-    optimizer = state.optimizer
-    states = optimizer_state.flat_states(optimizer) if optimizer is not None else []
-    if optimizer is not None:
-        worlds = {unit.name: unit.layout.world for unit in units}
-        for name in states:
-            for entry in optimizer_state.state_entries(optimizer, name):
-                if entry.name in worlds:
-                    files.setdefault(_shard_name(state_kind(name), rank, worlds[entry.name]), []).append(entry)
-        files.update(rank_state_files(optimizer, rank, state.collectives.world))
-    if rank == 0:
-        files[MODULE_FILE] = _module_entries(state, exclude_frozen)
-        files[VALUES_FILE] = [whole(name, tensor) for name, tensor in encoded.encoder.tensors.items()]
-    records = {name: write_tensor_file(part / name, entries) for name, entries in files.items() if entries}
-    return _Written(records, optimizer_state.scalars(optimizer) if optimizer is not None else [], states)
+class _Save:
+    """One rank's part of one save.
 
+    Args:
+        state: What is saved.
+        request: Rank 0's, with this rank's client state.
+        values: Encoded values of this rank.
+        part: The hidden folder.
+        differs: This rank's client state is not rank 0's.
+    """
 
-def _file_of(unit: Unit, kind: str) -> str:
-    return _shard_name(kind, unit.rank, unit.layout.world)
+    def __init__(self, state: TrainingState, request: SaveRequest, values: _Values, part: Path, differs: bool) -> None:
+        self.request = request
+        self.part = part
+        self.rank = state.everyone.rank
+        self._client_state = values.client_state if differs else None
+        contents = contents_of(state, request.exclude_frozen)
+        self.files: dict[str, list[Entry]] = contents.files
+        tensors = values.client.tensors if differs or self.rank == 0 else {}
+        self.files[values_file(self.rank)] = [whole(name, tensor) for name, tensor in tensors.items()]
+        self.contents = replace(contents, files={})  # what is described does not hold the arrays
+        self.head = _head(state, request, values) if self.rank == 0 else None
+        self._direct: dict[str, FileRecord] = {}
 
+    def describe(self, background: Background | None = None) -> dict[str, Any]:
+        """What rank 0 must know of this rank; for ``background`` also takes the copy, and writes what that has no room for."""
+        if background is not None:
+            direct, self.files = background.copy(self.files)
+            self._direct = self._write(direct)
+        return {
+            "units": self.contents.units,
+            "loose": self.contents.loose,
+            "buffers": self.contents.buffers,
+            "scalars": self.contents.scalars,
+            "states": self.contents.states,
+            "dropped": self.contents.dropped,
+            "client_state": self._client_state,
+            "process": folders.Process.own(),
+        }
 
-def _shard_name(kind: str, rank: int, world: int) -> str:
-    return shard_file(kind, rank if world > 1 else 0, world)
+    def write_files(self) -> dict[str, FileRecord]:
+        """Writes this rank's files and forces them to the disk."""
+        records = {**self._direct, **self._write(self.files)}
+        self.files = {}
+        return records
 
+    def _write(self, files: Mapping[str, list[Entry]]) -> dict[str, FileRecord]:
+        records = {}
+        for name, entries in files.items():
+            if entries:
+                records[name] = write_tensor_file(self.part / name, entries)
+                note("checkpoint_file", f"{self.request.tag}: {name}")
+        return records
 
-def _module_entries(state: TrainingState, exclude_frozen: bool) -> list[Entry]:
-    params = [] if exclude_frozen else list(state.loose_params())
-    return [whole(name, tensor) for name, tensor in (*params, *state.buffers().items())]
-
-
-def _commit(state: TrainingState, request: SaveRequest, encoded: _Encoded, written: list[_Written], part: Path) -> str:
-    """Index, marker, name, and last of all ``latest``."""
-    save_dir = Path(request.save_dir)
-    folders.seal(part, _index(state, request, encoded, written).to_json())
-    final = folders.publish(part, save_dir, request.tag)
-    script = Path(__file__).with_name(folders.SCRIPT_FILE).read_text(encoding="utf-8")
-    folders.write_text(save_dir / folders.SCRIPT_FILE, script)
-    if request.latest:
-        folders.write_text(save_dir / LATEST_FILE, request.tag)
-    return str(final)
+    def commit(self, parts: list[dict[str, Any]], written: list[dict[str, FileRecord]]) -> str:
+        """Index, marker, name, and last of all ``latest``; on rank 0."""
+        if self.head is None:
+            raise CheckpointError("only rank 0 completes a checkpoint")
+        save_dir, tag = Path(self.request.save_dir), self.request.tag
+        index = _index(self.head, parts, written)
+        note("checkpoint_written", tag)
+        folders.seal(self.part, index.to_json())
+        note("checkpoint_sealed", tag)
+        final = folders.publish(self.part, save_dir, tag)
+        script = Path(__file__).with_name(folders.SCRIPT_FILE).read_text(encoding="utf-8")
+        folders.write_text(save_dir / folders.SCRIPT_FILE, script)
+        if self.request.latest:
+            note("checkpoint_latest", tag)
+            folders.write_text(save_dir / LATEST_FILE, tag)
+        note("checkpoint_done", tag)
+        return str(final)
 
 
 # -- index ------------------------------------------------------------------------------------------------------------
 
 
-def _index(state: TrainingState, request: SaveRequest, encoded: _Encoded, written: list[_Written]) -> Index:
-    kept = [unit for unit in state.units if unit.master is not None or not request.exclude_frozen]
-    loose = [name for name, _ in state.loose_params()]
-    fields = dict(encoded.fields)
+def _head(state: TrainingState, request: SaveRequest, values: _Values) -> Index:
+    """The index without what the other ranks add."""
+    fields = dict(values.fields)
     groups = fields.pop("groups")
-    optimizer = None
-    if state.optimizer is not None:
-        states = sorted({name for rank in written for name in rank.states})
-        numbers = optimizer_state.merge_scalars([rank.scalars for rank in written])
-        optimizer = OptimizerRecord(type(state.optimizer.inner).__name__, tuple(states), groups, numbers)
-    dropped = [slot.name for unit in state.units if unit not in kept for slot in unit.layout.slots]
+    name = type(state.optimizer.inner).__name__ if state.optimizer is not None else ""
     return Index(
         library=_version(),
         tag=request.tag,
-        world=state.collectives.world,
+        world=state.everyone.world,
+        tensor_world=state.tensor.world,
         stage=state.stage,
         chunk_bytes=CHUNK_BYTES,
-        units=tuple(_unit_record(unit) for unit in kept),
-        module_params=() if request.exclude_frozen else tuple(loose),
-        buffers=tuple(state.buffers()),
+        units=(),
+        loose=(),
+        buffers={},
         aliases=state.aliases(),
-        excluded=tuple(dropped + loose) if request.exclude_frozen else (),
-        optimizer=optimizer,
+        excluded=(),
+        optimizer=OptimizerRecord(name, (), groups, ()) if state.optimizer is not None else None,
         counters=dict(state.counters),
-        files={name: record for rank in written for name, record in rank.files.items()},
+        client_state=values.client_state,
         **fields,
     )
 
 
-def _unit_record(unit: Unit) -> UnitRecord:
-    layout = unit.layout
-    params = tuple(ParamRecord(slot.name, tuple(slot.shape), slot.offset, slot.group) for slot in layout.slots)
-    kind = MASTER if unit.master is not None else WEIGHTS
-    return UnitRecord(unit.name, kind, dtype_name(layout.dtype, unit.name), layout.world, layout.padded_numel, params)
+def _index(head: Index, parts: list[dict[str, Any]], written: list[dict[str, FileRecord]]) -> Index:
+    """The whole index, from what every rank has told of its part."""
+    optimizer = head.optimizer
+    if optimizer is not None:
+        states = sorted({name for part in parts for name in part["states"]})
+        numbers = optimizer_state.merge_scalars([part["scalars"] for part in parts])
+        optimizer = replace(optimizer, states=tuple(states), scalars=numbers)
+    # Every data-parallel rank describes the units of its tensor-parallel rank alike.
+    units = {(unit.tensor_rank, unit.name): unit for part in reversed(parts) for unit in part["units"]}
+    return replace(
+        head,
+        units=tuple(units[key] for key in sorted(units, key=lambda key: key[0])),
+        loose=tuple(loose for part in parts for loose in part["loose"]),
+        buffers={name: file for part in parts for name, file in part["buffers"].items()},
+        excluded=tuple(dict.fromkeys(name for part in parts for name in part["dropped"])),
+        optimizer=optimizer,
+        client_states={str(rank): part["client_state"] for rank, part in enumerate(parts) if part["client_state"] is not None},
+        files={name: record for files in written for name, record in files.items()},
+    )
 
 
 def _version() -> str:

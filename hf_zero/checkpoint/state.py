@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from hf_zero.checkpoint.arrays import Arrays
+from hf_zero.checkpoint.slices import Slice
 from hf_zero.comm.collectives import Collectives
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.sharding.unit import Unit, find_unit
@@ -26,6 +28,25 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True)
+class TensorAxis:
+    """This rank's place on the tensor-parallel axis.
+
+    Attributes:
+        rank: Its position.
+        world: Ranks on the axis.
+        slices: What it holds of each parameter or buffer that is split; those not named are whole on every rank of the axis.
+    """
+
+    rank: int = 0
+    world: int = 1
+    slices: Mapping[str, Slice] = field(default_factory=dict)
+
+    def slice_of(self, name: str, shape: Sequence[int]) -> Slice:
+        """What this rank holds of ``name``, whose shape here is ``shape``."""
+        return self.slices.get(name) or Slice(tuple(shape))
+
+
+@dataclass(frozen=True)
 class TrainingState:
     """The parts of an engine that a checkpoint holds.
 
@@ -33,6 +54,9 @@ class TrainingState:
         module: The user's module.
         units: Its flat buffers.
         collectives: The axis they are divided over.
+        everyone: All ranks that save and load together; ``collectives`` unless there is a tensor-parallel axis.
+        tensor: The tensor-parallel axis.
+        arrays: Where the flat arrays are.
         stage: ZeRO stage, for information.
         optimizer: None for an engine that only runs forward.
         scheduler: The engine's scheduler, or None.
@@ -48,6 +72,9 @@ class TrainingState:
     scheduler: Stateful | None
     scaler: Stateful
     counters: Mapping[str, int]
+    everyone: Collectives
+    tensor: TensorAxis = field(default_factory=TensorAxis)
+    arrays: Arrays = field(default_factory=Arrays)
 
     def loose_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters that no unit holds: frozen ones at stages 0 to 2, and those that are not floating point."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,48 @@ _WINDOW_BYTES = 64 * CHUNK_BYTES
 
 
 @dataclass(frozen=True)
+class Elsewhere:
+    """A row of elements that is not in memory (NVMe); it can be sliced, read into host tensors and written from them.
+
+    Attributes:
+        dtype: Type of the elements.
+        count: How many.
+        read: (first element, host tensor to fill).
+        write: (first element, host tensor of that dtype).
+        start: Where this row begins in what ``read`` and ``write`` count in.
+    """
+
+    dtype: torch.dtype
+    count: int
+    read: Callable[[int, torch.Tensor], None]
+    write: Callable[[int, torch.Tensor], None]
+    start: int = 0
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.count
+
+    def __getitem__(self, part: slice) -> Elsewhere:
+        start, stop, _ = part.indices(self.count)
+        return Elsewhere(self.dtype, max(0, stop - start), self.read, self.write, self.start + start)
+
+    def fetch(self) -> torch.Tensor:
+        """A new host tensor with all elements; for rows of a window's length."""
+        values = torch.empty(self.count, dtype=self.dtype)
+        self.read(self.start, values)
+        return values
+
+    def store(self, values: torch.Tensor) -> None:
+        """Takes ``values``, of any dtype and device."""
+        self.write(self.start, values.to("cpu", self.dtype).contiguous())
+
+
+# One flat array: in memory on any device, elsewhere, or so many zeros.
+Row = torch.Tensor | Elsewhere
+Piece = torch.Tensor | Elsewhere | int
+
+
+@dataclass(frozen=True)
 class Entry:
     """A tensor to write, as pieces in order; a piece that is a number stands for so many zeros.
 
@@ -29,13 +73,18 @@ class Entry:
         name: Its name in the file.
         dtype: Type of its elements.
         shape: Its shape.
-        pieces: Tensors of that dtype on any device, or numbers of zeros; together ``shape``'s elements.
+        pieces: Rows of that dtype, or numbers of zeros; together ``shape``'s elements.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[torch.Tensor | int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def whole(name: str, tensor: torch.Tensor) -> Entry:
@@ -43,10 +92,24 @@ def whole(name: str, tensor: torch.Tensor) -> Entry:
     return Entry(name, tensor.dtype, tuple(tensor.shape), (tensor,))
 
 
+def cut(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
+    """Elements ``start`` to ``stop`` of rows that lie one behind the other; zeros where they end before ``stop``."""
+    position = start
+    end = 0
+    for piece in pieces:
+        begin, end = end, end + (piece if isinstance(piece, int) else piece.numel())
+        low, high = max(start, begin), min(stop, end)
+        if low < high:
+            yield high - low if isinstance(piece, int) else piece[low - begin : high - begin]
+            position = high
+    if position < stop:
+        yield stop - position
+
+
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def write_tensor_file(path: Path, entries: Sequence[Entry]) -> FileRecord:
+def write_tensor_file(path: Path, entries: Sequence[Entry], progress: Callable[[int], object] | None = None) -> FileRecord:
     """Writes a new safetensors file and forces it to the disk.
 
     Device tensors pass through the host a window of 4 MiB at a time; host tensors are written from where they are.
@@ -54,29 +117,48 @@ def write_tensor_file(path: Path, entries: Sequence[Entry]) -> FileRecord:
     Args:
         path: The file; must not exist.
         entries: What to write; names differ.
+        progress: Told the bytes of each window that has been written.
 
     Returns:
         Where everything is, with checksums.
 
     Raises:
         CheckpointError: An element type that safetensors lacks.
-        OSError: The file system refuses.
+        OSError: The file system refuses; names the file. Nothing of it is left, so that a full disk has room for messages.
     """
+    try:
+        return _write_tensor_file(path, entries, progress)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _write_tensor_file(path: Path, entries: Sequence[Entry], progress: Callable[[int], object] | None) -> FileRecord:
     # Wide elements first, as the safetensors library does: every tensor is aligned to its element.
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     header = _header(ordered, path.name)
     tensors, offset = {}, len(header)
-    # zlib and the file system both let other threads run, so a window is summed while it is written.
-    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as helper:
+    # zlib and the file system both let other threads run, so a window is summed while it is written. A thread in the background has
+    # others to share the processor with, and may outlive the main thread, when no pool takes work any more.
+    alone = threading.current_thread() is not threading.main_thread()
+    with open(path, "xb", buffering=0) as file, nullcontext() if alone else ThreadPoolExecutor(1) as helper:
         _write_all(file.fileno(), memoryview(header))
         for entry in ordered:
             checksum = _Checksum()
             nbytes = 0
             for window in _windows(entry.pieces, entry.dtype.itemsize):
-                summed = helper.submit(checksum.update, window)
-                _write_all(file.fileno(), window)
-                summed.result()
+                if helper is None:
+                    checksum.update(window)
+                    _write_all(file.fileno(), window)
+                else:
+                    summed = helper.submit(checksum.update, window)
+                    _write_all(file.fileno(), window)
+                    summed.result()
                 nbytes += len(window)
+                if progress is not None:
+                    progress(len(window))
             name = dtype_name(entry.dtype, entry.name)
             tensors[entry.name] = TensorRecord(name, entry.shape, offset, nbytes, checksum.digits())
             offset += nbytes
@@ -100,7 +182,7 @@ def _header(entries: Sequence[Entry], file: str) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _windows(pieces: Iterable[torch.Tensor | int], itemsize: int) -> Iterator[memoryview]:
+def _windows(pieces: Iterable[Piece], itemsize: int) -> Iterator[memoryview]:
     zeros = memoryview(bytes(_WINDOW_BYTES))
     step = _WINDOW_BYTES // itemsize
     for piece in pieces:
@@ -108,9 +190,10 @@ def _windows(pieces: Iterable[torch.Tensor | int], itemsize: int) -> Iterator[me
             for start in range(0, piece * itemsize, _WINDOW_BYTES):
                 yield zeros[: min(_WINDOW_BYTES, piece * itemsize - start)]
             continue
-        flat = piece.detach().reshape(-1)
+        flat = piece if isinstance(piece, Elsewhere) else piece.detach().reshape(-1)
         for start in range(0, flat.numel(), step):
-            window = flat[start : start + step].contiguous().to("cpu")
+            part = flat[start : start + step]
+            window = part.fetch() if isinstance(part, Elsewhere) else part.contiguous().to("cpu")
             yield memoryview(window.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
@@ -157,12 +240,12 @@ def _hex(crc: int) -> str:
 
 @dataclass(frozen=True)
 class Copy:
-    """Elements to read: those of tensor ``tensor`` in ``file`` from ``start`` on go to the 1D ``target``, cast to its dtype."""
+    """Elements to read: those of tensor ``tensor`` in ``file`` from ``start`` on go to the row ``target``, cast to its dtype."""
 
     file: str
     tensor: str
     start: int
-    target: torch.Tensor
+    target: Row
 
 
 class RangeReader:
@@ -176,6 +259,7 @@ class RangeReader:
         self.folder = folder
         self.files = files
         self.bytes_read = 0
+        self._verified: set[str] = set()  # files whose header has been read
 
     def read(self, copies: Iterable[Copy]) -> None:
         """Carries out ``copies``; ranges of one tensor that lie close are read together.
@@ -199,12 +283,17 @@ class RangeReader:
 
     def whole(self, file: str, tensor: str) -> torch.Tensor:
         """A new host tensor with all of ``tensor``."""
-        record = self._record(file, tensor)
+        record = self.record(file, tensor)
         value = torch.empty(math.prod(record.shape), dtype=DTYPES[record.dtype])
         self.read([Copy(file, tensor, 0, value)])
         return value.view(record.shape)
 
-    def _record(self, file: str, tensor: str) -> TensorRecord:
+    def record(self, file: str, tensor: str) -> TensorRecord:
+        """What the index says of a tensor.
+
+        Raises:
+            CheckpointError: It lists no such file or tensor.
+        """
         record = self.files.get(file)
         if record is None or tensor not in record.tensors:
             raise CheckpointError(f"{self.folder / file} should hold {tensor!r}, but the index lists no such tensor there")
@@ -213,23 +302,27 @@ class RangeReader:
     def _check_header(self, descriptor: int, name: str) -> None:
         if name not in self.files:
             raise CheckpointError(f"{self.folder}: the index lists no file {name}")
+        if name in self._verified:
+            return
         record = self.files[name]
         header = self._pread(descriptor, record.header_nbytes, 0, name)
         if _hex(zlib.crc32(header)) != record.header_crc32:
             raise CheckpointError(f"{self.folder / name} is damaged: the checksum of its header does not match the index")
+        self._verified.add(name)
 
     def _read_tensor(self, descriptor: int, file: str, tensor: str, copies: list[Copy]) -> None:
-        record = self._record(file, tensor)
+        record = self.record(file, tensor)
         itemsize, dtype = ITEM_BYTES[record.dtype], DTYPES[record.dtype]
         numel = record.nbytes // itemsize
         last = max(copy.start + copy.target.numel() for copy in copies)
         if copies[0].start < 0 or last > numel:
             raise CheckpointError(f"{self.folder / file}: elements {copies[0].start} to {last} of {tensor!r} wanted, it has {numel}")
+        waiting = 0  # copies before this one are done
         for start, stop in _spans(copies, itemsize, record.nbytes):
             data = self._pread(descriptor, stop - start, record.offset + start, file)
             self._verify(data, record, start, f"{self.folder / file}: tensor {tensor!r}")
             values = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
-            _deliver(copies, values, start // itemsize)
+            waiting = _deliver(copies, waiting, values, start // itemsize)
 
     def _pread(self, descriptor: int, nbytes: int, offset: int, name: str) -> bytearray:
         data = bytearray(nbytes)
@@ -271,10 +364,24 @@ def _spans(copies: list[Copy], itemsize: int, nbytes: int) -> Iterator[tuple[int
             yield position, min(position + _WINDOW_BYTES, stop)
 
 
-def _deliver(copies: list[Copy], values: torch.Tensor, first: int) -> None:
-    """Copies from ``values``, elements ``first`` on of a tensor, what the copies want of them."""
-    for copy in copies:
+def _deliver(copies: list[Copy], waiting: int, values: torch.Tensor, first: int) -> int:
+    """Copies from ``values``, elements ``first`` on of a tensor, what sorted ``copies`` want of them.
+
+    Returns:
+        The first copy that may want something of later elements.
+    """
+    last = first + values.numel()
+    for copy in copies[waiting:] if waiting else copies:
+        if copy.start >= last:
+            break
         start = max(copy.start, first)
-        stop = min(copy.start + copy.target.numel(), first + values.numel())
+        stop = min(copy.start + copy.target.numel(), last)
         if stop > start:
-            copy.target[start - copy.start : stop - copy.start].copy_(values[start - first : stop - first])
+            target, source = copy.target[start - copy.start : stop - copy.start], values[start - first : stop - first]
+            if isinstance(target, Elsewhere):
+                target.store(source)
+            else:
+                target.copy_(source)
+    while waiting < len(copies) and copies[waiting].start + copies[waiting].target.numel() <= last:
+        waiting += 1
+    return waiting

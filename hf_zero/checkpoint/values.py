@@ -6,10 +6,13 @@ else becomes ``{"$": tag, ...}``. A type that is in no table here is refused by 
 
 from __future__ import annotations
 
+import argparse
 import base64
+import datetime
 import math
 import pathlib
-from collections import OrderedDict
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +25,9 @@ from hf_zero.errors import CheckpointError
 _TAG = "$"
 _NUMPY_KINDS = "biufcSUMm"  # of numpy.dtype.kind: no objects, no records
 _PATHS = (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
+_TIMES = (datetime.datetime, datetime.date, datetime.time)
+_NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+_FACTORIES: dict[str, Any] = {"None": None, **{kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}}
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -74,10 +80,19 @@ class Encoder:
         if kind in (set, frozenset):
             ordered = sorted(value, key=lambda item: (type(item).__name__, repr(item)))
             return {_TAG: kind.__name__, "items": [self.encode(item, f"{path}{{{item!r}}}") for item in ordered]}
+        if kind is deque:
+            return {_TAG: "deque", "items": self.encode(list(value), path), "maxlen": value.maxlen}
+        if kind in _NAMESPACES:
+            return {_TAG: kind.__name__, "items": self.encode(vars(value), path)}
+        if kind is defaultdict and _factory_name(value) is not None:
+            return {_TAG: "defaultdict", "items": self.encode(dict(value), path), "factory": _factory_name(value)}
+        if kind is Counter:
+            return {_TAG: "Counter", "items": self.encode(dict(value), path)}
         if kind not in (dict, OrderedDict):
             raise CheckpointError(
                 f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved without pickle. Allowed are None, numbers, "
-                "strings, bytes, lists, tuples, sets, dicts, paths, tensors, NumPy arrays and numbers, torch dtypes and devices; "
+                "strings, bytes, lists, tuples, sets, dicts, namespaces, times, paths, tensors, NumPy arrays and numbers, torch dtypes and "
+                "devices; "
                 "convert it (for example with dict(...) or str(...)) or leave it out"
             )
         if kind is dict and all(type(key) is str and not key.startswith(_TAG) for key in value):
@@ -124,9 +139,18 @@ def _leaf(value: Any) -> Any:
         return {_TAG: "dtype", "value": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
         return {_TAG: "device", "value": str(value)}
+    if type(value) in _TIMES:
+        return {_TAG: type(value).__name__, "value": value.isoformat()}
+    if type(value) is datetime.timedelta:
+        return {_TAG: "timedelta", "value": [value.days, value.seconds, value.microseconds]}
     if type(value) in _PATHS:
         return {_TAG: "path", "value": str(value)}
     return None
+
+
+def _factory_name(value: defaultdict[Any, Any]) -> str | None:
+    """What a missing key of a ``defaultdict`` gets, by name; None for a function of the caller's."""
+    return next((name for name, factory in _FACTORIES.items() if factory is value.default_factory), None)
 
 
 def _plain_bounds(value: range | slice) -> bool:
@@ -195,6 +219,15 @@ class Decoder:
             "dtype": lambda data: _read_dtype(data["value"]),
             "device": lambda data: torch.device(data["value"]),
             "path": lambda data: pathlib.Path(data["value"]),
+            "datetime": lambda data: datetime.datetime.fromisoformat(data["value"]),
+            "date": lambda data: datetime.date.fromisoformat(data["value"]),
+            "time": lambda data: datetime.time.fromisoformat(data["value"]),
+            "timedelta": lambda data: datetime.timedelta(*data["value"]),
+            "deque": lambda data: deque(self.decode(data["items"]), data["maxlen"]),
+            "Namespace": lambda data: argparse.Namespace(**self.decode(data["items"])),
+            "SimpleNamespace": lambda data: types.SimpleNamespace(**self.decode(data["items"])),
+            "defaultdict": lambda data: defaultdict(_FACTORIES[data["factory"]], self.decode(data["items"])),
+            "Counter": lambda data: Counter(self.decode(data["items"])),
             "tuple": lambda data: tuple(self.decode(data["items"])),
             "size": lambda data: torch.Size(data["items"]),
             "set": lambda data: set(self.decode(data["items"])),

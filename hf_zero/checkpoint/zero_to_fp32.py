@@ -20,13 +20,14 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-FORMAT_VERSION = 1
+FORMAT_VERSIONS = (1, 2)
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
@@ -52,16 +53,25 @@ class Checkpoint:
                 tag = file.read().strip()
         self.folder = os.path.join(base, str(tag))
         self.index = self._read_index()
-        # name -> (shape, unit or None when it lies whole in module.safetensors, first element inside the unit)
-        self.params: dict[str, tuple[list[int], dict[str, Any] | None, int]] = {}
-        self.frozen = set(self.index["module_params"])
+        self.frozen: set[str] = set()
+        self.shapes: dict[str, list[int]] = {}
+        # name -> where it lies: several places where tensor-parallel ranks hold slices of it
+        self.params: dict[str, list[_Place]] = {}
+        for loose in self.index["loose"]:
+            self.frozen.add(loose["name"])
+            self._add(loose, _Place(None, loose["file"], 0, 0, loose.get("dim"), loose.get("ranges") or []))
         for unit in self.index["units"]:
             for param in unit["params"]:
-                self.params[param["name"]] = (param["shape"], unit, param["offset"])
+                place = _Place(unit, "", param["offset"], unit["tensor_rank"], param.get("dim"), param.get("ranges") or [])
+                self._add(param, place)
                 if unit["kind"] != "master":
                     self.frozen.add(param["name"])
-        for name in self.index["module_params"]:
-            self.params[name] = (self._record("module.safetensors", name)["shape"], None, 0)
+
+    def _add(self, param: dict[str, Any], place: _Place) -> None:
+        self.shapes[param["name"]] = param["shape"]
+        known = self.params.setdefault(param["name"], [])
+        if not known or known[0].dim is not None:  # one copy of what every rank holds is enough
+            known.append(place)
 
     def _read_index(self) -> dict[str, Any]:
         path = os.path.join(self.folder, "index.json")
@@ -73,11 +83,11 @@ class Checkpoint:
             if hashlib.sha256(data).hexdigest() != marker.read().strip():
                 raise ValueError(f"{path} is damaged: its sha256 differs from the one in the file 'complete'")
         index: dict[str, Any] = json.loads(data)
-        if index.get("format") != "hf_zero-checkpoint" or index.get("version") != FORMAT_VERSION:
+        if index.get("format") != "hf_zero-checkpoint" or index.get("version") not in FORMAT_VERSIONS:
             raise ValueError(
-                f"{path} has format {index.get('format')} version {index.get('version')}; this script reads version {FORMAT_VERSION}"
+                f"{path} has format {index.get('format')} version {index.get('version')}; this script reads versions {FORMAT_VERSIONS}"
             )
-        return index
+        return _version_2(index) if index["version"] == 1 else index
 
     def _record(self, file: str, tensor: str) -> dict[str, Any]:
         try:
@@ -89,17 +99,39 @@ class Checkpoint:
     def read(self, name: str) -> torch.Tensor:
         """Parameter or buffer ``name``, whole; floating point as fp32."""
         if name not in self.params:
-            return _as_fp32(self._tensor("module.safetensors", name, 0, None)).reshape(self._record("module.safetensors", name)["shape"])
-        shape, unit, offset = self.params[name]
+            file = self.index["buffers"][name]
+            return _as_fp32(self._tensor(file, name, 0, None)).reshape(self._record(file, name)["shape"])
+        places, shape = self.params[name], self.shapes[name]
+        if places[0].dim is None:
+            return self._read_place(name, places[0], shape)
+        whole = torch.empty(shape)
+        held = 0
+        for place in places:
+            local = list(shape)
+            local[place.dim] = sum(stop - start for start, stop in place.ranges)
+            part = self._read_place(name, place, local)
+            held += local[place.dim]
+            taken = 0
+            for start, stop in place.ranges:
+                whole.narrow(place.dim, start, stop - start).copy_(part.narrow(place.dim, taken, stop - start))
+                taken += stop - start
+        if held != shape[places[0].dim]:
+            raise ValueError(f"{self.folder}: the slices of {name} in the index do not make the whole parameter")
+        return whole
+
+    def _read_place(self, name: str, place: _Place, shape: list[int]) -> torch.Tensor:
+        unit = place.unit
         if unit is None:
-            return _as_fp32(self._tensor("module.safetensors", name, 0, None)).reshape(shape)
+            return _as_fp32(self._tensor(place.file, name, 0, None)).reshape(shape)
         per_rank = unit["padded_numel"] // unit["world"]
-        start, stop = offset, offset + math.prod(shape)
+        start, stop = place.offset, place.offset + math.prod(shape)
+        slices = self.index["tensor_world"]
+        suffix = f".tensor-{place.tensor_rank:05d}-of-{slices:05d}" if slices > 1 else ""
         parts = []
         for rank in range(unit["world"]):
             first, last = max(start, rank * per_rank), min(stop, (rank + 1) * per_rank)
             if last > first:
-                file = f"{unit['kind']}-{rank:05d}-of-{unit['world']:05d}.safetensors"
+                file = f"{unit['kind']}-{rank:05d}-of-{unit['world']:05d}{suffix}.safetensors"
                 parts.append(self._tensor(file, unit["name"], first - rank * per_rank, last - rank * per_rank))
         return _as_fp32(torch.cat(parts) if parts else torch.empty(0)).reshape(shape)
 
@@ -133,10 +165,40 @@ class Checkpoint:
 
     def nbytes(self, name: str) -> int:
         """Bytes of ``name`` as ``read`` returns it."""
-        if name in self.params and self.params[name][1] is not None:
-            return 4 * math.prod(self.params[name][0])
-        record = self._record("module.safetensors", name)
-        return 4 * math.prod(record["shape"]) if record["dtype"] in _FLOATS else int(record["nbytes"])
+        if name in self.params:
+            place = self.params[name][0]
+            numel = math.prod(self.shapes[name])
+            return 4 * numel if place.unit is not None else _fp32_bytes(self._record(place.file, name)["dtype"], numel)
+        record = self._record(self.index["buffers"][name], name)
+        return _fp32_bytes(record["dtype"], math.prod(record["shape"]))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter or a slice of one lies: inside ``unit`` from ``offset`` on, or as a tensor of its own in ``file``."""
+
+    unit: dict[str, Any] | None
+    file: str
+    offset: int
+    tensor_rank: int
+    dim: Any
+    ranges: list[list[int]]
+
+
+def _version_2(index: dict[str, Any]) -> dict[str, Any]:
+    """An index of version 1 as version 2 has it."""
+    tensors = index["files"].get("module.safetensors", {"tensors": {}})["tensors"]
+    index["loose"] = [{"name": name, "file": "module.safetensors", "shape": tensors[name]["shape"]} for name in index["module_params"]]
+    index["buffers"] = dict.fromkeys(index["buffers"], "module.safetensors")
+    index["tensor_world"] = 1
+    for unit in index["units"]:
+        unit["tensor_rank"] = 0
+    return index
+
+
+def _fp32_bytes(dtype: str, numel: int) -> int:
+    sizes = {"I64": 8, "U64": 8, "C64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
+    return numel * (4 if dtype in _FLOATS else sizes.get(dtype, 1))
 
 
 def _as_fp32(tensor: torch.Tensor) -> torch.Tensor:

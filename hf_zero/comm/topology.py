@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.launch.placement import export_placement, require_address
 from hf_zero.observe import log_rank0
 
@@ -193,6 +193,27 @@ def twin_topology(topology: Topology) -> Topology:
     backend, timeout = dist.get_backend(topology.group), _timeout_of(topology)
     made = [dist.new_group(line, timeout=timeout, backend=backend) for line in lines]
     return replace(topology, group=made[lines.index(own)])
+
+
+def joint_topology(topology: Topology) -> Topology:
+    """All ranks of the data-parallel and the model axis together: what saves and loads as one.
+
+    Raises:
+        UnsupportedError: The two axes do not cover all ranks of the default group.
+    """
+    if topology.model is None or topology.model.world == 1:
+        return topology
+    if topology.world * topology.model.world != dist.get_world_size() or dist.group.WORLD is None:
+        raise UnsupportedError(
+            f"{topology.world} data-parallel x {topology.model.world} model-parallel ranks do not make the {dist.get_world_size()} of the "
+            "default process group; checkpoints need all of them"
+        )
+    return Topology(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), topology.device)
+
+
+def group_timeout(topology: Topology) -> timedelta:
+    """The timeout of the axis' group, or the library's default where the group does not tell."""
+    return _timeout_of(topology) or dist.constants.default_pg_timeout
 
 
 def _timeout_of(topology: Topology) -> timedelta | None:

@@ -7,7 +7,6 @@ while the row stands here, and used as soon as the row is deleted. Building a fe
 from __future__ import annotations
 
 NOT_YET: dict[str, str] = {
-    "async_checkpoint": "not in this version: remove the section; checkpoints are written with safetensors before save_checkpoint returns",
     "node_local_checkpoint": "not in this version: save to a folder that every node sees and leave it false",
     "flops_profiler": "not in this version: use torch.utils.flop_counter.FlopCounterMode around one step",
     "comms_logger": "not in this version: run one step under torch.profiler, the collectives carry the labels of their units",

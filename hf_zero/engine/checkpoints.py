@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_zero.checkpoint.background import Background
 from hf_zero.checkpoint.export import write_model_file
 from hf_zero.checkpoint.load import LoadRequest, load_checkpoint
 from hf_zero.checkpoint.save import SaveRequest, save_checkpoint
-from hf_zero.checkpoint.state import TrainingState
+from hf_zero.checkpoint.slices import Slice
+from hf_zero.checkpoint.state import TensorAxis, TrainingState
+from hf_zero.comm.collectives import Collectives, build_collectives
+from hf_zero.comm.topology import group_timeout, joint_topology
+from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.optim.sharded import ShardedOptimizer
+from hf_zero.sharding.slices import slice_of
 
 if TYPE_CHECKING:
     from hf_zero.engine.engine import Engine
@@ -24,6 +31,8 @@ def _training_state(engine: Engine) -> TrainingState:
         module=engine.module,
         units=engine.units,
         collectives=engine.collectives,
+        everyone=_everyone(engine),
+        tensor=_tensor_axis(engine),
         stage=engine.policy.stage,
         optimizer=engine.optimizer if isinstance(engine.optimizer, ShardedOptimizer) else None,
         scheduler=engine.lr_scheduler,
@@ -37,20 +46,62 @@ def _training_state(engine: Engine) -> TrainingState:
     )
 
 
+def _everyone(engine: Engine) -> Collectives:
+    joint = joint_topology(engine.collectives.topology)
+    return engine.collectives if joint is engine.collectives.topology else build_collectives(joint)
+
+
+def _tensor_axis(engine: Engine) -> TensorAxis:
+    """What this rank holds of the parameters that the model axis divides."""
+    model = engine.collectives.topology.model
+    if model is None:
+        return TensorAxis()
+    slices = {}
+    for name, param in engine.module.named_parameters():
+        part = slice_of(param)
+        if part is not None:
+            slices[name] = Slice(tuple(part.full_shape), part.dim, tuple((piece.start, piece.stop) for piece in part.ranges))
+    return TensorAxis(model.rank, model.world, slices)
+
+
 def save(engine: Engine, save_dir: str | os.PathLike[str], tag: Any, client_state: Mapping[str, Any], latest: bool, trained: bool) -> bool:
     """Saves ``engine``; see ``Engine.save_checkpoint``. ``trained``: leave frozen parameters out."""
     name = str(tag) if tag is not None else f"global_step{engine.progress.global_steps}"
     if engine.stepper is not None and any(entry.has_local or entry.shard is not None for entry in engine.stepper.reducer.gradients):
         warn_once("save_checkpoint() between backward and step: the gradients accumulated so far are not part of a checkpoint")
-    folder = save_checkpoint(_training_state(engine), SaveRequest(os.fspath(save_dir), name, client_state, latest, trained))
-    log_rank0("checkpoint saved to %s", folder)
+    start = time.monotonic()
+    request = SaveRequest(os.fspath(save_dir), name, client_state, latest, trained)
+    folder = save_checkpoint(_training_state(engine), request, engine.background)
+    how = "saved to" if engine.background is None else "copied, and is being written in the background to"
+    log_rank0("checkpoint %s %s (%.2f s)", how, folder, time.monotonic() - start)
     return True
+
+
+def background_of(settings: ZeroConfig, collectives: Collectives) -> Background | None:
+    """What writes checkpoints behind the training loop, when the configuration asks for it."""
+    writer, cache = settings.checkpoint.writer, settings.datastates_ckpt
+    if not ((writer is not None and writer.decoupled) or cache is not None):
+        return None
+    gigabytes = cache.host_cache_size if cache is not None else None
+    limit = None if gigabytes is None else int(gigabytes * 2**30)
+    return Background(joint_topology(collectives.topology).rank, group_timeout(collectives.topology).total_seconds(), limit)
+
+
+def wait(engine: Engine) -> None:
+    """Waits until a checkpoint that is written in the background is complete; collective.
+
+    Raises:
+        CheckpointError: It could not be written; on every rank, with the same text.
+    """
+    if engine.background is not None:
+        engine.background.finish(_everyone(engine))
 
 
 def load(
     engine: Engine, load_dir: str | os.PathLike[str], tag: Any, custom: Callable[..., Any] | None, **wanted: bool
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Loads into ``engine``; see ``Engine.load_checkpoint``. ``wanted``: flags of ``LoadRequest``."""
+    wait(engine)
     engine.runtime.release_for_update()
     from_fp32 = engine.settings.zero_optimization.load_from_fp32_weights
     request = LoadRequest(os.fspath(load_dir), None if tag is None else str(tag), masters_from_fp32=from_fp32, custom=custom, **wanted)

@@ -119,6 +119,7 @@ class Engine(nn.Module):
         self.sinks = parts.sinks
         self.training_dataloader: Any = None
         self.collate_fn: Callable[[Any], Any] | None = None
+        self.background = checkpoints.background_of(self.settings, parts.collectives)
         self.progress = Progress()
         self.destroyed = False
         self.accumulation = Accumulation(resolved.batch.accumulation, self.settings.managed_gradient_accumulation)
@@ -449,6 +450,8 @@ class Engine(nn.Module):
     def destroy(self) -> None:
         """Frees gradients, masters and optimizer state. The module stays usable: whole at stages 0 to 2, gathered by its hooks at 3."""
         self.destroyed = True
+        if self.background is not None:
+            self.background.close()
         for sink in self.sinks:
             sink.close()
         self.sinks = []

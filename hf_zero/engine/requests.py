@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from hf_zero.engine import checkpoints
 from hf_zero.errors import ConfigError
 
 
@@ -115,4 +116,5 @@ METHODS: dict[str, Callable[..., Any]] = {
         set_train_micro_batch_size,
     )
 }
+METHODS["wait_for_checkpoint"] = checkpoints.wait
 METHODS["save_fp16_model"] = lambda engine, *args, **kwargs: engine.save_16bit_model(*args, **kwargs)

@@ -134,7 +134,9 @@ class ZeroConfig(Section):
     progressive_layer_drop: ProgressiveLayerDrop | None = section(None, "Stochastic depth schedule")
     checkpoint: Checkpoint = section(Checkpoint, "Options of save and load")
     nebula: Nebula | None = section(None, "Azure checkpoint service")
-    datastates_ckpt: DataStates | None = later(None, "Asynchronous checkpoint engine", "async_checkpoint", bool_ok=True)
+    datastates_ckpt: DataStates | None = used(
+        None, "Write checkpoints in the background, as checkpoint.writer.decoupled does", bool_ok=True
+    )
     data_types: DataTypes = section(DataTypes, "Element types outside the fp16 and bf16 sections")
     tensor_parallel: TensorParallel | None = section(None, "AutoTP training")
     expert_parallel: ExpertParallel | None = section(None, "Expert parallelism")

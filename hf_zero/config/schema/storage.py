@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from hf_zero.config.schema.fields import Bool, Float, Int, Section, accepted, later, lower_choice, part, refused, used
+from hf_zero.config.schema.fields import Bool, Float, Int, Section, accepted, later, lower_choice, part, refused, section, used
 
 
 class ActivationCheckpointing(Section):
@@ -38,16 +38,19 @@ class ParallelWrite(Section):
     pipeline_stage: Bool = part(False, "Pipeline stages write in parallel")
 
 
+_OWN_WRITER = "files are written in windows of 4 MiB straight from the shards"
+
+
 class Writer(Section):
     """`checkpoint.writer`. Fast checkpoint writer."""
 
-    type: str = part("FAST", "mock python or fast")
-    io_buffer_size: Int = part(67108864, "Buffer bytes")
-    io_buffer_double: Bool = part(True, "Two buffers")
-    show_statistics: Bool = part(False, "Print statistics")
-    data_parallel: str | None = part(None, "replica socket or machine")
-    decoupled: Bool = part(False, "Write in the background")
-    io_multiplier: Int = part(1, "Buffers per writer")
+    type: str = accepted("FAST", "mock python or fast", _OWN_WRITER)
+    io_buffer_size: Int = accepted(67108864, "Buffer bytes", _OWN_WRITER)
+    io_buffer_double: Bool = accepted(True, "Two buffers", _OWN_WRITER)
+    show_statistics: Bool = accepted(False, "Print statistics", "the line that reports a saved checkpoint has its seconds")
+    data_parallel: str | None = accepted(None, "replica socket or machine", "every rank writes its own share, at stage 0 too")
+    decoupled: Bool = used(False, "Write checkpoints in the background: save_checkpoint returns when the shards are copied to host memory")
+    io_multiplier: Int = accepted(1, "Buffers per writer", _OWN_WRITER)
 
 
 class Checkpoint(Section):
@@ -60,7 +63,7 @@ class Checkpoint(Section):
     use_node_local_storage: Bool = later(False, "Each node writes its own files", "node_local_checkpoint")
     parallel_write: ParallelWrite | None = accepted(None, "Parallel writing", "every rank writes its own file")
     checkpoint_serialization: Bool = accepted(True, "Serialise with the torch zip format", "files are safetensors and JSON, never pickle")
-    writer: Writer | None = later(None, "Fast checkpoint writer", "async_checkpoint")
+    writer: Writer | None = section(None, "Fast checkpoint writer")
 
 
 class Nebula(Section):
@@ -79,7 +82,9 @@ class Nebula(Section):
 class DataStates(Section):
     """`datastates_ckpt`. Asynchronous engine; any value except false enables it."""
 
-    host_cache_size: Float | None = part(None, "Host cache size")
+    host_cache_size: Float | None = used(
+        None, "GiB of host memory for the copy; what does not fit is written before save_checkpoint returns; unset is no limit"
+    )
 
 
 class Aio(Section):

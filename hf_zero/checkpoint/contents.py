@@ -1,0 +1,128 @@
+"""What one rank writes: files of named rows, and the records that say where parameters lie in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_zero.checkpoint import optimizer_state
+from hf_zero.checkpoint.element_types import dtype_name
+from hf_zero.checkpoint.format import MASTER, MODULE, WEIGHTS, LooseRecord, ParamRecord, UnitRecord, shard_file, state_kind
+from hf_zero.checkpoint.rank_state import rank_states
+from hf_zero.checkpoint.slices import Slice
+from hf_zero.checkpoint.state import TrainingState
+from hf_zero.checkpoint.tensor_file import Entry, cut, whole
+from hf_zero.sharding.layout import ALIGNMENT, round_up
+from hf_zero.sharding.unit import Unit
+
+
+@dataclass(frozen=True)
+class Contents:
+    """One rank's part of a checkpoint.
+
+    Attributes:
+        files: Entries by file name; some have none.
+        units: Records of all units of this tensor-parallel rank.
+        loose: Records of the parameters without unit that this rank writes.
+        buffers: Buffer -> file, of those that this rank writes.
+        scalars: States of one number, see ``optimizer_state.scalars``.
+        states: Names of the flat optimizer states.
+        dropped: Frozen parameters left out.
+    """
+
+    files: dict[str, list[Entry]]
+    units: tuple[UnitRecord, ...]
+    loose: tuple[LooseRecord, ...]
+    buffers: dict[str, str]
+    scalars: list[dict[str, Any]]
+    states: list[str]
+    dropped: tuple[str, ...]
+
+
+def contents_of(state: TrainingState, exclude_frozen: bool) -> Contents:
+    """Plans what this rank writes; local, copies nothing.
+
+    Units that are divided are written by their owners. What every rank holds whole (units of stage 0, parameters without unit,
+    buffers) is divided among the ranks too, so that no rank writes more than its share.
+    """
+    files: dict[str, list[Entry]] = {}
+    kept = [unit for unit in state.units if unit.master is not None or not exclude_frozen]
+    for unit in kept:
+        row = state.arrays.values(unit)
+        _add(files, state, unit, _kind(unit), Entry(unit.name, row.dtype, (row.numel(),), (row,)))
+    states, scalars = [], []
+    if state.optimizer is not None:
+        by_name = {unit.name: unit for unit in kept}
+        states = optimizer_state.flat_states(state.optimizer, state.arrays)
+        scalars = optimizer_state.scalars(state.optimizer, state.arrays)
+        for name in states:
+            for entry in optimizer_state.state_entries(state.optimizer, state.arrays, name):
+                _add(files, state, by_name[entry.name], state_kind(name), entry)
+        for kind, entries in rank_states(state.optimizer).items():
+            files[shard_file(kind, state.collectives.rank, state.collectives.world, state.tensor.rank, state.tensor.world)] = entries
+    loose = [] if exclude_frozen else list(state.loose_params())
+    records, buffers = _add_loose(files, state, loose)
+    dropped = [slot.name for unit in state.units if unit not in kept for slot in unit.layout.slots]
+    if exclude_frozen:
+        dropped += [name for name, _ in state.loose_params()]
+    units = tuple(_unit_record(state, unit) for unit in kept)
+    return Contents(files, units, records, buffers, scalars, states, tuple(dropped))
+
+
+def _kind(unit: Unit) -> str:
+    return MASTER if unit.master is not None else WEIGHTS
+
+
+def _padded_numel(state: TrainingState, unit: Unit) -> int:
+    """Elements of the unit as it is written: a unit that every rank holds is cut into one shard per rank."""
+    layout = unit.layout
+    return layout.padded_numel if layout.world > 1 else round_up(layout.padded_numel, state.collectives.world * ALIGNMENT)
+
+
+def _add(files: dict[str, list[Entry]], state: TrainingState, unit: Unit, kind: str, entry: Entry) -> None:
+    rank, world = state.collectives.rank, state.collectives.world
+    name = shard_file(kind, rank, world, state.tensor.rank, state.tensor.world)
+    if unit.layout.world == 1 and world > 1:
+        numel = _padded_numel(state, unit) // world
+        entry = Entry(entry.name, entry.dtype, (numel,), tuple(cut(entry.pieces, rank * numel, (rank + 1) * numel)))
+    files.setdefault(name, []).append(entry)
+
+
+def _unit_record(state: TrainingState, unit: Unit) -> UnitRecord:
+    layout, tensor = unit.layout, state.tensor
+    params = []
+    for slot in layout.slots:
+        held = tensor.slice_of(slot.name, slot.shape)
+        params.append(ParamRecord(slot.name, held.shape, slot.offset, slot.group, held.dim, held.ranges))
+    dtype, world = dtype_name(layout.dtype, unit.name), state.collectives.world
+    return UnitRecord(unit.name, _kind(unit), dtype, world, _padded_numel(state, unit), tensor.rank, tuple(params))
+
+
+def _add_loose(
+    files: dict[str, list[Entry]], state: TrainingState, params: Iterable[tuple[str, torch.Tensor]]
+) -> tuple[tuple[LooseRecord, ...], dict[str, str]]:
+    """Gives each tensor that every data-parallel rank holds to one of them, largest first to the one with least so far."""
+    tensor, rank, world = state.tensor, state.collectives.rank, state.collectives.world
+    slices = {name: tensor.slice_of(name, param.shape) for name, param in params}
+    mine = [(name, param) for name, param in params if slices[name].dim is not None or tensor.rank == 0]
+    buffers = dict(state.buffers()) if tensor.rank == 0 else {}
+    tensors: list[tuple[str, torch.Tensor]] = [*mine, *buffers.items()]
+    loads = [0] * world
+    name_of_file = shard_file(MODULE, rank, world, tensor.rank, tensor.world)
+    chosen = []
+    for name, value in sorted(tensors, key=lambda item: -item[1].nbytes):
+        owner = loads.index(min(loads))
+        loads[owner] += value.nbytes
+        if owner == rank:
+            chosen.append(name)
+    held = [(name, value) for name, value in tensors if name in set(chosen)]
+    files[name_of_file] = [whole(name, value.detach()) for name, value in held]
+    records = [_loose_record(name, name_of_file, slices[name]) for name, _ in held if name in slices]
+    return tuple(records), {name: name_of_file for name, _ in held if name in buffers}
+
+
+def _loose_record(name: str, file: str, held: Slice) -> LooseRecord:
+    return LooseRecord(name, file, held.shape, held.dim, held.ranges)

@@ -1,0 +1,192 @@
+"""Our own folders as a source of conversions, and as their target."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_zero.checkpoint import folders
+from hf_zero.checkpoint.catalog import Catalog, Located
+from hf_zero.checkpoint.convert.source import FROZEN, Progress, Source, SourceParam, SourceTensor, read_only
+from hf_zero.checkpoint.element_types import DTYPES, dtype_name
+from hf_zero.checkpoint.format import (
+    CHUNK_BYTES,
+    INDEX_FILE,
+    LATEST_FILE,
+    MASTER,
+    MODULE,
+    VALUES_FILE,
+    FileRecord,
+    GroupRecord,
+    Index,
+    LooseRecord,
+    OptimizerRecord,
+    ParamRecord,
+    ScalarRecord,
+    UnitRecord,
+    shard_file,
+    state_kind,
+)
+from hf_zero.checkpoint.tensor_file import Elsewhere, Entry, RangeReader, whole, write_tensor_file
+from hf_zero.checkpoint.values import Decoder, Encoder, encode_scalar
+
+
+def read_checkpoint(folder: Path) -> Source:
+    """Opens the folder of one tag.
+
+    Raises:
+        CheckpointError: It is damaged.
+    """
+    path = str(folder / INDEX_FILE)
+    index = Index.from_json(folders.read_index(folder), path)
+    catalog, reader = Catalog(index), RangeReader(folder, index.files)
+    decoder = Decoder(lambda name: reader.whole(VALUES_FILE, name), path)
+    params = []
+    numbers = {(entry.unit, entry.group): entry.values for entry in index.optimizer.scalars} if index.optimizer else {}
+    group_of = {name: number for number, group in enumerate(index.optimizer.groups if index.optimizer else ()) for name in group.params}
+    for name in sorted(catalog.names):
+        found = catalog.find(name)
+        if found is None:
+            continue
+        value = SourceTensor(name, found.shape, _row(catalog, reader, found, None))
+        if not found.trained or found.unit is None:
+            params.append(SourceParam(value, value.row.dtype))
+            continue
+        kinds = {state: state_kind(state) for state in (index.optimizer.states if index.optimizer else ())}
+        states = {state: _row(catalog, reader, found, kind) for state, kind in kinds.items() if catalog.dtype(found, kind) is not None}
+        single = decoder.decode(numbers.get((found.unit.name, found.group), {}))
+        params.append(SourceParam(value, DTYPES[found.unit.dtype], group_of.get(name, FROZEN), states, single))
+    buffers = []
+    for name, file in index.buffers.items():
+        record = reader.record(file, name)
+        buffers.append(SourceTensor(name, record.shape, _buffer_row(reader, file, name)))
+    optimizer = index.optimizer
+    return Source(
+        what=f"the checkpoint {folder}",
+        params=tuple(params),
+        buffers=tuple(buffers),
+        aliases=dict(index.aliases),
+        optimizer=optimizer.name if optimizer is not None else None,
+        groups=tuple(decoder.decode(group.values) for group in optimizer.groups) if optimizer is not None else (),
+        values={
+            "scheduler": decoder.decode(index.scheduler),
+            "scaler": decoder.decode(index.scaler),
+            "client_state": decoder.decode(index.client_state),
+            "extra_state": decoder.decode(index.extra_state),
+        },
+        counters=dict(index.counters),
+        stage=index.stage,
+    )
+
+
+def _row(catalog: Catalog, reader: RangeReader, found: Located, kind: str | None) -> Elsewhere:
+    def read(first: int, target: torch.Tensor) -> None:
+        reader.read(list(catalog.copies(found, kind, found.whole, first, target)))
+
+    numel = found.whole.numel
+    return Elsewhere(DTYPES[catalog.dtype(found, kind) or "F32"], numel, read, read_only)
+
+
+def _buffer_row(reader: RangeReader, file: str, name: str) -> Elsewhere:
+    record = reader.record(file, name)
+
+    def read(first: int, target: torch.Tensor) -> None:
+        target.copy_(reader.whole(file, name).reshape(-1)[first : first + target.numel()])
+
+    dtype = DTYPES[record.dtype]
+    return Elsewhere(dtype, record.nbytes // dtype.itemsize, read, read_only)
+
+
+def write_checkpoint(source: Source, save_dir: Path, tag: str | None, progress: Progress) -> Path:
+    """Writes ``source`` as a checkpoint that ``load_checkpoint`` and ``resume_from_checkpoint`` take; complete or not at all.
+
+    Args:
+        source: What to write.
+        save_dir: Folder of the checkpoints of a run.
+        tag: Name; ``global_step{N}`` when None.
+        progress: Told bytes.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: A value cannot be saved, or the target is in the way.
+        OSError: The file system refuses.
+    """
+    name = folders.check_tag(tag or f"global_step{source.counters.get('global_steps', 0)}")
+    encoder = Encoder()
+    values = {key: encoder.encode(value, key) for key, value in source.values.items()}
+    values["groups"] = [encoder.encode(group, f"optimizer.param_groups[{number}]") for number, group in enumerate(source.groups)]
+    part = folders.begin(save_dir, name)
+    try:
+        files = _write_files(source, part, encoder, progress)
+        folders.seal(part, _index(source, name, values, files).to_json())
+        final = folders.publish(part, save_dir, name)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    script = Path(folders.__file__).with_name(folders.SCRIPT_FILE).read_text(encoding="utf-8")
+    folders.write_text(save_dir / folders.SCRIPT_FILE, script)
+    folders.write_text(save_dir / LATEST_FILE, name)
+    return final
+
+
+def _is_trained(param: SourceParam) -> bool:
+    return param.group != FROZEN
+
+
+_MODULE_FILE = shard_file(MODULE, 0, 1)
+
+
+def _write_files(source: Source, part: Path, encoder: Encoder, progress: Progress) -> dict[str, FileRecord]:
+    entries: dict[str, list[Entry]] = {}
+    for param in source.params:
+        if _is_trained(param):
+            rows = {MASTER: param.value.row, **{state_kind(state): row for state, row in param.states.items()}}
+            for kind, row in rows.items():
+                entries.setdefault(shard_file(kind, 0, 1), []).append(Entry(param.name, row.dtype, (row.numel(),), (row,)))
+    loose = [param.value for param in source.params if not _is_trained(param)] + list(source.buffers)
+    entries[_MODULE_FILE] = [Entry(tensor.name, tensor.row.dtype, tensor.shape, (tensor.row,)) for tensor in loose]
+    entries[VALUES_FILE] = [whole(name, tensor) for name, tensor in encoder.tensors.items()]
+    return {name: write_tensor_file(part / name, found, progress) for name, found in entries.items() if found}
+
+
+def _index(source: Source, tag: str, values: dict[str, Any], files: dict[str, FileRecord]) -> Index:
+    trained = [param for param in source.params if _is_trained(param)]
+    units, scalars = [], []
+    for param in trained:
+        record = ParamRecord(param.name, param.value.shape, 0, param.group)
+        dtype = dtype_name(param.dtype, param.name)
+        units.append(UnitRecord(param.name, MASTER, dtype, 1, param.value.row.numel(), 0, (record,)))
+        if param.numbers:
+            numbers = {key: encode_scalar(value, f"{param.name}, {key!r}") for key, value in param.numbers.items()}
+            scalars.append(ScalarRecord(param.name, param.group, numbers))
+    optimizer = None
+    if source.optimizer is not None:
+        states = tuple(sorted({state for param in trained for state in param.states}))
+        names = [tuple(param.name for param in trained if param.group == number) for number in range(len(source.groups))]
+        groups = tuple(GroupRecord(members, group) for members, group in zip(names, values["groups"], strict=True))
+        optimizer = OptimizerRecord(source.optimizer, states, groups, tuple(scalars))
+    return Index(
+        library="convert",
+        tag=tag,
+        world=1,
+        tensor_world=1,
+        stage=source.stage,
+        chunk_bytes=CHUNK_BYTES,
+        units=tuple(units),
+        loose=tuple(LooseRecord(param.name, _MODULE_FILE, param.value.shape) for param in source.params if not _is_trained(param)),
+        buffers={buffer.name: _MODULE_FILE for buffer in source.buffers},
+        extra_state=values.get("extra_state") or {},
+        aliases=dict(source.aliases),
+        excluded=(),
+        optimizer=optimizer,
+        scheduler=values.get("scheduler"),
+        scaler=values.get("scaler") or {},
+        counters=dict(source.counters),
+        client_state=values.get("client_state") or {},
+        files=files,
+    )

@@ -1,0 +1,133 @@
+"""``hf-zero convert``: finds out what a folder is, and writes it in another form."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from hf_zero.checkpoint import folders
+from hf_zero.checkpoint.convert import deepspeed, hugging_face, native, torch_dcp
+from hf_zero.checkpoint.convert.source import Progress, Source
+from hf_zero.errors import CheckpointError
+
+TARGETS = ("hf_zero", "hf", "dcp")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What is asked for.
+
+    Attributes:
+        source: A folder of checkpoints or of one tag, of ours or DeepSpeed's; a model folder; a torch.distributed.checkpoint folder.
+        target: Folder to write.
+        to: One of ``TARGETS``; None: ``hf`` from a checkpoint of ours, else ``hf_zero``.
+        tag: Which checkpoint of the source, and the name of what is written for ``hf_zero``; None is what ``latest`` names.
+        dtype: Type of the weights written for ``hf``.
+        max_shard_bytes: Size of one file written for ``hf``.
+        trust_pickle: The user allows pickles.
+        quiet: Show no progress.
+    """
+
+    source: Path
+    target: Path
+    to: str | None = None
+    tag: str | None = None
+    dtype: str = "fp32"
+    max_shard_bytes: int = 5 * 10**9
+    trust_pickle: bool = False
+    quiet: bool = False
+
+
+def convert(wanted: Conversion) -> str:
+    """Carries out a conversion; returns a line that says what was written.
+
+    Raises:
+        CheckpointError: The source is not understood, is a pickle that is not trusted, or the target cannot be written.
+    """
+    if wanted.target.resolve() == wanted.source.resolve():
+        raise CheckpointError(f"source and target are the same folder {wanted.source}; choose another target")
+    ours, source = _open(wanted)
+    to = wanted.to or ("hf" if ours else "hf_zero")
+    try:
+        with _progress(source, to, wanted) as progress:
+            return _write(wanted, to, source, progress)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {wanted.target}: {error}") from error
+
+
+def _write(wanted: Conversion, to: str, source: Source, progress: Progress) -> str:
+    if to == "hf_zero":
+        folder = native.write_checkpoint(source, wanted.target, wanted.tag, progress)
+        return f"{source.what} -> checkpoint {folder}" + ("" if source.optimizer is not None else " (weights only: load_module_only=True)")
+    if to == "hf":
+        beside = [wanted.source, wanted.source.parent] if wanted.source.is_dir() else []
+        dtype = DTYPES[wanted.dtype]
+        files = hugging_face.write_hugging_face(source, wanted.target, dtype, wanted.max_shard_bytes, beside, progress)
+        return f"{source.what} -> {len(files)} file(s) of {wanted.dtype} weights in {wanted.target}"
+    torch_dcp.write_dcp(source, wanted.target, progress)
+    return f"{source.what} -> torch.distributed.checkpoint folder {wanted.target}"
+
+
+def _open(wanted: Conversion) -> tuple[bool, Source]:
+    """Whether the source is a checkpoint of ours, and the source."""
+    folder, trust = wanted.source, wanted.trust_pickle
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder")
+    if folders.is_complete(folder):
+        return True, native.read_checkpoint(folder)
+    if deepspeed.is_deepspeed(folder):
+        return False, deepspeed.read_deepspeed(folder, trust)
+    if torch_dcp.is_dcp(folder):
+        return False, torch_dcp.read_dcp(folder, trust)
+    latest = folders.read_latest(folder)
+    if latest is not None or folders.newest_complete(folder) is not None:  # a Trainer's folder has a model's files beside them
+        tag = wanted.tag or latest
+        if tag is not None and (folder / tag).is_dir() and deepspeed.is_deepspeed(folder / tag):
+            return False, deepspeed.read_deepspeed(folder / tag, trust)
+        found = folders.find(folder, wanted.tag) if wanted.tag is not None else folders.find_latest(folder)
+        if found is not None:
+            return True, native.read_checkpoint(found)
+    if hugging_face.is_hugging_face(folder):
+        return False, hugging_face.read_hugging_face(folder, trust)
+    raise CheckpointError(
+        f"{folder} is none of these: a checkpoint of ours (index.json, or latest), one of DeepSpeed (*_optim_states.pt, or latest), "
+        "a torch.distributed.checkpoint folder (.metadata), a Hugging Face model (model.safetensors, pytorch_model.bin, or an index)"
+    )
+
+
+@contextmanager
+def _progress(source: Source, to: str, wanted: Conversion) -> Iterator[Progress]:
+    """A bar on standard error that counts bytes."""
+    total = 0
+    for param in source.params:
+        rows = [param.value.row] if to == "hf" else [param.value.row, *param.states.values()]
+        total += sum(_written_bytes(row.numel(), row.dtype, to, wanted) for row in rows)
+    total += sum(_written_bytes(math.prod(buffer.shape), buffer.row.dtype, to, wanted) for buffer in source.buffers)
+    with tqdm(total=total, unit="B", unit_scale=True, desc=f"to {to}", disable=wanted.quiet or None) as bar:
+        yield lambda count: bar.update(count) and None
+
+
+def _written_bytes(numel: int, dtype: torch.dtype, to: str, wanted: Conversion) -> int:
+    written = DTYPES[wanted.dtype] if to == "hf" and dtype.is_floating_point else dtype
+    return numel * written.itemsize
+
+
+def bytes_of(size: str) -> int:
+    """A size such as ``5GB`` or ``500MiB`` in bytes.
+
+    Raises:
+        ValueError: It is no size.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", size)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"{size!r} is no size; write it like 5GB or 500MiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -1,0 +1,334 @@
+#!/usr/bin/env python3
+"""Turns a ZeRO checkpoint into whole fp32 weights, on one machine, without process group or GPU.
+
+A copy of this file lies beside every checkpoint. It needs torch, numpy and safetensors, nothing else:
+
+    python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR [--tag global_step100]
+
+CHECKPOINT_DIR holds `latest` and the folders of the checkpoints (a Trainer's checkpoint-100, say). OUTPUT_DIR gets
+`model.safetensors`, or several files and `model.safetensors.index.json` when the weights are larger than --max_shard_size;
+beside a config.json, from_pretrained reads them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+FORMAT_VERSIONS = (1, 2)
+_FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+
+
+class Checkpoint:
+    """Reads whole parameters out of the shards of one checkpoint folder.
+
+    Args:
+        checkpoint_dir: Folder that holds the folder of the tag.
+        tag: Name of the checkpoint; None is what ``latest`` names.
+
+    Raises:
+        FileNotFoundError: There is no such checkpoint.
+        ValueError: It is damaged, or of another version; names the file.
+    """
+
+    def __init__(self, checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> None:
+        base = os.fspath(checkpoint_dir)
+        if tag is None:
+            latest = os.path.join(base, "latest")
+            if not os.path.isfile(latest):
+                raise FileNotFoundError(f"{latest} does not exist; name the checkpoint with tag=")
+            with open(latest, encoding="utf-8") as file:
+                tag = file.read().strip()
+        self.folder = os.path.join(base, str(tag))
+        self.index = self._read_index()
+        self.frozen: set[str] = set()
+        self.shapes: dict[str, list[int]] = {}
+        # name -> where it lies: several places where tensor-parallel ranks hold slices of it
+        self.params: dict[str, list[_Place]] = {}
+        for loose in self.index["loose"]:
+            self.frozen.add(loose["name"])
+            self._add(loose, _Place(None, loose["file"], 0, 0, loose.get("dim"), loose.get("ranges") or []))
+        for unit in self.index["units"]:
+            for param in unit["params"]:
+                place = _Place(unit, "", param["offset"], unit["tensor_rank"], param.get("dim"), param.get("ranges") or [])
+                self._add(param, place)
+                if unit["kind"] != "master":
+                    self.frozen.add(param["name"])
+
+    def _add(self, param: dict[str, Any], place: _Place) -> None:
+        self.shapes[param["name"]] = param["shape"]
+        known = self.params.setdefault(param["name"], [])
+        if not known or known[0].dim is not None:  # one copy of what every rank holds is enough
+            known.append(place)
+
+    def _read_index(self) -> dict[str, Any]:
+        path = os.path.join(self.folder, "index.json")
+        if not os.path.isfile(path) or not os.path.isfile(os.path.join(self.folder, "complete")):
+            raise FileNotFoundError(f"{self.folder} is no complete checkpoint: it lacks index.json or complete")
+        with open(path, "rb") as file:
+            data = file.read()
+        with open(os.path.join(self.folder, "complete"), encoding="utf-8") as marker:
+            if hashlib.sha256(data).hexdigest() != marker.read().strip():
+                raise ValueError(f"{path} is damaged: its sha256 differs from the one in the file 'complete'")
+        index: dict[str, Any] = json.loads(data)
+        if index.get("format") != "hf_zero-checkpoint" or index.get("version") not in FORMAT_VERSIONS:
+            raise ValueError(
+                f"{path} has format {index.get('format')} version {index.get('version')}; this script reads versions {FORMAT_VERSIONS}"
+            )
+        return _version_2(index) if index["version"] == 1 else index
+
+    def _record(self, file: str, tensor: str) -> dict[str, Any]:
+        try:
+            record: dict[str, Any] = self.index["files"][file]["tensors"][tensor]
+        except KeyError:
+            raise ValueError(f"{self.folder}: the index lists no tensor {tensor!r} in {file}") from None
+        return record
+
+    def read(self, name: str) -> torch.Tensor:
+        """Parameter or buffer ``name``, whole; floating point as fp32."""
+        if name not in self.params:
+            file = self.index["buffers"][name]
+            return _as_fp32(self._tensor(file, name, 0, None)).reshape(self._record(file, name)["shape"])
+        places, shape = self.params[name], self.shapes[name]
+        if places[0].dim is None:
+            return self._read_place(name, places[0], shape)
+        whole = torch.empty(shape)
+        held = 0
+        for place in places:
+            local = list(shape)
+            local[place.dim] = sum(stop - start for start, stop in place.ranges)
+            part = self._read_place(name, place, local)
+            held += local[place.dim]
+            taken = 0
+            for start, stop in place.ranges:
+                whole.narrow(place.dim, start, stop - start).copy_(part.narrow(place.dim, taken, stop - start))
+                taken += stop - start
+        if held != shape[places[0].dim]:
+            raise ValueError(f"{self.folder}: the slices of {name} in the index do not make the whole parameter")
+        return whole
+
+    def _read_place(self, name: str, place: _Place, shape: list[int]) -> torch.Tensor:
+        unit = place.unit
+        if unit is None:
+            return _as_fp32(self._tensor(place.file, name, 0, None)).reshape(shape)
+        per_rank = unit["padded_numel"] // unit["world"]
+        start, stop = place.offset, place.offset + math.prod(shape)
+        slices = self.index["tensor_world"]
+        suffix = f".tensor-{place.tensor_rank:05d}-of-{slices:05d}" if slices > 1 else ""
+        parts = []
+        for rank in range(unit["world"]):
+            first, last = max(start, rank * per_rank), min(stop, (rank + 1) * per_rank)
+            if last > first:
+                file = f"{unit['kind']}-{rank:05d}-of-{unit['world']:05d}{suffix}.safetensors"
+                parts.append(self._tensor(file, unit["name"], first - rank * per_rank, last - rank * per_rank))
+        return _as_fp32(torch.cat(parts) if parts else torch.empty(0)).reshape(shape)
+
+    def _tensor(self, file: str, tensor: str, start: int, stop: int | None) -> torch.Tensor:
+        """Elements ``start`` to ``stop`` of a tensor as a row, with the checksums of all chunks they touch verified."""
+        record, path = self._record(file, tensor), os.path.join(self.folder, file)
+        numel, chunk_bytes = math.prod(record["shape"]), self.index["chunk_bytes"]
+        stop = numel if stop is None else stop
+        if not os.path.isfile(path) or os.path.getsize(path) != self.index["files"][file]["nbytes"]:
+            raise ValueError(f"{path} is missing or has another size than the {self.index['files'][file]['nbytes']} bytes of the index")
+        chunk = chunk_bytes * numel // record["nbytes"] if record["nbytes"] else 1  # elements per checksum
+        first, last = start // chunk * chunk, min(-(-stop // chunk) * chunk, numel)
+        try:
+            with safe_open(path, framework="pt") as opened:
+                whole = opened.get_tensor(tensor).reshape(-1) if len(record["shape"]) != 1 else opened.get_slice(tensor)[first:last]
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        if len(record["shape"]) != 1:
+            first = 0
+        data = memoryview(whole.contiguous().view(torch.uint8).numpy()) if whole.numel() else memoryview(b"")
+        for position in range(0, len(data), chunk_bytes):
+            number = first // chunk + position // chunk_bytes
+            if f"{zlib.crc32(data[position : position + chunk_bytes]):08x}" != record["crc32"][8 * number : 8 * number + 8]:
+                raise ValueError(f"{path} is damaged: chunk {number} of tensor {tensor!r} does not match its checksum")
+        return whole[start - first : stop - first]
+
+    def names(self, exclude_frozen_parameters: bool = False) -> list[str]:
+        """Parameters, then buffers; tied parameters once."""
+        kept = [name for name in self.params if not (exclude_frozen_parameters and name in self.frozen)]
+        return kept + list(self.index["buffers"])
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of ``name`` as ``read`` returns it."""
+        if name in self.params:
+            place = self.params[name][0]
+            numel = math.prod(self.shapes[name])
+            return 4 * numel if place.unit is not None else _fp32_bytes(self._record(place.file, name)["dtype"], numel)
+        record = self._record(self.index["buffers"][name], name)
+        return _fp32_bytes(record["dtype"], math.prod(record["shape"]))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter or a slice of one lies: inside ``unit`` from ``offset`` on, or as a tensor of its own in ``file``."""
+
+    unit: dict[str, Any] | None
+    file: str
+    offset: int
+    tensor_rank: int
+    dim: Any
+    ranges: list[list[int]]
+
+
+def _version_2(index: dict[str, Any]) -> dict[str, Any]:
+    """An index of version 1 as version 2 has it."""
+    tensors = index["files"].get("module.safetensors", {"tensors": {}})["tensors"]
+    index["loose"] = [{"name": name, "file": "module.safetensors", "shape": tensors[name]["shape"]} for name in index["module_params"]]
+    index["buffers"] = dict.fromkeys(index["buffers"], "module.safetensors")
+    index["tensor_world"] = 1
+    for unit in index["units"]:
+        unit["tensor_rank"] = 0
+    return index
+
+
+def _fp32_bytes(dtype: str, numel: int) -> int:
+    sizes = {"I64": 8, "U64": 8, "C64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
+    return numel * (4 if dtype in _FLOATS else sizes.get(dtype, 1))
+
+
+def _as_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.float32) if tensor.is_floating_point() else tensor
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, torch.Tensor]:
+    """The whole fp32 state dict of a checkpoint; tied parameters appear under all their names, as one tensor.
+
+    Args:
+        checkpoint_dir: Folder that holds `latest` and the folders of the checkpoints.
+        tag: Name of the checkpoint; None is what `latest` names.
+        exclude_frozen_parameters: Leave out what no optimizer trained.
+        lazy_mode: Accepted for compatibility; `convert_zero_checkpoint_to_fp32_state_dict` is the way to keep memory low.
+
+    Raises:
+        FileNotFoundError, ValueError: There is no such checkpoint, or it is damaged.
+    """
+    checkpoint = Checkpoint(checkpoint_dir, tag)
+    weights = {name: checkpoint.read(name) for name in checkpoint.names(exclude_frozen_parameters)}
+    weights.update({alias: weights[name] for alias, name in checkpoint.index["aliases"].items() if name in weights})
+    return weights
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: str | int = "5GB",
+    safe_serialization: bool = True,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Writes the whole fp32 weights as safetensors, holding at most one output file in memory.
+
+    Args:
+        checkpoint_dir: As above.
+        output_dir: A folder, made when it does not exist; or the name of one file that ends in `.safetensors`.
+        max_shard_size: Size of one output file, such as "5GB".
+        safe_serialization: Has no effect: safetensors are written in any case, never a pickle.
+        tag: As above.
+        exclude_frozen_parameters: As above.
+
+    Raises:
+        FileNotFoundError, ValueError: There is no such checkpoint, or it is damaged.
+    """
+    checkpoint = Checkpoint(checkpoint_dir, tag)
+    output = os.fspath(output_dir)
+    names = checkpoint.names(exclude_frozen_parameters)
+    if output.endswith(".safetensors"):
+        os.makedirs(os.path.dirname(output) or ".", exist_ok=True)
+        _save(checkpoint, names, output)
+        return
+    os.makedirs(output, exist_ok=True)
+    shards = list(_divide(checkpoint, names, _bytes_of(max_shard_size)))
+    if len(shards) <= 1:
+        _save(checkpoint, names, os.path.join(output, "model.safetensors"))
+        return
+    weight_map: dict[str, str] = {}
+    for number, members in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _save(checkpoint, members, os.path.join(output, file))
+        weight_map.update(dict.fromkeys(members, file))
+    total = sum(checkpoint.nbytes(name) for name in names)
+    with open(os.path.join(output, "model.safetensors.index.json"), "w", encoding="utf-8") as index:
+        json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, index, indent=2)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> torch.nn.Module:
+    """Loads the whole fp32 weights of a checkpoint into a plain model on the CPU, and returns it.
+
+    Raises:
+        FileNotFoundError, ValueError: There is no such checkpoint, or it is damaged.
+    """
+    model = model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def _save(checkpoint: Checkpoint, names: list[str], path: str) -> None:
+    save_file({name: checkpoint.read(name).contiguous().clone() for name in names}, path, metadata={"format": "pt"})
+
+
+def _divide(checkpoint: Checkpoint, names: list[str], limit: int) -> Iterator[list[str]]:
+    members: list[str] = []
+    size = 0
+    for name in names:
+        nbytes = checkpoint.nbytes(name)
+        if members and size + nbytes > limit:
+            yield members
+            members, size = [], 0
+        members.append(name)
+        size += nbytes
+    if members:
+        yield members
+
+
+def _bytes_of(size: str | int) -> int:
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", str(size))
+    if match is None or match[2].upper() not in units:
+        raise ValueError(f"max_shard_size is {size!r}; write it like '5GB' or '500MiB'")
+    return int(float(match[1]) * units[match[2].upper()])
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint_dir", help="folder with `latest` and the folders of the checkpoints")
+    parser.add_argument("output_dir", help="folder for the weights, or a file name that ends in .safetensors")
+    parser.add_argument("-t", "--tag", default=None, help="name of the checkpoint (what `latest` names)")
+    parser.add_argument("--max_shard_size", default="5GB", help="size of one output file (5GB)")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what no optimizer trained")
+    parser.add_argument("--safe_serialization", action="store_true", help="no effect: safetensors are written in any case")
+    arguments = parser.parse_args()
+    convert_zero_checkpoint_to_fp32_state_dict(
+        arguments.checkpoint_dir,
+        arguments.output_dir,
+        max_shard_size=arguments.max_shard_size,
+        tag=arguments.tag,
+        exclude_frozen_parameters=arguments.exclude_frozen_parameters,
+    )
+    print(f"fp32 weights written to {arguments.output_dir}")
+
+
+if __name__ == "__main__":
+    main()
