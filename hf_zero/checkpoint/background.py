@@ -195,8 +195,8 @@ class Background:
         try:
             agreement.on_all(net, self._what, lambda: _raise(error))
         except CheckpointError:
-            if net.rank == 0:  # not before: other ranks may have been writing into it
-                shutil.rmtree(self._part, ignore_errors=True)
+            # Not before: other ranks may have been writing into it.
+            agreement.on_first(net, self._what, lambda: shutil.rmtree(self._part, ignore_errors=True))
             raise
 
     def close(self) -> None:
