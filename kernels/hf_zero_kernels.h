@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 // Raised with every change of a signature, a struct or the meaning of an argument; the loader compares it.
-#define HFZ_ABI_VERSION 2
+#define HFZ_ABI_VERSION 3
 
 enum hfz_status { HFZ_OK = 0, HFZ_BAD_TYPE = 1, HFZ_BAD_SIZE = 2 };
 enum hfz_type { HFZ_NONE = 0, HFZ_F32 = 1, HFZ_BF16 = 2, HFZ_F16 = 3 };
@@ -89,6 +89,10 @@ struct hfz_sgd_rule {
 // finite shows an element that is not. add_error: error += value, sums of absolute values, one double per block. pack_signs: bit i
 // of byte j is 1 where element 8 j + i is 0 or above, then error -= scale * sign. unpack_mean: the sum over workers, in order, of
 // scale * sign, divided by their number; the bits of worker w start at w * stride bytes.
+// compress: error = (momentum * beta + grad * weight) + error, then signs and scales of all chunks of a table as above. decompress: the
+// mean over workers of what they sent, written or added to out; strides are in bytes of bits and in scales. In both, elements that are
+// not alive are 0. move: p = p * decay (if decays) + momentum / (sqrt(variance) / divisor + eps) * minus_step, or with
+// sqrt(variance / divisor + eps).
 #define HFZ_DECLARE(isa)                                                                                                     \
   HFZ_DECLARE_PASS(adam, isa)                                                                                                \
   HFZ_DECLARE_PASS(lion, isa)                                                                                                \
@@ -99,7 +103,15 @@ struct hfz_sgd_rule {
   HFZ_EXPORT int32_t hfz_add_error_##isa(int64_t count, const float* value, float* error, double* sums);                     \
   HFZ_EXPORT int32_t hfz_pack_signs_##isa(int64_t count, float* error, float scale, uint8_t* bits);                          \
   HFZ_EXPORT int32_t hfz_unpack_mean_##isa(int64_t count, int32_t workers, const uint8_t* bits, int64_t stride,              \
-                                           const float* scales, float* out);
+                                           const float* scales, float* out);                                                 \
+  HFZ_EXPORT int32_t hfz_compress_##isa(int64_t chunks, const int64_t* starts, const int64_t* counts, const float* momentum, \
+                                        const float* grad, float beta, float weight, const uint8_t* alive, float* error,     \
+                                        uint8_t* bits, float* scales);                                                       \
+  HFZ_EXPORT int32_t hfz_decompress_##isa(int64_t chunks, const int64_t* starts, const int64_t* counts, int32_t workers,     \
+                                          const uint8_t* bits, int64_t bits_stride, const float* scales,                     \
+                                          int64_t scales_stride, const uint8_t* alive, int32_t adds, float* out);            \
+  HFZ_EXPORT int32_t hfz_move_##isa(int64_t count, float* master, const float* momentum, const float* variance, float decay, \
+                                    float divisor, float eps, float minus_step, int32_t decays, int32_t eps_inside);
 
 HFZ_DECLARE(baseline)
 HFZ_DECLARE(avx2)

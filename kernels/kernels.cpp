@@ -23,3 +23,5 @@ constexpr int64_t kStreamFrom = 1 << 16;
 #include "sums.inc"
 
 #include "signs.inc"
+
+#include "codes.inc"

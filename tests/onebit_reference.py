@@ -158,7 +158,8 @@ class Reference:
         self.server_error[name] = compensated - self.momentum[name]
         first = 1 - beta1**self.step_count
         second = math.sqrt(1 - beta2**settings.freeze_step)
-        direction = self.momentum[name] / (self.variance[name].sqrt() / second + settings.eps)
+        root = self.variance[name].double().sqrt().float()  # torch's root in single precision is not always the nearest number
+        direction = self.momentum[name] / (root / second + settings.eps)
         param.mul_(1 - settings.lr * settings.weight_decay)
         param.add_(direction * (-settings.lr / first))
 

@@ -106,6 +106,6 @@ def test_hf_zero_launch(launcher: str, tmp_path: Path) -> None:
     if launcher in MPIRUN:
         need(launcher)
     (tmp_path / "train.py").write_text(CODE)
-    extra = ["--launcher_args", "--oversubscribe"] if launcher == "openmpi" else []
+    extra = ["--launcher_args=--oversubscribe"] if launcher == "openmpi" else []
     words = ["launch", "--launcher", launcher, "--num_gpus", "2", "--master_port", "29611", *extra, "train.py"]
     check(run([sys.executable, "-m", "hf_zero.cli", *words], tmp_path), 2)

@@ -11,26 +11,31 @@ from hypothesis import strategies as st
 
 from hf_zero.config.resolve import resolve
 from hf_zero.errors import ConfigError, StateError
+from hf_zero.native.codes import CHUNK_NUMEL, ChunkTable, build_chunks, compress, decompress
 from hf_zero.optim import OneBitAdam
 from hf_zero.optim.factory import build_optimizer
 from hf_zero.optim.onebit_unit import part_numel
-from hf_zero.optim.signs import CHUNK_NUMEL, build_chunks, compress, decode
 from hf_zero.optim.uncorrected_adam import UncorrectedAdam
-from hf_zero.sharding.layout import Range
 
 # ------------------------------------------------------------------------------------------------------------- the code
 
 
-def laid_out(lengths: list[int]) -> tuple[list[Range], int]:
+def laid_out(lengths: list[int]) -> tuple[list[tuple[int, int]], int]:
     """Ranges one after another, each starting at a multiple of 16, and the length of their vector with some padding."""
     ranges, start = [], 0
     for length in lengths:
-        ranges.append(Range(start, start + length))
+        ranges.append((start, start + length))
         start += -(-length // 16) * 16
     return ranges, start + 32
 
 
-def coded(values: torch.Tensor, ranges: list[Range], alive: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(table: ChunkTable, bits: torch.Tensor, scales: torch.Tensor, alive: torch.Tensor | None = None) -> torch.Tensor:
+    out = torch.zeros(table.numel)
+    decompress(out, table, bits.unsqueeze(0), scales.unsqueeze(0), alive)
+    return out
+
+
+def coded(values: torch.Tensor, ranges: list[tuple[int, int]], alive: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """What a receiver sees of ``values``, and what was lost."""
     table = build_chunks(ranges, values.numel(), values.device)
     bits, scales, lost = torch.empty(values.numel() // 8, dtype=torch.uint8), torch.empty(table.chunks), values.clone()
@@ -44,12 +49,12 @@ def test_signs_and_scales_of_each_chunk(lengths: list[int], seed: int) -> None:
     ranges, numel = laid_out(lengths)
     generator = torch.Generator().manual_seed(seed)
     values = torch.zeros(numel)
-    for number, part in enumerate(ranges):
-        values[part.start : part.stop] = torch.randn(part.numel, generator=generator) * 10.0 ** (number - 2)
+    for number, (start, stop) in enumerate(ranges):
+        values[start:stop] = torch.randn(stop - start, generator=generator) * 10.0 ** (number - 2)
     seen, lost = coded(values, ranges)
     expected = torch.zeros(numel)
-    for part in ranges:
-        for chunk in torch.arange(part.start, part.stop).split(CHUNK_NUMEL):
+    for start, stop in ranges:
+        for chunk in torch.arange(start, stop).split(CHUNK_NUMEL):
             scale = (values[chunk].abs().double().sum() / len(chunk)).float()
             expected[chunk] = torch.where(values[chunk] >= 0, scale, -scale)
     assert torch.equal(seen, expected)
@@ -59,7 +64,7 @@ def test_signs_and_scales_of_each_chunk(lengths: list[int], seed: int) -> None:
 
 def test_bits_lie_eight_to_a_byte_lowest_first() -> None:
     values = torch.tensor([1.0, -1, -1, 1, -1, -1, -1, -1, -1, 0, -1, -1, -1, -1, -1, 1])
-    table = build_chunks([Range(0, 16)], 16, values.device)
+    table = build_chunks([(0, 16)], 16, values.device)
     bits, scales = torch.empty(2, dtype=torch.uint8), torch.empty(1)
     compress(values, table, bits, scales)
     assert bits.tolist() == [0b00001001, 0b10000010]
@@ -71,7 +76,7 @@ def test_padding_and_dead_elements_are_in_no_scale_and_decode_to_zero() -> None:
     values[:5] = torch.tensor([2.0, -2, 2, 100, -2])
     alive = torch.zeros(64, dtype=torch.bool)
     alive[[0, 1, 2, 4]] = True
-    seen, lost = coded(values, [Range(0, 5)], alive)
+    seen, lost = coded(values, [(0, 5)], alive)
     assert seen[:5].tolist() == [2, -2, 2, 0, -2]
     assert not seen[5:].any() and not lost.any()
 
@@ -79,7 +84,7 @@ def test_padding_and_dead_elements_are_in_no_scale_and_decode_to_zero() -> None:
 def test_error_feedback_carries_what_was_lost() -> None:
     """The sum of what was sent follows the sum of what there was to send: the error does not grow."""
     generator = torch.Generator().manual_seed(0)
-    table = build_chunks([Range(0, 3000)], 3008, torch.device("cpu"))
+    table = build_chunks([(0, 3000)], 3008, torch.device("cpu"))
     bits, scales = torch.empty(376, dtype=torch.uint8), torch.empty(table.chunks)
     error, total, sent = torch.zeros(3008), torch.zeros(3008), torch.zeros(3008)
     for _ in range(100):

@@ -19,7 +19,7 @@ from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.observe import log_rank0
 
 VARIABLE = "HF_ZERO_NATIVE"
-ABI_VERSION = 2
+ABI_VERSION = 3
 NAMES = ("libhf_zero_kernels.so", "libhf_zero_kernels.dylib")
 # The best first, each with its bit in hfz_supported_isas().
 ISAS = {"avx512": 4, "avx2": 2, "baseline": 1}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hf_zero.errors import ConfigError, StateError
+from hf_zero.native.codes import MoveRule, move
 from hf_zero.optim.foreach import buckets
 from hf_zero.optim.keywords import number
 
@@ -130,7 +130,7 @@ class OneBitAdam(torch.optim.AdamW):
                     state = self.state[param]
                     step = int(state.get("step", 0)) + 1
                     state["step"] = torch.tensor(float(step))
-                    move(param, first, second, group, step, step)
+                    move(param.data, first, second, move_rule(group, step, step))
 
     # -- when the warm-up ends ------------------------------------------------------------------------------------------
 
@@ -191,25 +191,20 @@ def _checked_freeze_step(value: int | str) -> int | str:
     return int(steps)
 
 
-def move(param: torch.Tensor, first: torch.Tensor, second: torch.Tensor, group: dict[str, Any], step: int, second_step: int) -> None:
-    """``param -= lr * first / (sqrt(second) + eps)`` with decay and bias correction, in place; every operation rounds by itself.
+def move_rule(group: dict[str, Any], step: int, second_step: int) -> MoveRule:
+    """The numbers of ``param -= lr * first / (sqrt(second) + eps)`` with decay and bias correction.
 
     Args:
-        param: (n,) fp32.
-        first: Momentum, (n,).
-        second: Variance, (n,).
         group: Hyper-parameters.
-        step: Number of this step, from 1, for the correction of ``first``.
-        second_step: Steps that ``second`` has seen, for its correction.
+        step: Number of this step, from 1, for the correction of the momentum.
+        second_step: Steps that the variance has seen, for its correction.
     """
     rate, (beta1, beta2) = float(group["lr"]), group["betas"]
-    if group["weight_decay"]:
-        param.mul_(1 - rate * group["weight_decay"])
     corrected = group["bias_correction"]
-    first_divisor = 1 - beta1**step if corrected else 1.0
-    second_divisor = 1 - beta2**second_step if corrected else 1.0
-    if group["eps_inside_sqrt"]:
-        root = second.div(second_divisor).add_(group["eps"]).sqrt_()
-    else:
-        root = second.sqrt().div_(math.sqrt(second_divisor)).add_(group["eps"])
-    param.add_(torch.div(first, root, out=root).mul_(-rate / first_divisor))
+    return MoveRule(
+        decay=1 - rate * group["weight_decay"] if group["weight_decay"] else 1.0,
+        variance_divisor=1 - beta2**second_step if corrected else 1.0,
+        eps=group["eps"],
+        minus_step=-rate / (1 - beta1**step if corrected else 1.0),
+        eps_inside=group["eps_inside_sqrt"],
+    )

@@ -53,8 +53,7 @@ class OneBitSharded(ShardedOptimizer):
         """One update of the masters; collective in the compressed phase.
 
         Args:
-            shards: Warm-up: reduced gradients, (shard_numel,) per unit. Compressed phase: this rank's own, (padded_numel,) fp32 per unit;
-                overwritten.
+            shards: Warm-up: reduced gradients, (shard_numel,) per unit. Compressed phase: this rank's own, (padded_numel,) per unit.
             factor: 0-dim; what the gradients are multiplied with first.
         """
         if self.compresses:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.optim.onebit_adam import move
+from hf_zero.native.codes import ChunkTable, Fresh, build_chunks, compress, decompress, move
+from hf_zero.optim.onebit_adam import move_rule
 from hf_zero.optim.sharded import OwnedSegment
-from hf_zero.optim.signs import ChunkTable, build_chunks, compress, decode
 from hf_zero.sharding.layout import ALIGNMENT, Range, UnitLayout, round_up
 from hf_zero.sharding.unit import Unit
 
@@ -51,13 +52,10 @@ class CompressedUnit:
         self._part = part_numel(layout.padded_numel, world)
         parts = [Range(index * self._part, (index + 1) * self._part) for index in range(world)]
         pieces = [part_ranges(layout, part) for part in parts]
-        tables = [build_chunks(found, self._part, device) for found in pieces]
-        whole = [piece.shift(part.start) for part, found in zip(parts, pieces, strict=True) for piece in found]
-        self._table: ChunkTable = build_chunks(whole, world * self._part, device)
-        self._own_table = tables[rank]
-        self._chunks = [table.chunks for table in tables]
-        # A message is a rank's scales, then its bits; its length is one that fp32 views can start at.
-        scale_bytes = round_up(max(self._chunks) * _SCALE_BYTES, ALIGNMENT)
+        self._tables = [build_chunks([(piece.start, piece.stop) for piece in found], self._part, device) for found in pieces]
+        self._rank = rank
+        # A message is a part's scales, then its bits; its length is one that fp32 views can start at.
+        scale_bytes = round_up(max(table.chunks for table in self._tables) * _SCALE_BYTES, ALIGNMENT)
         self._bits = slice(scale_bytes, scale_bytes + self._part // 8)
         self._message_bytes = round_up(self._bits.stop, ALIGNMENT)
         self.worker_error = torch.zeros(world * self._part, device=device)
@@ -67,8 +65,6 @@ class CompressedUnit:
         self._code: torch.Tensor | None = None  # of the common momentum, (world, message bytes); where only its shard is kept in fp32
         self._momentum = None if self._sharded else self._adopt_momentum()
         self._alive = self._find_alive()
-        own = parts[rank]
-        self._own_alive = None if self._alive is None else self._alive[own.start : own.stop]
 
     # -- state that the warm-up left --------------------------------------------------------------------------------------
 
@@ -88,7 +84,7 @@ class CompressedUnit:
     def _whole(self, name: str) -> torch.Tensor:
         """State ``name`` of the whole unit, as long as all parts together; collective where it is sharded."""
         flat = self._flat(name)
-        whole = torch.zeros(self._table.numel, device=flat.device)
+        whole = torch.zeros(self._collectives.world * self._part, device=flat.device)
         if self._sharded:
             self._collectives.all_gather(whole, flat, f"{self.unit.name}: {name}").wait()
         else:
@@ -109,7 +105,7 @@ class CompressedUnit:
         its chunk's scale, divided by ``eps``, would throw it out of the model. It takes no part in the compressed phase.
         """
         alive = self._whole("exp_avg_sq") > 0
-        return None if int(alive.sum()) == int(self._table.counts.sum()) else alive
+        return None if int(alive.sum()) == sum(int(table.counts.sum()) for table in self._tables) else alive
 
     def still_parameters(self) -> list[str]:
         """Names of parameters of which no element has a variance."""
@@ -135,30 +131,41 @@ class CompressedUnit:
         """Codes this rank's momentum with its own gradient in it.
 
         Args:
-            grad: This rank's gradient of the whole unit, (padded_numel,) fp32; overwritten.
+            grad: This rank's gradient of the whole unit, (padded_numel,) fp32.
 
         Returns:
             (world, message bytes) uint8: row ``r`` is for rank ``r``.
         """
-        previous = self._previous()
-        for group, part in self._spans:
-            beta1 = self._inner.param_groups[group]["betas"][0]
-            piece = slice(part.start, part.stop)
-            momentum = previous[piece].mul(beta1).add_(grad[piece].mul_(1 - beta1))
-            self.worker_error[piece].add_(momentum)
-        bits = torch.empty(self._table.numel // 8, dtype=torch.uint8, device=grad.device)
-        scales = torch.empty(self._table.chunks, device=grad.device)
-        compress(self.worker_error, self._table, bits, scales, self._alive)
-        messages = bits.new_zeros(self._collectives.world, self._message_bytes)
-        messages[:, self._bits] = bits.view(self._collectives.world, -1)
-        for row, part_scales in zip(messages, scales.split(self._chunks), strict=True):
-            _scales_of(row, part_scales.numel()).copy_(part_scales)
+        fresh = self._fresh(grad)
+        messages = torch.zeros(self._collectives.world, self._message_bytes, dtype=torch.uint8, device=grad.device)
+        for index, (row, table) in enumerate(zip(messages, self._tables, strict=True)):
+            piece = self._piece(index)
+            part = None if fresh is None else replace(fresh, momentum=fresh.momentum[piece], grad=fresh.grad[piece])
+            compress(self.worker_error[piece], table, row[self._bits], _scales_of(row, table), self._alive_in(index), part, _threads())
         return messages
 
+    def _fresh(self, grad: torch.Tensor) -> Fresh | None:
+        """The momentum to be coded, or None when the worker error has it already because the groups differ in ``beta1``."""
+        previous = self._previous()
+        groups = [(self._inner.param_groups[group]["betas"][0], part) for group, part in self._spans]
+        if len({beta1 for beta1, _ in groups}) == 1:
+            beta1 = groups[0][0]
+            return Fresh(previous, grad, beta1, 1 - beta1)
+        for beta1, part in groups:
+            piece = slice(part.start, part.stop)
+            self.worker_error[piece].add_(previous[piece].mul(beta1).add_(grad[piece].mul(1 - beta1)))
+        return None
+
     def _previous(self) -> torch.Tensor:
+        """The common momentum of the last step, as long as all parts together."""
         if self._momentum is not None:
             return self._momentum
-        return self._whole("exp_avg") if self._code is None else self._decode(self._code)
+        if self._code is None:
+            return self._whole("exp_avg")
+        whole = torch.zeros(self._collectives.world * self._part, device=self._code.device)
+        for index, row in enumerate(self._code):
+            self._decode(row, index, whole[self._piece(index)])
+        return whole
 
     def serve(self, received: torch.Tensor) -> torch.Tensor:
         """Averages this rank's part of all ranks' momenta and codes the average.
@@ -169,15 +176,11 @@ class CompressedUnit:
         Returns:
             (message bytes,) uint8, for all ranks.
         """
-        chunks = self._own_table.chunks
-        total: torch.Tensor | None = None
-        for row in received:  # in rank order, so that every run adds up alike
-            part = decode(self._own_table, row[self._bits], _scales_of(row, chunks), self._own_alive)
-            total = part if total is None else total.add_(part)
-        if total is not None:
-            self.server_error.add_(total.div_(received.shape[0]))
+        table, alive = self._tables[self._rank], self._alive_in(self._rank)
+        scales = received.view(torch.float32)[:, : table.chunks]
+        decompress(self.server_error, table, received[:, self._bits], scales, alive, add=True, threads=_threads())
         message = torch.zeros_like(received[0])
-        compress(self.server_error, self._own_table, message[self._bits], _scales_of(message, chunks), self._own_alive)
+        compress(self.server_error, table, message[self._bits], _scales_of(message, table), alive, threads=_threads())
         return message
 
     def finish(self, gathered: torch.Tensor, step: int) -> None:
@@ -187,28 +190,43 @@ class CompressedUnit:
             gathered: (world, message bytes) uint8: the averages of all parts; kept.
             step: Number of this step, from 1.
         """
-        momentum = self._decode(gathered)
         if self._momentum is not None:
-            self._momentum.copy_(momentum)
+            own = self._momentum
+            for index, row in enumerate(gathered):
+                self._decode(row, index, own[self._piece(index)])
         else:
             self._code = gathered
-        offset = self.unit.owned.start
+            own = torch.zeros(self._part, device=gathered.device)
+            self._decode(gathered[self._rank], self._rank, own)
         for segment in self._segments:
             state, group = self._state(segment), self._inner.param_groups[segment.group]
             if self._sharded:
-                state["exp_avg"].copy_(momentum[offset + segment.range.start : offset + segment.range.stop])
-            move(segment.tensor, state["exp_avg"], state["exp_avg_sq"], group, step, int(group["frozen_at"]))
+                state["exp_avg"].copy_(own[segment.range.start : segment.range.stop])
+            rule = move_rule(group, step, int(group["frozen_at"]))
+            move(segment.tensor.data, state["exp_avg"], state["exp_avg_sq"], rule, _threads())
             state["step"] = torch.as_tensor(state.get("step", 0.0)).fill_(float(step))
 
-    def _decode(self, messages: torch.Tensor) -> torch.Tensor:
-        """The vector in (world, message bytes) messages."""
-        scales = torch.cat([_scales_of(row, chunks) for row, chunks in zip(messages, self._chunks, strict=True)])
-        return decode(self._table, messages[:, self._bits].reshape(-1), scales, self._alive)
+    def _piece(self, index: int) -> slice:
+        """Elements of part ``index``."""
+        return slice(index * self._part, (index + 1) * self._part)
+
+    def _alive_in(self, index: int) -> torch.Tensor | None:
+        return None if self._alive is None else self._alive[self._piece(index)]
+
+    def _decode(self, message: torch.Tensor, index: int, out: torch.Tensor) -> None:
+        """Writes part ``index`` of the momentum, (part,), from its message."""
+        table = self._tables[index]
+        scales = _scales_of(message, table).unsqueeze(0)
+        decompress(out, table, message[self._bits].unsqueeze(0), scales, self._alive_in(index), threads=_threads())
 
 
-def _scales_of(message: torch.Tensor, chunks: int) -> torch.Tensor:
+def _threads() -> int:
+    return torch.get_num_threads()
+
+
+def _scales_of(message: torch.Tensor, table: ChunkTable) -> torch.Tensor:
     """The scales at the head of one message, a (chunks,) fp32 view."""
-    return message[: chunks * _SCALE_BYTES].view(torch.float32)
+    return message[: table.chunks * _SCALE_BYTES].view(torch.float32)
 
 
 def _group_spans(layout: UnitLayout) -> list[tuple[int, Range]]:
