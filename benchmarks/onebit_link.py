@@ -1,0 +1,302 @@
+"""Training over a slow network: DDP, its compression hooks, ZeRO-1 and 1-bit Adam, each rank behind a real, limited link.
+
+python benchmarks/onebit_link.py --json benchmarks/results/onebit_link.json --plot docs/onebit-link.png
+
+Needs root (network namespaces, see slow_network.py). Every contender's ranks live through all speeds; a step is as long as the
+slowest rank's, bytes are what its interface counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.slow_network import BURSTS, LINK, Namespaces, sent_bytes, slow_network, why_not  # noqa: E402
+from benchmarks.tables import ResultTable  # noqa: E402
+
+# GPT-2 with 24 M parameters, as in step_time.py.
+SIZE = {"layers": 6, "width": 512, "heads": 8, "vocab": 8192, "length": 128, "batch": 2}
+RATES = ("10gbit", "1gbit", "100mbit")  # fast first: warm-up steps are cheap there
+STEPS = {"10gbit": 3, "1gbit": 3, "100mbit": 1}
+CONTENDERS = {
+    "compute": "compute alone",
+    "ddp": "DDP, fp32",
+    "ddp-fp16": "DDP, fp16 hook",
+    "ddp-powersgd": "DDP, PowerSGD hook",
+    "zero-1": "hf_zero, stage 1",
+    "onebit-warmup": "1-bit Adam, warm-up",
+    "onebit": "1-bit Adam, compressed",
+}
+COLUMNS = ("contender", "ranks", "link", "s/step", "to compute alone", "to DDP", "MB sent a step", "DDP's bytes to its")
+WARM_UP = 4
+PORT = 29777
+
+
+# ------------------------------------------------------------------------------------------------ one rank
+
+
+def build_step(contender: str, model: Any) -> Any:
+    """The training step of a contender."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from benchmarks.worker import ADAMW, engine_loop, plain_loop
+
+    if contender == "compute":
+        return plain_loop(model)
+    if contender.startswith("ddp"):
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        register_hook(wrapped, contender)
+        return plain_loop(wrapped)
+    import hf_zero
+
+    params = {"lr": ADAMW["lr"], "betas": ADAMW["betas"], "eps": ADAMW["eps"], "weight_decay": ADAMW["weight_decay"]}
+    optimizer: dict[str, Any] = {"type": "AdamW", "params": params}
+    if contender.startswith("onebit"):
+        optimizer = {"type": "OneBitAdam", "params": {**params, "freeze_step": 10**6 if contender == "onebit-warmup" else 2}}
+    stage = 1 if contender == "zero-1" else 0
+    config = {"train_micro_batch_size_per_gpu": SIZE["batch"], "zero_optimization": {"stage": stage}, "optimizer": optimizer}
+    return engine_loop(hf_zero.initialize(model=model, config=config)[0])
+
+
+def register_hook(model: Any, contender: str) -> None:
+    """torch's own gradient compression, as its documentation sets it up."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if contender == "ddp-fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if contender == "ddp-powersgd":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def serve(contender: str) -> None:
+    """Runs steps on request until standard input ends; one line of JSON in, one out."""
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.worker import build_model, make_batch
+
+    answers = os.fdopen(os.dup(1), "w", buffering=1)  # libraries print to standard output
+    os.dup2(2, 1)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    step = build_step(contender, build_model("gpt2", SIZE).train())
+    answers.write('{"ready": true}\n')
+    done = 0
+    for line in sys.stdin:
+        count = json.loads(line)["steps"]
+        batches = [make_batch(done + index, dist.get_rank(), SIZE) for index in range(count)]
+        dist.barrier()
+        before, start = sent_bytes(), time.perf_counter()
+        losses = [step(batch) for batch in batches]
+        dist.barrier()
+        seconds, sent = (time.perf_counter() - start) / count, (sent_bytes() - before) / count
+        done += count
+        answers.write(json.dumps({"seconds": seconds, "bytes": sent, "loss": losses[-1]}) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------ all ranks
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A contender at one speed."""
+
+    contender: str
+    ranks: int
+    rate: str
+    seconds: float
+    nbytes: float
+    loss: float
+
+
+class Ranks:
+    """The processes of one contender, one in each namespace."""
+
+    def __init__(self, network: Namespaces, contender: str) -> None:
+        world = len(network.names)
+        shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": network.address(0), "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": LINK}
+        shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "LOCAL_RANK": "0"}
+        words = [sys.executable, __file__, "--rank-of", contender]
+        self.processes = [
+            subprocess.Popen(
+                network.command(rank, words),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env={**os.environ, **shared, "RANK": str(rank)},
+            )
+            for rank in range(world)
+        ]
+        self._answers()
+
+    def _answers(self) -> list[dict[str, Any]]:
+        lines = [process.stdout.readline() for process in self.processes]  # type: ignore[union-attr]
+        if not all(lines):
+            raise RuntimeError(f"rank {lines.index('')} ended early; run it by hand to see why")
+        return [json.loads(line) for line in lines]
+
+    def steps(self, count: int) -> list[dict[str, Any]]:
+        """Every rank's answer to ``count`` steps."""
+        for process in self.processes:
+            process.stdin.write(json.dumps({"steps": count}) + "\n")  # type: ignore[union-attr]
+            process.stdin.flush()  # type: ignore[union-attr]
+        return self._answers()
+
+    def end(self) -> None:
+        """Ends the processes, those that hang too."""
+        for process in self.processes:
+            process.stdin.close()  # type: ignore[union-attr]
+        for process in self.processes:
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def measure(contender: str, network: Namespaces, rates: list[str]) -> list[Measured]:
+    """One contender at every speed."""
+    network.limit("10gbit")
+    ranks = Ranks(network, contender)
+    found = []
+    try:
+        ranks.steps(WARM_UP)
+        for rate in rates:
+            network.limit(rate)
+            answers = ranks.steps(STEPS[rate])
+            slowest, most = max(answer["seconds"] for answer in answers), max(answer["bytes"] for answer in answers)
+            found.append(Measured(contender, len(network.names), rate, slowest, most, answers[0]["loss"]))
+            print(f"{CONTENDERS[contender]:24} {len(network.names)} ranks {rate:>8}: {slowest:7.3f} s, {most / 1e6:8.2f} MB", flush=True)
+    finally:
+        ranks.end()
+    return found
+
+
+def packing() -> tuple[float, float]:
+    """GB/s at which momenta are packed (what is read and written once, bits aside), and those of a plain copy."""
+    import torch
+
+    from hf_zero.native.codes import Fresh, build_chunks, compress
+
+    torch.set_num_threads(1)
+    numel = 24 * 2**20
+    table = build_chunks([(0, numel)], numel, torch.device("cpu"))
+    error, momentum, grad = (torch.randn(numel) for _ in range(3))
+    bits, scales = torch.empty(numel // 8, dtype=torch.uint8), torch.empty(table.chunks)
+
+    def best(call: Any) -> float:
+        times = []
+        for _ in range(7):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    packed = best(lambda: compress(error, table, bits, scales, None, Fresh(momentum, grad, 0.9, 0.1)))
+    copied = best(lambda: grad.copy_(momentum))
+    return 16 * numel / packed / 1e9, 8 * numel / copied / 1e9
+
+
+# ------------------------------------------------------------------------------------------------ results
+
+
+def rows_of(found: list[Measured]) -> list[list[str]]:
+    """The table's rows, with ratios to compute alone and to DDP at the same speed."""
+    known = {(entry.contender, entry.ranks, entry.rate): entry for entry in found}
+    rows = []
+    for entry in sorted(found, key=lambda one: (one.ranks, list(BURSTS).index(one.rate), list(CONTENDERS).index(one.contender))):
+        alone, ddp = known.get(("compute", entry.ranks, entry.rate)), known.get(("ddp", entry.ranks, entry.rate))
+        rows.append(
+            [
+                CONTENDERS[entry.contender],
+                str(entry.ranks),
+                entry.rate,
+                f"{entry.seconds:.3f}",
+                f"{entry.seconds / alone.seconds:.2f} x" if alone else "",
+                f"{ddp.seconds / entry.seconds:.2f} x as fast" if ddp else "",
+                f"{entry.nbytes / 1e6:.2f}",
+                f"{ddp.nbytes / entry.nbytes:.1f}" if ddp and entry.contender != "compute" else "",
+            ]
+        )
+    return rows
+
+
+def draw(found: list[Measured], path: Path) -> None:
+    """Bars of seconds a step, one panel per speed and number of ranks, logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    worlds = sorted({entry.ranks for entry in found})
+    rates = [rate for rate in BURSTS if any(entry.rate == rate for entry in found)]
+    figure, axes = pyplot.subplots(len(worlds), len(rates), figsize=(4.2 * len(rates), 2.6 * len(worlds)), squeeze=False, sharey=True)
+    for row, world in zip(axes, worlds, strict=True):
+        for axis, rate in zip(row, rates, strict=True):
+            entries = [entry for entry in found if (entry.ranks, entry.rate) == (world, rate)]
+            colours = ["tab:orange" if entry.contender.startswith("onebit") else "tab:blue" for entry in entries]
+            axis.barh([CONTENDERS[entry.contender] for entry in entries], [entry.seconds for entry in entries], color=colours)
+            axis.set(xscale="log", title=f"{world} ranks, {rate}", xlabel="seconds a step")
+            axis.invert_yaxis() if axis is row[0] else None
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES))
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--raw", type=Path, help="keep single measurements here, and add to those that are there")
+    parser.add_argument("--json", type=Path, help="write the result table")
+    parser.add_argument("--plot", type=Path, help="draw it (needs matplotlib)")
+    parser.add_argument("--rank-of", choices=list(CONTENDERS), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank_of:
+        serve(arguments.rank_of)
+        return 0
+    if why_not():
+        print(f"cannot measure here: {why_not()}", file=sys.stderr)
+        return 1
+    found = [Measured(**entry) for entry in json.loads(arguments.raw.read_text())] if arguments.raw and arguments.raw.exists() else []
+    for world in arguments.ranks:
+        with slow_network(world) as network:
+            for contender in arguments.contenders:
+                fresh = measure(contender, network, [rate for rate in RATES if rate in arguments.rates])
+                replaced = {(entry.contender, entry.ranks, entry.rate) for entry in fresh}
+                found = [entry for entry in found if (entry.contender, entry.ranks, entry.rate) not in replaced] + fresh
+                if arguments.raw:
+                    arguments.raw.write_text(json.dumps([vars(entry) for entry in found]))
+    packed, copied = packing()
+    text = (
+        "`benchmarks/onebit_link.py` trains GPT-2 (24 M parameters, fp32, batch 2 x 128 tokens a rank) with every rank in a network "
+        "namespace of its own behind a link of the given speed (veth, bridge, `tc tbf` both ways). A step is as long as the slowest "
+        "rank's; bytes are what the interface of a rank counted, Ethernet headers and acknowledgements included. All ranks share the CPUs "
+        f"of one machine. Packing runs at {packed:.1f} GB/s on one thread, {packed / copied:.2f} x a plain copy's {copied:.1f} GB/s."
+    )
+    command = "python benchmarks/onebit_link.py --json benchmarks/results/onebit_link.json --plot docs/onebit-link.png   # as root"
+    figure = arguments.plot.name if arguments.plot else ""
+    table = ResultTable("1-bit Adam over a slow network", command, text, COLUMNS, rows_of(found), figure)
+    table.print()
+    print(f"packing {packed:.1f} GB/s, copying {copied:.1f} GB/s")
+    if arguments.json:
+        table.save(arguments.json)
+    if arguments.plot:
+        draw(found, arguments.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
