@@ -43,6 +43,11 @@ def test_trainer_validates_tests_and_predicts_sharded(tmp_path: Path) -> None:
     ranks.run_ranks(check_evaluation, 2, str(tmp_path), group=False)
 
 
+def test_schedule_and_manual_optimization(tmp_path: Path) -> None:
+    """Lightning steps the scheduler, once per step; in manual optimization the script calls backward and step."""
+    ranks.run_ranks(check_manual, 2, str(tmp_path), group=False)
+
+
 def test_arguments() -> None:
     from hf_zero.integrations import FabricZeroStrategy, ZeroStrategy
 
@@ -173,6 +178,45 @@ def check_fabric(folder: str, stage: int) -> None:
 # ------------------------------------------------------------------------------------------------ parts
 
 
+def check_manual(folder: str) -> None:
+    class Manual(make_module_class()):  # type: ignore[misc]
+        """Two steps by hand, the rate halved after the first."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.rates: list[float] = []
+
+        def training_step(self, batch: Batch, index: int) -> None:
+            optimizer = self.optimizers()
+            loss = self(batch).loss
+            self.losses.append(loss.item())
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.rates.append(optimizer.param_groups[0]["lr"])
+            self.lr_schedulers().step()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    module = Manual()
+    trainer = make_trainer(folder, 3, max_steps=STEPS, enable_checkpointing=False)
+    trainer.fit(module, loader(STEPS))
+    assert module.rates == [LR, LR / 2, LR / 4, LR / 8]
+    case = CASES["gpt2"]
+    run = Run(steps=1, lr=LR)
+    expected = reference(case.build(), lambda step, _micro, rank: row(step, rank), case.forward, run, 2)
+    close(mean_over_all(module.losses[:1]), expected.losses, 1e-5)
+    close(module.norms[:1], expected.norms, 1e-4)
+    plain = case.build()
+    with torch.no_grad():
+        plain.load_state_dict(expected.weights, strict=False)
+        following = [case.forward(plain, row(1, rank)).item() for rank in range(2)]
+    close(mean_over_all(module.losses[1:2]), [sum(following) / 2], 1e-5)
+
+
 class Outcome:
     """What a fit leaves: the losses of this rank's micro-steps, the norms of the steps, the whole weights."""
 
@@ -234,7 +278,7 @@ def make_trainer(folder: str, stage: int, **options: Any) -> Any:
     strategy = ZeroStrategy(stage=stage, offload_optimizer=stage == 3)
     if stage == 3:
         strategy.config["zero_optimization"].update(SHARD_ALL)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False}
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": stage == 3, "use_distributed_sampler": False}
     return lightning_package.Trainer(accelerator="cpu", devices=2, strategy=strategy, default_root_dir=folder, **quiet, **options)
 
 

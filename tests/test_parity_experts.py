@@ -19,7 +19,9 @@ def test_mixtral_qwen3_deepseek() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["GptOssForCausalLM", "JetMoeForCausalLM", "Qwen3NextForCausalLM", "NllbMoeForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "name", ["GptOssForCausalLM", "JetMoeForCausalLM", "Qwen3NextForCausalLM", "SwitchTransformersForConditionalGeneration"]
+)
 def test_other_experts(name: str) -> None:
     ranks.run_ranks(check_every_stage, 2, [name])
 
