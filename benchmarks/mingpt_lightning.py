@@ -14,11 +14,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -220,7 +223,7 @@ def parameters_of(flags: argparse.Namespace) -> int:
 # ------------------------------------------------------------------------------------------------ the table
 
 
-def measure(flags: argparse.Namespace, way: list[str], layers: int, batches: int, limited: bool) -> dict[str, Any] | None:
+def measure(flags: argparse.Namespace, way: list[str], layers: int, batches: int, epochs: int) -> dict[str, Any] | None:
     """One run in processes of its own; None when it ran out of memory.
 
     Raises:
@@ -233,26 +236,34 @@ def measure(flags: argparse.Namespace, way: list[str], layers: int, batches: int
         "vocab_size": flags.vocab_size,
         "block_size": flags.block_size,
     }
-    sizes |= {"max_epochs": flags.max_epochs if not limited else 1, "memory_gib": flags.memory_gib if limited else 0}
+    sizes |= {"max_epochs": epochs, "memory_gib": flags.memory_gib}
     command = [sys.executable, "-m", "benchmarks.mingpt_lightning", *way]
     command += [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
     env = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     env["OMP_NUM_THREADS"] = "1"
-    try:
-        done = subprocess.run(
-            command, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=flags.timeout
-        )
-    except subprocess.TimeoutExpired as expired:  # a rank that could not allocate leaves the others waiting
-        if limited and out_of_memory((expired.stdout or b"").decode(errors="replace")):
-            return None
-        raise
-    lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
+    code, text = run(command, env, flags.timeout)
+    lines = [line for line in text.splitlines() if line.startswith(RESULT)]
     if lines:
         return json.loads(lines[-1].removeprefix(RESULT))
-    if limited and out_of_memory(done.stdout):
+    if out_of_memory(text):
         return None
-    raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}")
+    raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{text[-3000:]}")
+
+
+def run(command: list[str], env: dict[str, str], seconds: int) -> tuple[int | None, str]:
+    """The exit code, None at the time limit, and what the ranks printed. A rank that could not allocate may leave others waiting."""
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        log.seek(0)
+        return process.returncode, log.read()
 
 
 def out_of_memory(text: str) -> bool:
@@ -264,20 +275,20 @@ def table(flags: argparse.Namespace) -> tuple[ResultTable, dict[str, dict[str, f
     """All ways at one size, then the largest model of each."""
     rows, found = [], {}
     for name, way in WAYS.items():
-        common = measure(flags, way, flags.n_layer, flags.limit_train_batches, limited=False)
+        common = measure(flags, way, flags.n_layer, flags.limit_train_batches, flags.max_epochs)
         if common is None:
             raise RuntimeError(f"{name} does not train {flags.n_layer} layers")
-        layers, largest = flags.n_layer, None
+        layers, largest = 2 * flags.n_layer, common["parameters"]
         while layers <= flags.most_layers:
-            trained = measure(flags, way, layers, 2, limited=True)
+            trained = measure(flags, way, layers, batches=2, epochs=1)
             print(f"{name}: {layers} layers {'out of memory' if trained is None else 'trained'}", file=sys.stderr)
             if trained is None:
                 break
             largest, layers = trained["parameters"], 2 * layers
-        found[name] = {**common, "largest": largest or 0}
-        bound = ">= " if largest and layers > flags.most_layers else ""
+        found[name] = {**common, "largest": largest}
+        bound = ">= " if layers > flags.most_layers else ""
         memory = [f"{common['device_mib']:.0f}" if common["device_mib"] else "-", f"{common['host_mib']:.0f}"]
-        rows.append([name, f"{bound}{(largest or 0) / 1e6:.1f} M", f"{common['epoch_seconds']:.2f}", *memory])
+        rows.append([name, f"{bound}{largest / 1e6:.1f} M", f"{common['epoch_seconds']:.2f}", *memory])
     devices = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU processes"
     note = "" if torch.cuda.is_available() else " On a CPU the optimizer is on the host in any case, so offload changes nothing."
     text = TEXT.format(devices=devices, note=note, **vars(flags))
