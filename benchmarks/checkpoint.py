@@ -21,18 +21,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 REPOSITORY = WORKER.parent.parent
 WORLD = 2
-TARGETS = {"stall / copy": "<= 1.20", "disk / save": ">= 0.90"}
 
 
 @dataclass
@@ -131,17 +128,26 @@ def measure(contenders: list[Ranks], folder: Path, rounds: int, console: Console
     return sizes
 
 
-def summarize(contenders: list[Ranks], sizes: dict[str, int]) -> list[dict[str, Any]]:
+COLUMNS = {
+    "save": "save s",
+    "load": "load s",
+    "stall": "stall s",
+    "rest": "rest s",
+    "copy": "copy s",
+    "disk": "disk s",
+}
+
+
+def rows_of(contenders: list[Ranks], sizes: dict[str, int]) -> list[list[str]]:
     """One row per contender: bytes, median seconds, and the ratios that have a target."""
     rows = []
     for contender in contenders:
         seconds = contender.seconds
-        row: dict[str, Any] = {"contender": contender.name, "bytes": sizes.get(contender.name)}
-        row.update({kind: statistics.median(taken) for kind, taken in seconds.items()})
-        if "copy" in seconds:
-            row["stall / copy"] = _ratio(seconds["stall"], seconds["copy"])
-        if "disk" in seconds:
-            row["disk / save"] = _ratio(seconds["disk"], seconds["save"])
+        size = sizes.get(contender.name)
+        row = [contender.name, f"{size / 2**20:.0f}" if size else ""]
+        row += [f"{statistics.median(seconds[kind]):.3f}" if kind in seconds else "" for kind in COLUMNS]
+        row.append(f"{_ratio(seconds['stall'], seconds['copy']):.2f}" if "copy" in seconds else "")
+        row.append(f"{_ratio(seconds['disk'], seconds['save']):.2f}" if "disk" in seconds else "")
         rows.append(row)
     return rows
 
@@ -150,18 +156,12 @@ def _ratio(first: list[float], second: list[float]) -> float:
     return statistics.median(one / other for one, other in zip(first, second, strict=True))
 
 
-def show(rows: list[dict[str, Any]], title: str, console: Console) -> None:
-    """Prints the table."""
-    table = Table(title=title)
-    columns = ["save", "load", "stall", "rest", "copy", "disk", *TARGETS]
-    for column in ("contender", "MiB", *columns):
-        table.add_column(column, justify="left" if column == "contender" else "right")
-    for row in rows:
-        size = f"{row['bytes'] / 2**20:.0f}" if row["bytes"] else ""
-        table.add_row(row["contender"], size, *(f"{row[name]:.3f}" if name in row else "" for name in columns))
-    console.print(table)
-    for name, target in TARGETS.items():
-        console.print(f"{name} {target}: " + ", ".join(f"{row['contender']} {row[name]:.2f}" for row in rows if name in row))
+TEXT = """Seconds of the slowest rank, medians of {rounds} rounds; GPT-2 with {layers} layers of width {width} and vocabulary {vocab},
+trained in bf16 with fp32 masters and both moments of Adam, {world} gloo ranks. **save** returns when everything is on the disk; **stall**
+is how long a save in the background holds training up, **rest** how long it then takes until it is on the disk with nothing else to do;
+**load** reads what is still in the page cache. **disk** writes as many bytes in windows of 4 MiB and forces them to the disk; **copy**
+copies a rank's masters and moments to memory that is there already. hf_zero and torch.distributed.checkpoint (dcp) force their files to
+the disk, DeepSpeed does not."""
 
 
 def parse() -> argparse.Namespace:
@@ -195,15 +195,19 @@ def main() -> int:
         finally:
             for contender in contenders:
                 contender.stop()
-    rows = summarize(contenders, sizes)
-    title = f"gpt2 {size['layers']} x {size['width']}, bf16 with fp32 masters and Adam, {WORLD} gloo ranks; median seconds"
-    show(rows, title, Console(width=140))
-    if arguments.json:
-        import torch
+    sys.path.append(str(REPOSITORY))  # started by its path
+    from benchmarks.tables import ResultTable
 
-        settings = {**size, "kind": "checkpoint", "world": WORLD, "rounds": arguments.rounds}
-        machine = {"cpus": os.cpu_count(), "torch": torch.__version__, "python": sys.version.split()[0], "when": time.strftime("%Y-%m-%d")}
-        arguments.json.write_text(json.dumps({"settings": settings, "machine": machine, "rows": rows}, indent=1) + "\n")
+    table = ResultTable(
+        title="Checkpoints",
+        command="python benchmarks/checkpoint.py --peer-python /path/to/venv/bin/python --json benchmarks/results/checkpoint.json",
+        text=TEXT.format(**size, rounds=arguments.rounds, world=WORLD),
+        columns=["contender", "MiB", *COLUMNS.values(), "stall / copy (target <= 1.20)", "disk / save (target >= 0.90)"],
+        rows=rows_of(contenders, sizes),
+    )
+    table.print()
+    if arguments.json:
+        table.save(arguments.json)
     return 0
 
 
