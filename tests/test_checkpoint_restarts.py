@@ -15,6 +15,9 @@ from tests.examples import EXAMPLES, RUN_SECONDS
 from tests.examples import run as run_example
 from tests.processes import REPO, run
 
+# Else torchrun lets all attempts share one store, in which a rank may find the address that a dead one has left.
+STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
 SCRIPT = """
 import json, os, signal, sys
 import torch.distributed as dist
@@ -47,7 +50,7 @@ def test_torchrun_starts_a_killed_run_again(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "1"]
-    printed = run([*command, str(script), str(tmp_path / "run")], cwd=REPO, env={"PYTHONPATH": str(REPO)}, timeout=200)
+    printed = run([*command, str(script), str(tmp_path / "run")], cwd=REPO, env={"PYTHONPATH": str(REPO), STORES: "1"}, timeout=200)
     first, seen = json.loads(next(line for line in printed.splitlines() if line.startswith("[")))
     expected = ranks.run_ranks(_uninterrupted, 2)[0]
     assert 2 <= first <= 4, "resumed from the checkpoint before the kill"
@@ -84,7 +87,8 @@ def _text(folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(3 * RUN_SECONDS)
 @pytest.mark.parametrize("way", ["torchrun", "accelerate"])
-def test_an_example_starts_again_and_resumes(tmp_path: Path, way: str) -> None:
+def test_an_example_starts_again_and_resumes(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STORES, "1")
     example = EXAMPLES / "clm"
     flags: list[Any] = ["--train_file", str(_text(tmp_path)), *FLAGS, "--per_device_train_batch_size", "4", "--logging_steps", "1"]
     if way == "torchrun":  # Trainer
