@@ -440,6 +440,18 @@ def test_the_newest_whole_checkpoint_of_a_trainer(tmp_path: Path, caplog: pytest
     assert newest_trainer_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")
 
 
+def test_a_former_checkpoint_is_removed_only_when_the_new_one_is_complete(tmp_path: Path) -> None:
+    for tag in ("done", "lost"):
+        _seal(tmp_path, tag)
+        os.rename(tmp_path / tag, tmp_path / f".{tag}.former")
+    _seal(tmp_path, "done")
+    os.rename(tmp_path / "done", tmp_path / "spare")
+    _seal(tmp_path, "done")
+    folders.begin(tmp_path, "next")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lost.former", ".next.part", "done", "spare"]
+    assert folders.find(tmp_path, "lost") == tmp_path / ".lost.former"
+
+
 def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "corpus.txt").write_text("precious")

@@ -58,6 +58,9 @@ def begin(save_dir: Path, tag: str) -> Path:
         if other.is_dir() and _is_abandoned(other):
             logger.warning("%s was left by a save that did not finish; it is removed", other)
             shutil.rmtree(other, ignore_errors=True)
+    for other in save_dir.glob(".*.former"):
+        if is_complete(save_dir / other.name[1 : -len(".former")]):  # killed before it was removed
+            shutil.rmtree(other, ignore_errors=True)
     part.mkdir()
     (part / WRITER_FILE).write_text(json.dumps(Process.own().as_json()), encoding="utf-8")
     return part
