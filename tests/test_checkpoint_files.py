@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zlib
@@ -442,13 +443,10 @@ def test_the_newest_whole_checkpoint_of_a_trainer(tmp_path: Path, caplog: pytest
 
 def test_a_former_checkpoint_is_removed_only_when_the_new_one_is_complete(tmp_path: Path) -> None:
     for tag in ("done", "lost"):
-        _seal(tmp_path, tag)
-        os.rename(tmp_path / tag, tmp_path / f".{tag}.former")
-    _seal(tmp_path, "done")
-    os.rename(tmp_path / "done", tmp_path / "spare")
-    _seal(tmp_path, "done")
+        shutil.copytree(_seal(tmp_path, tag), tmp_path / f".{tag}.former")
+    shutil.rmtree(tmp_path / "lost")
     folders.begin(tmp_path, "next")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lost.former", ".next.part", "done", "spare"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lost.former", ".next.part", "done"]
     assert folders.find(tmp_path, "lost") == tmp_path / ".lost.former"
 
 
