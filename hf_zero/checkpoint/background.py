@@ -177,6 +177,11 @@ class Background:
     # -- the end
 
     @property
+    def limited(self) -> bool:
+        """Whether some files may find no room in the copy."""
+        return self._limit is not None
+
+    @property
     def busy(self) -> bool:
         """Whether a save has begun whose end nobody has waited for."""
         return self._thread is not None

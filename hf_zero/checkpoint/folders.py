@@ -38,7 +38,8 @@ def check_tag(tag: str) -> str:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def _part(save_dir: Path, tag: str) -> Path:
+def part_of(save_dir: Path, tag: str) -> Path:
+    """The hidden folder that a checkpoint is written into."""
     return save_dir / f".{tag}.part"
 
 
@@ -48,7 +49,7 @@ def _former(save_dir: Path, tag: str) -> Path:
 
 def begin(save_dir: Path, tag: str) -> Path:
     """Makes the empty hidden folder that a checkpoint is written into; what killed saves left in ``save_dir`` goes away."""
-    part, final = _part(save_dir, tag), save_dir / tag
+    part, final = part_of(save_dir, tag), save_dir / tag
     if final.exists() and not is_complete(final) and not _is_ours(final):
         raise CheckpointError(f"{final} exists and is no checkpoint of ours; choose another tag, or move it away")
     if part.exists():
@@ -232,8 +233,8 @@ def _problem(load_dir: Path, tag: str) -> str:
     folder = load_dir / tag
     if folder.is_dir():
         return f"the checkpoint {folder} is incomplete: it lacks {INDEX_FILE} or {MARKER_FILE}"
-    if _part(load_dir, tag).is_dir():
-        return f"there is no checkpoint folder {folder}, only {_part(load_dir, tag)}, whose save did not finish"
+    if part_of(load_dir, tag).is_dir():
+        return f"there is no checkpoint folder {folder}, only {part_of(load_dir, tag)}, whose save did not finish"
     return f"there is no checkpoint folder {folder}"
 
 

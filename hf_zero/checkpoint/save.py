@@ -76,16 +76,16 @@ def save_checkpoint(state: TrainingState, request: SaveRequest, background: Back
     with span("save_checkpoint", request.tag):
         what = f"saving checkpoint {request.tag!r} to {request.save_dir}"
         values = _Values()
-        digests = agreement.on_all(net, what, lambda: _check(state, request, values))
-        begun = agreement.on_first(net, what, lambda: _begin(request))
-        request = replace(request, save_dir=begun["save_dir"], tag=begun["tag"], exclude_frozen=begun["exclude_frozen"])
-        part = Path(begun["part"])
+        found = agreement.on_all(net, what, lambda: _check(state, request, values))
+        request = replace(request, **found[0]["request"])
+        part = folders.part_of(Path(request.save_dir), request.tag)
         what = f"saving checkpoint {request.tag!r} to {request.save_dir}"
-        save = _Save(state, request, values, part, differs=digests[net.rank] != digests[0])
+        save = _Save(state, request, values, part, differs=found[net.rank]["digest"] != found[0]["digest"])
         try:
-            note("checkpoint_begun", request.tag)
+            if background is None or background.limited:  # files are written before this returns, so the folder must be there
+                agreement.on_first(net, what, save.begin)
             if background is not None:
-                parts = agreement.on_all(net, what, lambda: save.describe(background))
+                parts = agreement.on_all(net, what, lambda: save.copy(background))
                 background.start(Task(what, part, folders.Process.own(), save.write_files, save.commit), parts)
                 return Path(request.save_dir) / request.tag
             parts = agreement.on_all(net, what, lambda: {**save.describe(), "written": save.write_files()})
@@ -141,8 +141,10 @@ def _digest(value: Any, tensors: Mapping[str, torch.Tensor]) -> str:
     return found.hexdigest()
 
 
-def _check(state: TrainingState, request: SaveRequest, values: _Values) -> str:
-    """Refuses values and states of a kind that cannot be saved, and units that share a name."""
+def _check(state: TrainingState, request: SaveRequest, values: _Values) -> dict[str, Any]:
+    """Refuses values and states of a kind that cannot be saved, and units that share a name; tells what this rank asks for."""
+    if state.everyone.rank == 0:
+        folders.check_tag(request.tag)
     names = [unit.name for unit in state.units]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -155,14 +157,8 @@ def _check(state: TrainingState, request: SaveRequest, values: _Values) -> str:
                 dtype_name(dtype, f"{state_kind(name)}")
     for name, tensor in (*state.loose_params(), *state.buffers().items()):
         dtype_name(tensor.dtype, name)
-    return values.take(state, request)
-
-
-def _begin(request: SaveRequest) -> dict[str, Any]:
-    """Makes the hidden folder; on rank 0."""
-    save_dir, tag = Path(request.save_dir), folders.check_tag(request.tag)
-    part = folders.begin(save_dir, tag)
-    return {"save_dir": str(save_dir), "tag": tag, "part": str(part), "exclude_frozen": request.exclude_frozen}
+    asked = {"save_dir": request.save_dir, "tag": request.tag, "latest": request.latest, "exclude_frozen": request.exclude_frozen}
+    return {"digest": values.take(state, request), "request": asked}
 
 
 # -- writing ------------------------------------------------------------------------------------------------------------
@@ -183,20 +179,42 @@ class _Save:
         self.request = request
         self.part = part
         self.rank = state.everyone.rank
-        self._client_state = values.client_state if differs else None
-        contents = contents_of(state, request.exclude_frozen)
-        self.files: dict[str, list[Entry]] = contents.files
-        tensors = values.client.tensors if differs or self.rank == 0 else {}
-        self.files[values_file(self.rank)] = [whole(name, tensor) for name, tensor in tensors.items()]
-        self.contents = replace(contents, files={})  # what is described does not hold the arrays
-        self.head = _head(state, request, values) if self.rank == 0 else None
+        self.files: dict[str, list[Entry]] = {}
+        self._state: TrainingState | None = state  # until it is planned
+        self._values = values
+        self._differs = differs
         self._direct: dict[str, FileRecord] = {}
 
-    def describe(self, background: Background | None = None) -> dict[str, Any]:
-        """What rank 0 must know of this rank; for ``background`` also takes the copy, and writes what that has no room for."""
-        if background is not None:
-            direct, self.files = background.copy(self.files)
-            self._direct = self._write(direct)
+    def _plan(self) -> None:
+        if self._state is None:
+            raise CheckpointError("a save is planned once")
+        state, self._state = self._state, None
+        contents = contents_of(state, self.request.exclude_frozen)
+        self.files = contents.files
+        tensors = self._values.client.tensors if self._differs or self.rank == 0 else {}
+        self.files[values_file(self.rank)] = [whole(name, tensor) for name, tensor in tensors.items()]
+        self.contents = replace(contents, files={})  # what is described does not hold the arrays
+        self._client_state = self._values.client_state if self._differs else None
+        self.head = _head(state, self.request, self._values) if self.rank == 0 else None
+        self._values = _Values()
+
+    def begin(self) -> None:
+        """Makes the hidden folder; on rank 0."""
+        folders.begin(Path(self.request.save_dir), self.request.tag)
+        note("checkpoint_begun", self.request.tag)
+
+    def copy(self, background: Background) -> dict[str, Any]:
+        """Takes the copy; what it has no room for goes to the disk before this returns."""
+        if self.rank == 0 and not background.limited:
+            self.begin()
+        told = self.describe()
+        direct, self.files = background.copy(self.files)
+        self._direct = self._write(direct)
+        return told
+
+    def describe(self) -> dict[str, Any]:
+        """Plans what this rank writes; returns what rank 0 must know of it."""
+        self._plan()
         return {
             "units": self.contents.units,
             "loose": self.contents.loose,
