@@ -181,11 +181,6 @@ class Background:
         """Whether some files may find no room in the copy."""
         return self._limit is not None
 
-    @property
-    def busy(self) -> bool:
-        """Whether a save has begun whose end nobody has waited for."""
-        return self._thread is not None
-
     def finish(self, net: Collectives) -> None:
         """Waits until the last save is on the disk; collective.
 
