@@ -1,18 +1,20 @@
-"""Whole weights from a sharded model: a plain state dict on rank 0, gathered unit by unit."""
+"""Whole weights from a sharded model, gathered unit by unit: a plain state dict on rank 0, or files that are written on the way."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from hf_zero.checkpoint import agreement, folders
-from hf_zero.checkpoint.tensor_file import whole, write_tensor_file
+from hf_zero.checkpoint import agreement
+from hf_zero.checkpoint.host_copies import HostCopies
+from hf_zero.checkpoint.model_files import MAX_SHARD_SIZE, ModelFiles, PlannedTensor, bytes_of
 from hf_zero.comm.collectives import Collectives, build_collectives
 from hf_zero.observe import warn_once
 from hf_zero.sharding.slices import slice_of
-from hf_zero.sharding.unit import Unit, find_unit
+from hf_zero.sharding.unit import Unit, find_unit, full_shape
 
 
 def consolidated_state_dict(
@@ -20,7 +22,8 @@ def consolidated_state_dict(
 ) -> dict[str, torch.Tensor] | None:
     """The state dict of ``module`` with whole parameters of the training type, on the host; collective.
 
-    At any time one unit is gathered. Every entry has a storage of its own; tied parameters share one tensor.
+    At any time one unit is gathered. Every entry has a storage of its own; tied parameters share one tensor. A dict that would
+    fill the host's memory is mapped from files, see [Note: copies in a file].
 
     Args:
         module: The user's module; its parameters may be released.
@@ -30,26 +33,43 @@ def consolidated_state_dict(
     Returns:
         The dict on rank 0 (of both axes), None on every other rank.
     """
-    entries = {
+    entries = _entries(module, exclude_frozen_parameters)
+    values = list({id(value): value for value in entries.values()}.values())
+    model = _model_axis(collectives)
+    keeps = collectives.rank == 0 and (model is None or model.rank == 0)
+    host = HostCopies(sum(_planned("", value).nbytes for value in values)) if keeps else None
+    copies: dict[int, torch.Tensor] = {}
+
+    def take(members: list[torch.Tensor]) -> None:
+        for value in members if collectives.rank == 0 else ():
+            whole = _joined(value, model)
+            if host is not None:
+                copies[id(value)] = host.take(whole)
+
+    in_units = _by_unit(values)
+    for unit, members in in_units:
+        with unit.gathered():
+            take(members)
+    take(_outside(values, in_units))
+    return {name: copies[id(value)] for name, value in entries.items()} if keeps else None
+
+
+def _entries(module: nn.Module, exclude_frozen_parameters: bool) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name; tied ones are the same object."""
+    return {
         name: value
         for name, value in module.state_dict(keep_vars=True).items()
         if isinstance(value, torch.Tensor) and not (exclude_frozen_parameters and _is_frozen(value))
     }
-    writes = collectives.rank == 0
-    model = build_collectives(collectives.topology.model) if collectives.topology.model is not None else None
-    copies: dict[int, torch.Tensor] = {}
-    for unit, members in _by_unit(list(entries.values())):
-        with unit.gathered():
-            if writes:
-                copies.update({id(param): _host_copy(_joined(param, model)) for param in members})
-    if not writes:
-        return None
-    for value in entries.values():
-        if id(value) not in copies:
-            copies[id(value)] = _host_copy(_joined(value, model))
-    if model is not None and model.rank != 0:
-        return None
-    return {name: copies[id(value)] for name, value in entries.items()}
+
+
+def _planned(name: str, value: torch.Tensor) -> PlannedTensor:
+    part = slice_of(value)
+    return PlannedTensor(name, value.dtype, tuple(part.full_shape if part is not None else full_shape(value)))
+
+
+def _model_axis(collectives: Collectives) -> Collectives | None:
+    return build_collectives(collectives.topology.model) if collectives.topology.model is not None else None
 
 
 def _joined(value: torch.Tensor, model: Collectives | None) -> torch.Tensor:
@@ -68,6 +88,11 @@ def _joined(value: torch.Tensor, model: Collectives | None) -> torch.Tensor:
     return whole
 
 
+def _outside(values: list[torch.Tensor], in_units: list[tuple[Unit, list[torch.Tensor]]]) -> list[torch.Tensor]:
+    held = {id(value) for _, members in in_units for value in members}
+    return [value for value in values if id(value) not in held]
+
+
 def _by_unit(values: list[torch.Tensor]) -> list[tuple[Unit, list[torch.Tensor]]]:
     """Units that hold any of ``values``, with the ones they hold, in the order they first appear: the same on every rank."""
     found: dict[int, tuple[Unit, list[torch.Tensor]]] = {}
@@ -82,10 +107,6 @@ def _is_frozen(value: torch.Tensor) -> bool:
     return isinstance(value, nn.Parameter) and not value.requires_grad
 
 
-def _host_copy(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().to("cpu", copy=True).contiguous()
-
-
 def safetensors_name(filename: str) -> str:
     """The file name under which ``filename`` is written: never a pickle, and HF's own name in place of ``pytorch_model.bin``."""
     stem, _, ending = filename.rpartition(".")
@@ -96,11 +117,17 @@ def safetensors_name(filename: str) -> str:
     return "model.safetensors" if stem == "pytorch_model" else f"{stem}.safetensors"
 
 
-def write_model_file(
-    module: nn.Module, collectives: Collectives, folder: Path, filename: str, exclude_frozen_parameters: bool = False
+def write_model_files(
+    module: nn.Module,
+    collectives: Collectives,
+    folder: Path,
+    filename: str,
+    exclude_frozen_parameters: bool = False,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> Path:
-    """Writes the whole weights of the training type as one safetensors file that ``from_pretrained`` reads; collective.
+    """Writes the whole weights of the training type as safetensors files that ``from_pretrained`` reads; collective.
 
+    Unit by unit: no rank ever holds more than its shards and one whole unit, and rank 0 writes each straight to its place in the file.
     A tied parameter is stored once, under the name that ``named_parameters`` gives it, as Hugging Face does.
 
     Args:
@@ -109,28 +136,70 @@ def write_model_file(
         folder: Made when it does not exist.
         filename: A ``.bin`` or ``.pt`` ending becomes ``.safetensors``, ``pytorch_model.bin`` becomes ``model.safetensors``.
         exclude_frozen_parameters: Leave out parameters that need no gradient.
+        max_shard_size: Bytes per file; a larger model becomes ``model-00001-of-0000N.safetensors`` and an index.
 
     Returns:
-        The file.
+        The file, or where it would be if there were one.
 
     Raises:
-        CheckpointError: On every rank, when the file cannot be written.
+        CheckpointError: On every rank, when a file cannot be written; earlier files are left as they were.
+        ConfigError: ``max_shard_size`` is no size.
     """
     name = safetensors_name(filename)
     if name != filename:
         warn_once(f"save_16bit_model: the weights are written as {name}, in safetensors format, not as {filename}: no pickle is written")
-    weights = consolidated_state_dict(module, collectives, exclude_frozen_parameters)
+    limit = bytes_of(max_shard_size)
+    names: dict[int, str] = {}  # the first name of each tensor
+    values: list[torch.Tensor] = []
+    for key, value in _entries(module, exclude_frozen_parameters).items():
+        if id(value) not in names:
+            names[id(value)] = key
+            values.append(value)
     what = f"saving the model to {folder / name}"
-    # The first rank of every slice is asked; the one that has the whole weights writes.
-    agreement.on_first(collectives, what, lambda: _write(weights, folder, name) if weights is not None else None)
+    planned = [_planned(names[id(value)], value) for value in values]
+    model = _model_axis(collectives)
+    made: list[ModelFiles] = []
+    _on_first_of_both(collectives, model, what, lambda: made.append(ModelFiles(folder, name, planned, limit)))
+    try:
+        failure = _write_units(made[0] if made else None, values, names, collectives, model)
+        _on_first_of_both(collectives, model, what, lambda: _finish(made[0], failure))
+    except BaseException:
+        if made:
+            made[0].abort()
+        raise
     return folder / name
 
 
-def _write(weights: dict[str, torch.Tensor], folder: Path, name: str) -> None:
-    once = {id(tensor): (key, tensor) for key, tensor in reversed(list(weights.items()))}  # the first name of each tensor
-    folder.mkdir(parents=True, exist_ok=True)
-    hidden = folder / f".{name}.part"
-    hidden.unlink(missing_ok=True)
-    write_tensor_file(hidden, [whole(key, tensor) for key, tensor in reversed(list(once.values()))])
-    hidden.replace(folder / name)
-    folders.sync_folder(folder)
+def _on_first_of_both(collectives: Collectives, model: Collectives | None, what: str, work: Callable[[], None]) -> None:
+    """``work`` on the first rank of the data-parallel and the model axis, ending the same way on every rank; collective."""
+    agreement.on_first(collectives, what, work if model is None else lambda: agreement.on_first(model, what, work))
+
+
+def _write_units(
+    files: ModelFiles | None, values: list[torch.Tensor], names: dict[int, str], collectives: Collectives, model: Collectives | None
+) -> Exception | None:
+    """Gathers unit by unit; with ``files`` writes. Goes on gathering after a failure, which is returned: the other ranks wait for it."""
+    failure: Exception | None = None
+
+    def write(members: list[torch.Tensor]) -> None:
+        nonlocal failure
+        for value in members if collectives.rank == 0 else ():
+            whole = _joined(value, model)
+            try:
+                if files is not None and failure is None:
+                    files.write(names[id(value)], whole)
+            except Exception as error:
+                failure = error
+
+    in_units = _by_unit(values)
+    for unit, members in in_units:
+        with unit.gathered():
+            write(members)
+    write(_outside(values, in_units))
+    return failure
+
+
+def _finish(files: ModelFiles, failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+    files.commit()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.checkpoint.background import Background
-from hf_zero.checkpoint.export import write_model_file
+from hf_zero.checkpoint.export import write_model_files
 from hf_zero.checkpoint.load import LoadRequest, load_checkpoint
 from hf_zero.checkpoint.save import SaveRequest, save_checkpoint
 from hf_zero.checkpoint.slices import Slice
@@ -119,10 +119,14 @@ def load(
     return str(loaded.path), loaded.client_state
 
 
-def save_16bit_model(engine: Engine, save_dir: str | os.PathLike[str], filename: str, trained: bool) -> bool:
-    """Writes the whole weights as one safetensors file; see ``Engine.save_16bit_model``."""
+def save_16bit_model(engine: Engine, save_dir: str | os.PathLike[str], filename: str, trained: bool, max_shard_size: int | str) -> bool:
+    """Writes the whole weights as safetensors files; see ``Engine.save_16bit_model``."""
     if engine.policy.shards_parameters and not engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save:
-        log_rank0("no model saved: zero_optimization.stage3_gather_16bit_weights_on_model_save is false")
+        log_rank0(
+            "no model saved to %s: zero_optimization.stage3_gather_16bit_weights_on_model_save is false. Set it to true, or save a "
+            "checkpoint (save_checkpoint) and run the zero_to_fp32.py in its folder",
+            save_dir,
+        )
         return False
-    write_model_file(engine.module, engine.collectives, Path(save_dir), filename, trained)
+    write_model_files(engine.module, engine.collectives, Path(save_dir), filename, trained, max_shard_size)
     return True

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint.export import consolidated_state_dict
+from hf_zero.checkpoint.model_files import MAX_SHARD_SIZE
 from hf_zero.comm.collectives import Collectives
 from hf_zero.engine import checkpoints, getters, requests
 from hf_zero.engine.accumulation import Accumulation
@@ -395,14 +396,25 @@ class Engine(nn.Module):
         )
 
     def save_16bit_model(
-        self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+        max_shard_size: int | str = MAX_SHARD_SIZE,
     ) -> bool:
         """Writes the whole weights of the training type as safetensors (``pytorch_model.bin`` becomes ``model.safetensors``); collective.
 
+        No rank holds more than its shards and one unit: each unit goes from its gather to its place in the file. ``max_shard_size``
+        (bytes, or text like "5GB") divides a larger model into numbered files with the index that ``from_pretrained`` reads.
+
         Returns:
             False when ``stage3_gather_16bit_weights_on_model_save`` forbids it at stage 3.
+
+        Raises:
+            CheckpointError: On every rank, when a file cannot be written.
+            ConfigError: ``max_shard_size`` is no size.
         """
-        return checkpoints.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+        return checkpoints.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters, max_shard_size)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
         """Whole weights of the training type: a dict on rank 0, None elsewhere; collective."""

@@ -1,0 +1,167 @@
+"""The safetensors files of a whole model: laid out from names and shapes, filled tensor by tensor in any order, then put in place."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hf_zero.checkpoint.element_types import dtype_name
+from hf_zero.checkpoint.folders import sync_folder
+from hf_zero.errors import CheckpointError, ConfigError
+
+MAX_SHARD_SIZE = "50GB"  # transformers' own default
+_WINDOW_BYTES = 4 * 2**20
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor that will be written: its name in the file, element type and whole shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def bytes_of(size: int | str) -> int:
+    """The number of bytes in ``size``: a number, or text such as "5GB" or "200MiB".
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?i?[bB])\s*", size) if isinstance(size, str) else None
+    if found is None:
+        raise ConfigError(f'max_shard_size is {size!r}; a number of bytes or text like "5GB" or "200MiB" is allowed')
+    return max(1, int(float(found[1]) * _UNITS[found[2].upper()]))
+
+
+class ModelFiles:
+    """One ``name`` in ``folder``, or, for a model larger than a shard, numbered files and the index that Hugging Face reads.
+
+    Nothing has its final name before ``commit``. Only the rank that writes makes one.
+
+    Args:
+        folder: Made when it does not exist.
+        name: Name of the file if there is one, ``<stem>.safetensors``.
+        tensors: What will be written, names different; a file holds neighbours.
+        max_shard_size: Bytes of tensors per file, unless a single tensor is larger.
+
+    Raises:
+        CheckpointError: An element type that safetensors lacks.
+        OSError: The file system refuses.
+    """
+
+    def __init__(self, folder: Path, name: str, tensors: Sequence[PlannedTensor], max_shard_size: int) -> None:
+        self._folder = folder
+        self._name = name
+        self._total = sum(tensor.nbytes for tensor in tensors)
+        self._planned = {tensor.name: tensor for tensor in tensors}
+        self._where: dict[str, tuple[Path, int]] = {}  # tensor -> hidden file, byte offset
+        self._final: dict[Path, str] = {}  # hidden file -> name
+        folder.mkdir(parents=True, exist_ok=True)
+        files = _split(tensors, max_shard_size)
+        stem = name.removesuffix(".safetensors")
+        for number, members in enumerate(files, 1):
+            final = name if len(files) == 1 else f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
+            hidden = folder / f".{final}.part"
+            self._final[hidden] = final
+            self._start_file(hidden, members)
+
+    def _start_file(self, hidden: Path, members: list[PlannedTensor]) -> None:
+        # Wide elements first, as the safetensors library does: every tensor is aligned to its element.
+        ordered = sorted(members, key=lambda tensor: -tensor.dtype.itemsize)
+        fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for tensor in ordered:
+            end = offset + tensor.nbytes
+            fields[tensor.name] = {
+                "dtype": dtype_name(tensor.dtype, tensor.name),
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, end],
+            }
+            offset = end
+        text = json.dumps(fields, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        start = 8 + len(text)
+        for tensor in ordered:
+            begin = fields[tensor.name]["data_offsets"][0]  # type: ignore[index]
+            self._where[tensor.name] = (hidden, start + begin)
+        with open(hidden, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(start + offset)
+
+    def write(self, name: str, value: torch.Tensor) -> None:
+        """Writes the values of one tensor, from any device, a window at a time.
+
+        Raises:
+            CheckpointError: It has another shape than planned: a released parameter would be written as an empty tensor.
+            OSError: The file system refuses.
+        """
+        planned = self._planned[name]
+        if tuple(value.shape) != planned.shape or value.dtype != planned.dtype:
+            raise CheckpointError(f"{name} is {tuple(value.shape)} of {value.dtype}, planned were {planned.shape} of {planned.dtype}")
+        hidden, offset = self._where[name]
+        flat = value.detach().reshape(-1)
+        step = _WINDOW_BYTES // planned.dtype.itemsize
+        # Through a buffer of our own: numpy() on a unit's buffer would keep it from ever being released.
+        staged = torch.empty(min(step, flat.numel()), dtype=planned.dtype)
+        with open(hidden, "r+b", buffering=0) as file:
+            for start in range(0, flat.numel(), step):
+                window = staged[: min(step, flat.numel() - start)].copy_(flat[start : start + step])
+                data = memoryview(window.view(torch.uint8).numpy())  # type: ignore[arg-type]
+                while data:
+                    count = os.pwrite(file.fileno(), data, offset)
+                    data, offset = data[count:], offset + count
+
+    def commit(self) -> None:
+        """Forces everything to the disk and gives the files their names; files of an earlier save under this name go away."""
+        for hidden in self._final:
+            with open(hidden, "rb") as file:
+                os.fsync(file.fileno())
+        index = self._folder / f"{self._name}.index.json"
+        for former in self._former_files():
+            former.unlink()
+        for hidden, final in self._final.items():
+            hidden.replace(self._folder / final)
+        if len(self._final) > 1:
+            weight_map = {name: self._final[hidden] for name, (hidden, _) in self._where.items()}
+            text = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+            index.write_text(json.dumps(text, indent=2, sort_keys=True) + "\n")
+        sync_folder(self._folder)
+
+    def abort(self) -> None:
+        """Removes what was begun."""
+        for hidden in self._final:
+            hidden.unlink(missing_ok=True)
+
+    def _former_files(self) -> list[Path]:
+        stem = re.escape(self._name.removesuffix(".safetensors"))
+        ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
+        return [path for path in self._folder.iterdir() if ours.fullmatch(path.name)]
+
+
+def _split(tensors: Sequence[PlannedTensor], limit: int) -> list[list[PlannedTensor]]:
+    """Neighbours together, at most ``limit`` bytes per file, at least one file."""
+    files: list[list[PlannedTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if files[-1] and filled + tensor.nbytes > limit:
+            files.append([])
+            filled = 0
+        files[-1].append(tensor)
+        filled += tensor.nbytes
+    return files

@@ -1,0 +1,89 @@
+"""Measures one rank's own memory while a model is loaded and saved at stage 3; started once per rank, prints one line of JSON.
+
+Counted are anonymous pages: what a process has to itself. Pages of mapped files (the checkpoint being read) can be dropped any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def own_bytes() -> int:
+    """Anonymous memory of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("no RssAnon in /proc/self/status")
+
+
+class Peak:
+    """The most memory this process had at any time since ``restart``."""
+
+    def __init__(self) -> None:
+        self.value = own_bytes()
+        self._ended = False
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._ended:
+            self.value = max(self.value, own_bytes())
+            time.sleep(0.001)
+
+    def restart(self) -> None:
+        self.value = own_bytes()
+
+    def close(self) -> None:
+        self._ended = True
+        self._thread.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+
+    import hf_zero
+
+    hf_zero.install_as_deepspeed()
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+    torch.set_num_threads(1)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+    config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1}
+    kept = HfDeepSpeedConfig(config)  # alive, or transformers forgets it
+    dist.init_process_group("gloo")
+    peak = Peak()
+    report = {"base": own_bytes()}
+    model = AutoModelForCausalLM.from_pretrained(args.model)
+    report["load"] = peak.value
+    engine = hf_zero.initialize(model=model, config=config)[0]
+    report["engine"] = own_bytes()
+    peak.restart()
+    engine.save_16bit_model(args.output, max_shard_size="64MB")
+    report["save"] = peak.value
+    peak.restart()
+    os.environ["HF_ZERO_SPILL_DIR"] = str(args.output / "spilled")
+    state = engine._zero3_consolidated_16bit_state_dict()
+    report["state_dict"] = peak.value
+    report["entries"] = len(state) if state is not None else 0
+    peak.close()
+    report["spilled_files"] = len(list((args.output / "spilled").glob("*"))) if (args.output / "spilled").exists() else 0
+    print("REPORT " + json.dumps(report), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    assert kept is not None
+
+
+if __name__ == "__main__":
+    main()
