@@ -13,6 +13,7 @@ _NAMES = {
     "init_distributed": "hf_zero.comm.topology",
     "install_as_deepspeed": "hf_zero.compat",
     "ZeroPlugin": "hf_zero.integrations.accelerate_plugin",
+    "ZeroTrainingArguments": "hf_zero.integrations.training_arguments",
     "DummyOptim": "hf_zero.integrations.accelerate_plugin",
     "DummyScheduler": "hf_zero.integrations.accelerate_plugin",
     "ZeroStrategy": "hf_zero.integrations.lightning",

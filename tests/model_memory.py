@@ -49,6 +49,7 @@ class Peak:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
+    parser.add_argument("--tiny", required=True, help="a small checkpoint of the same architecture: loads what is imported late")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
 
@@ -63,6 +64,7 @@ def main() -> None:
     config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1}
     kept = HfDeepSpeedConfig(config)  # alive, or transformers forgets it
     dist.init_process_group("gloo")
+    AutoModelForCausalLM.from_pretrained(args.tiny)
     peak = Peak()
     report = {"base": own_bytes()}
     model = AutoModelForCausalLM.from_pretrained(args.model)

@@ -40,6 +40,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path,
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
     model.save_pretrained(folder, max_shard_size="64MB")
+    tiny = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**tiny)).save_pretrained(folder / "tiny")
     sizes = {
         "model": sum(param.nbytes for param in model.parameters()),
         "tensor": max(param.nbytes for param in model.parameters()),
@@ -52,11 +54,11 @@ def _measure(model: Path, output: Path) -> list[dict[str, int]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    command = [sys.executable, "-m", "tests.model_memory", "--model", str(model), "--output", str(output)]
+    command = [sys.executable, "-m", "tests.model_memory", "--model", str(model), "--tiny", str(model / "tiny"), "--output", str(output)]
     ranks = []
     for rank in range(RANKS):
         variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        env = environment({**variables, "MALLOC_ARENA_MAX": "1"})
+        env = environment(variables)
         folder = Path(model_memory.__file__).parents[1]
         ranks.append(subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     reports = []

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from hf_zero import host_memory
 from hf_zero.activation_checkpointing import configure
 from hf_zero.comm.collectives import Collectives, build_collectives
 from hf_zero.comm.topology import Topology, build_topology, init_distributed, join_topologies, twin_topology
@@ -40,12 +41,14 @@ from hf_zero.sharding.construct import NamedParam, build_unit
 from hf_zero.sharding.gradients import BufferPool, GradientPolicy, UnitGradients
 from hf_zero.sharding.grouping import BlockSpec, LeafModules, build_blocks, lone_modules
 from hf_zero.sharding.home import ShardHome
+from hf_zero.sharding.init_context import warn_if_built_whole
 from hf_zero.sharding.layout import FROZEN
 from hf_zero.sharding.leaf_modules import leaf_module_names
 from hf_zero.sharding.reducer import Reducer
 from hf_zero.sharding.runtime import Runtime
 from hf_zero.sharding.schedule import Block, GatherLimits, GatherSchedule
 from hf_zero.sharding.stages import StagePolicy, stage_policy
+from hf_zero.sharding.state_dicts import guard_state_dicts
 from hf_zero.sharding.unit import Unit, UnitSpec, find_unit, full_shape
 from hf_zero.tensor_parallel.split import count_groups_once, requested_ranks, split_model
 
@@ -184,6 +187,8 @@ class EngineBuilder:
 
     def build(self, inner: torch.optim.Optimizer | None, lr_scheduler: Any) -> Engine:
         """Makes units of the model's parameters, the step over them, and the engine."""
+        if self.policy.shards_parameters and self.topology.world > 1:
+            warn_if_built_whole(self.module)
         root, blocks = self._blocks(inner)
         units = [unit for block in (root, *blocks) for unit in block.units]
         schedule = self._schedule(root, blocks)
@@ -212,6 +217,8 @@ class EngineBuilder:
         self._persist_and_release(units, {id(unit) for block in blocks if block.name in lone for unit in block.units})
         runtime.attach()
         if schedule is not None:
+            host_memory.give_back_large_blocks(False)
+            guard_state_dicts(self.module)
             generation = Generation(runtime, units, self.collectives, self.config.hf_zero.gather_for_generation)
             generation.attach()
             runtime.keep(generation)

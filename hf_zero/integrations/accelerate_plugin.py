@@ -12,6 +12,7 @@ from accelerate.utils import DummyScheduler as AccelerateDummyScheduler
 
 from hf_zero.config.read import read_config
 from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.integrations.typed_values import config_of_launcher, lay_over, put
 from hf_zero.observe import warn_once
 
 __all__ = ["DummyOptim", "DummyScheduler", "ZeroPlugin"]
@@ -79,7 +80,7 @@ class ZeroPlugin(DeepSpeedPlugin):
             **_offload_values("offload_optimizer", offload_optimizer),
             **_offload_values("offload_param", offload_param),
         }
-        source = config if config is not None else _config_of_launcher()
+        source = config if config is not None else config_of_launcher()
         self._config_in_code = config is not None
         if source is None:
             self._start_from_answers(values, options)
@@ -100,25 +101,16 @@ class ZeroPlugin(DeepSpeedPlugin):
         )
         for key, value in values.items():
             if value is not None:
-                _set(self.deepspeed_config, key, value)
+                put(self.deepspeed_config, key, value)
         if values["gradient_clipping"] is not None:
             self.gradient_clipping = values["gradient_clipping"]
         self.hf_ds_config.set_stage_and_offload()
 
     def _start_from_config(self, raw: dict[str, Any], values: dict[str, Any], options: dict[str, Any]) -> None:
         """Completes the user's JSON with the typed arguments, and hands it to the stock plugin as a dict."""
-        raw.setdefault("zero_optimization", {})
-        if not isinstance(raw["zero_optimization"], dict):  # the old spelling of stages 1 and 0, which accelerate cannot read
-            raw["zero_optimization"] = {"stage": int(_same(raw["zero_optimization"], True))}
-        conflicts = []
-        for key, value in values.items():
-            if value is None:
-                continue
-            found = _get(raw, key)
-            if found is None or found == "auto":
-                _set(raw, key, value)
-            elif not _same(found, value):
-                conflicts.append(f"- {key}: the configuration says {found!r}, ZeroPlugin was given {value!r}")
+        conflicts = [
+            f"- {key}: the configuration says {found!r}, ZeroPlugin was given {value!r}" for key, found, value in lay_over(raw, values)
+        ]
         if conflicts:
             raise ConfigError(
                 "ZeroPlugin's arguments contradict its configuration:\n"
@@ -173,12 +165,6 @@ class DummyScheduler(AccelerateDummyScheduler):
     """Stands for the scheduler of the configuration; accelerate's class of that name serves as well."""
 
 
-def _config_of_launcher() -> str | None:
-    """The configuration file that `accelerate config` was told, if it was."""
-    source = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    return None if source == "none" else source
-
-
 def _precision_values(mixed_precision: str | None) -> dict[str, Any]:
     if mixed_precision is None:
         return {}
@@ -204,28 +190,3 @@ def _check(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 def _check_at_least(name: str, value: float | None, lowest: int) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < lowest):
         raise ConfigError(f"ZeroPlugin: {name} is {value!r}; a number of at least {lowest} is allowed")
-
-
-def _same(found: Any, value: Any) -> bool:
-    """Whether a value of the JSON means the same as a typed one; sloppy files write ``"true"`` and ``"2"``."""
-    if isinstance(found, str):
-        return found.strip().lower() == str(value).lower()
-    return bool(found == value)
-
-
-def _get(config: Mapping[str, Any], dotted: str) -> Any:
-    node: Any = config
-    for part in dotted.split("."):
-        node = node.get(part) if isinstance(node, Mapping) else None
-    return node
-
-
-def _set(config: dict[str, Any], dotted: str, value: Any) -> None:
-    """Writes ``value`` under a dotted key, making the sections on the way."""
-    *sections, last = dotted.split(".")
-    node = config
-    for part in sections:
-        if not isinstance(node.get(part), dict):
-            node[part] = {}
-        node = node[part]
-    node[last] = value

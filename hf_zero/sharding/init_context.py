@@ -13,12 +13,16 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
+from hf_zero import host_memory
 from hf_zero.comm.collectives import build_collectives
 from hf_zero.comm.topology import build_topology
+from hf_zero.observe import warn_once
 from hf_zero.sharding.construct import NamedParam, build_unit
 from hf_zero.sharding.gathered import GatheredParameters
 from hf_zero.sharding.layout import FROZEN
 from hf_zero.sharding.unit import UnitSpec, find_unit, shares_gathered_memory
+
+_LARGE = 64 * 2**20  # bytes
 
 
 class ModelInit:
@@ -56,6 +60,8 @@ class ModelInit:
         self._stack = ExitStack()
 
     def __enter__(self) -> ModelInit:
+        if self._spec is not None and self._spec.releasable:
+            host_memory.give_back_large_blocks(True)
         if self._spec is not None and (self._spec.releasable or self._dtype is not None):
             for handle in (
                 register_module_parameter_registration_hook(self._on_parameter),
@@ -124,6 +130,18 @@ class ModelInit:
         """Shards every parameter of an existing module; collective."""
         for inner in module.modules():
             self.shard(inner)
+
+
+def warn_if_built_whole(module: nn.Module) -> None:
+    """Says once, for a large model, that every rank has held all of it, and how to avoid that."""
+    whole = sum(param.nbytes for param in module.parameters() if find_unit(param) is None)
+    if whole < _LARGE:
+        return
+    warn_once(
+        f"stage 3 is on, but {type(module).__name__} ({whole / 2**30:.2f} GiB) was built whole on every rank before it: make "
+        "TrainingArguments(deepspeed=...) or the Accelerator (zero3_init_flag: true) first and call from_pretrained after it, or build the "
+        "model under deepspeed.zero.Init(config_dict_or_path=...); then each rank holds its share from the start"
+    )
 
 
 def _apply_gathered(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
