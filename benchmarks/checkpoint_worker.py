@@ -89,6 +89,7 @@ class Distributed(Contender):
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         self.model = model
+        self.group: Any = None
         self.optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
         model(**make_batch(0, dist.get_rank(), size)).loss.backward()
         self.optimizer.step()
@@ -107,7 +108,9 @@ class Distributed(Contender):
     def stall(self, folder: str) -> Callable[[], None]:
         import torch.distributed.checkpoint as dcp
 
-        pending: Any = dcp.async_save(self._state(), checkpoint_id=folder)
+        # Its thread issues collectives: with the group of the training loop they would meet those of the loop.
+        self.group = self.group or dist.new_group(backend="gloo")
+        pending: Any = dcp.async_save(self._state(), checkpoint_id=folder, process_group=self.group)
         return lambda: pending.result() and None
 
     def load(self, folder: str) -> None:
