@@ -26,7 +26,7 @@ def resident() -> dict[str, int]:
 
 
 def build_engine(package: str, blocks: dict[str, Any], stage: int, size: dict[str, int]) -> Any:
-    """The engine of ``hf_zero`` or ``deepspeed``: AdamW by the configuration, bf16."""
+    """The engine of ``hf_zero`` or ``deepspeed``: AdamW, bf16."""
     module = __import__(package)
     config = {
         "train_micro_batch_size_per_gpu": size["batch"],
@@ -36,7 +36,12 @@ def build_engine(package: str, blocks: dict[str, Any], stage: int, size: dict[st
         "zero_optimization": {"stage": stage, **blocks},
     }
     model = build_model("gpt2", size).train()
-    return module.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    client = None
+    if not blocks:  # where nothing is offloaded both take torch's own; offloaded, DeepSpeed has a class of its own
+        values = config.pop("optimizer")["params"]
+        config["zero_allow_untested_optimizer"] = True
+        client = torch.optim.AdamW(model.parameters(), fused=True, **values)
+    return module.initialize(model=model, optimizer=client, model_parameters=list(model.parameters()), config=config)[0]
 
 
 def serve(engine: Any, size: dict[str, int], answers: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_zero.ops.host_adam import HostAdam
 from tests import ranks
 from tests.models import CASES
 from tests.offload_runs import blocks_of, ways
@@ -167,6 +168,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW, foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
     "AMSGrad": lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=True),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
+    "HostAdam": lambda params: HostAdam(params, lr=1e-2, weight_decay=0.1),
     "SGD without state": lambda params: torch.optim.SGD(params, lr=1e-2),
     "counter in the group": lambda params: CountingSgd(params, lr=0.1, momentum=0.9),
 }
@@ -175,7 +177,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def _optimizers(stage: int, label: str) -> list[str]:
     from tests.parity import Trace
 
-    run = Run(stage=stage, dtype="bf16", steps=3)
+    run = Run(stage=stage, dtype="bf16", steps=3, clip=0.05)
 
     def play(kind: str, blocks: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float]]:
         engine = make(run, blocks, optimizer=OPTIMIZERS[kind])

@@ -28,6 +28,7 @@ class OffloadedResidence(Residence):
         self._offloaded: set[int] = set()  # ids of units
         self._accumulation_dtype = accumulation_dtype
         self._lots: list[Lot] | None = None
+        self._outgoing: torch.Tensor | None = None  # where the new shard of the unit that is being updated goes
 
     def take(self, unit: Unit) -> None:
         """Moves the master of a new unit to where it rests."""
@@ -43,7 +44,7 @@ class OffloadedResidence(Residence):
 
     def update(self, optimizer: ShardedOptimizer, grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         by_unit = {id(unit): grad for unit, grad in zip(optimizer.units, grads, strict=True)}
-        stepper, fresh = LotStepper(optimizer.inner), not optimizer.inner.state
+        stepper, fresh = LotStepper(optimizer.inner, self._accumulation_dtype), not optimizer.inner.state
         self._update_device(optimizer, stepper, by_unit, factor)
         value = float(factor)
         lots = self.lots(optimizer)
@@ -71,23 +72,18 @@ class OffloadedResidence(Residence):
         unit = lot.unit
         if lot.range.start == 0:
             note("update", unit.name)
-        master = self.states.open(optimizer, lot)
+            self._outgoing = unit.home.outgoing(unit) if unit.master is not unit.shard else None
+        self.states.open(optimizer, lot)
         if upcoming is not None:
             self.states.prepare(upcoming)
-        stepper.step(lot.segments, [self._gradient(grad, segment, factor) for segment in lot.segments])
-        if unit.master is not unit.shard:
-            if lot.range.start == 0:
-                self._outgoing = unit.home.outgoing(unit)
-            self._outgoing[lot.range.start : lot.range.stop].copy_(master)
+        grads = [grad[segment.range.start : segment.range.stop] for segment in lot.segments]
+        lows = [None if self._outgoing is None else self._outgoing[segment.range.start : segment.range.stop] for segment in lot.segments]
+        stepper.step(lot.segments, grads, factor, lows)
         self.states.close(optimizer, lot)
-        if unit.master is not unit.shard and lot.range.stop == unit.layout.shard_numel:
-            unit.home.send(unit)
-
-    def _gradient(self, grad: torch.Tensor, segment: OwnedSegment, factor: float) -> torch.Tensor:
-        """As on the device: brought to the accumulation type, scaled there, then cast to the master's."""
-        part = grad[segment.range.start : segment.range.stop].to(self._accumulation_dtype)
-        scaled = part.mul_(factor) if factor != 1.0 else part
-        return scaled.to(segment.tensor.dtype)
+        if self._outgoing is not None:
+            _zero_gaps(self._outgoing, lot)
+            if lot.range.stop == unit.layout.shard_numel:
+                unit.home.send(unit)
 
     def lots(self, optimizer: ShardedOptimizer) -> list[Lot]:
         """What is updated at a time, in the order of forward; units without a segment on this rank are left out."""
@@ -115,6 +111,15 @@ class OffloadedResidence(Residence):
     def close(self) -> None:
         self._lots = None
         self.states.close_all()
+
+
+def _zero_gaps(flat: torch.Tensor, lot: Lot) -> None:
+    """Zeroes what of ``lot`` lies in no segment; a buffer may hold anything there."""
+    end = lot.range.start
+    for segment in sorted(lot.segments, key=lambda segment: segment.range.start):
+        flat[end : segment.range.start].zero_()
+        end = segment.range.stop
+    flat[end : lot.range.stop].zero_()
 
 
 def _lot(unit: Unit, part: Range, segments: Sequence[OwnedSegment]) -> Lot:

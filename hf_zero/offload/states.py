@@ -58,12 +58,8 @@ class HostStates:
     def prepare(self, lot: Lot) -> None:
         """``lot`` comes next: starts bringing it."""
 
-    def open(self, optimizer: ShardedOptimizer, lot: Lot) -> torch.Tensor:
-        """Makes master and states of ``lot`` memory that can be written to; returns the master, (lot.range.numel,)."""
-        master = lot.unit.master
-        if master is None:
-            raise StateError(f"unit {lot.unit.name} has no master to update")
-        return master[lot.range.start : lot.range.stop]
+    def open(self, optimizer: ShardedOptimizer, lot: Lot) -> None:
+        """Makes masters and states of ``lot``'s segments memory that can be written to."""
 
     def close(self, optimizer: ShardedOptimizer, lot: Lot) -> None:
         """``lot`` is updated: takes it back."""
@@ -264,16 +260,13 @@ class FileStates(HostStates):
     def _regions_of(self, unit: Unit) -> list[tuple[str, _Region]]:
         return [(name, region) for (unit_id, name), region in self._regions.items() if unit_id == id(unit)]
 
-    def open(self, optimizer: ShardedOptimizer, lot: Lot) -> torch.Tensor:
+    def open(self, optimizer: ShardedOptimizer, lot: Lot) -> None:
         frame = next((frame for frame in self._frames if frame.lot is lot), None) or self._read(lot)
         frame.settle()
         for segment in lot.segments:
             for name, value in _tensors(optimizer, segment):
                 if name in frame.loaded:
                     value.data = _part(frame.view(name, lot.range.numel, value.dtype), segment, lot)
-        if MASTER not in frame.loaded:
-            return super().open(optimizer, lot)
-        return frame.view(MASTER, lot.range.numel, self._regions[id(lot.unit), MASTER].dtype)
 
     def close(self, optimizer: ShardedOptimizer, lot: Lot) -> None:
         frame = next((frame for frame in self._frames if frame.lot is lot), None)

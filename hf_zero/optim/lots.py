@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_zero.ops.host_optimizer import HostOptimizer
+
 if TYPE_CHECKING:
     from hf_zero.optim.sharded import OwnedSegment
 
 _PROBE_NUMEL = 16
+_LOW_TYPES = (torch.bfloat16, torch.float16)  # which a host optimizer's pass can write beside the master
 
 
 class LotStepper:
@@ -23,26 +26,57 @@ class LotStepper:
 
     Args:
         optimizer: The inner optimizer.
+        accumulation_dtype: Type in which gradients are multiplied.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, accumulation_dtype: torch.dtype) -> None:
         self._optimizer = optimizer
+        self._accumulation_dtype = accumulation_dtype
         self._values = [_values(group) for group in optimizer.param_groups]
         self._after: list[dict[str, Any]] = []
 
     @torch.no_grad()
-    def step(self, segments: Sequence[OwnedSegment], grads: Sequence[torch.Tensor]) -> None:
-        """Updates ``segments`` with one gradient each, of the segment's shape and type."""
+    def step(
+        self,
+        segments: Sequence[OwnedSegment],
+        grads: Sequence[torch.Tensor],
+        factor: float = 1.0,
+        lows: Sequence[torch.Tensor | None] | None = None,
+    ) -> None:
+        """Updates ``segments``.
+
+        Args:
+            segments: Of one lot.
+            grads: A gradient of each, of the type it arrived in; may be overwritten.
+            factor: What gradients are multiplied with first.
+            lows: For each where its new value goes as well, in another type; None for nowhere.
+        """
         groups = [{**values, "params": []} for values in self._values]
-        for segment, grad in zip(segments, grads, strict=True):
-            segment.tensor.grad = grad
+        for segment in segments:
             groups[segment.group]["params"].append(segment.tensor)
+        other = twin(self._optimizer, groups)
+        targets = list(lows or [None] * len(segments))
+        if isinstance(other, HostOptimizer):
+            fused = [low if low is not None and low.dtype in _LOW_TYPES else None for low in targets]
+            other.update([segment.tensor for segment in segments], grads, fused, factor)
+            targets = [None if done is not None else low for done, low in zip(fused, targets, strict=True)]
+        else:
+            self._step(other, segments, grads, factor)
+        for segment, low in zip(segments, targets, strict=True):
+            if low is not None:
+                low.copy_(segment.tensor)
+        self._after = groups
+
+    def _step(self, other: torch.optim.Optimizer, segments: Sequence[OwnedSegment], grads: Sequence[torch.Tensor], factor: float) -> None:
+        """A torch optimizer: gradients brought to the accumulation type, scaled there, then cast to the master's, as without offload."""
+        for segment, grad in zip(segments, grads, strict=True):
+            wide = grad.to(self._accumulation_dtype)
+            segment.tensor.grad = (wide.mul_(factor) if factor != 1.0 else wide).to(segment.tensor.dtype)
         try:
-            twin(self._optimizer, groups).step()
+            other.step()
         finally:
             for segment in segments:
                 segment.tensor.grad = None
-        self._after = groups
 
     def finish(self) -> None:
         """Gives the optimizer's groups the values that its own step has changed."""
