@@ -23,7 +23,7 @@ from hf_zero.engine.engine import Engine, EngineParts
 from hf_zero.engine.full_values import Training, register_training
 from hf_zero.engine.generation import Generation
 from hf_zero.engine.loss_scale import LossScaler, NullScaler
-from hf_zero.engine.offloading import Offloading
+from hf_zero.engine.offloading import Offloading, describe_offload
 from hf_zero.engine.onebit_step import OneBitStepper, check_topology, local_policy, max_norm_of
 from hf_zero.engine.precision import PrecisionPolicy, cast_and_move, cast_param
 from hf_zero.engine.step import Stepper, StepSettings
@@ -457,4 +457,5 @@ def describe(engine: Engine) -> str:
     return (
         f"ZeRO stage {engine.policy.stage} on {engine.collectives.world} rank(s), {', '.join(dtypes)}, {len(engine.units)} units, "
         f"{sum(unit.layout.numel for unit in engine.units):,} parameters, {(states + masters) / 2**20:.1f} MiB of shards and masters here"
+        f"{describe_offload(engine.settings.zero_optimization)}"
     )

@@ -48,7 +48,7 @@ METHODS: dict[str, Getter] = {
     "zero_gather_16bit_weights_on_model_save": lambda engine: engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save,
     "zero_offload_optimizer": lambda engine: engine.settings.zero_optimization.offload_optimizer,
     "zero_offload_param": lambda engine: engine.settings.zero_optimization.offload_param,
-    "zero_cpu_offload": lambda engine: False,
+    "zero_cpu_offload": lambda engine: engine.settings.zero_optimization.offload_optimizer.device == "cpu",
     "zero_overlap_comm": _zero("overlap_comm"),
     "zero_reduce_scatter": _zero("reduce_scatter"),
     "zero_reduce_bucket_size": _zero("reduce_bucket_size"),

@@ -62,7 +62,7 @@ def global_norm(shards: Sequence[torch.Tensor], collectives: Collectives, sharde
     """
     if not shards:
         return torch.zeros((), device=collectives.topology.device)
-    device = shards[0].device
+    device = collectives.topology.device
     if model is None:
         square = _sum_of_squares(shards, device)
     else:
@@ -83,7 +83,11 @@ def _rest(shard: torch.Tensor, parts: Sequence[Range]) -> list[torch.Tensor]:
 
 
 def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """0-dim, in double precision."""
+    """0-dim, in double precision, on ``device``; some tensors may lie on the host (offload)."""
+    away = [tensor for tensor in tensors if tensor.device.type != device.type]
+    if away:
+        here = [tensor for tensor in tensors if tensor.device.type == device.type]
+        return _sum_of_squares(here, device) + _sum_of_squares(away, away[0].device).to(device)
     if device.type == "cpu" and native.status().isa and all(tensor.dtype in ELEMENT_TYPES for tensor in tensors):
         threads = torch.get_num_threads()
         return torch.tensor(sum(native.squared_norm(tensor, threads=threads) for tensor in tensors), dtype=torch.float64)

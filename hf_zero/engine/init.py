@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.comm.topology import init_distributed
+from hf_zero.comm.topology import default_device, init_distributed
 from hf_zero.config.resolve import resolve
 from hf_zero.engine.build import precision_policy
+from hf_zero.engine.offloading import init_home
 from hf_zero.errors import UnsupportedError
-from hf_zero.observe import warn_once
+from hf_zero.sharding.home import ON_DEVICE
 from hf_zero.sharding.init_context import ModelInit
 
 
@@ -25,8 +26,9 @@ class Init:
         module: An existing module to shard at once.
         data_parallel_group: Process group to shard over; None is all ranks.
         mem_efficient_linear: Accepted; linear layers are left as they are.
-        remote_device: "none" or None; offloaded construction ("cpu", "nvme") keeps shards where the rank computes.
-        pin_memory: Accepted; see ``remote_device``.
+        remote_device: "cpu" or "nvme" keeps shards in host memory, as ``offload_param`` of the configuration does (they go to files, if
+            so configured, in ``initialize``); "none" or None leaves it to the configuration.
+        pin_memory: Page-lock that memory; the configuration's ``offload_param.pin_memory`` does too.
         config_dict_or_path: Configuration; values of "auto" are allowed.
         config: The same, older name.
         enabled: False makes it do nothing.
@@ -70,16 +72,18 @@ class Init:
         for name, value in refused.items():
             if value:
                 raise UnsupportedError(f"zero.Init({name}={value!r}) is not provided; leave it out")
-        if remote_device not in (None, "none"):
-            warn_once(f"zero.Init(remote_device={remote_device!r}): shards are built on the device of the rank")
+        offloads, pins = remote_device not in (None, "none"), pin_memory
         source = config_dict_or_path if config_dict_or_path is not None else config
         if enabled:
             init_distributed()
-            if dtype is None and source is not None:
-                resolved = resolve(source, world_size=torch.distributed.get_world_size())
-                dtype = precision_policy(resolved.config).param_dtype
+            if source is not None:
+                config = resolve(source, world_size=torch.distributed.get_world_size()).config
+                dtype = dtype or precision_policy(config).param_dtype
+                section = config.zero_optimization.offload_param
+                offloads, pins = offloads or section.device != "none", pins or section.pin_memory
         group = data_parallel_group or sequence_data_parallel_group or (mpu.get_data_parallel_group() if mpu is not None else None)
-        self._inner = ModelInit(group, dtype, enabled=enabled)
+        home = init_home(default_device(), pins) if enabled and offloads else ON_DEVICE
+        self._inner = ModelInit(group, dtype, enabled=enabled, home=home)
         if module is not None and enabled:
             self._inner.shard_all(module)
 

@@ -26,6 +26,7 @@ from hf_zero.sharding.unit import Unit
 
 if TYPE_CHECKING:
     from hf_zero.config.schema.root import ZeroConfig
+    from hf_zero.config.schema.zero import ZeroOptimization
     from hf_zero.engine.precision import PrecisionPolicy
 
 T = TypeVar("T")
@@ -35,6 +36,17 @@ _REMEDY = "Use more ranks or machines, set device to nvme, lower zero_optimizati
 def trains_on_host(device: torch.device) -> bool:
     """Whether the training device's memory is the host's: offloading to ``cpu`` then moves nothing."""
     return device.type == "cpu"
+
+
+def describe_offload(zero: ZeroOptimization) -> str:
+    """What rests elsewhere, as the end of a line; empty when nothing does."""
+    parts = [("optimizer states", zero.offload_optimizer.device), ("parameters", zero.offload_param.device)]
+    return "".join(f", {name} on {device}" for name, device in parts if device != "none" and (name[0] == "o" or zero.stage == 3))
+
+
+def init_home(device: torch.device, pin_memory: bool) -> ShardHome:
+    """Where ``zero.Init`` keeps offloaded shards until ``initialize`` puts them to where they rest."""
+    return ON_DEVICE if trains_on_host(device) else HostHome(HostMemory(device, pin_memory), CopyLane(device))
 
 
 class Offloading:

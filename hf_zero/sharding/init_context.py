@@ -19,6 +19,7 @@ from hf_zero.comm.topology import build_topology
 from hf_zero.observe import warn_once
 from hf_zero.sharding.construct import NamedParam, build_unit
 from hf_zero.sharding.gathered import GatheredParameters
+from hf_zero.sharding.home import ON_DEVICE, ShardHome
 from hf_zero.sharding.layout import FROZEN
 from hf_zero.sharding.unit import UnitSpec, find_unit, shares_gathered_memory
 
@@ -41,6 +42,7 @@ class ModelInit:
         dtype: Type floating-point parameters are cast to; None leaves them.
         device: Where shards live; None is the device of the local rank.
         enabled: False makes it do nothing.
+        home: Where shards rest between uses.
     """
 
     def __init__(
@@ -49,12 +51,14 @@ class ModelInit:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
         enabled: bool = True,
+        home: ShardHome = ON_DEVICE,
     ) -> None:
         self._dtype = dtype
         self._spec: UnitSpec | None = None
         if enabled:
             topology = build_topology(group, device)
-            self._spec = UnitSpec(build_collectives(topology), shards=True, releasable=topology.world > 1, announced=True)
+            releasable = topology.world > 1 or home.releasable
+            self._spec = UnitSpec(build_collectives(topology), shards=True, releasable=releasable, announced=True, home=home)
         self._open: dict[int, nn.Module] = {}  # modules with parameters of their own that are not sharded yet
         self._gathering: WeakSet[nn.Module] = WeakSet()  # sharded modules whose ``apply`` gathers
         self._stack = ExitStack()
