@@ -148,12 +148,14 @@ def report(trainer: Trainer, clock: Clock, *, title: str, sample: str, metrics: 
 
 
 def describe(trainer: Trainer, title: str, sample: str) -> RunFacts:
-    """Collect the facts of the results file."""
+    """Collect the facts of the results file; under tensor parallelism the parameters are those of one rank."""
     accelerator, args = trainer.accelerator, trainer.args
     plugin = accelerator.state.deepspeed_plugin
-    stage = None if plugin is None else int(plugin.deepspeed_config.get("zero_optimization", {}).get("stage", 0))
+    config = {} if plugin is None else plugin.deepspeed_config
+    stage = None if plugin is None else int(config.get("zero_optimization", {}).get("stage", 0))
+    split = max(1, int(config.get("tensor_parallel", {}).get("autotp_size", 1)))
     parameters = count_parameters(trainer.model_wrapped)
-    sizes = {"ranks": args.world_size, "sixteen_bit": args.bf16 or args.fp16}
+    sizes = {"ranks": args.world_size // split, "sixteen_bit": args.bf16 or args.fp16}
     initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
     return RunFacts(
         task=title,
@@ -172,4 +174,5 @@ def describe(trainer: Trainer, title: str, sample: str) -> RunFacts:
         max_train_steps=trainer.state.max_steps,
         expected_state_bytes=expected_state_bytes(parameters, stage=stage, **sizes),
         stage0_state_bytes=expected_state_bytes(parameters, stage=None if stage is None else 0, **sizes),
+        tensor_parallel_size=split,
     )
