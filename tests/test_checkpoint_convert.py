@@ -44,7 +44,12 @@ def _resume(folder: str, stage: int, dtype: str) -> tuple[list[float], Any, dict
     return losses, client_state, state
 
 
-@pytest.mark.parametrize("folder", DEEPSPEED, ids=lambda folder: folder.name)
+def _folders() -> list[Any]:
+    slow = ("stage1_fp32_2", "stage3_fp32_2", "stage2_bf16_1")
+    return [pytest.param(path, id=path.name, marks=pytest.mark.slow if path.name.endswith(slow) else ()) for path in DEEPSPEED]
+
+
+@pytest.mark.parametrize("folder", _folders())
 def test_a_run_of_deepspeed_goes_on(folder: Path, tmp_path: Path) -> None:
     """Weights are DeepSpeed's bit for bit; with wrong moments, steps or rates the next losses would be others."""
     expected = json.loads((folder / "expected.json").read_text())

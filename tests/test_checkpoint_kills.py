@@ -126,11 +126,15 @@ def _kill(plan: Plan) -> None:
     assert any(outcome.status == "died" for outcome in outcomes), [outcome.text for outcome in outcomes]
 
 
+QUICK = {("checkpoint_file", False), ("checkpoint_sealed", False), ("checkpoint_latest", False), ("checkpoint_file", True)}
+
+
 def _cases() -> list[Any]:
-    cases = [pytest.param(phase, False, id=phase) for phase in PHASES]
-    for phase in PHASES:
-        slow = () if phase == "checkpoint_file" else pytest.mark.slow
-        cases.append(pytest.param(phase, True, id=f"{phase}-background", marks=slow))
+    cases = []
+    for background in (False, True):
+        for phase in PHASES:
+            name = f"{phase}-background" if background else phase
+            cases.append(pytest.param(phase, background, id=name, marks=() if (phase, background) in QUICK else pytest.mark.slow))
     return cases
 
 
@@ -147,7 +151,14 @@ def test_one_rank_killed_while_it_writes(tmp_path: Path, reference: Any, backgro
     assert _resume(Plan(str(tmp_path), 3), reference) == 1
 
 
-@pytest.mark.parametrize("phase", ["checkpoint_sealed", "checkpoint_aside", pytest.param("checkpoint_named", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param("checkpoint_sealed", marks=pytest.mark.slow),
+        "checkpoint_aside",
+        pytest.param("checkpoint_named", marks=pytest.mark.slow),
+    ],
+)
 def test_killed_while_a_checkpoint_of_the_same_name_is_replaced(tmp_path: Path, reference: Any, phase: str) -> None:
     _kill(Plan(str(tmp_path), 3, tag="t", phase=phase, at_step=2, victims=(0, 1)))
     assert _resume(Plan(str(tmp_path), 3, tag="t"), reference) == (2 if phase == "checkpoint_named" else 1)

@@ -203,7 +203,7 @@ def _offloaded(path: str, tier: str) -> dict[str, Any]:
     return {"zero_optimization": zero}
 
 
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("tier", [pytest.param("cpu", marks=pytest.mark.slow), "nvme"])
 def test_offloaded_run_resumes(tmp_path: Path, tier: str) -> None:
     extra = _offloaded(str(tmp_path / "swap"), tier)
     ranks.run_ranks(_interrupted, 2, str(tmp_path / "run"), 3, "bf16", torch.optim.AdamW, extra)
