@@ -17,6 +17,7 @@ from hf_zero.checkpoint.convert.pickles import load_pickle
 from hf_zero.checkpoint.convert.run import Conversion, convert
 from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from hf_zero.errors import CheckpointError
+from hf_zero.utils import newest_trainer_checkpoint
 from tests import ranks
 from tests.checkpoints import differences, full_state, start, steps
 from tests.make_deepspeed_checkpoint import CLIENT_STATE, SAVED_STEPS, Model, config_of, optimizer_of, train
@@ -63,6 +64,17 @@ def test_a_run_of_deepspeed_goes_on(folder: Path, tmp_path: Path) -> None:
             assert losses == pytest.approx(known, rel=1e-5 if expected["dtype"] == "fp32" else 2e-2)
     ours = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     assert set(weights) <= set(ours) and all(torch.equal(ours[name].float(), weights[name].float()) for name in weights)
+
+
+def test_files_of_trainer_come_along(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "deepspeed_stage2_bf16_1", tmp_path / "old" / "checkpoint-3")
+    (tmp_path / "old" / "checkpoint-3" / "trainer_state.json").write_text('{"global_step": 3}')
+    (tmp_path / "old" / "checkpoint-3" / "zero_to_fp32.py").write_text("DeepSpeed's own")
+    target = tmp_path / "new" / "checkpoint-3"
+    convert(Conversion(tmp_path / "old" / "checkpoint-3", target, trust_pickle=True, quiet=True))
+    assert (target / "trainer_state.json").read_text() == '{"global_step": 3}'
+    assert (target / "latest").read_text() == "global_step3" and "safetensors" in (target / "zero_to_fp32.py").read_text()
+    assert newest_trainer_checkpoint(tmp_path / "new") == str(target)
 
 
 def test_a_pickle_is_not_opened_without_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,6 +68,8 @@ def convert(wanted: Conversion) -> str:
 def _write(wanted: Conversion, to: str, source: Source, progress: Progress) -> str:
     if to == "hf_zero":
         folder = native.write_checkpoint(source, wanted.target, wanted.tag, progress)
+        if source.optimizer is not None and not deepspeed.is_deepspeed(wanted.source):
+            _copy_beside(wanted.source, wanted.target)
         return f"{source.what} -> checkpoint {folder}" + ("" if source.optimizer is not None else " (weights only: load_module_only=True)")
     if to == "hf":
         beside = [wanted.source, wanted.source.parent] if wanted.source.is_dir() else []
@@ -75,6 +78,18 @@ def _write(wanted: Conversion, to: str, source: Source, progress: Progress) -> s
         return f"{source.what} -> {len(files)} file(s) of {wanted.dtype} weights in {wanted.target}"
     torch_dcp.write_dcp(source, wanted.target, progress)
     return f"{source.what} -> torch.distributed.checkpoint folder {wanted.target}"
+
+
+def _copy_beside(source: Path, target: Path) -> None:
+    """Copies what Trainer and Accelerate keep beside the engine's checkpoint: their own state, random states, configuration, tokenizer."""
+    for path in source.iterdir():
+        if (
+            path.is_file()
+            and not path.name.startswith((".", "zero_to_"))
+            and path.suffix != ".distcp"
+            and not (target / path.name).exists()
+        ):
+            shutil.copyfile(path, target / path.name)
 
 
 def _open(wanted: Conversion) -> tuple[bool, Source]:
