@@ -83,12 +83,8 @@ def _write(wanted: Conversion, to: str, source: Source, progress: Progress) -> s
 def _copy_beside(source: Path, target: Path) -> None:
     """Copies what Trainer and Accelerate keep beside the engine's checkpoint: their own state, random states, configuration, tokenizer."""
     for path in source.iterdir():
-        if (
-            path.is_file()
-            and not path.name.startswith((".", "zero_to_"))
-            and path.suffix != ".distcp"
-            and not (target / path.name).exists()
-        ):
+        own = path.name.startswith((".", "zero_to_")) or path.suffix == ".distcp"
+        if path.is_file() and not own and not (target / path.name).exists():
             shutil.copyfile(path, target / path.name)
 
 
