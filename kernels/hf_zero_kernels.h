@@ -1,6 +1,6 @@
 // The whole C ABI of the native library: fixed-width integers, plain pointers, status codes.
 //
-// Every kernel exists once per instruction set, as <name>_<isa> with isa one of baseline, avx2, avx512. The caller asks
+// Every kernel exists once per instruction set, as <name>_<isa> with isa one of baseline, avx2, avx512, avx512bf16. The caller asks
 // hfz_supported_isas() once and picks. All instruction sets give the same bits. A call uses one thread and keeps no state, so
 // any number of threads may work on ranges that do not overlap, and the result does not depend on how a range is sliced.
 // Pointers need the alignment of their element type only. Sizes are in elements.
@@ -25,7 +25,7 @@ extern "C" {
 
 enum hfz_status { HFZ_OK = 0, HFZ_BAD_TYPE = 1, HFZ_BAD_SIZE = 2 };
 enum hfz_type { HFZ_NONE = 0, HFZ_F32 = 1, HFZ_BF16 = 2, HFZ_F16 = 3 };
-enum hfz_isa { HFZ_BASELINE = 1, HFZ_AVX2 = 2, HFZ_AVX512 = 4 };
+enum hfz_isa { HFZ_BASELINE = 1, HFZ_AVX2 = 2, HFZ_AVX512 = 4, HFZ_AVX512BF16 = 8 };
 enum hfz_decay { HFZ_NO_DECAY = 0, HFZ_L2 = 1, HFZ_DECOUPLED = 2 };
 
 HFZ_EXPORT int32_t hfz_abi_version(void);
@@ -116,6 +116,7 @@ struct hfz_sgd_rule {
 HFZ_DECLARE(baseline)
 HFZ_DECLARE(avx2)
 HFZ_DECLARE(avx512)
+HFZ_DECLARE(avx512bf16)
 
 #ifdef __cplusplus
 }

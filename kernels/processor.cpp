@@ -12,6 +12,7 @@ extern "C" int32_t hfz_supported_isas(void) {
   if ((found & HFZ_AVX2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     found |= HFZ_AVX512;
+    if (__builtin_cpu_supports("avx512bf16")) found |= HFZ_AVX512BF16;
   }
 #endif
   return found;

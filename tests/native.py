@@ -21,7 +21,7 @@ HARD += [1.00390625, 1.01171875, 1.00048828125]
 NOT_FINITE = [float("inf"), float("-inf"), float("nan")]
 
 
-@pytest.fixture(params=["avx512", "avx2", "baseline"])
+@pytest.fixture(params=list(loader.ISAS))
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every instruction set in turn, by the variable that users have for it."""
     if request.param not in ISAS:

@@ -1,6 +1,6 @@
 """Finds the native library, checks its version and the processor, and keeps the reason of what was chosen.
 
-``HF_ZERO_NATIVE`` overrides the choice: ``0`` uses the torch reference, ``avx512``, ``avx2`` or ``baseline`` that instruction set,
+``HF_ZERO_NATIVE`` overrides the choice: ``0`` uses the torch reference, the name of an instruction set that one (``ISAS``),
 a path that library.
 """
 
@@ -22,7 +22,7 @@ VARIABLE = "HF_ZERO_NATIVE"
 ABI_VERSION = 3
 NAMES = ("libhf_zero_kernels.so", "libhf_zero_kernels.dylib")
 # The best first, each with its bit in hfz_supported_isas().
-ISAS = {"avx512": 4, "avx2": 2, "baseline": 1}
+ISAS = {"avx512bf16": 8, "avx512": 4, "avx2": 2, "baseline": 1}
 
 ELEMENT_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _STATUS_TEXT = {1: "an element type that the kernel does not take", 2: "a negative size"}

@@ -1,0 +1,191 @@
+"""Time one Adam step over host memory: ours, torch's plain and fused Adam, and DeepSpeedCPUAdam, in the same rounds.
+
+python -m benchmarks.host_adam [--peer-python /path/to/venv/bin/python] [--save]
+
+Every contender lives in a process of its own, all over tensors of the same size. A round lets each take one timed step in
+turn, after an in-place addition that measures the memory bandwidth of the same moment. `fp32`: gradient and parameter in fp32.
+`mixed`: bf16 gradient scaled by a factor (unscale and clip), fp32 masters and moments, bf16 parameter written; the peers
+need a cast before and one after. `bf16 moments`: as mixed, moments in bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+CASES = ("fp32", "mixed", "bf16 moments")
+CONTENDERS = ("hf_zero", "torch fused", "torch plain", "deepspeed")
+# Bytes that a step must move per parameter: each tensor once, in and out.
+BYTES = {"fp32": 28, "mixed": 28, "bf16 moments": 20}
+FACTOR = 0.5
+
+
+def make_step(contender: str, case: str, count: int) -> Callable[[], None] | None:
+    """A function that takes one step; None where the contender has no such step."""
+    master = torch.nn.Parameter(torch.randn(count) * 0.02, requires_grad=True)
+    grad = torch.randn(count) if case == "fp32" else torch.randn(count, dtype=torch.bfloat16)
+    low = None if case == "fp32" else torch.zeros(count, dtype=torch.bfloat16)
+    if contender == "hf_zero":
+        from hf_zero.ops import HostAdam
+
+        moments = torch.bfloat16 if case == "bf16 moments" else torch.float32
+        ours = HostAdam([master], lr=1e-4, weight_decay=0.01, moment_dtype=moments)
+        return lambda: ours.update([master], [grad], [low], FACTOR if low is not None else 1.0)
+    if case == "bf16 moments":
+        return None
+    if contender == "deepspeed":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        peer: torch.optim.Optimizer = DeepSpeedCPUAdam([master], lr=1e-4, weight_decay=0.01)
+    else:
+        kind = {"fused": True} if contender == "torch fused" else {"foreach": False}
+        peer = torch.optim.AdamW([master], lr=1e-4, weight_decay=0.01, **kind)
+    if low is None:
+        master.grad = grad
+        return lambda: _ignore(peer.step())
+    wide = torch.zeros(count)
+    master.grad = wide
+
+    def mixed() -> None:
+        torch.mul(grad, FACTOR, out=wide)  # one pass: cast and unscale
+        peer.step()
+        low.copy_(master.detach())
+
+    return mixed
+
+
+def _ignore(_: object) -> None:
+    """Discards a step's result."""
+
+
+def serve(contender: str, case: str, count: int, threads: int) -> None:
+    """Steps once for every line on standard input and answers with the seconds of the addition and of the step."""
+    torch.set_num_threads(threads)
+    try:
+        step = make_step(contender, case, count)
+    except Exception as error:  # a peer that cannot be built or imported here
+        print(json.dumps({"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}), flush=True)
+        return
+    if step is None:
+        print(json.dumps({"error": "has no such step"}), flush=True)
+        return
+    with torch.no_grad():
+        stream = torch.zeros(count)
+        stream.add_(1.0)
+        step()
+        print(json.dumps({"ready": True}), flush=True)
+        for _ in sys.stdin:
+            start = time.perf_counter()
+            stream.add_(1.0)
+            middle = time.perf_counter()
+            step()
+            print(json.dumps([middle - start, time.perf_counter() - middle]), flush=True)
+
+
+class Server:
+    """One contender's process."""
+
+    def __init__(self, python: str, contender: str, case: str, count: int, threads: int) -> None:
+        command = [python, __file__, "--serve", contender, case, str(count), str(threads)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, stderr=subprocess.DEVNULL)
+        self.times: list[tuple[float, float]] = []
+        self.error = ""
+        for answer in self._answers():
+            self.error = answer.get("error", "")
+            return
+        self.error = "did not start"
+
+    def _answers(self) -> list[dict[str, str]]:
+        """The next JSON object on its output; libraries print other lines before."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(("{", "[")):
+                return [json.loads(line)]
+        return []
+
+    def step(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        for answer in self._answers():
+            self.times.append((answer[0], answer[1]))  # type: ignore[index]
+
+    def stop(self) -> None:
+        self.process.stdin and self.process.stdin.close()
+        self.process.wait(timeout=30)
+
+
+def measure(arguments: argparse.Namespace, case: str, threads: int) -> list[list[str]]:
+    """The rows of one case on one number of threads."""
+    servers: dict[str, Server] = {}
+    for contender in CONTENDERS:
+        python = arguments.peer_python if contender == "deepspeed" else sys.executable
+        if python:
+            servers[contender] = Server(python, contender, case, arguments.count, threads)
+    running = [server for server in servers.values() if not server.error]
+    for _ in range(arguments.rounds):
+        for server in running:
+            server.step()
+    rows = []
+    for contender, server in servers.items():
+        label = f"{contender}, {case}, {threads} thread{'s' if threads > 1 else ''}"
+        if server.error:
+            if server.error != "has no such step":
+                rows.append([label, server.error, "", "", ""])
+            continue
+        steps = [step for _, step in server.times]
+        # An addition reads and writes 4 bytes; a copy loop would count less, since writing reads the line first.
+        shares = [BYTES[case] / step / (8 / addition) for addition, step in server.times]
+        against = [own / ours for own, (_, ours) in zip(steps, servers["hf_zero"].times, strict=True)]
+        bandwidth = statistics.median(8 * arguments.count / addition / 1e9 for addition, _ in server.times)
+        nanoseconds = statistics.median(steps) / arguments.count * 1e9
+        row = [f"{nanoseconds:.3f}", f"{bandwidth:.1f}", f"{100 * statistics.median(shares):.0f} %", f"{statistics.median(against):.2f}"]
+        rows.append([label, *row])
+        server.stop()
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=64 * 2**20, help="parameters")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--peer-python", default="", help="Python of a venv with DeepSpeed, which builds its kernel on first use")
+    parser.add_argument("--save", action="store_true", help="keep the result for python -m benchmarks.render")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.tables import ResultTable
+    from hf_zero.native import status
+
+    rows = [row for threads in arguments.threads for case in CASES for row in measure(arguments, case, threads)]
+    table = ResultTable(
+        title="Adam in host memory",
+        command="python -m benchmarks.host_adam --peer-python /path/to/venv/bin/python --save",
+        text=f"One AdamW step over {arguments.count / 2**20:.0f} Mi parameters; median of {arguments.rounds} rounds in which every contender "
+        f"steps once. Kernels: {status().isa or 'torch reference'}. **Bandwidth** is that of an in-place addition just before each step, "
+        "**share** what a step moves of it: 28 bytes a parameter, 20 with bf16 moments. **Mixed**: bf16 gradient, unscale and clip factor, "
+        "bf16 parameter written; the peers cast before and after, hf_zero does all in one pass. **Ratio** is the contender's time "
+        "to hf_zero's in the same round.",
+        columns=["contender", "ns per parameter", "bandwidth GB/s", "share", "ratio"],
+        rows=rows,
+    )
+    table.print()
+    if arguments.save:
+        table.save(ROOT / "benchmarks" / "results" / "host_adam.json")
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
+        sys.exit(0)
+    sys.exit(main())
