@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,90 +68,94 @@ def _ignore(_: object) -> None:
     """Discards a step's result."""
 
 
-def serve(contender: str, case: str, count: int, threads: int) -> None:
-    """Steps once for every line on standard input and answers with the seconds of the addition and of the step."""
-    torch.set_num_threads(threads)
-    try:
-        step = make_step(contender, case, count)
-    except Exception as error:  # a peer that cannot be built or imported here
-        print(json.dumps({"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}), flush=True)
-        return
-    if step is None:
-        print(json.dumps({"error": "has no such step"}), flush=True)
-        return
-    with torch.no_grad():
-        stream = torch.zeros(count)
-        stream.add_(1.0)
-        step()
-        print(json.dumps({"ready": True}), flush=True)
-        for _ in sys.stdin:
-            start = time.perf_counter()
-            stream.add_(1.0)
-            middle = time.perf_counter()
-            step()
-            print(json.dumps([middle - start, time.perf_counter() - middle]), flush=True)
+def serve(contender: str, count: int) -> None:
+    """Answers lines on standard input: a JSON list of case and threads prepares a step, an empty line takes one.
+
+    The answer to a step is the seconds of the addition before it and its own.
+    """
+    stream = torch.zeros(count)
+    step: Callable[[], None] | None = None
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        if line.strip():
+            case, threads = json.loads(line)
+            torch.set_num_threads(threads)
+            step, error = None, "has no such step"
+            try:
+                step = make_step(contender, case, count)
+            except Exception as problem:  # a peer that cannot be built or imported here
+                error = f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
+            if step is not None:
+                step()
+            print(json.dumps({} if step is not None else {"error": error}), flush=True)
+        elif step is not None:
+            with torch.no_grad():
+                start = time.perf_counter()
+                stream.add_(1.0)
+                middle = time.perf_counter()
+                step()
+                print(json.dumps([middle - start, time.perf_counter() - middle]), flush=True)
 
 
 class Server:
     """One contender's process."""
 
-    def __init__(self, python: str, contender: str, case: str, count: int, threads: int) -> None:
-        command = [python, __file__, "--serve", contender, case, str(count), str(threads)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, stderr=subprocess.DEVNULL)
+    def __init__(self, python: str, contender: str, count: int) -> None:
+        command = [python, __file__, "--serve", contender, str(count)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, stderr=subprocess.DEVNULL
+        )
         self.times: list[tuple[float, float]] = []
-        self.error = ""
-        for answer in self._answers():
-            self.error = answer.get("error", "")
-            return
-        self.error = "did not start"
+        self._answer()
 
-    def _answers(self) -> list[dict[str, str]]:
-        """The next JSON object on its output; libraries print other lines before."""
+    def _answer(self) -> Any:
+        """The next JSON value on its output; libraries print other lines before."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.startswith(("{", "[")):
-                return [json.loads(line)]
-        return []
+            if line.startswith(("{", "[")) and line.rstrip().endswith(("}", "]")):
+                try:
+                    return json.loads(line)
+                except json.JSONDecodeError:
+                    continue
+        return {"error": "the process ended"}
+
+    def _ask(self, line: str) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def prepare(self, case: str, threads: int) -> str:
+        """Makes the tensors; returns what is in the way, or ""."""
+        self.times = []
+        error: str = self._ask(json.dumps([case, threads])).get("error", "")
+        return error
 
     def step(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        for answer in self._answers():
-            self.times.append((answer[0], answer[1]))  # type: ignore[index]
+        addition, own = self._ask("")
+        self.times.append((addition, own))
 
     def stop(self) -> None:
-        self.process.stdin and self.process.stdin.close()
-        self.process.wait(timeout=30)
+        self.process.communicate(timeout=60)
 
 
-def measure(arguments: argparse.Namespace, case: str, threads: int) -> list[list[str]]:
+def measure(servers: dict[str, Server], arguments: argparse.Namespace, case: str, threads: int) -> list[list[str]]:
     """The rows of one case on one number of threads."""
-    servers: dict[str, Server] = {}
-    for contender in CONTENDERS:
-        python = arguments.peer_python if contender == "deepspeed" else sys.executable
-        if python:
-            servers[contender] = Server(python, contender, case, arguments.count, threads)
-    running = [server for server in servers.values() if not server.error]
+    errors = {contender: server.prepare(case, threads) for contender, server in servers.items()}
+    running = {contender: server for contender, server in servers.items() if not errors[contender]}
     for _ in range(arguments.rounds):
-        for server in running:
+        for server in running.values():
             server.step()
-    rows = []
-    for contender, server in servers.items():
-        label = f"{contender}, {case}, {threads} thread{'s' if threads > 1 else ''}"
-        if server.error:
-            if server.error != "has no such step":
-                rows.append([label, server.error, "", "", ""])
-            continue
+    rows = [[f"{contender}, {case}", error, "", "", ""] for contender, error in errors.items() if error not in ("", "has no such step")]
+    for contender, server in running.items():
         steps = [step for _, step in server.times]
         # An addition reads and writes 4 bytes; a copy loop would count less, since writing reads the line first.
         shares = [BYTES[case] / step / (8 / addition) for addition, step in server.times]
         against = [own / ours for own, (_, ours) in zip(steps, servers["hf_zero"].times, strict=True)]
         bandwidth = statistics.median(8 * arguments.count / addition / 1e9 for addition, _ in server.times)
-        nanoseconds = statistics.median(steps) / arguments.count * 1e9
-        row = [f"{nanoseconds:.3f}", f"{bandwidth:.1f}", f"{100 * statistics.median(shares):.0f} %", f"{statistics.median(against):.2f}"]
-        rows.append([label, *row])
-        server.stop()
+        cells = [f"{statistics.median(steps) / arguments.count * 1e9:.3f}", f"{bandwidth:.1f}", f"{100 * statistics.median(shares):.0f} %"]
+        label = f"{contender}, {case}, {threads} thread{'s' if threads > 1 else ''}"
+        rows.append([label, *cells, f"{statistics.median(against):.2f}"])
     return rows
 
 
@@ -166,12 +171,16 @@ def main() -> int:
     from benchmarks.tables import ResultTable
     from hf_zero.native import status
 
-    rows = [row for threads in arguments.threads for case in CASES for row in measure(arguments, case, threads)]
+    pythons = dict.fromkeys(CONTENDERS, sys.executable) | {"deepspeed": arguments.peer_python}
+    servers = {contender: Server(python, contender, arguments.count) for contender, python in pythons.items() if python}
+    rows = [row for threads in arguments.threads for case in CASES for row in measure(servers, arguments, case, threads)]
+    for server in servers.values():
+        server.stop()
     table = ResultTable(
         title="Adam in host memory",
         command="python -m benchmarks.host_adam --peer-python /path/to/venv/bin/python --save",
-        text=f"One AdamW step over {arguments.count / 2**20:.0f} Mi parameters; median of {arguments.rounds} rounds in which every contender "
-        f"steps once. Kernels: {status().isa or 'torch reference'}. **Bandwidth** is that of an in-place addition just before each step, "
+        text=f"One AdamW step over {arguments.count / 2**20:.0f} Mi parameters; median of {arguments.rounds} rounds in which every "
+        f"contender steps once. Kernels: {status().isa or 'torch reference'}. **Bandwidth** is that of an in-place addition just before each step, "
         "**share** what a step moves of it: 28 bytes a parameter, 20 with bf16 moments. **Mixed**: bf16 gradient, unscale and clip factor, "
         "bf16 parameter written; the peers cast before and after, hf_zero does all in one pass. **Ratio** is the contender's time "
         "to hf_zero's in the same round.",
@@ -186,6 +195,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        serve(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
+        sys.path.insert(0, str(ROOT))
+        serve(sys.argv[2], int(sys.argv[3]))
         sys.exit(0)
     sys.exit(main())
