@@ -180,7 +180,8 @@ def main() -> int:
         title="Adam in host memory",
         command="python -m benchmarks.host_adam --peer-python /path/to/venv/bin/python --save",
         text=f"One AdamW step over {arguments.count / 2**20:.0f} Mi parameters; median of {arguments.rounds} rounds in which every "
-        f"contender steps once. Kernels: {status().isa or 'torch reference'}. **Bandwidth** is that of an in-place addition just before each step, "
+        f"contender steps once. Kernels: {status().isa or 'torch reference'}. "
+        "**Bandwidth** is that of an in-place addition just before each step, "
         "**share** what a step moves of it: 28 bytes a parameter, 20 with bf16 moments. **Mixed**: bf16 gradient, unscale and clip factor, "
         "bf16 parameter written; the peers cast before and after, hf_zero does all in one pass. **Ratio** is the contender's time "
         "to hf_zero's in the same round.",
