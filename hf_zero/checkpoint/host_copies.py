@@ -30,11 +30,6 @@ class HostCopies:
     def __init__(self, nbytes: int) -> None:
         self._folder = _spill_folder(nbytes)
 
-    @property
-    def in_files(self) -> bool:
-        """Whether the copies are in files."""
-        return self._folder is not None
-
     def take(self, value: torch.Tensor) -> torch.Tensor:
         """A contiguous copy of ``value`` on the host."""
         if self._folder is None or value.numel() == 0:

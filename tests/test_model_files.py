@@ -1,0 +1,130 @@
+"""The files of a whole model: layout, division into files, replacement of an earlier save, and failures that leave nothing half."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from hf_zero.checkpoint.host_copies import HostCopies
+from hf_zero.checkpoint.model_files import ModelFiles, PlannedTensor, bytes_of
+from hf_zero.errors import CheckpointError, ConfigError
+from tests import ranks
+
+VALUES = {
+    "flags": torch.tensor([True, False, True]),
+    "half": torch.arange(10, dtype=torch.bfloat16).view(2, 5),
+    "wide": torch.arange(12, dtype=torch.float64).view(3, 4),
+    "scalar": torch.tensor(7),
+    "none": torch.empty(0, 3),
+}
+
+
+def _write(folder: Path, limit: int, order: list[str]) -> None:
+    files = ModelFiles(folder, "model.safetensors", [PlannedTensor(n, v.dtype, tuple(v.shape)) for n, v in VALUES.items()], limit)
+    for name in order:
+        files.write(name, VALUES[name])
+    assert not list(folder.glob("model*")), "a file has its name before commit"
+    files.commit()
+
+
+def _read(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+@pytest.mark.parametrize("limit", [1, 50, 10**9])
+def test_any_order_of_writing(limit: int, tmp_path: Path) -> None:
+    _write(tmp_path, limit, list(reversed(VALUES)))
+    found = _read(tmp_path)
+    assert found.keys() == VALUES.keys()
+    assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in VALUES.items())
+    names = sorted(path.name for path in tmp_path.iterdir())
+    if limit == 10**9:
+        assert names == ["model.safetensors"]
+    else:
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == VALUES.keys() and {*index["weight_map"].values()} == {*names[:-1]}
+        assert index["metadata"]["total_size"] == sum(value.nbytes for value in VALUES.values())
+
+
+def test_files_of_an_earlier_save_go_away(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"another model's")
+    _write(tmp_path, 1, list(VALUES))
+    _write(tmp_path, 10**9, list(VALUES))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_model.safetensors", "model.safetensors"]
+
+
+def test_an_empty_tensor_is_never_written_for_a_whole_one(tmp_path: Path) -> None:
+    files = ModelFiles(tmp_path, "model.safetensors", [PlannedTensor("weight", torch.float32, (4, 4))], 100)
+    with pytest.raises(CheckpointError, match=r"weight is \(0,\)"):
+        files.write("weight", torch.empty(0))
+    files.abort()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("text", "expected"), [(5, 5), ("10B", 10), ("2 KB", 2000), ("1.5MiB", 3 * 2**19), ("5GB", 5 * 10**9)])
+def test_sizes(text: int | str, expected: int) -> None:
+    assert bytes_of(text) == expected
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, "much", "5 apples", 1.5])
+def test_wrong_sizes(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="max_shard_size"):
+        bytes_of(wrong)
+
+
+def test_copies_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ZERO_SPILL_DIR", str(tmp_path / "spill"))
+    host = HostCopies(1)
+    copies = {name: host.take(value.t() if value.dim() == 2 else value) for name, value in VALUES.items()}
+    assert not list((tmp_path / "spill").iterdir()), "a spilled copy has a name"
+    for name, value in VALUES.items():
+        assert torch.equal(copies[name], value.t() if value.dim() == 2 else value) and copies[name].is_contiguous()
+    assert len({copy.untyped_storage().data_ptr() for copy in copies.values() if copy.numel()}) == 4, "copies share a storage"
+
+
+def _failing_disk(folder: Path) -> tuple[str, list[str]]:
+    import hf_zero
+
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+    config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1}
+    engine = hf_zero.initialize(model=nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), config=config)[0]
+    engine.save_16bit_model(folder)
+    torch.distributed.barrier()
+    before = load_file(folder / "model.safetensors")
+    with torch.no_grad(), hf_zero.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        engine.module[0].weight.zero_()
+    written, write = [], ModelFiles.write
+
+    def full(self: ModelFiles, name: str, value: torch.Tensor) -> None:
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        written.append(name)
+        write(self, name, value)
+
+    ModelFiles.write = full  # type: ignore[method-assign]
+    try:
+        engine.save_16bit_model(folder)
+        text = "no error"
+    except CheckpointError as error:
+        text = str(error)
+    finally:
+        ModelFiles.write = write  # type: ignore[method-assign]
+    torch.distributed.barrier()
+    after = load_file(folder / "model.safetensors")
+    assert all(torch.equal(after[name], value) for name, value in before.items()), "the earlier file was touched"
+    return text, sorted(path.name for path in folder.iterdir())
+
+
+def test_a_full_disk_is_the_same_error_on_every_rank(tmp_path: Path) -> None:
+    found = ranks.run_ranks(_failing_disk, 2, tmp_path)
+    texts = {text for text, _ in found}
+    assert len(texts) == 1 and "No space left" in texts.pop() and found[0][1] == ["model.safetensors"]
