@@ -1,9 +1,7 @@
-"""Models under stage 3: loads that find too little stop, state dicts of released parameters are not saved, heads and embeddings grow."""
+"""Models under stage 3: loads that find too little stop, heads and embeddings grow, weights are converted."""
 
 from __future__ import annotations
 
-import io
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -134,43 +132,6 @@ def _converted_weights(folder: Path) -> None:
 
 def test_converted_weights(tmp_path: Path) -> None:
     ranks.run_ranks(_converted_weights, 2, tmp_path)
-
-
-def _released_state_dict(models: Path, folder: Path) -> None:
-    """Nobody gets a file of empty tensors: not from save_pretrained, torch.save or a copy, on one rank or on all."""
-    import copy
-
-    from safetensors.torch import save_file
-    from transformers import Trainer
-
-    with trainers.clean_state():
-        args = _stage_3(folder)
-        args.max_steps = 1
-        trainer = Trainer(model=trainers.load(models, "llama"), args=args, train_dataset=trainers.rows(8, 1))
-        trainer.train()
-        state = trainer.model.state_dict()
-        shapes = {name: tuple(value.shape) for name, value in trainers.load_whole(models, "llama").state_dict().items()}
-        assert {name: tuple(value.shape) for name, value in state.items()} == shapes
-        attempts = {
-            "save_pretrained": lambda: trainer.model.save_pretrained(folder / "bad"),
-            "save_file": lambda: save_file(state, folder / "bad.safetensors"),
-            "torch.save": lambda: torch.save(state, io.BytesIO()),
-            "copy": lambda: copy.deepcopy(state),
-            "clone": lambda: {name: value.clone() for name, value in state.items()},
-            "cpu": lambda: {name: value.cpu() for name, value in state.items()},
-            "a submodule": lambda: torch.save(trainer.model.model.layers[0].state_dict(), io.BytesIO()),
-        }
-        for what, attempt in attempts.items():
-            with pytest.raises(Exception, match="sharded at stage 3") as caught:
-                attempt()
-            assert "get_state_dict" in str(caught.value), what
-        assert not list(folder.glob("bad/*.safetensors")) or json.loads((folder / "bad" / "config.json").read_text())
-        whole = trainer.model_wrapped._zero3_consolidated_16bit_state_dict()
-        assert whole is None or {name: tuple(value.shape) for name, value in whole.items()} == shapes
-
-
-def test_state_dicts_of_released_parameters(trainer_models: Path, tmp_path: Path) -> None:
-    ranks.run_ranks(_released_state_dict, 2, trainer_models, tmp_path)
 
 
 def _built_too_early() -> list[str]:

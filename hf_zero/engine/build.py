@@ -48,7 +48,6 @@ from hf_zero.sharding.reducer import Reducer
 from hf_zero.sharding.runtime import Runtime
 from hf_zero.sharding.schedule import Block, GatherLimits, GatherSchedule
 from hf_zero.sharding.stages import StagePolicy, stage_policy
-from hf_zero.sharding.state_dicts import guard_state_dicts
 from hf_zero.sharding.unit import Unit, UnitSpec, find_unit, full_shape
 from hf_zero.tensor_parallel.split import count_groups_once, requested_ranks, split_model
 
@@ -218,7 +217,6 @@ class EngineBuilder:
         runtime.attach()
         if schedule is not None:
             host_memory.give_back_large_blocks(False)
-            guard_state_dicts(self.module)
             generation = Generation(runtime, units, self.collectives, self.config.hf_zero.gather_for_generation)
             generation.attach()
             runtime.keep(generation)
