@@ -26,10 +26,11 @@ VALUES = {
 
 
 def _write(folder: Path, limit: int, order: list[str]) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in folder.glob("model*")}
     files = ModelFiles(folder, "model.safetensors", [PlannedTensor(n, v.dtype, tuple(v.shape)) for n, v in VALUES.items()], limit)
     for name in order:
         files.write(name, VALUES[name])
-    assert not list(folder.glob("model*")), "a file has its name before commit"
+    assert {path.name: path.stat().st_mtime_ns for path in folder.glob("model*")} == before, "a file has its name before commit"
     files.commit()
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ def _other_world(models: Path, folder: Path, stage: int, resume: bool) -> traine
         return trainers.logs_of(trainer)
 
 
+@pytest.mark.skipif(metadata.version("transformers").startswith("4."), reason="compared with transformers 5 only")
 def test_resume_on_another_number_of_ranks(trainer_models: Path, tmp_path: Path) -> None:
     """No conversion: the same rows in the same order on one rank continue what two ranks began."""
     expected = ranks.run_ranks(_other_world, 2, trainer_models, tmp_path, 3, False)[0]

@@ -21,7 +21,7 @@ def _predict_with_generate(models: Path, folder: Path, beams: int) -> None:
     """The same tokens as DDP generates after the same training."""
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
-    data = _pairs(12, 5)
+    data = _pairs(16, 5)
     found: dict[Any, tuple[trainers.Logs, Any, float]] = {}
     with trainers.clean_state():
         for stage in (None, 2, 3):

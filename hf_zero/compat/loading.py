@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -24,23 +23,26 @@ class GatheredParameters(gathered.GatheredParameters):
     """``hf_zero.zero.GatheredParameters``, which also looks at how much of a model ``from_pretrained`` has found.
 
     Training weights that are nearly all random is the most costly failure of stage 3, and the loader only warns. When
-    more than half of the parameters, by number and by elements, were not in the checkpoint, the load stops here on every rank, before the
-    missing ones are gathered. HF_ZERO_ALLOW_MISSING_WEIGHTS=1 lets such a load pass.
+    more than half of the parameters, by number and by elements, were not in the checkpoint, the load stops here on every rank, before
+    the missing ones are gathered. HF_ZERO_ALLOW_MISSING_WEIGHTS=1 lets such a load pass. What is missing is gathered in the order of
+    the model, which is the same on every rank.
 
     Raises:
         StateError: The load above.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
         caller = sys._getframe(1)
-        if caller.f_code.co_name == _CALLER:
-            _require_most_weights(caller)
-        super().__init__(*args, **kwargs)
+        model = caller.f_locals.get("self") if caller.f_code.co_name == _CALLER else None
+        if isinstance(model, nn.Module):
+            _require_most_weights(model)
+            # transformers 4 passes detached copies, which are nobody's parameters; 5 passes a set, whose order differs between the ranks.
+            params = [param for param in model.parameters() if not getattr(param, "_is_hf_initialized", False)]
+        super().__init__(params, *args, **kwargs)
 
 
-def _require_most_weights(caller: FrameType) -> None:
-    model = caller.f_locals.get("self")
-    if not isinstance(model, nn.Module) or os.environ.get(ALLOW_VARIABLE, "0") not in ("0", ""):
+def _require_most_weights(model: nn.Module) -> None:
+    if os.environ.get(ALLOW_VARIABLE, "0") not in ("0", ""):
         return
     params = {name: param for name, param in model.named_parameters() if not _is_tied(model, name)}
     missing = [name for name, param in params.items() if not getattr(param, "_is_hf_initialized", False)]
