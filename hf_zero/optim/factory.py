@@ -16,7 +16,7 @@ from hf_zero.ops import HostAdam, HostLion
 from hf_zero.optim.elementwise import whole_tensor_reason
 from hf_zero.optim.keywords import boolean, nearest, plain_values, unknown_key
 from hf_zero.optim.lion import Lion
-from hf_zero.optim.onebit_adam import OneBitAdam
+from hf_zero.optim.onebit_adam import BY_ITSELF, OneBitAdam
 from hf_zero.optim.uncorrected_adam import UncorrectedAdam
 
 _SECTION = "optimizer.params"
@@ -89,7 +89,8 @@ def build_optimizer(
     _refuse_type(type)
     given = {key: value for key, value in (params or {}).items() if value is not None}
     # "auto" is a value of this one key: it must not be taken for a gap.
-    chosen = {"freeze_step": given.pop("freeze_step")} if name == "onebitadam" and given.get("freeze_step") == "auto" else {}
+    by_itself = name == "onebitadam" and given.get("freeze_step") in BY_ITSELF
+    chosen = {"freeze_step": given.pop("freeze_step")} if by_itself else {}
     values = plain_values(_SECTION, given) | chosen
     if "max_grad_norm" in values and name != "onebitadam":
         raise ConfigError(

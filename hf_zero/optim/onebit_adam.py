@@ -16,6 +16,8 @@ from hf_zero.optim.keywords import number
 _LOOKS = 16
 # Change of the variance's 1-norm over 1 / (1 - beta2) steps below which it counts as stable (the paper's threshold).
 _STABLE_RATIO = 0.96
+# accelerate takes "auto" in a configuration for a gap that it must fill, and raises where it has nothing to fill it with.
+BY_ITSELF = ("auto", "stable")
 
 
 class OneBitAdam(torch.optim.AdamW):
@@ -32,7 +34,7 @@ class OneBitAdam(torch.optim.AdamW):
         eps: Added to the root of the second moment.
         weight_decay: Decoupled, in both phases.
         freeze_step: Steps of warm-up, at least 1; "auto" ends it when the 1-norm of the second moment has changed by less than
-            4 % within ``1 / (1 - beta2)`` steps and the learning rate is not rising.
+            4 % within ``1 / (1 - beta2)`` steps and the learning rate is not rising; "stable" says the same.
         bias_correction: Divide the moments by ``1 - beta ** step``; after the freeze the second one keeps its last divisor.
         eps_inside_sqrt: Add ``eps`` under the root.
         max_grad_norm: Clip gradients to this norm; 0 is off. The same as ``gradient_clipping`` of the configuration.
@@ -180,8 +182,8 @@ def _window(group: dict[str, Any]) -> int:
 
 
 def _checked_freeze_step(value: int | str) -> int | str:
-    if value == "auto":
-        return value
+    if value in BY_ITSELF:
+        return "auto"
     steps = number("optimizer.params.freeze_step", value)
     if steps != int(steps) or steps < 1:
         raise ConfigError(

@@ -24,7 +24,7 @@ from hf_zero.config.schema.fields import (
 
 NO_LAMB = "only read by Lamb and OneBitLamb, which this version does not have: use AdamW or OneBitAdam"
 NO_ZERO_ONE = "only read by ZeroOneAdam, which this version does not have: use OneBitAdam with freeze_step"
-FreezeStep = Count | Annotated[Literal["auto"], BeforeValidator(lower_choice)]
+FreezeStep = Count | Annotated[Literal["auto", "stable"], BeforeValidator(lower_choice)]
 NO_MUON = "only read by Muon, which needs whole matrices: use AdamW"
 
 
@@ -55,7 +55,7 @@ class OptimizerParams(FreeSection):
     min_coeff: Float = refused(0.01, "Lower bound of the trust ratio", NO_LAMB)
     freeze_step: FreezeStep = used(
         100000,
-        "Steps of plain Adam before OneBitAdam compresses; auto: until the variance changes by less than 4 % in 1/(1-beta2) steps",
+        "Steps of plain Adam before OneBitAdam compresses; auto, or stable under accelerate: until the variance is",
         auto_is_value=True,
     )
     cuda_aware: Bool = accepted(
