@@ -17,6 +17,7 @@ from tests import onebit_reference as reference
 from tests import ranks
 from tests.models import CASES, Batch, cast_floats, class_loss
 from tests.parity import DTYPES, Run, full_masters, initialize, mean_over_ranks, train
+from tests.test_trace import TwoBlocks
 
 FREEZE = 60
 STEPS = 200
@@ -298,3 +299,29 @@ def _deepspeed_class() -> None:
 
 def test_the_deepspeed_class() -> None:
     ranks.run_ranks(_deepspeed_class, 1)
+
+
+def _labels() -> list[str]:
+    """Labels of one update in the compressed phase."""
+    from hf_zero.observe import record_labels
+
+    engine = initialize(TwoBlocks(), one_bit(0, freeze=1))
+    for _ in range(3):
+        engine.backward(engine(torch.randn(2, 8)))
+        with record_labels() as labels:
+            engine.step()
+    return list(labels)
+
+
+def test_messages_travel_while_the_next_unit_is_packed() -> None:
+    labels = ranks.run_ranks(_labels, 2)[0]
+    own = [
+        label.replace(": momentum", "") for label in labels if label.split(" ")[0] in ("pack", "exchange", "average", "all_gather", "move")
+    ]
+    root, first, second = "(root)", "(layers.0)", "(layers.1)"
+    assert own == [
+        *(f"pack {root}", f"exchange {root}"),
+        *(f"pack {first}", f"exchange {first}", f"average {root}", f"all_gather {root}"),
+        *(f"pack {second}", f"exchange {second}", f"average {first}", f"all_gather {first}", f"move {root}"),
+        *(f"average {second}", f"all_gather {second}", f"move {first}", f"move {second}"),
+    ]

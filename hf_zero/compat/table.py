@@ -244,7 +244,7 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.nebula": "Nebula is not implemented; checkpoints are written to a directory",
     "deepspeed.io": "checkpoint writers are not pluggable; checkpoints are written to a directory",
     "deepspeed.checkpoint": "only clone_tensors_for_torch_save is provided; a checkpoint loads on any number of ranks without conversion",
-    "deepspeed.launcher": "there is no launcher of our own; start with `accelerate launch` or torchrun",
+    "deepspeed.launcher": "start with `hf-zero launch`, which takes the same flags, `accelerate launch`, torchrun or mpirun",
     "deepspeed.env_report": "run `hf-zero report`, whose output is made for bug reports",
     "deepspeed.ops.adam": "only DeepSpeedCPUAdam and FusedAdam are provided; torch.optim optimizers work as they are",
 }

@@ -7,7 +7,6 @@ is before either looks at RANK.
 from __future__ import annotations
 
 import os
-import platform
 import re
 import sys
 import zlib
@@ -163,7 +162,7 @@ def export_placement(environ: MutableMapping[str, str] | None = None, port: int 
         return None
     address = environ.get("MASTER_ADDR") or ("127.0.0.1" if found.local_world == found.world else found.address)
     if found.rank == 0 and address and address == found.address and "MASTER_ADDR" not in environ and not _is_here(address):
-        here = platform.node()
+        here = os.uname().nodename
         raise ConfigError(f"{found.launcher} runs on {address}, but rank 0 on {here}: {_NAME_IT[found.launcher].format(here)}")
     values = {
         "RANK": found.rank,
