@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -267,6 +268,7 @@ def main() -> int:
     if arguments.rank_of:
         serve(arguments.rank_of)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was made is removed
     if why_not():
         print(f"cannot measure here: {why_not()}", file=sys.stderr)
         return 1
