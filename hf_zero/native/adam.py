@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,10 @@ import torch
 from torch import Tensor
 
 from hf_zero.native.passes import PassTensors, floats
+from hf_zero.native.triton_adam import adam_triton, is_available
+
+# "1" lets the Triton kernel serve tensors on a GPU; it has been tested in Triton's interpreter only, torch's fused kernel serves else.
+TRITON_VARIABLE = "HF_ZERO_TRITON"
 
 # torch's fused kernel treats whole vectors of this many elements alike; see adam_reference.
 _VECTOR = 16
@@ -85,7 +90,9 @@ def adam_update(
     if not tensors.run_native("hfz_adam", rule, threads):
         options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
         options |= {"bias_correction": bias_correction, "step": step, "grad_factor": grad_factor}
-        adam_reference(master, grad, exp_avg, exp_avg_sq, low, **options)
+        on_gpu = master.device.type == "cuda" and os.environ.get(TRITON_VARIABLE) == "1" and master.dtype == torch.float32
+        serve = adam_triton if on_gpu and is_available() else adam_reference
+        serve(master, grad, exp_avg, exp_avg_sq, low, **options)
 
 
 def adam_reference(

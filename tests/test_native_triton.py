@@ -1,0 +1,54 @@
+"""The Triton kernel in Triton's interpreter, against the host's pass. Needs the package triton, which CPU builds of torch lack."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests.processes import run_python
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs triton (pip install triton; it comes with CUDA)"
+)
+
+COMPARE = """
+import itertools, torch
+from hf_zero.native.adam import adam_reference
+from hf_zero.native.triton_adam import adam_triton
+dtypes = (torch.float32, torch.bfloat16, torch.float16)
+for count, grad, moment, low in itertools.product((0, 1, 1500), dtypes, dtypes[:2], (None, *dtypes[1:])):
+    for decay, decoupled, correction in ((0.0, True, True), (0.1, True, True), (0.1, False, False)):
+        torch.manual_seed(0)
+        ours = [torch.randn(count), torch.randn(count).to(grad), torch.randn(count).to(moment), torch.rand(count).to(moment)]
+        ours.append(None if low is None else torch.zeros(count, dtype=low))
+        theirs = [None if tensor is None else tensor.clone() for tensor in ours]
+        options = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay, decoupled=decoupled, bias_correction=correction)
+        adam_triton(*ours, **options, step=3, grad_factor=0.5)
+        adam_reference(*theirs, **options, step=3, grad_factor=0.5)
+        for one, other in zip(ours, theirs):
+            if one is not None:
+                rtol = 1e-5 if one.dtype == torch.float32 else 2.0**-7
+                torch.testing.assert_close(one, other, rtol=rtol, atol=1e-6)
+print("same")
+"""
+
+
+@needs_triton
+def test_kernel_equals_the_hosts_pass() -> None:
+    assert run_python(COMPARE, env={"TRITON_INTERPRET": "1"}).split()[-1] == "same"
+
+
+def test_without_triton_it_says_what_is_missing() -> None:
+    out = run_python("""
+        import sys
+        sys.modules["triton"] = None
+        import torch
+        from hf_zero.native.triton_adam import adam_triton, is_available
+        assert not is_available()
+        try:
+            adam_triton(*(torch.zeros(4) for _ in range(4)), lr=1.0, betas=(0.9, 0.9), eps=1.0, weight_decay=0.0, decoupled=True, step=1)
+        except ImportError as error:
+            print(error)
+    """)
+    assert "needs the package triton" in out
