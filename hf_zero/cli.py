@@ -50,14 +50,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hf-zero", description="ZeRO training with DeepSpeed configuration files.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     explain = commands.add_parser("explain", help="what each key of a DeepSpeed config does here, and what is wrong with it")
-    explain.add_argument("config", help="JSON file, JSON text or base64 text")
+    explain.add_argument("config", nargs="?", help="JSON file, JSON text or base64 text; may be left out with --tp")
     explain.add_argument("--model", help='local model folder, config.json or Hub ID that "auto" sizes are taken from')
+    explain.add_argument("--tp", type=_positive, metavar="N", help="print how --model is split over N tensor-parallel ranks, and why")
+    explain.add_argument("--save-plan", metavar="FILE", help="with --tp: also write the plan as JSON, to edit and load")
     explain.add_argument("--world", type=_positive, default=1, metavar="N", help="number of data-parallel ranks (default 1)")
     explain.add_argument("--source", action="append", default=[], type=_source, metavar="NAME=VALUE", help=_SOURCE_HELP)
     explain.add_argument("--strict", action="store_true", help="treat warnings as errors")
     explain.add_argument("--all", action="store_true", help="also list the keys that are at their default")
     explain.add_argument("--json", action="store_true", help="print rows, batch, warnings and errors as JSON")
-    explain.set_defaults(run=_explain)
+    explain.set_defaults(run=_explain, usage_error=explain.error)
     launch = commands.add_parser("launch", help="start a script on several ranks, with the flags of DeepSpeed's launcher")
     add_arguments(launch)
     launch.set_defaults(run=start)
@@ -134,6 +136,14 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
+    if options.tp is not None:
+        if options.model is None:
+            options.usage_error("--tp N needs --model, a local model folder, config.json or Hub ID")
+        _explain_plan(options)
+    if options.config is None:
+        if options.tp is None:
+            options.usage_error("the following arguments are required: config (or --model and --tp)")
+        return 0
     from hf_zero.config.resolve import analyse
     from hf_zero.config.sources import infer_sources_from_model
     from hf_zero.config.table import rows_of
@@ -188,6 +198,23 @@ def _print_table(rows: Sequence[Row], analysis: Analysis) -> None:
     if analysis.problems.found:
         sys.stdout.flush()
         print(f"\n{analysis.problems.report()}", file=sys.stderr)
+
+
+def _explain_plan(options: argparse.Namespace) -> None:
+    from hf_zero.integrations.plan_table import plan_of_named_model
+
+    plan = plan_of_named_model(options.model, options.tp)
+    if options.save_plan:
+        plan.save(options.save_plan)
+    if options.json:
+        print(json.dumps(plan.to_dict(), indent=2))
+        return
+    rows = [("module", "split", "source", "reason"), *plan.table()]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:
+        print("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]))
+    for note in plan.notes:
+        print(f"note: {note}")
 
 
 def _report(options: argparse.Namespace) -> int:

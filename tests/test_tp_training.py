@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_zero.errors import StateError
 from tests import parity, ranks
 from tests.models import CASES, Batch
 from tests.parity import Run
@@ -96,3 +97,19 @@ def test_model_that_does_not_divide() -> None:
     first, second = ranks.run_ranks(_bad_heads, 2)
     assert first == second
     assert "Sequential" in first
+
+
+def _different_data() -> str:
+    case = CASES["gpt2"]
+    engine = parity.initialize(case.build(), Run(extra={"tensor_parallel": {"autotp_size": 2}}))
+    try:
+        case.forward(engine, case.rows(0, 0, ranks.rank()))
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def test_different_data_in_a_group_is_an_error_that_names_the_ranks() -> None:
+    texts = ranks.run_ranks(_different_data, 4)
+    assert texts[0] == texts[1] and "rank 0 and rank 1 were given different input_ids" in texts[0]
+    assert texts[2] == texts[3] and "rank 2 and rank 3 were given different input_ids" in texts[2]

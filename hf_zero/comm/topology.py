@@ -146,7 +146,17 @@ def build_topology(group: dist.ProcessGroup | None = None, device: torch.device 
         usable = ", ".join(str(size) for size in range(1, world + 1) if world % size == 0)
         raise ConfigError(f"tensor_parallel.autotp_size is {model_parallel}, which does not divide the {world} ranks; {usable} would")
     data, model = _cross(group, model_parallel)
-    return replace(_axis(data, device), model=_axis(model, device))
+    _latest[:] = [replace(_axis(data, device), model=_axis(model, device))]
+    return _latest[0]
+
+
+_latest: list[Topology] = []  # of the newest model that is divided over a model axis
+
+
+def latest_topology() -> Topology | None:
+    """The axes of the newest divided model, for libraries that ask without an engine; None if its groups are gone or there is none."""
+    known = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
+    return _latest[0] if _latest and _latest[0].group in known else None
 
 
 def join_topologies(data: dist.ProcessGroup, model: dist.ProcessGroup, device: torch.device | None = None) -> Topology:

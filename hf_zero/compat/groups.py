@@ -1,11 +1,18 @@
-"""DeepSpeed's process-group getters. There is one axis, data parallel over all ranks, so the answers are the default group's."""
+"""DeepSpeed's process-group getters: the data-parallel axis, and the ranks that hold one model together."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
+from hf_zero.comm.topology import Topology, latest_topology
 from hf_zero.compat.comm import get_rank, get_world_size
 from hf_zero.errors import StateError
+
+
+def _split() -> Topology | None:
+    """The axes of the newest model that several ranks hold together; None where every rank has all of its model."""
+    topology = latest_topology()
+    return topology if topology is not None and topology.model is not None else None
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
@@ -14,6 +21,9 @@ def get_data_parallel_group() -> dist.ProcessGroup:
     Raises:
         StateError: There is no process group yet.
     """
+    topology = _split()
+    if topology is not None:
+        return topology.group
     if not dist.is_initialized() or dist.group.WORLD is None:
         raise StateError("there is no process group yet; call deepspeed.init_distributed() or build an Accelerator first")
     return dist.group.WORLD
@@ -21,22 +31,38 @@ def get_data_parallel_group() -> dist.ProcessGroup:
 
 def get_data_parallel_world_size() -> int:
     """Number of data-parallel ranks."""
-    return get_world_size()
+    topology = _split()
+    return get_world_size() if topology is None else topology.world
 
 
 def get_data_parallel_rank() -> int:
     """This process' data-parallel rank."""
-    return get_rank()
+    topology = _split()
+    return get_rank() if topology is None else topology.rank
+
+
+def get_model_parallel_group() -> dist.ProcessGroup:
+    """The ranks that hold one model together with this one.
+
+    Raises:
+        StateError: Every rank has all of its model.
+    """
+    topology = _split()
+    if topology is None or topology.model is None:
+        raise StateError("no model is split; set tensor_parallel.autotp_size, or call deepspeed.tp_model_init first")
+    return topology.model.group
 
 
 def get_model_parallel_world_size() -> int:
-    """Ranks that share one copy of the layers: one, as nothing splits a layer."""
-    return 1
+    """Ranks that hold one model together; 1 where nothing is split."""
+    topology = _split()
+    return topology.model.world if topology is not None and topology.model is not None else 1
 
 
 def get_model_parallel_rank() -> int:
     """Rank within them."""
-    return 0
+    topology = _split()
+    return topology.model.rank if topology is not None and topology.model is not None else 0
 
 
 # DeepSpeed's names carry an underscore, older ones none; without sequence parallelism both axes are the same.
@@ -45,3 +71,6 @@ _get_data_parallel_world_size = _get_sequence_data_parallel_world_size = get_dat
 _get_data_parallel_rank = _get_sequence_data_parallel_rank = get_data_parallel_rank
 _get_model_parallel_world_size = get_model_parallel_world_size
 _get_model_parallel_rank = get_model_parallel_rank
+get_tensor_model_parallel_group = _get_model_parallel_group = get_model_parallel_group
+get_tensor_model_parallel_world_size = get_model_parallel_world_size
+get_tensor_model_parallel_rank = get_model_parallel_rank

@@ -31,6 +31,16 @@ def own(unit: Unit, announced: bool) -> None:
             param.ds_persist = not unit.releasable  # type: ignore[union-attr]
 
 
+def disown(param: torch.Tensor) -> None:
+    """Makes a parameter of a unit an ordinary one that no unit knows; its values are the caller's to set."""
+    owner = find_unit(param)
+    if owner is None:
+        return
+    owner[0].forget(owner[1])
+    for name in (OWNER, "__getstate__", *_DS_METHODS, *_DS_VALUES):
+        vars(param).pop(name, None)
+
+
 def _foreign_state(itself: ref[Any]) -> dict[str, Any] | None:
     """What a pickled parameter takes along besides its values: the attributes that are not ours."""
     ours = {OWNER, "__getstate__", *_DS_METHODS, *_DS_VALUES}

@@ -48,12 +48,14 @@ class Alone:
         how: One of the constants above.
         size: The dimension that is divided.
         partial: The gradient of its output is partial, and so may be that of its input.
+        key: Of an embedding: the argument that holds the indices.
     """
 
     path: str
     how: str
     size: int
     partial: bool = False
+    key: str = ""
 
 
 def split_alone(
@@ -72,7 +74,8 @@ def split_alone(
     owners: dict[int, list[str]] = {}
     for path, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        if isinstance(weight, nn.Parameter) and (is_linear(type(module)) or isinstance(module, nn.Embedding)):
+        leaf = not any(True for _ in module.children())
+        if leaf and isinstance(weight, nn.Parameter) and (is_linear(type(module)) or isinstance(module, nn.Embedding)):
             owners.setdefault(id(weight), []).append(path)
     values = {id(param): graph.parameters[name] for name, param in model.named_parameters()}
     uses = _uses(graph)
@@ -138,10 +141,17 @@ def _judge(
     outputs, inputs = (value.shape[1], value.shape[0]) if conv1d else (value.shape[0], value.shape[1])
     if outputs % ranks == 0 and wish != SCATTERED:
         how = {path: GATHERED if is_linear(type(modules[path])) else VOCABULARY for path in paths}
-        return "", [Alone(path, how[path], outputs, partial) for path in paths]
+        keys = {path: _index_keys(uses, path) for path in paths if how[path] == VOCABULARY}
+        if any(len(found) > 1 for found in keys.values()):
+            return "its indices come in several arguments", []
+        return "", [Alone(path, how[path], outputs, partial, next(iter(keys.get(path) or [""]))) for path in paths]
     if inputs % ranks == 0 and wish != GATHERED and not partial and len(paths) == 1 and is_linear(type(modules[paths[0]])):
         return "", [Alone(paths[0], SCATTERED, inputs)]
     return f"{outputs} outputs and {inputs} inputs do not divide by {ranks}", []
+
+
+def _index_keys(uses: list[Op], path: str) -> set[str]:
+    return {key for op in uses if op.place == path for key, entered in op.stack[-1].inputs.items() if entered is op.inputs[1]}
 
 
 def _inside(graph: Graph, paths: Set[str]) -> list[Op]:

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError
+from hf_zero.sharding.announce import disown
 from hf_zero.sharding.layout import Range
-from hf_zero.sharding.slices import ParamSlice, mark_slice
+from hf_zero.sharding.slices import ParamSlice, mark_slice, slice_of
+from hf_zero.sharding.unit import find_unit
 from hf_zero.tensor_parallel.borders import ModuleBorder
 from hf_zero.tensor_parallel.functions import ModelGroup, Part
 from hf_zero.tensor_parallel.numbers import set_attribute
@@ -40,7 +42,8 @@ def apply_plan(model: nn.Module, plan: TpPlan, group: ModelGroup) -> nn.Module:
     params, buffers, modules = dict(model.named_parameters()), dict(model.named_buffers()), dict(model.named_modules())
     _check_fits(plan, params, modules)
     for name, entry in plan.parameters.items():
-        cut_parameter(params[name], entry, group.rank)
+        if slice_of(params[name]) is None:
+            cut_parameter(params[name], entry, group.rank)
     for name, entry in plan.buffers.items():
         buffers[name].data = _part(entry).take(buffers[name].data, group.rank).clone()
     for path, changes in plan.attributes.items():
@@ -59,7 +62,8 @@ def _check_fits(plan: TpPlan, params: dict[str, nn.Parameter], modules: dict[str
     if missing:
         raise ConfigError(f"the plan is for another model: it names {missing[0]}, which the model does not have")
     for name, entry in plan.parameters.items():
-        shape = tuple(getattr(params[name], "ds_shape", params[name].shape))
+        cut = slice_of(params[name])
+        shape = tuple(cut.full_shape if cut is not None else getattr(params[name], "ds_shape", params[name].shape))
         if shape != tuple(entry.shape):
             raise ConfigError(f"the plan is for another model: {name} has shape {shape}, the plan says {tuple(entry.shape)}")
 
@@ -69,10 +73,21 @@ def _part(entry: SplitParameter) -> Part:
 
 
 def cut_parameter(param: nn.Parameter, entry: SplitParameter, rank: int) -> None:
-    """Replaces the values of ``param`` by what ``rank`` holds, and notes which part that is."""
-    param.data = _part(entry).take(param.data, rank).clone(memory_format=torch.contiguous_format)
-    ranges = tuple(Range(start, stop) for start, stop in entry.ranges[rank])
-    mark_slice(param, ParamSlice(torch.Size(entry.shape), entry.dim, ranges))
+    """Replaces the values of ``param`` by what ``rank`` holds, and notes which part that is; collective after ``zero.Init``."""
+    owner = find_unit(param)
+    if owner is None:
+        param.data = _part(entry).take(param.data, rank).clone(memory_format=torch.contiguous_format)
+    else:  # made by zero.Init, over all ranks
+        with owner[0].gathered():
+            part = _part(entry).take(param.detach(), rank).clone(memory_format=torch.contiguous_format)
+        disown(param)
+        param.data = part
+    mark_slice(param, param_slice(entry, rank))
+
+
+def param_slice(entry: SplitParameter, rank: int) -> ParamSlice:
+    """What ``rank`` holds, as the engine's slices say it."""
+    return ParamSlice(torch.Size(entry.shape), entry.dim, tuple(Range(start, stop) for start, stop in entry.ranges[rank]))
 
 
 def _set_features(plan: TpPlan, modules: dict[str, nn.Module], rank: int) -> None:

@@ -34,10 +34,12 @@ def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, wishes
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]
     plan = write_plan(_infer(copy, ranks, inputs, wishes.whole, {}), copy, ranks, wishes.source)
-    forced = wishes.unmet(plan)
-    if forced:
+    forced: dict[str, str] = {}
+    # A layer that is split by itself takes the flow from its neighbours: their wishes are looked at again.
+    while any(path not in forced for path in wishes.unmet(plan)):
+        forced.update(wishes.unmet(plan))
         plan = write_plan(_infer(copy, ranks, inputs, wishes.whole, forced), copy, ranks, wishes.source)
-        _require(plan, wishes, copy, ranks)
+    _require(plan, wishes, copy, ranks)
     for path in (*wishes.whole, *wishes.families):
         if path in plan.modules:
             plan.modules[path].source = wishes.source

@@ -224,7 +224,7 @@ class _Attempt:
         for value, state in zip(inputs, states, strict=True):
             if state == WHOLE and self.atoms(value) and value not in self.uniform:
                 self.slices[value].append(op)
-        if op.gathers:
+        if op.gathers and any(leaf in self.solution.split for leaf in leaves(op.inputs[0].dims[-1])):
             self._norm(op)
         for value in op.outputs:
             found = self.atoms(value)

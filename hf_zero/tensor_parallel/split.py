@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from hf_zero.tensor_parallel.apply import apply_plan, plan_of
 from hf_zero.tensor_parallel.functions import ModelGroup
 from hf_zero.tensor_parallel.make_plan import make_plan
 from hf_zero.tensor_parallel.plan import WHOLE, TpPlan
+from hf_zero.tensor_parallel.same_data import SameData
 from hf_zero.tensor_parallel.wishes import wishes_of
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -49,7 +50,13 @@ def count_groups_once(config: dict[str, Any], topology: Topology) -> dict[str, A
     return config
 
 
-def split_model(module: nn.Module, section: Mapping[str, Any], topology: Topology, plan: TpPlan | None = None) -> nn.Module:
+def split_model(
+    module: nn.Module,
+    section: Mapping[str, Any],
+    topology: Topology,
+    plan: TpPlan | None = None,
+    fill: Callable[[TpPlan], None] | None = None,
+) -> nn.Module:
     """Splits ``module`` in place over the model axis of ``topology``; collective. A module that is split already stays as it is.
 
     Args:
@@ -57,6 +64,7 @@ def split_model(module: nn.Module, section: Mapping[str, Any], topology: Topolog
         section: The configuration's ``tensor_parallel``.
         topology: The engine's axes.
         plan: What to follow; None makes one.
+        fill: Gives an empty module its slices' values.
 
     Raises:
         ConfigError: The model does not divide, or is split over another number of ranks.
@@ -71,10 +79,13 @@ def split_model(module: nn.Module, section: Mapping[str, Any], topology: Topolog
         return module
     collectives = build_collectives(axis)
     plan = _agree(module, section, collectives, plan)
-    if not any(param.is_meta or hasattr(param, "ds_id") for param in module.parameters()):
+    if fill is not None:
+        fill(plan)
+    elif not any(param.is_meta or hasattr(param, "ds_id") for param in module.parameters()):
         equal_weights(module, collectives)
     apply_plan(module, plan, ModelGroup(collectives))
     equal_random_state(collectives)
+    SameData(module, collectives)
     log_rank0("%s", summary(module, plan))
     return module
 
@@ -154,7 +165,8 @@ def tp_model_init(
     Args:
         model: Any model, the same on every rank.
         tp_size: Ranks that hold one model together.
-        dtype: Cast the parameters to this; None leaves them.
+        dtype: Cast the parameters to this; None leaves them. With ``config`` it is left to ``initialize``: transformers passes fp16 for a
+            configuration that says nothing of precision, which means fp32.
         config: Configuration, or its ``tensor_parallel`` section.
         plan: What to follow; None makes one.
         **kwargs: Accepted.
@@ -165,7 +177,7 @@ def tp_model_init(
     section = read_config(config) if config is not None else {}
     section = section.get("tensor_parallel") or section
     split_model(model, section, build_topology(model_parallel=tp_size), plan)
-    return model.to(dtype) if dtype is not None else model
+    return model.to(dtype) if dtype is not None and config is None else model
 
 
 def _numel(shape: list[int]) -> int:

@@ -122,7 +122,7 @@ class _Writer:
                 borders.append(Border("out", "", REDUCE))
                 plan.rows.append(path)
             else:
-                borders.append(Border("in", "", "vocabulary both" if layer.partial else "vocabulary", 0, ranges, layer.size))
+                borders.append(Border("in", layer.key, "vocabulary both" if layer.partial else "vocabulary", 0, ranges, layer.size))
 
     def rows_of_table(self, plan: TpPlan) -> None:
         """How each linear, embedding or otherwise divided module is split, and why."""

@@ -1,0 +1,57 @@
+"""The ranks that hold one model together must be fed the same samples: looked at in the first training step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.errors import StateError
+from hf_zero.tensor_parallel.trace import named_arguments
+
+
+class SameData:
+    """Compares a checksum of the model's arguments over the ranks of a group, once.
+
+    Attributes:
+        collectives: The group.
+        first_rank: Global rank of the group's first rank, for messages.
+    """
+
+    def __init__(self, module: nn.Module, collectives: Collectives) -> None:
+        self.collectives = collectives
+        self.first_rank = torch.distributed.get_rank() - collectives.rank
+        self._handle: Any = module.register_forward_pre_hook(self._look, with_kwargs=True, prepend=True)
+
+    def _look(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        self._handle.remove()
+        mine = {name: checksum(tensor) for name, tensor in named_arguments(module, args, kwargs)}
+        everyone = self.collectives.gather_objects(mine, "same data")
+        if all(other == everyone[0] for other in everyone):
+            return
+        shared = [name for name in mine if all(name in other for other in everyone)]
+        name = next((name for name in shared if len({other[name] for other in everyone}) > 1), "")
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for place, other in enumerate(everyone):
+            groups[other.get(name) if name else tuple(other)].append(self.first_rank + place)
+        sides = " and ".join(f"ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else f"rank {ranks[0]}" for ranks in groups.values())
+        raise StateError(
+            f"tensor parallelism: {sides} were given different {name or 'arguments'} in the first step, but they hold one model together "
+            "and must see the same samples. Give the data loader one sampler per group: rank = global rank // tensor_parallel.autotp_size, "
+            f"replicas = ranks / tensor_parallel.autotp_size (here {self.collectives.world} ranks per group)"
+        )
+
+
+def checksum(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, sum, and sum weighted by position."""
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() == 0:
+        return (*tensor.shape,)
+    values = flat.double() if flat.is_floating_point() or flat.dtype == torch.bool else flat.long()
+    weights = torch.arange(1, flat.numel() + 1, device=flat.device).to(values.dtype) % 1009
+    return (*tensor.shape, float(values.sum()), float((values * weights).sum()))

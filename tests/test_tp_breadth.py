@@ -1,0 +1,29 @@
+"""Every text architecture of transformers, split over two ranks, equals one rank: a few kinds in `make test`, all in the slow part."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.tp_breadth import RESULTS, Row, buildable, measure_all
+
+# One of each kind: grouped heads, fused projections, ALiBi, shared position tables, experts, state space, norms over all heads.
+KINDS = ["BloomForCausalLM", "DebertaV2ForMaskedLM", "Olmo2ForCausalLM", "BambaForCausalLM", "Phi3ForCausalLM", "ApertusForCausalLM"]
+
+
+def test_kinds_of_architectures_are_exact_and_mostly_split() -> None:
+    for row in measure_all(KINDS, 3):
+        assert row.exact, row
+        assert row.share >= 0.4, row
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_every_architecture_that_the_page_calls_exact() -> None:
+    """And never a wrong number: what cannot be split says so."""
+    expected = {entry["name"]: Row(**entry) for entry in json.loads(RESULTS.read_text(encoding="utf-8"))}
+    rows = measure_all(buildable())
+    worse = [row for row in rows if row.name in expected and expected[row.name].exact and not row.exact]
+    assert not worse
+    assert not [row for row in rows if not row.error and not row.exact]

@@ -1,0 +1,45 @@
+"""Hugging Face's Trainer with ``"tensor_parallel": {"autotp_size": N}``: data, losses, evaluation, saved model, resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.models import CASES
+from tests.tp_trainer import arguments, losses, norms, resume, rows, train_and_save
+
+
+def one_rank(folder: str, batch: int) -> tuple[list[float], list[float], float, dict[str, torch.Tensor]]:
+    from transformers import Trainer
+
+    trainer = Trainer(model=CASES["gpt2"].build(), args=arguments(folder, None, batch=batch), train_dataset=rows(), eval_dataset=rows(8))
+    trainer.train()
+    weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    return losses(trainer), norms(trainer), trainer.evaluate()["eval_loss"], weights
+
+
+@pytest.mark.parametrize(("stage", "world"), [(1, 2), (2, 4), (3, 4)])
+def test_trainer_trains_like_one_rank_and_saves_the_whole_model(stage: int, world: int, tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved")
+    CASES["gpt2"].build().save_pretrained(f"{saved}-before")
+    found = ranks.run_ranks(train_and_save, world, stage, 2, saved, group=False)
+    expected = ranks.run_ranks(one_rank, 1, str(tmp_path / "one"), world // 2 * 2, group=False)[0]
+    for got_losses, got_norms, evaluated in found:
+        assert got_losses == pytest.approx(expected[0], rel=1e-4)
+        assert got_norms == pytest.approx(expected[1], rel=1e-3)
+        assert evaluated == pytest.approx(expected[2], rel=1e-4)
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(saved).state_dict()
+    for name, value in expected[3].items():
+        torch.testing.assert_close(loaded[name], value, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize(("tp", "saved_with"), [(2, 2), (1, 2), (2, 1)])
+def test_resuming_at_another_size_goes_on_as_if_nothing_had_happened(tp: int, saved_with: int, tmp_path: Path) -> None:
+    for whole, again in ranks.run_ranks(resume, 2, 1, tp, saved_with, str(tmp_path), group=False):
+        assert len(again) == 4  # the first two come from the checkpoint's log
+        assert again == pytest.approx(whole, rel=1e-4)

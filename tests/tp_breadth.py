@@ -1,0 +1,205 @@
+"""Splits a tiny model of every text architecture over 2 ranks and compares it with one rank; what ``test_tp_breadth`` asserts.
+
+``python -m tests.tp_breadth`` measures all and writes the table of ``docs/tensor-parallel.md`` (a few minutes).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests import ranks, zoo
+
+WORLD = 2
+LOSS, GRAD = 1e-5, 1e-4
+RESULTS = Path(__file__).resolve().parent / "data" / "tp_breadth.json"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "tensor-parallel.md"
+START, STOP = "<!-- breadth: made by python -m tests.tp_breadth -->", "<!-- end of breadth -->"
+
+
+@dataclass
+class Row:
+    """One architecture: largest relative errors, share of linear weights split (and of these along the data flow), or why not."""
+
+    name: str
+    model_type: str
+    loss: float = 0.0
+    logits: float = 0.0
+    grad: float = 0.0
+    share: float = 0.0
+    flow: float = 0.0
+    error: str = ""
+
+    @property
+    def exact(self) -> bool:
+        """Equal to one rank."""
+        return not self.error and self.loss < LOSS and self.logits < 10 * LOSS and self.grad < GRAD
+
+
+def perturb(model: nn.Module) -> None:
+    """Away from zeros and ones, which would hide errors."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.is_floating_point():
+                param.add_(torch.randn(param.shape, generator=generator).to(param.dtype) * 0.02)
+
+
+def run(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and logits after a forward and backward."""
+    torch.manual_seed(3)
+    out = model(**batch)
+    out.loss.backward()
+    logits = out.logits if "logits" in out else out[1]
+    return out.loss.detach(), logits.detach()
+
+
+def relative(value: torch.Tensor, expected: torch.Tensor, floor: float = 1e-6) -> float:
+    """Largest difference against the largest element."""
+    return float((value.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=floor))
+
+
+def measure(name: str) -> Row:
+    """One architecture, on this rank of the group."""
+    from hf_zero.comm.collectives import build_collectives
+    from hf_zero.comm.topology import build_topology
+    from hf_zero.tensor_parallel.apply import apply_plan
+    from hf_zero.tensor_parallel.functions import ModelGroup, Part
+    from hf_zero.tensor_parallel.make_plan import make_plan
+    from hf_zero.tensor_parallel.plan import COLUMN, ROW, TpPlan
+    from hf_zero.tensor_parallel.solve import is_linear
+
+    topology = build_topology(model_parallel=WORLD)
+    assert topology.model is not None
+    group = ModelGroup(build_collectives(topology.model))
+    row = Row(name, zoo.architecture(name).model_type)
+    whole, split = zoo.build(name), zoo.build(name)
+    perturb(whole)
+    perturb(split)
+    batch = zoo.batch(name, torch.Generator().manual_seed(0))
+    try:
+        expected = run(whole, batch)
+    except RuntimeError as error:
+        row.error = f"does not train on one rank: {str(error).splitlines()[0][:80]}"
+        return row
+    plan = TpPlan.from_dict(group.collectives.broadcast_object(make_plan(split, WORLD).to_dict(), 0, "plan"))
+    linear = {path: child.weight.numel() for path, child in split.named_modules() if is_linear(type(child))}
+    row.share = plan.split_share(linear)
+    along = sum(numel for path, numel in linear.items() if path in plan.modules and plan.modules[path].split in (COLUMN, ROW))
+    row.flow = along / max(sum(linear.values()), 1)
+    apply_plan(split, plan, group)
+    found = run(split, batch)
+    row.loss, row.logits = relative(found[0], expected[0]), relative(found[1], expected[1])
+    grads = {key: param.grad for key, param in whole.named_parameters() if param.grad is not None}
+    floor = 1e-4 * max(float(grad.abs().max()) for grad in grads.values())
+    for key, param in split.named_parameters():
+        wanted = grads.get(key)
+        if wanted is None or param.grad is None:
+            present = [grad for grad in (wanted, param.grad) if grad is not None and grad.any()]
+            worst = 1.0 if present else 0.0
+        else:
+            entry = plan.parameters.get(key)
+            part = wanted if entry is None else Part(entry.dim, entry.ranges, entry.shape[entry.dim]).take(wanted, group.rank)
+            worst = float((param.grad - part).abs().max() / max(float(wanted.abs().max()), floor))
+        row.grad = max(row.grad, worst)
+    return row
+
+
+def measure_each(names: list[str]) -> list[Row]:
+    """On a rank of the pool: every architecture, errors noted."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    rows = []
+    for name in names:
+        try:
+            rows.append(measure(name))
+        except Exception as error:  # an architecture that fails is a row of the table
+            text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            rows.append(Row(name, zoo.architecture(name).model_type, error=text[:160]))
+    return rows
+
+
+def measure_all(names: list[str], at_once: int = 4) -> list[Row]:
+    """The worse of the ranks' rows for every name."""
+    rows: list[Row] = []
+    for start in range(0, len(names), at_once):
+        some = names[start : start + at_once]
+        outcomes = ranks.observe_ranks(measure_each, WORLD, some, timeout=150, group_timeout=30)
+        broken = any(outcome.ok and any("CollectiveError" in row.error for row in outcome.value) for outcome in outcomes)
+        if all(outcome.ok for outcome in outcomes) and not (broken and len(some) > 1):
+            rows.extend(max(pair, key=lambda row: (bool(row.error), row.grad)) for pair in zip(*[o.value for o in outcomes], strict=True))
+        elif len(some) > 1:
+            rows.extend(measure_all(some, 1))
+        else:
+            rows.append(Row(some[0], zoo.architecture(some[0]).model_type, error="the ranks did not finish"))
+        print(f"{len(rows)} of {len(names)}", file=sys.stderr, flush=True)
+    return rows
+
+
+def buildable() -> list[str]:
+    """Architectures of which a tiny model can be built."""
+    found = []
+    for item in zoo.architectures():
+        try:
+            zoo.build(item.name)
+        except Exception:  # no tiny configuration in this version of transformers
+            continue
+        found.append(item.name)
+    return found
+
+
+def table(rows: list[Row]) -> str:
+    """The generated part of the page."""
+    exact = [row for row in rows if row.exact]
+    good = [row for row in exact if row.share >= 0.4]
+    lines = [
+        START,
+        f"{len(rows)} architectures of transformers {_version()}, TP = {WORLD} on gloo, fp32, against one rank: **{len(exact)} exact** "
+        f"(loss, logits and every gradient), {len(good)} of them with at least 40 % of their linear weights split.",
+        "",
+        "| architecture | split | along the data flow | loss | gradients | |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for row in sorted(rows, key=lambda row: row.name):
+        if row.error:
+            lines.append(f"| {row.name} | | | | | {row.error.replace('|', '/')} |")
+        else:
+            result = "exact" if row.exact else "differs"
+            lines.append(f"| {row.name} | {row.share:.0%} | {row.flow:.0%} | {row.loss:.0e} | {row.grad:.0e} | {result} |")
+    return "\n".join([*lines, STOP])
+
+
+def _version() -> str:
+    import transformers
+
+    return str(transformers.__version__)
+
+
+def write(rows: list[Row]) -> None:
+    """Writes the results and the page."""
+    RESULTS.write_text(json.dumps([asdict(row) for row in rows], indent=0) + "\n", encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    before, after = page.split(START)[0], page.split(STOP)[1]
+    PAGE.write_text(before + table(rows) + after, encoding="utf-8")
+
+
+def main(arguments: list[str]) -> Any:
+    """Measures the named architectures, or all and writes the page."""
+    if arguments:
+        for row in measure_all(arguments):
+            print(row)
+        return
+    write(measure_all(buildable()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

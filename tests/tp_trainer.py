@@ -1,0 +1,102 @@
+"""A Trainer run under tensor parallelism, for ``test_tp_trainer.py``."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.models import CASES, LENGTH, VOCAB
+
+
+def rows(count: int = 32) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    found = [torch.randint(3, VOCAB, (LENGTH,), generator=generator) for _ in range(count)]
+    return [{"input_ids": tokens, "labels": tokens.clone()} for tokens in found]
+
+
+def arguments(folder: str, config: dict[str, Any] | None, **extra: Any) -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=extra.pop("batch", 2),
+        max_steps=extra.pop("max_steps", 4),
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy=extra.pop("save_strategy", "no"),
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=3,
+        deepspeed=config,
+        **extra,
+    )
+
+
+def zero_config(stage: int, tp: int) -> dict[str, Any]:
+    return {
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "tensor_parallel": {"autotp_size": tp},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+    }
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def norms(trainer: Any) -> list[float]:
+    return [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
+
+
+def train_and_save(stage: int, tp: int, folder: str) -> tuple[list[float], list[float], float]:
+    """Losses, norms and evaluation loss; the saved model is in ``folder``."""
+    from transformers import Trainer
+
+    with tempfile.TemporaryDirectory() as own:
+        args = arguments(own, zero_config(stage, tp))
+        model = CASES["gpt2"].build() if stage < 3 else loaded(folder)
+        trainer = Trainer(model=model, args=args, train_dataset=rows(), eval_dataset=rows(8))
+        trainer.train()
+        found = losses(trainer), norms(trainer)
+        evaluated = trainer.evaluate()["eval_loss"]
+        trainer.save_model(folder)
+        dist.barrier()
+    return (*found, evaluated)
+
+
+def loaded(folder: str) -> Any:
+    """The same model through ``from_pretrained``: under stage 3 it comes sharded over all ranks."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    assert is_deepspeed_zero3_enabled()
+    return AutoModelForCausalLM.from_pretrained(f"{folder}-before")
+
+
+def resume(stage: int, tp: int, saved_with: int, folder: str) -> tuple[list[float], list[float]]:
+    """Losses of an uninterrupted run over ``saved_with`` ranks, and of one that is resumed half-way over ``tp`` ranks."""
+    from transformers import Trainer
+
+    whole = Trainer(
+        model=CASES["gpt2"].build(),
+        args=arguments(folder, zero_config(stage, saved_with), max_steps=4, save_strategy="steps", save_steps=2, batch=2 * saved_with),
+        train_dataset=rows(),
+    )
+    whole.train()
+    dist.barrier()
+    checkpoint = str(Path(folder) / "checkpoint-2")
+    again = Trainer(
+        model=CASES["gpt2"].build(seed=9),
+        args=arguments(folder, zero_config(stage, tp), max_steps=4, batch=2 * tp),
+        train_dataset=rows(),
+    )
+    again.train(resume_from_checkpoint=checkpoint)
+    return losses(whole), losses(again)
