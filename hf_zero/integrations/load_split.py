@@ -49,7 +49,7 @@ def tp_from_pretrained(
         builder = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
         model: nn.Module = builder(config)
     if hasattr(model, "tie_weights"):
-        model.tie_weights()  # ``init_empty_weights`` has untied what the constructor tied
+        model.tie_weights()  # type: ignore[operator]  # ``init_empty_weights`` has untied what the constructor tied
     files = _files(folder)
     topology = build_topology(model_parallel=tp_size)
     rank = topology.model.rank if topology.model is not None else 0
