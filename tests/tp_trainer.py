@@ -62,7 +62,7 @@ def train_and_save(stage: int, tp: int, folder: str) -> tuple[list[float], list[
 
     with tempfile.TemporaryDirectory() as own:
         args = arguments(own, zero_config(stage, tp))
-        model = CASES["gpt2"].build() if stage < 3 else loaded(folder)
+        model = CASES["gpt2"].build() if stage < 3 else built_sharded()
         trainer = Trainer(model=model, args=args, train_dataset=rows(), eval_dataset=rows(8))
         trainer.train()
         found = losses(trainer), norms(trainer)
@@ -72,13 +72,12 @@ def train_and_save(stage: int, tp: int, folder: str) -> tuple[list[float], list[
     return (*found, evaluated)
 
 
-def loaded(folder: str) -> Any:
-    """The same model through ``from_pretrained``: under stage 3 it comes sharded over all ranks."""
-    from transformers import AutoModelForCausalLM
-    from transformers.integrations import is_deepspeed_zero3_enabled
+def built_sharded() -> Any:
+    """The same model, built sharded over all ranks."""
+    import hf_zero
 
-    assert is_deepspeed_zero3_enabled()
-    return AutoModelForCausalLM.from_pretrained(f"{folder}-before")
+    with hf_zero.zero.Init():
+        return CASES["gpt2"].build()
 
 
 def resume(stage: int, tp: int, saved_with: int, folder: str) -> tuple[list[float], list[float]]:
