@@ -76,8 +76,13 @@ def built_sharded() -> Any:
     """The same model, built sharded over all ranks."""
     import hf_zero
 
+    whole = CASES["gpt2"].build()
     with hf_zero.zero.Init():
-        return CASES["gpt2"].build()
+        model = CASES["gpt2"].build()
+    with hf_zero.zero.GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():
+        for param, value in zip(model.parameters(), whole.parameters(), strict=True):
+            param.copy_(value)
+    return model
 
 
 def resume(stage: int, tp: int, saved_with: int, folder: str) -> tuple[list[float], list[float]]:
