@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
+import logging
 import io
 import multiprocessing
 import os
@@ -304,6 +305,7 @@ def _run(job: Job, rank: int, world_size: int) -> Any:
     with _environment({**launcher, **job.env}):
         random.seed(0)
         torch.manual_seed(0)
+        logging.getLogger("hf_zero").setLevel(logging.INFO)  # Lightning's strategy lowers it for good
         # Fills what torch.empty returns with NaN: padding or a hole that somebody forgot to write shows at once.
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:

@@ -70,6 +70,7 @@ def _measure(model: Path, output: Path) -> list[dict[str, int]]:
     return reports
 
 
+@pytest.mark.slow  # its numbers are those of a machine that does nothing else
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_no_rank_holds_the_model(checkpoint: tuple[Path, dict[str, int]], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
