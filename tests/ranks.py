@@ -11,8 +11,8 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
-import logging
 import io
+import logging
 import multiprocessing
 import os
 import pickle
