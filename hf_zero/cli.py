@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_zero.errors import HfZeroError
+from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.launch.command import add_arguments
 from hf_zero.launch.command import launch as start
 
@@ -110,11 +110,11 @@ def _source(text: str) -> tuple[str, Any]:
 
 
 def _size(text: str) -> int:
-    from hf_zero.checkpoint.convert.run import bytes_of
+    from hf_zero.checkpoint.model_files import bytes_of
 
     try:
         return bytes_of(text)
-    except ValueError as error:
+    except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 

@@ -29,17 +29,20 @@ class Peak:
 
     def __init__(self) -> None:
         self.value = own_bytes()
+        self._lock = threading.Lock()  # else a reading from before ``restart`` may be kept after it
         self._ended = False
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
         while not self._ended:
-            self.value = max(self.value, own_bytes())
+            with self._lock:
+                self.value = max(self.value, own_bytes())
             time.sleep(0.001)
 
     def restart(self) -> None:
-        self.value = own_bytes()
+        with self._lock:
+            self.value = own_bytes()
 
     def close(self) -> None:
         self._ended = True

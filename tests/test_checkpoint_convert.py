@@ -237,16 +237,41 @@ def test_config_and_tokenizer_come_along_and_the_model_loads(tmp_path: Path) -> 
     assert all(torch.equal(back.state_dict()[name], value) for name, value in model.state_dict().items())
 
 
+def _header(tensors: Any) -> bytes:
+    text = json.dumps(tensors).encode() if not isinstance(tensors, bytes) else tensors
+    return len(text).to_bytes(8, "little") + text
+
+
+_ONE = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+HOSTILE_HEADERS = {
+    "endless header": b"\xff" * 8,
+    "header longer than the file": (1 << 20).to_bytes(8, "little") + b"{}",
+    "no JSON": _header(b"{" * 64),
+    "deep JSON": _header(b"[" * 100_000),
+    "offsets outside": _header({"w": {**_ONE, "data_offsets": [0, 1 << 40]}}),
+    "offsets backwards": _header({"w": {**_ONE, "data_offsets": [16, 0]}}),
+    "overlap": _header({"v": _ONE, "w": _ONE}),
+    "shape that overflows": _header({"w": {**_ONE, "shape": [1 << 32, 1 << 32]}}),
+    "negative shape": _header({"w": {**_ONE, "shape": [-4]}}),
+    "unknown type": _header({"w": {**_ONE, "dtype": "O8"}}),
+}
+
+
+def _hostile(header: bytes) -> Any:
+    return lambda folder: (folder / "model.safetensors").write_bytes(header + bytes(16))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda folder: None, "is none of these"),
         (lambda folder: save_file({}, folder / "model.safetensors"), "holds no parameters"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"\x00" * 20), "cannot read .*model.safetensors"),
+        *((_hostile(header), "cannot read .*model.safetensors") for header in HOSTILE_HEADERS.values()),
         (lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x"}}'), "lists '../x'"),
         (lambda folder: (folder / "latest").write_text("gone"), "no checkpoint folder .*gone"),
     ],
-    ids=["empty", "nothing", "broken", "hostile index", "stale latest"],
+    ids=["empty", "nothing", "broken", *HOSTILE_HEADERS, "hostile index", "stale latest"],
 )
 def test_what_cannot_be_converted_is_named(tmp_path: Path, make: Any, message: str) -> None:
     (tmp_path / "in").mkdir()

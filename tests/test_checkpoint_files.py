@@ -91,6 +91,28 @@ def test_any_flipped_bit_is_found_and_named(tmp_path: Path, position: int) -> No
         RangeReader(tmp_path, {"f": record}).whole("f", "u")
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"\xff" * 8,
+        (2**40).to_bytes(8, "little"),
+        (0).to_bytes(8, "little"),
+        lambda text: text.replace(b"F32", b"F64"),
+        lambda text: text.replace(b"[0,400]", b"[4,404]"),
+        lambda text: text.replace(b'"u"', b'"v"'),
+    ],
+)
+def test_a_header_is_never_trusted(tmp_path: Path, header: Any) -> None:
+    """Whatever the file says of itself, nothing but the index is believed."""
+    record = write_tensor_file(tmp_path / "f", [whole("u", torch.zeros(100))])
+    data = (tmp_path / "f").read_bytes()
+    changed = header + data[8:] if isinstance(header, bytes) else header(data)
+    assert changed != data and len(changed) == len(data)
+    (tmp_path / "f").write_bytes(changed)
+    with pytest.raises(CheckpointError, match="f is damaged: the checksum of its header"):
+        RangeReader(tmp_path, {"f": record}).whole("f", "u")
+
+
 def test_damage_outside_the_range_is_not_read(tmp_path: Path) -> None:
     record = write_tensor_file(tmp_path / "f", [whole("u", torch.zeros(3 * CHUNK_BYTES // 4))])
     data = bytearray((tmp_path / "f").read_bytes())
@@ -328,7 +350,7 @@ def test_broken_index_is_refused_by_file_and_key(path: tuple[Any, ...], value: A
         Index.from_json(json.dumps(data), "dir/index.json")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"format": 1}'])
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"format": 1}', "[" * 100_000])
 def test_no_index_at_all(text: str) -> None:
     with pytest.raises(CheckpointError, match="dir/index.json"):
         Index.from_json(text, "dir/index.json")

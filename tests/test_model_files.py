@@ -71,7 +71,9 @@ def test_an_empty_tensor_is_never_written_for_a_whole_one(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("text", "expected"), [(5, 5), ("10B", 10), ("2 KB", 2000), ("1.5MiB", 3 * 2**19), ("5GB", 5 * 10**9)])
+@pytest.mark.parametrize(
+    ("text", "expected"), [(5, 5), ("10B", 10), ("2 KB", 2000), ("1.5MiB", 3 * 2**19), ("5GB", 5 * 10**9), ("700", 700)]
+)
 def test_sizes(text: int | str, expected: int) -> None:
     assert bytes_of(text) == expected
 

@@ -100,10 +100,11 @@ def _other_world(models: Path, folder: Path, stage: int, resume: bool) -> traine
 
 @pytest.mark.skipif(metadata.version("transformers").startswith("4."), reason="compared with transformers 5 only")
 def test_resume_on_another_number_of_ranks(trainer_models: Path, tmp_path: Path) -> None:
-    """No conversion: the same rows in the same order on one rank continue what two ranks began."""
+    """No conversion: the same rows in the same order on one rank continue what two ranks began; at another stage too."""
     expected = ranks.run_ranks(_other_world, 2, trainer_models, tmp_path, 3, False)[0]
-    found = ranks.run_ranks(_other_world, 1, trainer_models, tmp_path, 3, True)[0]
-    trainers.assert_close(expected, found, "from 2 ranks to 1")
+    for stage in (3, 1):
+        found = ranks.run_ranks(_other_world, 1, trainer_models, tmp_path, stage, True)[0]
+        trainers.assert_close(expected, found, f"from stage 3 on 2 ranks to stage {stage} on 1")
 
 
 # -- save_model ------------------------------------------------------------------------------------------------------------------

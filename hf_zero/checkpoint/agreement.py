@@ -57,7 +57,8 @@ def _exchange(what: str, exchange: Callable[[], Any]) -> Any:
     try:
         return exchange()
     except CollectiveError as error:
-        raise CheckpointError(f"{what}: another rank died or did not answer. {error}") from error
+        # The same text everywhere; the cause says what this rank saw of it.
+        raise CheckpointError(f"{what}: another rank died, or did not answer within the timeout of the process group") from error
 
 
 def _message(what: str, failures: dict[int, str], world: int) -> str:

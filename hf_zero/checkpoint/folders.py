@@ -126,12 +126,23 @@ class Process:
 def write_text(path: Path, text: str) -> None:
     """Writes a small file so that its name holds either the old or the new content, never half of it."""
     hidden = path.with_name(f".{path.name}.part")
-    with open(hidden, "w", encoding="utf-8") as file:
+    _write_through(hidden, text)
+    os.replace(hidden, path)
+    sync_folder(path.parent)
+
+
+def _write_through(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(hidden, path)
-    sync_folder(path.parent)
+
+
+def write_script(save_dir: Path) -> None:
+    """Puts ``zero_to_fp32.py`` beside the checkpoints, unless it is there."""
+    script, path = Path(__file__).with_name(SCRIPT_FILE).read_bytes(), save_dir / SCRIPT_FILE
+    if not path.is_file() or path.read_bytes() != script:
+        write_text(path, script.decode())
 
 
 def sync_folder(path: Path) -> None:
@@ -144,10 +155,11 @@ def sync_folder(path: Path) -> None:
 
 
 def seal(part: Path, index: str) -> None:
-    """Writes index and marker: the folder is complete from here on."""
+    """Writes index and marker into a hidden folder: it is complete from here on."""
     (part / WRITER_FILE).unlink(missing_ok=True)
-    write_text(part / INDEX_FILE, index)
-    write_text(part / MARKER_FILE, _digest(index) + "\n")
+    _write_through(part / INDEX_FILE, index)
+    _write_through(part / MARKER_FILE, _digest(index) + "\n")
+    sync_folder(part)
 
 
 def publish(part: Path, save_dir: Path, tag: str) -> Path:

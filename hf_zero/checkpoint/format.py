@@ -284,7 +284,7 @@ class Index:
         """
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is not JSON: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise CheckpointError(f'{path} is not the index of a checkpoint of ours: "format" must be "{FORMAT}"')

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from pathlib import Path
 
 import torch
 
 from hf_zero.observe import logger
+from hf_zero.offload.budget import free_memory, gib
 
 SPILL_VARIABLE = "HF_ZERO_SPILL_DIR"
-_GROUP_FILES = (("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),)
 
 
 class HostCopies:
@@ -44,44 +43,20 @@ class HostCopies:
         return flat.view(value.shape).copy_(value.detach())
 
 
-def available_host_bytes() -> int | None:
-    """Memory that this process may still take: what the system has free, within the limit of its control group; None if unknown."""
-    found = []
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        fields = dict(line.split(":", 1) for line in lines)
-        found.append(int(fields["MemAvailable"].split()[0]) * 1024)
-    except (OSError, KeyError, ValueError):
-        pass
-    for limit, used in _GROUP_FILES:
-        try:
-            found.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # no such group, or "max"
-            continue
-    return min(found) if found else None
-
-
 def _spill_folder(nbytes: int) -> str | None:
     """The folder for ``nbytes`` of copies, or None for memory."""
     asked = os.environ.get(SPILL_VARIABLE)
     if asked:
         os.makedirs(asked, exist_ok=True)
         return asked
-    free = available_host_bytes()
-    if free is None or nbytes <= free // 2:
+    memory = free_memory()
+    if memory is None or nbytes <= memory.nbytes // 2:
         return None
     folder = tempfile.gettempdir()
     room = shutil.disk_usage(folder).free
-    gib = 2**30
+    taken = f"the whole model takes {gib(nbytes)} of {gib(memory.nbytes)} free memory on this rank"
     if room < nbytes:
-        logger.warning(
-            "the whole model takes %.1f GiB of %.1f GiB free memory on this rank, and %s has only %.1f GiB; set %s to a folder with room",
-            nbytes / gib,
-            free / gib,
-            folder,
-            room / gib,
-            SPILL_VARIABLE,
-        )
+        logger.warning("%s, and %s has only %s; set %s to a folder with room", taken, folder, gib(room), SPILL_VARIABLE)
         return None
-    logger.info("the whole model takes %.1f GiB of %.1f GiB free memory on this rank: it is kept in files", nbytes / gib, free / gib)
+    logger.info("%s: it is kept in files", taken)
     return folder

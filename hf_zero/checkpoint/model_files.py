@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.element_types import dtype_name
-from hf_zero.checkpoint.folders import sync_folder
+from hf_zero.checkpoint.folders import sync_folder, write_text
+from hf_zero.checkpoint.tensor_file import D, header_of, in_file_order
 from hf_zero.errors import CheckpointError, ConfigError
 
 MAX_SHARD_SIZE = "50GB"  # transformers' own default
@@ -43,10 +43,10 @@ def bytes_of(size: int | str) -> int:
     """
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?i?[bB])\s*", size) if isinstance(size, str) else None
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?i?[bB])?\s*", size) if isinstance(size, str) else None
     if found is None:
         raise ConfigError(f'max_shard_size is {size!r}; a number of bytes or text like "5GB" or "200MiB" is allowed')
-    return max(1, int(float(found[1]) * _UNITS[found[2].upper()]))
+    return max(1, int(float(found[1]) * _UNITS[(found[2] or "B").upper()]))
 
 
 class ModelFiles:
@@ -73,7 +73,7 @@ class ModelFiles:
         self._where: dict[str, tuple[Path, int]] = {}  # tensor -> hidden file, byte offset
         self._final: dict[Path, str] = {}  # hidden file -> name
         folder.mkdir(parents=True, exist_ok=True)
-        files = _split(tensors, max_shard_size)
+        files = split_by_size(tensors, max_shard_size)
         stem = name.removesuffix(".safetensors")
         for number, members in enumerate(files, 1):
             final = name if len(files) == 1 else f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
@@ -82,27 +82,15 @@ class ModelFiles:
             self._start_file(hidden, members)
 
     def _start_file(self, hidden: Path, members: list[PlannedTensor]) -> None:
-        # Wide elements first, as the safetensors library does: every tensor is aligned to its element.
-        ordered = sorted(members, key=lambda tensor: -tensor.dtype.itemsize)
-        fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        offset = 0
+        ordered = in_file_order(members)
+        header = header_of(ordered, self._final[hidden])
+        end = len(header)
         for tensor in ordered:
-            end = offset + tensor.nbytes
-            fields[tensor.name] = {
-                "dtype": dtype_name(tensor.dtype, tensor.name),
-                "shape": list(tensor.shape),
-                "data_offsets": [offset, end],
-            }
-            offset = end
-        text = json.dumps(fields, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        start = 8 + len(text)
-        for tensor in ordered:
-            begin = fields[tensor.name]["data_offsets"][0]  # type: ignore[index]
-            self._where[tensor.name] = (hidden, start + begin)
+            self._where[tensor.name] = (hidden, end)
+            end += tensor.nbytes
         with open(hidden, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(start + offset)
+            file.write(header)
+            file.truncate(end)
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """Writes the values of one tensor, from any device, a window at a time.
@@ -128,20 +116,23 @@ class ModelFiles:
                     data, offset = data[count:], offset + count
 
     def commit(self) -> None:
-        """Forces everything to the disk and gives the files their names; files of an earlier save under this name go away."""
+        """Forces everything to the disk and gives the files their names; then files of an earlier save under this name go away."""
         for hidden in self._final:
             with open(hidden, "rb") as file:
                 os.fsync(file.fileno())
-        index = self._folder / f"{self._name}.index.json"
-        for former in self._former_files():
-            former.unlink()
+        names = set(self._final.values())
         for hidden, final in self._final.items():
             hidden.replace(self._folder / final)
         if len(self._final) > 1:
             weight_map = {name: self._final[hidden] for name, (hidden, _) in self._where.items()}
             text = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-            index.write_text(json.dumps(text, indent=2, sort_keys=True) + "\n")
+            index = f"{self._name}.index.json"
+            write_text(self._folder / index, json.dumps(text, indent=2, sort_keys=True) + "\n")
+            names.add(index)
         sync_folder(self._folder)
+        for former in self._former_files():
+            if former.name not in names:
+                former.unlink()
 
     def abort(self) -> None:
         """Removes what was begun."""
@@ -154,9 +145,9 @@ class ModelFiles:
         return [path for path in self._folder.iterdir() if ours.fullmatch(path.name)]
 
 
-def _split(tensors: Sequence[PlannedTensor], limit: int) -> list[list[PlannedTensor]]:
-    """Neighbours together, at most ``limit`` bytes per file, at least one file."""
-    files: list[list[PlannedTensor]] = [[]]
+def split_by_size(tensors: Sequence[D], limit: int) -> list[list[D]]:
+    """Neighbours together, at most ``limit`` bytes per file unless a single tensor is larger; at least one file."""
+    files: list[list[D]] = [[]]
     filled = 0
     for tensor in tensors:
         if files[-1] and filled + tensor.nbytes > limit:

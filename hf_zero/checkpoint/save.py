@@ -250,8 +250,7 @@ class _Save:
         folders.seal(self.part, index.to_json())
         note("checkpoint_sealed", tag)
         final = folders.publish(self.part, save_dir, tag)
-        script = Path(__file__).with_name(folders.SCRIPT_FILE).read_text(encoding="utf-8")
-        folders.write_text(save_dir / folders.SCRIPT_FILE, script)
+        folders.write_script(save_dir)
         if self.request.latest:
             note("checkpoint_latest", tag)
             folders.write_text(save_dir / LATEST_FILE, tag)

@@ -12,11 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 
 from hf_zero.checkpoint.element_types import DTYPES, ITEM_BYTES, dtype_name
 from hf_zero.checkpoint.format import CHUNK_BYTES, FileRecord, TensorRecord
+from hf_zero.checkpoint.writeback import start_writeback
 from hf_zero.errors import CheckpointError
 
 # Bytes that travel at once: large enough for a disk, small beside a shard. A multiple of the chunk.
@@ -136,10 +138,9 @@ def write_tensor_file(path: Path, entries: Sequence[Entry], progress: Callable[[
 
 
 def _write_tensor_file(path: Path, entries: Sequence[Entry], progress: Callable[[int], object] | None) -> FileRecord:
-    # Wide elements first, as the safetensors library does: every tensor is aligned to its element.
-    ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
-    header = _header(ordered, path.name)
-    tensors, offset = {}, len(header)
+    ordered = in_file_order(entries)
+    header = header_of(ordered, path.name)
+    tensors, end = {}, len(header)
     # zlib and the file system both let other threads run, so a window is summed while it is written. A thread in the background has
     # others to share the processor with, and may outlive the main thread, when no pool takes work any more.
     alone = threading.current_thread() is not threading.main_thread()
@@ -147,7 +148,7 @@ def _write_tensor_file(path: Path, entries: Sequence[Entry], progress: Callable[
         _write_all(file.fileno(), memoryview(header))
         for entry in ordered:
             checksum = _Checksum()
-            nbytes = 0
+            offset = end
             for window in _windows(entry.pieces, entry.dtype.itemsize):
                 if helper is None:
                     checksum.update(window)
@@ -156,27 +157,58 @@ def _write_tensor_file(path: Path, entries: Sequence[Entry], progress: Callable[
                     summed = helper.submit(checksum.update, window)
                     _write_all(file.fileno(), window)
                     summed.result()
-                nbytes += len(window)
+                start_writeback(file.fileno(), end, len(window))
+                end += len(window)
                 if progress is not None:
                     progress(len(window))
             name = dtype_name(entry.dtype, entry.name)
-            tensors[entry.name] = TensorRecord(name, entry.shape, offset, nbytes, checksum.digits())
-            offset += nbytes
+            tensors[entry.name] = TensorRecord(name, entry.shape, offset, end - offset, checksum.digits())
         os.fsync(file.fileno())
-    return FileRecord(offset, len(header), _hex(zlib.crc32(header)), tensors)
+    return FileRecord(end, len(header), _hex(zlib.crc32(header)), tensors)
 
 
-def _header(entries: Sequence[Entry], file: str) -> bytes:
-    """Length prefix and JSON header, padded with spaces to a multiple of 8 bytes."""
+class Described(Protocol):
+    """What a header says of a tensor; ``nbytes`` follows from the other two."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the file."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its elements."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+
+
+D = TypeVar("D", bound=Described)
+
+
+def in_file_order(tensors: Iterable[D]) -> list[D]:
+    """Wide elements first, as the safetensors library does: every tensor is aligned to its element."""
+    return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+
+
+def header_of(tensors: Iterable[Described], file: str) -> bytes:
+    """Length prefix and JSON header of a file with ``tensors`` one behind the other, padded with spaces to a multiple of 8 bytes.
+
+    Raises:
+        CheckpointError: Two have one name, or an element type that safetensors lacks; names ``file`` or the tensor.
+    """
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for entry in entries:
-        if entry.name in fields:
-            raise CheckpointError(f"{file}: two tensors are named {entry.name!r}; a checkpoint needs one name each")
-        nbytes = math.prod(entry.shape) * entry.dtype.itemsize
-        offsets = [offset, offset + nbytes]
-        fields[entry.name] = {"dtype": dtype_name(entry.dtype, entry.name), "shape": list(entry.shape), "data_offsets": offsets}
-        offset += nbytes
+    start = 0
+    for tensor in tensors:
+        if tensor.name in fields:
+            raise CheckpointError(f"{file}: two tensors are named {tensor.name!r}; a checkpoint needs one name each")
+        stop = start + tensor.nbytes
+        fields[tensor.name] = {"dtype": dtype_name(tensor.dtype, tensor.name), "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        start = stop
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -260,6 +292,7 @@ class RangeReader:
         self.files = files
         self.bytes_read = 0
         self._verified: set[str] = set()  # files whose header has been read
+        self._window = bytearray()  # kept: fresh memory costs a page fault every 4 KiB
 
     def read(self, copies: Iterable[Copy]) -> None:
         """Carries out ``copies``; ranges of one tensor that lie close are read together.
@@ -305,7 +338,7 @@ class RangeReader:
         if name in self._verified:
             return
         record = self.files[name]
-        header = self._pread(descriptor, record.header_nbytes, 0, name)
+        header = self._pread(descriptor, memoryview(bytearray(record.header_nbytes)), 0, name)
         if _hex(zlib.crc32(header)) != record.header_crc32:
             raise CheckpointError(f"{self.folder / name} is damaged: the checksum of its header does not match the index")
         self._verified.add(name)
@@ -318,31 +351,32 @@ class RangeReader:
         if copies[0].start < 0 or last > numel:
             raise CheckpointError(f"{self.folder / file}: elements {copies[0].start} to {last} of {tensor!r} wanted, it has {numel}")
         waiting = 0  # copies before this one are done
+        if len(self._window) < min(_WINDOW_BYTES, record.nbytes):
+            self._window = bytearray(min(_WINDOW_BYTES, record.nbytes))
         for start, stop in _spans(copies, itemsize, record.nbytes):
-            data = self._pread(descriptor, stop - start, record.offset + start, file)
+            data = self._pread(descriptor, memoryview(self._window)[: stop - start], record.offset + start, file)
             self._verify(data, record, start, f"{self.folder / file}: tensor {tensor!r}")
             values = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
             waiting = _deliver(copies, waiting, values, start // itemsize)
 
-    def _pread(self, descriptor: int, nbytes: int, offset: int, name: str) -> bytearray:
-        data = bytearray(nbytes)
-        view, done = memoryview(data), 0
-        while done < nbytes:
-            count = os.preadv(descriptor, [view[done:]], offset + done)
+    def _pread(self, descriptor: int, place: memoryview, offset: int, name: str) -> memoryview:
+        """Fills ``place``, and returns it."""
+        done = 0
+        while done < len(place):
+            count = os.preadv(descriptor, [place[done:]], offset + done)
             if count == 0:
                 raise CheckpointError(
                     f"{self.folder / name} is truncated: it ends at byte {offset + done}, the index says {self.files[name].nbytes}"
                 )
             done += count
-        self.bytes_read += nbytes
-        return data
+        self.bytes_read += done
+        return place
 
     @staticmethod
-    def _verify(data: bytearray, record: TensorRecord, start: int, what: str) -> None:
-        view = memoryview(data)
+    def _verify(data: memoryview, record: TensorRecord, start: int, what: str) -> None:
         for position in range(0, len(data), CHUNK_BYTES):
             chunk = (start + position) // CHUNK_BYTES
-            if _hex(zlib.crc32(view[position : position + CHUNK_BYTES])) != record.crc32[8 * chunk : 8 * chunk + 8]:
+            if _hex(zlib.crc32(data[position : position + CHUNK_BYTES])) != record.crc32[8 * chunk : 8 * chunk + 8]:
                 first = record.offset + start + position
                 raise CheckpointError(
                     f"{what} is damaged: the checksum of the {CHUNK_BYTES} bytes from byte {first} on does not match the index"

@@ -17,6 +17,7 @@ from hf_zero.checkpoint.state import TensorAxis, TrainingState
 from hf_zero.comm.collectives import Collectives, build_collectives
 from hf_zero.comm.topology import group_timeout, joint_topology
 from hf_zero.config.schema.root import ZeroConfig
+from hf_zero.engine.rotation import keeps_too_few
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.sharding.slices import slice_of
@@ -72,7 +73,14 @@ def save(engine: Engine, save_dir: str | os.PathLike[str], tag: Any, client_stat
     start = time.monotonic()
     request = SaveRequest(os.fspath(save_dir), name, client_state, latest, trained)
     folder = save_checkpoint(_training_state(engine), request, engine.background)
-    how = "saved to" if engine.background is None else "copied, and is being written in the background to"
+    how = "saved to"
+    if engine.background is not None:
+        reason = keeps_too_few()
+        if reason:
+            warn_once(reason)
+            wait(engine)
+        else:
+            how = "copied, and is being written in the background to"
     log_rank0("checkpoint %s %s (%.2f s)", how, folder, time.monotonic() - start)
     return True
 

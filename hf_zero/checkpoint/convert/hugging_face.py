@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.convert.pickles import load_pickle, require_trust
 from hf_zero.checkpoint.convert.source import Progress, Source, SourceParam, SourceTensor, row_of, tensor_source
+from hf_zero.checkpoint.model_files import split_by_size
 from hf_zero.checkpoint.tensor_file import Elsewhere, Entry, write_tensor_file
 from hf_zero.errors import CheckpointError
 
@@ -110,7 +111,7 @@ def write_hugging_face(source: Source, folder: Path, dtype: torch.dtype, limit: 
     """
     tensors = [param.value for param in source.params] + list(source.buffers)
     entries = [Entry(tensor.name, *_cast(tensor, dtype)) for tensor in tensors]
-    shards = _divide(entries, limit)
+    shards = split_by_size(entries, limit)
     folder.mkdir(parents=True, exist_ok=True)
     count = len(shards)
     names = [_SAFE] if count == 1 else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -140,18 +141,6 @@ def _cast(tensor: SourceTensor, dtype: torch.dtype) -> tuple[torch.dtype, tuple[
         target.copy_(window)
 
     return dtype, tensor.shape, (Elsewhere(dtype, row.numel(), read, row.write),)
-
-
-def _divide(entries: list[Entry], limit: int) -> list[list[Entry]]:
-    shards: list[list[Entry]] = [[]]
-    size = 0
-    for entry in entries:
-        if shards[-1] and size + entry.nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(entry)
-        size += entry.nbytes
-    return shards
 
 
 def _copy_companions(place: Path, folder: Path, dtype: torch.dtype) -> None:

@@ -128,8 +128,7 @@ def write_checkpoint(source: Source, save_dir: Path, tag: str | None, progress: 
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-    script = Path(folders.__file__).with_name(folders.SCRIPT_FILE).read_text(encoding="utf-8")
-    folders.write_text(save_dir / folders.SCRIPT_FILE, script)
+    folders.write_script(save_dir)
     folders.write_text(save_dir / LATEST_FILE, name)
     return final
 

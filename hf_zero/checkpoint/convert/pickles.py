@@ -103,10 +103,13 @@ def load_pickle(path: Path) -> Any:
     try:
         mapped = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are none, and are read whole
         return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
-    except pickle.UnpicklingError:
-        pass
+    except pickle.UnpicklingError:  # a class that PyTorch does not know as harmless
+        return _load_inert(path, mapped)
     except (OSError, RuntimeError, ValueError, EOFError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def _load_inert(path: Path, mapped: bool) -> Any:
     try:
         return torch.load(path, map_location="cpu", mmap=mapped, weights_only=False, pickle_module=_MODULE)
     except Exception as error:  # whatever a broken pickle raises

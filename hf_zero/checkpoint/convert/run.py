@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from hf_zero.errors import CheckpointError
 
 TARGETS = ("hf_zero", "hf", "dcp")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -130,15 +128,3 @@ def _progress(source: Source, to: str, wanted: Conversion) -> Iterator[Progress]
 def _written_bytes(numel: int, dtype: torch.dtype, to: str, wanted: Conversion) -> int:
     written = DTYPES[wanted.dtype] if to == "hf" and dtype.is_floating_point else dtype
     return numel * written.itemsize
-
-
-def bytes_of(size: str) -> int:
-    """A size such as ``5GB`` or ``500MiB`` in bytes.
-
-    Raises:
-        ValueError: It is no size.
-    """
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", size)
-    if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"{size!r} is no size; write it like 5GB or 500MiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
