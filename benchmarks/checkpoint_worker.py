@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -132,6 +133,30 @@ def write_plainly(path: Path, nbytes: int) -> None:
     os.close(descriptor)
 
 
+def inspect(subject: Contender, folder: str) -> dict[str, float]:
+    """Host memory (anonymous bytes at the peak) that a save takes, and bytes that a load reads from files, on this rank."""
+    before = peak = _status("/proc/self/status", "RssAnon") * 1024
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.001):
+            peak = max(peak, _status("/proc/self/status", "RssAnon") * 1024)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    subject.save(folder)
+    done.set()
+    watcher.join()
+    read = _status("/proc/self/io", "rchar")
+    subject.load(folder)
+    return {"grown": peak - before, "read": _status("/proc/self/io", "rchar") - read}
+
+
+def _status(path: str, key: str) -> int:
+    return int(next(line for line in Path(path).read_text().splitlines() if line.startswith(key)).split()[1])
+
+
 def build(contender: str, model: nn.Module, size: dict[str, int]) -> Contender:
     """``hf_zero-N``, ``hf_zero-N-background``, ``deepspeed-N`` or ``dcp``."""
     if contender == "dcp":
@@ -150,7 +175,7 @@ def serve(contender: str, size: dict[str, int], answers: Any) -> None:
         request = json.loads(line)
         folder = request.get("folder", "")
         dist.barrier()
-        start = time.perf_counter()
+        start, found = time.perf_counter(), {}
         if request["do"] == "save":
             subject.save(folder)
         elif request["do"] == "stall":
@@ -159,6 +184,8 @@ def serve(contender: str, size: dict[str, int], answers: Any) -> None:
             rests.pop()()
         elif request["do"] == "load":
             subject.load(folder)
+        elif request["do"] == "inspect":
+            found = inspect(subject, folder)
         elif request["do"] == "disk":
             write_plainly(Path(f"{folder}-{dist.get_rank()}"), request["nbytes"])
         elif request["do"] == "copy" and isinstance(subject, Engine):
@@ -167,7 +194,7 @@ def serve(contender: str, size: dict[str, int], answers: Any) -> None:
             start = time.perf_counter()
             for target, source in zip(copies, tensors, strict=True):
                 target.copy_(source)
-        answers.write(json.dumps({"seconds": time.perf_counter() - start}) + "\n")
+        answers.write(json.dumps({"seconds": time.perf_counter() - start, **found}) + "\n")
 
 
 def main() -> None:

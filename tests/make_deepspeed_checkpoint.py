@@ -1,9 +1,9 @@
 """Makes a small checkpoint with DeepSpeed, for the tests of ``hf-zero convert``. Runs in a venv that has DeepSpeed and PyTorch:
 
-    DS_ACCELERATOR=cpu torchrun --nproc_per_node 2 tests/make_deepspeed_checkpoint.py STAGE fp32|bf16|fp16 FOLDER
+    DS_ACCELERATOR=cpu torchrun --nproc_per_node 2 tests/make_deepspeed_checkpoint.py STAGE fp32|bf16|fp16 FOLDER [JSON]
 
 Trains three steps, saves, writes the whole fp32 weights that DeepSpeed's own script makes of it to ``expected.safetensors``, trains two
-more steps and writes their losses to ``expected.json``.
+more steps and writes their losses, and the loss scales before and after them, to ``expected.json``. JSON is laid over the configuration.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def config_of(stage: int, dtype: str) -> dict[str, Any]:
     if dtype != "fp32":
         config[dtype] = {"enabled": True}
     if dtype == "fp16":
-        config[dtype]["initial_scale_power"] = 8
+        config[dtype] |= {"initial_scale_power": 8, "loss_scale_window": 2}  # grows while these few steps are taken
     return config
 
 
@@ -85,25 +85,35 @@ def train(engine: Any, first: int, count: int, rank: int, dtype: str) -> list[fl
     return losses
 
 
+def scale_of(engine: Any) -> float:
+    """The loss scale; 1 without fp16."""
+    return float(getattr(engine.optimizer, "cur_scale", 1.0))
+
+
 def main() -> None:
     import deepspeed
     import torch.distributed as dist
     from safetensors.torch import save_file
 
     stage, dtype, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    config = config_of(stage, dtype) | json.loads(sys.argv[4] if len(sys.argv) > 4 else "{}")
+    # It refuses fp16 on processors without fast fp16; PyTorch computes it on any.
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     model = Model()
-    engine = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config_of(stage, dtype))[0]
+    engine = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)[0]
     rank = dist.get_rank()
     train(engine, 0, SAVED_STEPS, rank, dtype)
     engine.save_checkpoint(str(folder), client_state=CLIENT_STATE)
+    scales = [scale_of(engine)]
     losses: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(losses, train(engine, SAVED_STEPS, 2, rank, dtype))
+    scales.append(scale_of(engine))
     if rank == 0:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         weights = get_fp32_state_dict_from_zero_checkpoint(str(folder))
         save_file({name: value.detach().clone().contiguous() for name, value in weights.items()}, folder / "expected.safetensors")
-        (folder / "expected.json").write_text(json.dumps({"stage": stage, "dtype": dtype, "losses": losses}))
+        (folder / "expected.json").write_text(json.dumps({"stage": stage, "dtype": dtype, "losses": losses, "scales": scales}))
         for script in ("zero_to_fp32.py", "zero_to_torch.py"):  # DeepSpeed's own; the tests need the data alone
             (folder / script).unlink(missing_ok=True)
     dist.barrier()

@@ -54,7 +54,7 @@ def read_deepspeed(folder: Path, trust_pickle: bool) -> Source:
     if not files:
         raise CheckpointError(f"{folder} has no *_optim_states.pt: it was written at ZeRO stage 0, which is not converted")
     ranks = [_optimizer_part(load_pickle(path), path) for path in files]
-    stage = _integer(ranks[0].get("zero_stage"))
+    stage = _integer(ranks[0].get("zero_stage", 1))
     world = ranks[0].get("partition_count")
     world = max(world) if isinstance(world, (list, tuple)) else _integer(world)
     if world != len(files):
@@ -73,7 +73,8 @@ def _rank_of(path: Path) -> int:
 
 def _optimizer_part(data: Any, path: Path) -> Mapping[str, Any]:
     part = data.get("optimizer_state_dict") if isinstance(data, Mapping) else None
-    if not isinstance(part, Mapping) or "zero_stage" not in part:
+    # Stage 1 in bf16 with grad_accum_dtype fp32 has a class of its own, which writes the same arrays and no stage.
+    if not isinstance(part, Mapping) or not {"zero_stage", "single_partition_of_fp32_groups"} & part.keys():
         raise CheckpointError(f"{path} is no optimizer file of ZeRO: it lacks optimizer_state_dict.zero_stage")
     return part
 
