@@ -93,6 +93,7 @@ def scale_of(engine: Any) -> float:
 def main() -> None:
     import deepspeed
     import torch.distributed as dist
+    from deepspeed.utils import safe_get_full_fp32_param
     from safetensors.torch import save_file
 
     stage, dtype, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
@@ -105,13 +106,17 @@ def main() -> None:
     train(engine, 0, SAVED_STEPS, rank, dtype)
     engine.save_checkpoint(str(folder), client_state=CLIENT_STATE)
     scales = [scale_of(engine)]
+    masters = {name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters() if param.requires_grad}
     losses: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(losses, train(engine, SAVED_STEPS, 2, rank, dtype))
     scales.append(scale_of(engine))
     if rank == 0:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        weights = get_fp32_state_dict_from_zero_checkpoint(str(folder))
+        try:
+            weights = get_fp32_state_dict_from_zero_checkpoint(str(folder))
+        except ValueError:  # it cannot read what stage 1 in bf16 with grad_accum_dtype fp32 writes
+            weights = masters
         save_file({name: value.detach().clone().contiguous() for name, value in weights.items()}, folder / "expected.safetensors")
         (folder / "expected.json").write_text(json.dumps({"stage": stage, "dtype": dtype, "losses": losses, "scales": scales}))
         for script in ("zero_to_fp32.py", "zero_to_torch.py"):  # DeepSpeed's own; the tests need the data alone

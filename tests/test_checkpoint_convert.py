@@ -20,7 +20,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.utils import newest_trainer_checkpoint
 from tests import ranks
 from tests.checkpoints import differences, full_state, start, steps
-from tests.make_deepspeed_checkpoint import CLIENT_STATE, SAVED_STEPS, Model, config_of, optimizer_of, train
+from tests.make_deepspeed_checkpoint import CLIENT_STATE, SAVED_STEPS, Model, config_of, optimizer_of, scale_of, train
 from tests.memory import peak_growth
 from tests.models import CASES
 
@@ -31,7 +31,7 @@ DEEPSPEED = sorted(GOLDEN.glob("deepspeed_*"))
 # -- from DeepSpeed -----------------------------------------------------------------------------------------------------
 
 
-def _resume(folder: str, stage: int, dtype: str) -> tuple[list[float], Any, dict[str, Any]]:
+def _resume(folder: str, stage: int, dtype: str) -> tuple[list[float], Any, dict[str, Any], list[float]]:
     import hf_zero
 
     model = Model()
@@ -40,26 +40,28 @@ def _resume(folder: str, stage: int, dtype: str) -> tuple[list[float], Any, dict
     _, client_state = engine.load_checkpoint(folder)
     state = {name: value for name, value in full_state(engine).items() if name.startswith("master")}
     assert engine.global_steps == SAVED_STEPS and engine.lr_scheduler.last_batch_iteration == SAVED_STEPS - 1
+    scales = [scale_of(engine)]
     losses = train(engine, SAVED_STEPS, 2, ranks.rank(), dtype)
+    scales.append(scale_of(engine))
     engine.destroy()
-    return losses, client_state, state
+    return losses, client_state, state, scales
 
 
 def _folders() -> list[Any]:
-    slow = ("stage1_fp32_2", "stage3_fp32_2", "stage2_bf16_1")
+    slow = ("stage1_fp32_2", "stage3_fp32_2", "stage2_bf16_1", "stage2_fp16_2")
     return [pytest.param(path, id=path.name, marks=pytest.mark.slow if path.name.endswith(slow) else ()) for path in DEEPSPEED]
 
 
 @pytest.mark.parametrize("folder", _folders())
 def test_a_run_of_deepspeed_goes_on(folder: Path, tmp_path: Path) -> None:
-    """Weights are DeepSpeed's bit for bit; with wrong moments, steps or rates the next losses would be others."""
+    """Weights are DeepSpeed's bit for bit; with wrong moments, steps, rates or loss scales the next losses or scales would be others."""
     expected = json.loads((folder / "expected.json").read_text())
     weights = load_file(folder / "expected.safetensors")
     convert(Conversion(folder, tmp_path, trust_pickle=True, quiet=True))
     for stage in (expected["stage"], 3 - expected["stage"]):
         answers = ranks.run_ranks(_resume, len(expected["losses"]), str(tmp_path), stage, expected["dtype"])
-        for (losses, client_state, masters), known in zip(answers, expected["losses"], strict=True):
-            assert client_state == CLIENT_STATE
+        for (losses, client_state, masters, scales), known in zip(answers, expected["losses"], strict=True):
+            assert client_state == CLIENT_STATE and scales == expected.get("scales", [1.0, 1.0])
             assert masters and all(torch.equal(value, weights[name.removeprefix("master ")]) for name, value in masters.items())
             assert losses == pytest.approx(known, rel=1e-5 if expected["dtype"] == "fp32" else 2e-2)
     ours = get_fp32_state_dict_from_zero_checkpoint(tmp_path)

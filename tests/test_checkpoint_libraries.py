@@ -36,7 +36,7 @@ def _prepared(stage: int, tp: int, seed: int, project: Path | None = None, limit
         **extra,
     }
     settings = ProjectConfiguration(str(project), automatic_checkpoint_naming=True, total_limit=limit) if project is not None else None
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), project_config=settings)
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), project_config=settings)
     model = CASES["gpt2"].build(seed=seed)
     decayed = [param for param in model.parameters() if param.ndim > 1]
     plain = [param for param in model.parameters() if param.ndim <= 1]
