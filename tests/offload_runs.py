@@ -13,17 +13,22 @@ import torch
 
 from tests import ranks
 from tests.models import CASES, Batch
-from tests.parity import Run, Trace, initialize, train
+from tests.parity import SMALL_MODEL, Run, Trace, initialize, train
 
 # Small enough that every shard of the small models is cut into several lots.
 SMALL_LOTS = {"sub_group_size": 2048}
 FILE = {"device": "nvme", "nvme_path": "{nvme}"}
 
-# Name -> (the training device counts as one with memory of its own, blocks of zero_optimization).
+FULL, FORWARD = ({"hf_zero": {"offload_overlap": name}} for name in ("full", "forward"))
+
+# Name -> (the training device counts as one with memory of its own, blocks of zero_optimization; "hf_zero" is a section of its own).
 OPTIMIZER_WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
     "cpu": (False, {"offload_optimizer": {"device": "cpu"}}),
     "cpu, apart": (True, {"offload_optimizer": {"device": "cpu"}}),
     "cpu, half, apart": (True, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
+    "cpu, overlap": (False, {"offload_optimizer": {"device": "cpu"}, **FULL}),
+    "cpu, half, apart, no overlap": (True, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "hf_zero": {"offload_overlap": "none"}}),
+    "nvme, overlap": (False, {"offload_optimizer": FILE, **SMALL_LOTS, **FORWARD}),
     "nvme": (False, {"offload_optimizer": FILE, **SMALL_LOTS}),
     "nvme, one buffer": (False, {"offload_optimizer": {**FILE, "buffer_count": 1}}),
     "nvme, pipelined, apart": (True, {"offload_optimizer": {**FILE, "pipeline_read": True, "pipeline_write": True}, **SMALL_LOTS}),
@@ -34,6 +39,7 @@ PARAM_WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
     "parameters cpu, apart": (True, {"offload_param": {"device": "cpu"}}),
     "parameters nvme": (False, {"offload_param": _PARAM_FILE}),
     "both cpu, apart": (True, {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}),
+    "both cpu, apart, forward": (True, {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}, **FORWARD}),
     "both nvme": (False, {"offload_param": _PARAM_FILE, "offload_optimizer": FILE}),
     "both nvme, some kept, apart": (
         True,
@@ -66,6 +72,12 @@ def _with_path(value: Any, folder: str) -> Any:
     )
 
 
+def sections(stage: int, blocks: dict[str, Any]) -> dict[str, Any]:
+    """The sections of a configuration that hold the blocks of a way."""
+    own = blocks.get("hf_zero", {})
+    return {"zero_optimization": {"stage": stage, **SMALL_MODEL, **{k: v for k, v in blocks.items() if k != "hf_zero"}}, "hf_zero": own}
+
+
 def train_case(name: str, run: Run, blocks: dict[str, Any]) -> tuple[Trace, dict[str, torch.Tensor]]:
     """Trains a case of ``tests.models`` with ``blocks`` in ``zero_optimization``; returns its trace and its second moments."""
     import gc
@@ -77,10 +89,7 @@ def train_case(name: str, run: Run, blocks: dict[str, Any]) -> tuple[Trace, dict
     def feed(step: int, micro: int, rank: int) -> Batch:
         return case.rows(step, micro, rank)
 
-    from tests.parity import SMALL_MODEL
-
-    zero = {"stage": run.stage, **SMALL_MODEL, **blocks}
-    engine = initialize(case.build(), Run(**{**vars(run), "extra": {**run.extra, "zero_optimization": zero}}))
+    engine = initialize(case.build(), Run(**{**vars(run), "extra": {**run.extra, **sections(run.stage, blocks)}}))
     trace = train(engine, feed, case.forward, run)
     moments = {
         parameter_name: safe_get_full_optimizer_state(parameter, "exp_avg_sq").clone()

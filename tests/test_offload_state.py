@@ -14,16 +14,15 @@ import torch
 from hf_zero.ops.host_adam import HostAdam
 from tests import ranks
 from tests.models import CASES
-from tests.offload_runs import blocks_of, ways
-from tests.parity import SMALL_MODEL, Run, collect, initialize, train
+from tests.offload_runs import blocks_of, sections, ways
+from tests.parity import Run, collect, initialize, train
 
 BOTH = {2: ["cpu, half, apart", "nvme, pipelined, apart"], 3: ["both nvme", "both nvme, some kept, apart"]}
 
 
 def make(run: Run, blocks: dict[str, Any], **arguments: Any) -> Any:
     torch.manual_seed(3)
-    zero = {"stage": run.stage, **SMALL_MODEL, **blocks}
-    return initialize(CASES["odd_mlp"].build(), Run(**{**vars(run), "extra": {"zero_optimization": zero}}), **arguments)
+    return initialize(CASES["odd_mlp"].build(), Run(**{**vars(run), "extra": sections(run.stage, blocks)}), **arguments)
 
 
 def steps(engine: Any, run: Run, first: int) -> Any:

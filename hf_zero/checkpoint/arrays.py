@@ -26,7 +26,7 @@ class Arrays:
 
     def states(self, optimizer: ShardedOptimizer, segment: OwnedSegment) -> Mapping[str, Any]:
         """Optimizer states of a segment by name: rows of its length, and single numbers; empty before the first step."""
-        state: Mapping[str, Any] = optimizer.inner.state.get(segment.tensor, {})
+        state: Mapping[str, Any] = optimizer.state.get(segment.tensor, {})
         return state
 
     def place(self, optimizer: ShardedOptimizer, segment: OwnedSegment, state: str, dtype: torch.dtype, whole: bool) -> Row:
@@ -46,9 +46,9 @@ class Arrays:
 
     def install(self, optimizer: ShardedOptimizer, segment: OwnedSegment, states: Mapping[str, Any]) -> None:
         """Makes ``states``, rows from ``place`` and single numbers, the state of a segment; none when empty."""
-        optimizer.inner.state.pop(segment.tensor, None)
+        optimizer.state.pop(segment.tensor, None)
         if states:
-            optimizer.inner.state[segment.tensor] = dict(states)
+            optimizer.state[segment.tensor] = dict(states)
 
     def settle(self, optimizer: ShardedOptimizer) -> None:
         """After the last ``install``: the states go where they rest."""

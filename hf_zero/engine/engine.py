@@ -216,7 +216,7 @@ class Engine(nn.Module):
     def _begin_micro_step(self, factor: float = 1.0) -> None:
         """Decides whether the backward that begins completes an optimizer step, and what it reduces, times ``factor``."""
         boundary = self.accumulation.begin(self.runtime.forwards)
-        self.stepper.prepare()  # type: ignore[union-attr]
+        self.stepper.prepare(boundary)  # type: ignore[union-attr]
         reducer = self.stepper.reducer  # type: ignore[union-attr]
         deferred = self.accumulation.in_no_sync and self.policy.allows_deferral
         reducer.enabled = not (deferred or reducer.local) and (self.policy.reduces_each_micro_step or boundary)

@@ -135,7 +135,7 @@ def _state_parts(unit: Unit, key: str) -> list[tuple[OwnedSegment, torch.Tensor]
     optimizer = _training[unit].optimizer
     parts = []
     for segment in optimizer.segments_of(unit):
-        value = optimizer.inner.state.get(segment.tensor, {}).get(key)
+        value = optimizer.state.get(segment.tensor, {}).get(key)
         if not isinstance(value, torch.Tensor) or value.shape != segment.tensor.shape:
             return None
         parts.append((segment, value))

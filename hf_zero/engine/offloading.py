@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.engine.free_memory import free_bytes, ranks_on_this_host
 from hf_zero.errors import OffloadError
 from hf_zero.observe import warn_once
 from hf_zero.offload.budget import require_host_memory
@@ -16,7 +18,7 @@ from hf_zero.offload.buffers import HostMemory
 from hf_zero.offload.copies import CopyLane
 from hf_zero.offload.files import IoSettings, SwapFile, SwapFolder
 from hf_zero.offload.gradients import HostGradients
-from hf_zero.offload.residence import OffloadedResidence
+from hf_zero.offload.residence import OffloadedResidence, OverlapPolicy
 from hf_zero.offload.shards import FileHome, HostHome, ReturningHome
 from hf_zero.offload.states import BufferPlan, FileStates, HostStates
 from hf_zero.optim.lots import state_types
@@ -108,7 +110,7 @@ class Offloading:
             require_host_memory(need, lambda value: gather(value, "free host memory"), _REMEDY)
         if offloads_optimizer:
             self._left_numel = (1.0 - self._optimizer.ratio) * trained_numel
-            self._open_residence(types, share)
+            self._open_residence(types, share, self._overlap(sum(need.values())))
         if self._offloads_param:
             self._open_homes(-(-(trained_numel + frozen_numel) // world))
 
@@ -128,7 +130,8 @@ class Offloading:
             need["buffers of optimizer states"] = min(self._optimizer.buffer_count * largest * master, offloaded * states)
         if offloaded and self._apart:
             need["gradients"] = offloaded * 4
-            need["updated shards"] = 2 * largest * param
+            lasting = self._config.hf_zero.offload_overlap != "none"
+            need["updated shards"] = (offloaded if lasting else 2 * largest) * param
         if self._offloads_param and self._param.device == "cpu" and self._apart:
             need["parameters"] = (trained + frozen) * param
         if self._offloads_param and self._param.device == "nvme":
@@ -136,7 +139,21 @@ class Offloading:
             need["buffers of parameters"] = min(self._param.buffer_count * largest, trained + frozen) * param
         return need
 
-    def _open_residence(self, types: dict[str, torch.dtype], share: int) -> None:
+    def _overlap(self, need: int) -> OverlapPolicy:
+        """When units are updated; ``need``: bytes of host memory that this rank is about to allocate."""
+        wish = self._config.hf_zero.offload_overlap
+        ranks = ranks_on_this_host(self._collectives.world)
+        threads = None
+        if self._apart:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            threads = max(int(self._optimizer.cpuadam_cores_perc * cores / ranks), torch.get_num_threads())
+        if wish == "none" or (wish == "auto" and not self._apart):
+            return OverlapPolicy(threads=threads)
+        copies = wish != "forward" and self._optimizer.device == "cpu"
+        free = free_bytes(torch.device("cpu"), ranks) if copies else None
+        return OverlapPolicy(forward=True, spare_bytes=max(0, (free or 0) - need) // 2, threads=threads)
+
+    def _open_residence(self, types: dict[str, torch.dtype], share: int, overlap: OverlapPolicy) -> None:
         section, zero = self._optimizer, self._config.zero_optimization
         memory = HostMemory(self._device, section.pin_memory)
         states: HostStates
@@ -147,10 +164,13 @@ class Offloading:
             states = FileStates(folder, file, memory, plan, types, self._apart)
         else:
             states = HostStates(memory, self._apart)
-        self.residence = OffloadedResidence(states, self._precision.accumulation_dtype)
+        self.residence = OffloadedResidence(states, self._precision.accumulation_dtype, overlap, memory)
+        listener = self.residence.arrived if overlap.spare_bytes else None
         if self._apart:
-            self._gradients = HostGradients(memory, self._device, self._outward)
-            self._returning = ReturningHome(memory, self._inward)
+            self._gradients = HostGradients(memory, self._device, self._outward, listener)
+            self._returning = ReturningHome(memory, self._inward, lasting=overlap.forward)
+        elif listener is not None:
+            self._gradients = GradientPlace(listener)
 
     def _open_homes(self, share: int) -> None:
         section = self._param

@@ -26,7 +26,7 @@ class OneBitStepper(Stepper):
     than the norm of the average. It is one number on all ranks, so that clipping scales the average as a whole.
     """
 
-    def prepare(self) -> None:
+    def prepare(self, boundary: bool) -> None:
         """Before a backward: whether its gradients stay local."""
         self.reducer.keep_local(self._compresses)
 

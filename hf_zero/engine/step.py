@@ -65,8 +65,9 @@ class Stepper:
         # Both in the model's order; the reducer's own order is the model's too.
         self._gradients = {id(entry.unit): entry for entry in reducer.gradients}
 
-    def prepare(self) -> None:
-        """Called before each backward."""
+    def prepare(self, boundary: bool) -> None:
+        """Called before each backward; ``boundary``: its gradients complete an optimizer step."""
+        self.optimizer.residence.expect(self.optimizer, self.scaler.scale if boundary else None)
 
     def norm_of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """Norm of all gradients together, with loss scale; 0-dim, the same on every rank. Collective."""

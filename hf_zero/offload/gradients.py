@@ -6,7 +6,7 @@ import torch
 
 from hf_zero.offload.buffers import HostMemory
 from hf_zero.offload.copies import CopyLane, Mark
-from hf_zero.sharding.gradients import GradientPlace
+from hf_zero.sharding.gradients import GradientPlace, Listener
 from hf_zero.sharding.unit import Unit
 
 
@@ -21,9 +21,17 @@ class HostGradients(GradientPlace):
         memory: Of the buffers.
         device: The training device.
         outward: Copies to the host.
+        listener: As in ``GradientPlace``.
     """
 
-    def __init__(self, memory: HostMemory, device: torch.device, outward: CopyLane) -> None:
+    def __init__(
+        self,
+        memory: HostMemory,
+        device: torch.device,
+        outward: CopyLane,
+        listener: Listener | None = None,
+    ) -> None:
+        super().__init__(listener)
         self._memory = memory
         self._device = device
         self._outward = outward
@@ -31,6 +39,7 @@ class HostGradients(GradientPlace):
         self._marks: dict[int, Mark] = {}
 
     def add(self, unit: Unit, total: torch.Tensor | None, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        unit.settle()  # the last update reads the buffer
         with self._outward.entered():
             self._outward.use(received)
             if total is not None:
@@ -50,9 +59,10 @@ class HostGradients(GradientPlace):
         return known[: numel * dtype.itemsize].view(dtype)
 
     def zeros(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
+        unit.settle()
         return self._buffer(unit, dtype).zero_()
 
     def settle(self, unit: Unit) -> None:
-        mark = self._marks.pop(id(unit), None)
+        mark = self._marks.get(id(unit))
         if mark is not None:
             mark.wait()

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import torch
 
-from hf_zero.observe import note
+from hf_zero.offload.buffers import HostMemory
+from hf_zero.offload.speculation import Spares, Speculator
 from hf_zero.offload.states import HostStates, Lot
+from hf_zero.offload.updates import Underway, UnitUpdate, UpdateThread, Work
+from hf_zero.ops.host_optimizer import HostOptimizer
 from hf_zero.optim.lots import LotStepper
 from hf_zero.optim.residence import Residence, as_gradient, move_to_huge_pages, scale_
 from hf_zero.optim.sharded import OwnedSegment, ShardedOptimizer
 from hf_zero.sharding.layout import Range
-from hf_zero.sharding.unit import Unit
+from hf_zero.sharding.unit import Unit, UnitState
+
+
+@dataclass(frozen=True)
+class OverlapPolicy:
+    """When units are updated; what is computed is the same.
+
+    Attributes:
+        forward: Updates of units that are not gathered go on after ``step``, while the next forward runs.
+        spare_bytes: Host memory for steps on copies during backward; 0 for none.
+        threads: The most threads of a native pass; None is torch's number.
+    """
+
+    forward: bool = False
+    spare_bytes: int = 0
+    threads: int | None = None
 
 
 class OffloadedResidence(Residence):
@@ -21,14 +41,21 @@ class OffloadedResidence(Residence):
     Args:
         states: Where the offloaded ones rest.
         accumulation_dtype: Type of gradients.
+        policy: When units are updated.
+        memory: For copies of states.
     """
 
-    def __init__(self, states: HostStates, accumulation_dtype: torch.dtype) -> None:
+    def __init__(self, states: HostStates, accumulation_dtype: torch.dtype, policy: OverlapPolicy, memory: HostMemory) -> None:
         self.states = states
+        self.policy = policy
         self._offloaded: set[int] = set()  # ids of units
         self._accumulation_dtype = accumulation_dtype
-        self._lots: list[Lot] | None = None
-        self._outgoing: torch.Tensor | None = None  # where the new shard of the unit that is being updated goes
+        self._lots: dict[int, list[Lot]] | None = None  # by id of the unit
+        self._thread = UpdateThread()
+        self._spares = Spares(memory, policy.spare_bytes)
+        self._speculator = Speculator(self._thread, self._spares) if policy.spare_bytes else None
+        self._underway: list[Unit] = []
+        self._last: Future[None] | None = None
 
     def take(self, unit: Unit) -> None:
         """Moves the master of a new unit to where it rests."""
@@ -42,21 +69,89 @@ class OffloadedResidence(Residence):
     def ranges(self, unit: Unit) -> Sequence[Range]:
         return self.states.ranges(unit) if self.holds(unit) else super().ranges(unit)
 
+    # -- updates ------------------------------------------------------------------------------------------------------
+
+    def expect(self, optimizer: ShardedOptimizer, scale: float | None) -> None:
+        if self._speculator is not None:
+            steps = scale is not None and self._overlaps(optimizer)
+            self._speculator.expect(optimizer, self._stepper(optimizer) if steps else None, scale or 1.0)
+
+    def arrived(self, unit: Unit, grad: torch.Tensor, settle: Callable[[Unit], None]) -> None:
+        """``unit``'s gradient is reduced; a ``Listener``."""
+        if self._speculator is not None:
+            self._speculator.arrived(unit, grad, settle)
+
+    def _stepper(self, optimizer: ShardedOptimizer) -> LotStepper:
+        return LotStepper(optimizer.inner, self._accumulation_dtype, self.policy.threads)
+
+    def _overlaps(self, optimizer: ShardedOptimizer) -> bool:
+        """Whether updates may run in the other thread: only those that change nothing but tensors of their own unit."""
+        inner = optimizer.inner
+        return (
+            self.policy.forward
+            and isinstance(inner, HostOptimizer)
+            and bool(inner.state)  # the first step makes it
+            and not any(isinstance(value, torch.Tensor) for group in inner.param_groups for name, value in group.items())
+            and all(unit.home.lasting for unit in optimizer.units)
+        )
+
     def update(self, optimizer: ShardedOptimizer, grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+        self.settle()
         by_unit = {id(unit): grad for unit, grad in zip(optimizer.units, grads, strict=True)}
-        stepper, fresh = LotStepper(optimizer.inner, self._accumulation_dtype), not optimizer.inner.state
+        stepper, fresh = self._stepper(optimizer), not optimizer.inner.state
         self._update_device(optimizer, stepper, by_unit, factor)
-        value = float(factor)
-        lots = self.lots(optimizer)
-        for position, lot in enumerate(lots):
-            upcoming = lots[position + 1] if position + 1 < len(lots) else None
-            self._update_lot(optimizer, stepper, lot, upcoming, by_unit[id(lot.unit)], value)
+        updates = self._updates(optimizer, stepper, by_unit, float(factor))
+        if self._overlaps(optimizer):
+            self._start(updates)
+            return
+        for update in updates:
+            update.begin()
+            update.run()
+            update.finish()
         self.states.settle()
         stepper.finish()
         if fresh and self.states.tier == "host":
             move_to_huge_pages(optimizer)
         for unit in optimizer.units:
             unit.home.flush()
+
+    def _updates(
+        self, optimizer: ShardedOptimizer, stepper: LotStepper, by_unit: Mapping[int, torch.Tensor], factor: float
+    ) -> list[UnitUpdate]:
+        """In the order of forward, but first those of gathered units, for which ``step`` waits."""
+        by_id = self._lots_by_unit(optimizer)
+        units = [unit for unit in optimizer.units if id(unit) in by_id]
+        units.sort(key=lambda unit: unit.state is UnitState.SHARDED)  # stable
+        lots = [lot for unit in units for lot in by_id[id(unit)]]
+        behind = {id(lot): upcoming for lot, upcoming in zip(lots, [*lots[1:], None], strict=True)}
+        return [
+            UnitUpdate(
+                unit, [(lot, behind[id(lot)]) for lot in by_id[id(unit)]], by_unit[id(unit)], factor, optimizer, stepper, self.states
+            )
+            for unit in units
+        ]
+
+    def _start(self, updates: Sequence[UnitUpdate]) -> None:
+        """Hands the updates to the other thread."""
+        for update in updates:
+            work: Work = (self._speculator.take(update) if self._speculator is not None else None) or update
+            work.begin()
+            update.unit.expect(Underway(self._thread.submit(work.run), work.finish))
+        self._underway = [update.unit for update in updates]
+        self._last = self._thread.submit(self.states.settle)
+
+    def settle(self) -> None:
+        for unit in self._underway:
+            unit.settle()
+        last, self._underway, self._last = self._last, [], None
+        if last is not None:
+            last.result()
+
+    def publish(self, unit: Unit) -> None:
+        if not self.holds(unit):
+            unit.publish()
+        elif unit.state is UnitState.GATHERED:
+            unit.settle()
 
     def _update_device(
         self, optimizer: ShardedOptimizer, stepper: LotStepper, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor
@@ -66,38 +161,21 @@ class OffloadedResidence(Residence):
             scale_([by_unit[id(unit)] for unit in optimizer.units if not self.holds(unit)], factor)
             stepper.step(segments, [as_gradient(by_unit[id(segment.unit)], segment) for segment in segments])
 
-    def _update_lot(
-        self, optimizer: ShardedOptimizer, stepper: LotStepper, lot: Lot, upcoming: Lot | None, grad: torch.Tensor, factor: float
-    ) -> None:
-        unit = lot.unit
-        if lot.range.start == 0:
-            note("update", unit.name)
-            self._outgoing = unit.home.outgoing(unit) if unit.master is not unit.shard else None
-        self.states.open(optimizer, lot)
-        if upcoming is not None:
-            self.states.prepare(upcoming)
-        grads = [grad[segment.range.start : segment.range.stop] for segment in lot.segments]
-        lows = [None if self._outgoing is None else self._outgoing[segment.range.start : segment.range.stop] for segment in lot.segments]
-        stepper.step(lot.segments, grads, factor, lows)
-        self.states.close(optimizer, lot)
-        if self._outgoing is not None:
-            _zero_gaps(self._outgoing, lot)
-            if lot.range.stop == unit.layout.shard_numel:
-                unit.home.send(unit)
-
-    def lots(self, optimizer: ShardedOptimizer) -> list[Lot]:
-        """What is updated at a time, in the order of forward; units without a segment on this rank are left out."""
+    def _lots_by_unit(self, optimizer: ShardedOptimizer) -> dict[int, list[Lot]]:
+        """What is updated at a time, by id of the unit in the order of forward; units without a segment on this rank are left out."""
         if self._lots is None:
-            self._lots = []
+            self._lots = {}
             for unit in optimizer.units:
                 segments = optimizer.segments_of(unit) if self.holds(unit) else []
                 if segments:
-                    self._lots += [_lot(unit, part, segments) for part in self.ranges(unit)]
+                    self._lots[id(unit)] = [_lot(unit, part, segments) for part in self.ranges(unit)]
         return self._lots
 
-    def publish(self, unit: Unit) -> None:
-        if not self.holds(unit):
-            unit.publish()
+    def lots(self, optimizer: ShardedOptimizer) -> list[Lot]:
+        """What is updated at a time, in the order of forward."""
+        return [lot for lots in self._lots_by_unit(optimizer).values() for lot in lots]
+
+    # -- state from outside -------------------------------------------------------------------------------------------
 
     def new_state(self, segment: OwnedSegment, name: str, dtype: torch.dtype) -> torch.Tensor:
         return self.states.new_state(segment, name, dtype) if self.holds(segment.unit) else super().new_state(segment, name, dtype)
@@ -106,20 +184,15 @@ class OffloadedResidence(Residence):
         self.states.adopt(optimizer, self.lots(optimizer))
 
     def tiers(self, optimizer: ShardedOptimizer) -> Mapping[str, int]:
-        return {self.states.tier: self.states.nbytes(optimizer, self.lots(optimizer))}
+        return {self.states.tier: self.states.nbytes(optimizer, self.lots(optimizer)) + self._spares.nbytes}
 
     def close(self) -> None:
+        self.settle()
+        if self._speculator is not None:
+            self._speculator.forget()
+        self._thread.close()
         self._lots = None
         self.states.close_all()
-
-
-def _zero_gaps(flat: torch.Tensor, lot: Lot) -> None:
-    """Zeroes what of ``lot`` lies in no segment; a buffer may hold anything there."""
-    end = lot.range.start
-    for segment in sorted(lot.segments, key=lambda segment: segment.range.start):
-        flat[end : segment.range.start].zero_()
-        end = segment.range.stop
-    flat[end : lot.range.stop].zero_()
 
 
 def _lot(unit: Unit, part: Range, segments: Sequence[OwnedSegment]) -> Lot:

@@ -82,29 +82,37 @@ class _Frames:
 
 
 class ReturningHome(ShardHome):
-    """Shards stay on the device, but are updated on the host: new values go through two buffers in turn.
+    """Shards stay on the device, but are updated on the host: new values go through buffers.
 
     Args:
         memory: Of the buffers.
         lane: Copies to the device.
+        lasting: One buffer per unit; else two for all, in turn.
     """
 
-    def __init__(self, memory: HostMemory, lane: CopyLane) -> None:
+    def __init__(self, memory: HostMemory, lane: CopyLane, lasting: bool = False) -> None:
+        self.lasting = lasting
         self._lane = lane
-        self._frames = _Frames(memory, 2)
+        self._memory = memory
+        self._shared = _Frames(memory, 2)
+        self._own: dict[int, _Frames] = {}  # by id of the unit
+
+    def _frames(self, unit: Unit) -> _Frames:
+        return self._own.setdefault(id(unit), _Frames(self._memory, 1)) if self.lasting else self._shared
 
     def outgoing(self, unit: Unit) -> torch.Tensor:
-        return self._frames.take(unit).view(unit)
+        return self._frames(unit).take(unit).view(unit)
 
     def send(self, unit: Unit) -> None:
-        frame = self._frames.holding(unit)
+        frame = self._frames(unit).holding(unit)
         assert frame is not None
         frame.mark = self._lane.copy(unit.shard, frame.view(unit))
         # Whatever the device does next may read the shard.
         frame.mark.order()
 
     def close(self) -> None:
-        self._frames.free()
+        for frames in (self._shared, *self._own.values()):
+            frames.free()
 
 
 class HostHome(ShardHome):
@@ -177,6 +185,7 @@ class FileHome(ShardHome):
     """
 
     releasable = True
+    lasting = False
 
     def __init__(self, folder: SwapFolder, file: SwapFile, memory: HostMemory, lane: CopyLane, count: int) -> None:
         self.file = file

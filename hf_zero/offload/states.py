@@ -64,8 +64,11 @@ class HostStates:
     def close(self, optimizer: ShardedOptimizer, lot: Lot) -> None:
         """``lot`` is updated: takes it back."""
 
+    def flush(self) -> None:
+        """Waits for what is being written: masters and states can be read."""
+
     def settle(self) -> None:
-        """Waits for what is under way."""
+        """Waits for all that is under way."""
 
     def new_state(self, segment: OwnedSegment, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Zeros of the segment's shape for its state ``name``, where such states rest."""
@@ -296,6 +299,11 @@ class FileStates(HostStates):
             slot.zero_()  # gaps between segments
             frame.loaded.add(name)
         _part(frame.view(name, lot.range.numel, region.dtype), segment, lot).copy_(value)
+
+    def flush(self) -> None:
+        for frame in self._frames:
+            if frame.lot is None:
+                frame.settle()
 
     def settle(self) -> None:
         for frame in self._frames:

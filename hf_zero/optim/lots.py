@@ -27,12 +27,18 @@ class LotStepper:
     Args:
         optimizer: The inner optimizer.
         accumulation_dtype: Type in which gradients are multiplied.
+        threads: The most threads that a native pass uses; None is torch's number.
+
+    Attributes:
+        values: What the groups said at construction.
+        threads: As given.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, accumulation_dtype: torch.dtype) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, accumulation_dtype: torch.dtype, threads: int | None = None) -> None:
         self._optimizer = optimizer
         self._accumulation_dtype = accumulation_dtype
-        self._values = [_values(group) for group in optimizer.param_groups]
+        self.threads = threads or torch.get_num_threads()
+        self.values = [_values(group) for group in optimizer.param_groups]
         self._after: list[dict[str, Any]] = []
 
     @torch.no_grad()
@@ -51,20 +57,16 @@ class LotStepper:
             factor: What gradients are multiplied with first.
             lows: For each where its new value goes as well, in another type; None for nowhere.
         """
-        groups = [{**values, "params": []} for values in self._values]
+        groups = [{**values, "params": []} for values in self.values]
         for segment in segments:
             groups[segment.group]["params"].append(segment.tensor)
         other = twin(self._optimizer, groups)
         targets = list(lows or [None] * len(segments))
         if isinstance(other, HostOptimizer):
-            fused = [low if low is not None and low.dtype in _LOW_TYPES else None for low in targets]
-            other.update([segment.tensor for segment in segments], grads, fused, factor)
-            targets = [None if done is not None else low for done, low in zip(fused, targets, strict=True)]
+            update_with_lows(other, [segment.tensor for segment in segments], grads, targets, factor, self.threads)
         else:
             self._step(other, segments, grads, factor)
-        for segment, low in zip(segments, targets, strict=True):
-            if low is not None:
-                low.copy_(segment.tensor)
+            _copy_to([segment.tensor for segment in segments], targets)
         self._after = groups
 
     def _step(self, other: torch.optim.Optimizer, segments: Sequence[OwnedSegment], grads: Sequence[torch.Tensor], factor: float) -> None:
@@ -80,8 +82,28 @@ class LotStepper:
 
     def finish(self) -> None:
         """Gives the optimizer's groups the values that its own step has changed."""
-        for group, before, after in zip(self._optimizer.param_groups, self._values, self._after, strict=False):
+        for group, before, after in zip(self._optimizer.param_groups, self.values, self._after, strict=False):
             group.update({key: value for key, value in _values(after).items() if value is not before.get(key)})
+
+
+def update_with_lows(
+    optimizer: HostOptimizer,
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    lows: Sequence[torch.Tensor | None],
+    factor: float,
+    threads: int,
+) -> None:
+    """``optimizer.update`` that writes to ``lows`` of any type: 16-bit ones in the same pass, others behind it."""
+    fused = [low if low is not None and low.dtype in _LOW_TYPES else None for low in lows]
+    optimizer.update(params, grads, fused, factor, threads)
+    _copy_to(params, [None if done is not None else low for done, low in zip(fused, lows, strict=True)])
+
+
+def _copy_to(params: Sequence[torch.Tensor], lows: Sequence[torch.Tensor | None]) -> None:
+    for param, low in zip(params, lows, strict=True):
+        if low is not None:
+            low.copy_(param)
 
 
 def _values(group: dict[str, Any]) -> dict[str, Any]:

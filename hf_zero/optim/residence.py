@@ -41,8 +41,14 @@ class Residence:
         for segment in optimizer.segments:
             segment.tensor.grad = None
 
+    def expect(self, optimizer: ShardedOptimizer, scale: float | None) -> None:
+        """A backward begins whose gradients complete a step and carry the loss scale ``scale``; None: another backward follows it."""
+
+    def settle(self) -> None:
+        """Waits for updates that are still under way, of all units."""
+
     def publish(self, unit: Unit) -> None:
-        """Brings ``unit``'s updated masters into its shard; local."""
+        """Brings ``unit``'s updated masters into its shard; local. One that is not gathered may still be updated when this returns."""
         unit.publish()
 
     def new_state(self, segment: OwnedSegment, name: str, dtype: torch.dtype) -> torch.Tensor:

@@ -113,7 +113,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def dismiss(self) -> None:
         """Frees state and segments; the groups stay, empty."""
         self.connect(None, None)
-        self.inner.state.clear()
+        self.state.clear()
         self.residence.close()
         self.segments, self.units = [], []
         self._segments_of.clear()
@@ -154,7 +154,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The inner optimizer's state, by segment."""
+        """The inner optimizer's state, by segment; waits for an update that is under way."""
+        self.residence.settle()
         return self.inner.state
 
     @property
@@ -196,10 +197,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """This rank's part of the state; checkpoints are written by ``save_checkpoint``, which any number of ranks can read."""
+        self.residence.settle()
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Takes back what ``state_dict`` of the same rank and world size gave."""
+        self.residence.settle()
         tensors = [group["params"] for group in self.inner.param_groups]
         self.inner.load_state_dict(state_dict)
         for group, params in zip(self.inner.param_groups, tensors, strict=True):

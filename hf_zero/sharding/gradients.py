@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -58,8 +59,19 @@ class BufferPool:
         self._free.clear()
 
 
+# Gets the unit, its gradient so far, and what waits until that can be read, from any thread.
+Listener = Callable[[Unit, torch.Tensor, Callable[[Unit], None]], None]
+
+
 class GradientPlace:
-    """Where reduced gradients are summed over micro-steps: here, where they arrive. Offload sums them for the host."""
+    """Where reduced gradients are summed over micro-steps: here, where they arrive. Offload sums them for the host.
+
+    Args:
+        listener: Told of each new sum.
+    """
+
+    def __init__(self, listener: Listener | None = None) -> None:
+        self.listener = listener
 
     def add(self, unit: Unit, total: torch.Tensor | None, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The sum of ``total`` and ``received``, both (shard_numel,), in ``dtype`` or, for the first, what it arrived in."""
@@ -70,7 +82,7 @@ class GradientPlace:
         return torch.zeros(unit.layout.shard_numel, dtype=dtype, device=unit.collectives.topology.device)
 
     def settle(self, unit: Unit) -> None:
-        """Waits until the sum can be read."""
+        """Waits until the sum can be read; from any thread."""
 
 
 class UnitGradients:
@@ -208,6 +220,8 @@ class UnitGradients:
         if self._policy.post_scale != 1.0:
             received.mul_(self._policy.post_scale)
         self.shard = self.place.add(self.unit, self.shard, received, self._policy.accumulation_dtype)
+        if self.place.listener is not None:
+            self.place.listener(self.unit, self.shard, self.place.settle)
 
     def reduced(self) -> torch.Tensor:
         """The reduced gradient of this rank's shard, (shard_numel,); zeros if no backward reached the unit.

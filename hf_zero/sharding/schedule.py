@@ -75,6 +75,11 @@ class Block:
         """Whether all units are whole now."""
         return all(unit.state is UnitState.GATHERED for unit in self.units)
 
+    @property
+    def settled(self) -> bool:
+        """Whether a gather would not wait for an update that is under way."""
+        return all(unit.settled for unit in self.units)
+
     def start_gather(self) -> None:
         """Starts the all-gathers; collective."""
         for unit in self.units:
@@ -292,6 +297,8 @@ class GatherSchedule:
                 if (not first and ahead > self.limits.prefetch_bucket_size) or live + ahead > self.limits.max_live_parameters:
                     return
                 if first and self._in_flight():
+                    return
+                if not block.settled:  # what is needed now must not wait for what comes next
                     return
             self._advance(self._cursor)
 

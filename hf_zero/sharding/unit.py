@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -42,6 +42,16 @@ STATUS = {
     UnitState.GATHERING: ParamStatus.INFLIGHT,
     UnitState.GATHERED: ParamStatus.AVAILABLE,
 }
+
+
+class Arriving(Protocol):
+    """New values of a shard and its master that another thread may still be computing."""
+
+    def ready(self) -> bool:
+        """Whether ``wait`` would return at once."""
+
+    def wait(self) -> None:
+        """Blocks until shard and master hold the new values."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +100,14 @@ class Unit:
         self.releasable = spec.releasable
         self.trainable = any(slot.group != FROZEN for slot in layout.slots)
         self.state = UnitState.GATHERED
-        self.master: torch.Tensor | None = None
+        self._master: torch.Tensor | None = None
+        self._arriving: Arriving | None = None
         self._whole = WholeBuffer(layout, buffer)  # emptied while SHARDED, by release() only
         self._whole.show(self.params)
         own = buffer[self.owned.start : self.owned.stop]
         self.home = spec.home
-        self.shard = host_memory.empty(own.numel(), own.dtype, own.device).copy_(own) if self.releasable else own
-        self.shard = spec.home.rest(self, self.shard)
+        self._shard = host_memory.empty(own.numel(), own.dtype, own.device).copy_(own) if self.releasable else own
+        self._shard = spec.home.rest(self, self._shard)
         self._pending: Pending | None = None
         self._pins: list[int | None] = []  # one entry per holder: the rank whose changes it will broadcast, or None
 
@@ -126,6 +137,47 @@ class Unit:
         """Bytes that gathering it now would allocate."""
         return self._whole.nbytes if self.state is UnitState.SHARDED else 0
 
+    # -- an update that is under way ----------------------------------------------------------------------------------
+
+    def expect(self, values: Arriving) -> None:
+        """Whoever reads shard or master from now on waits for ``values`` first.
+
+        [Note: updates under way] An offloaded unit may still be updated when ``step`` has returned. Nobody sees half of it: a gather, a
+        checkpoint and everything else come to the values through ``shard`` and ``master``, which wait for this unit alone.
+        """
+        self._arriving = values
+
+    def settle(self) -> None:
+        """Waits for the update that is under way, if there is one."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            arriving.wait()
+
+    @property
+    def settled(self) -> bool:
+        """Whether shard and master can be read at once."""
+        return self._arriving is None or self._arriving.ready()
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's part, (shard_numel,), where it rests."""
+        self.settle()
+        return self._shard
+
+    @shard.setter
+    def shard(self, value: torch.Tensor) -> None:
+        self._shard = value
+
+    @property
+    def master(self) -> torch.Tensor | None:
+        """The fp32 copy that the optimizer updates, (shard_numel,); None where nothing is trained."""
+        self.settle()
+        return self._master
+
+    @master.setter
+    def master(self, value: torch.Tensor | None) -> None:
+        self._master = value
+
     # -- gather and release -------------------------------------------------------------------------------------------
 
     def start_gather(self) -> None:
@@ -137,6 +189,7 @@ class Unit:
         self._enter(UnitState.GATHERING)
 
     def _all_gather(self) -> Pending:
+        self.settle()
         own = self._whole.flat[self.owned.start : self.owned.stop]
         with self.home.bringing(self, own) as source:
             pending = self.collectives.all_gather(self._whole.flat, source, self.name)
@@ -236,6 +289,7 @@ class Unit:
 
     def drop_master(self) -> None:
         """Frees the master; the unit is not trained any more."""
+        self.settle()
         self.master = None
 
     def take_full(self) -> None:

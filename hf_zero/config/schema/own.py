@@ -17,3 +17,9 @@ class OwnSettings(Section):
         "Stage 3: gather the whole model once around each generate(); auto does it where it fits into 60 % of the free memory of every "
         "rank, false gathers block by block for every token",
     )
+    offload_overlap: Annotated[Literal["auto", "none", "forward", "full"], BeforeValidator(lower_choice)] = used(
+        "auto",
+        "With offload_optimizer, when native optimizers (hf_zero.ops) update on the host: none inside step(); forward also while the next "
+        "forward runs (stage 3); full also during backward, on a second copy of the states as far as it fits into half of the free host "
+        "memory; auto is full where the training device has memory of its own, else none. The numbers are the same",
+    )

@@ -86,10 +86,10 @@ class OffloadOptimizer(Section):
     super_offload: Bool = accepted(
         False, "Speculative host update in a separate process", "updates run on the host unit by unit, without a second process"
     )
-    cpuadam_cores_perc: Share = accepted(
+    cpuadam_cores_perc: Share = part(
         0.8,
-        "Share of host cores for the optimizer process",
-        "there is no such process; an update uses the threads of OMP_NUM_THREADS",
+        "Share of the host's cores, divided by its ranks, that updates use beside a device; at least OMP_NUM_THREADS, which is all that "
+        "counts where the host trains itself",
     )
 
 

@@ -1,0 +1,313 @@
+"""Steps taken during backward, on copies, before anybody knows whether they are the ones that ``step`` will ask for."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from hf_zero.native.slices import for_slices
+from hf_zero.observe import span
+from hf_zero.offload.buffers import HostMemory
+from hf_zero.offload.states import Lot
+from hf_zero.offload.updates import UnitUpdate, UpdateThread, zero_gaps
+from hf_zero.optim.lots import LotStepper, twin, update_with_lows
+from hf_zero.optim.sharded import OwnedSegment, ShardedOptimizer
+from hf_zero.sharding.layout import Range
+from hf_zero.sharding.unit import Unit
+
+
+class Spares:
+    """Host memory for the second copies of states, used again and again, up to a limit.
+
+    Attributes:
+        nbytes: Bytes allocated so far.
+
+    Args:
+        memory: Where it comes from.
+        most_bytes: The limit.
+    """
+
+    def __init__(self, memory: HostMemory, most_bytes: int) -> None:
+        self._memory = memory
+        self._most_bytes = most_bytes
+        self.nbytes = 0
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+
+    def take(self, wanted: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """A tensor like each of ``wanted``, 1D, with any content; None when the limit is reached."""
+        found: list[torch.Tensor] = []
+        for like in wanted:
+            free = self._free.get((like.numel(), like.dtype))
+            if free:
+                found.append(free.pop())
+            elif self.nbytes + like.nbytes <= self._most_bytes:
+                self.nbytes += like.nbytes
+                found.append(self._memory.empty(like.numel(), like.dtype))
+            else:
+                self.give(found)
+                return None
+        return found
+
+    def give(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Takes back what nobody reads any more."""
+        for tensor in tensors:
+            self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
+
+
+@dataclass
+class _Shadow:
+    """The copy of one segment that is stepped in its place."""
+
+    segment: OwnedSegment
+    tensor: torch.Tensor
+    present: dict[str, Any]  # states of the segment
+    state: dict[str, Any]  # of the copy: spare tensors, and clones of single numbers
+
+    def fill(self, threads: int) -> None:
+        """Copies the states."""
+        for name, value in self.present.items():
+            if value.ndim:
+                _copy(self.state[name], value, threads)
+            else:
+                self.state[name] = value.clone()
+
+    def install(self) -> list[torch.Tensor]:
+        """Makes the copy the segment's state; returns the memory of the old one."""
+        old = []
+        for name, value in self.present.items():
+            if value.ndim:
+                old.append(value.data)
+                value.data = self.state[name].data
+            else:
+                value.copy_(self.state[name])
+        return old
+
+
+@dataclass
+class Speculation:
+    """One unit's step on copies of its master and moments; ``begin``, ``run`` and ``finish`` make them the real ones.
+
+    [Note: speculative steps] During the backward that completes an optimizer step a unit is stepped as soon as its gradient is on the
+    host, as if nothing would be clipped or overflow. The present values stay untouched, so nothing has to be computed backwards: ``step``
+    compares what the copies were made from and with (values, gradient, factor, learning rate) with what it is about to use, and
+    either exchanges the memory of the two or forgets the copies and updates as usual. A gradient that was clipped, changed by hand,
+    dropped by ``zero_grad`` or completed by another backward fails that comparison like any other change. Both ways do the same
+    arithmetic on the same numbers.
+
+    Attributes:
+        unit: The unit.
+        grad: Its gradient on the host.
+        factor: What the gradient is multiplied with first.
+        values: Hyper-parameters by group.
+        master: (shard_numel,) copy.
+        low: (shard_numel,): takes the new shard; None where the master is the shard.
+        own_low: ``low`` is a spare, not what the unit's home has for new shards.
+        shadows: The copies of its segments.
+        threads: The most threads to use.
+        future: The step.
+    """
+
+    unit: Unit
+    optimizer: torch.optim.Optimizer
+    grad: torch.Tensor
+    factor: float
+    values: list[dict[str, Any]]
+    master: torch.Tensor
+    low: torch.Tensor | None
+    own_low: bool
+    shadows: list[_Shadow]
+    threads: int
+    spares: Spares
+    future: Future[None] | None = None
+    _read: list[tuple[torch.Tensor, int]] = field(init=False)  # what it is computed from, and its version
+    _target: torch.Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        assert self.unit.master is not None
+        states = [value for shadow in self.shadows for value in shadow.present.values()]
+        self._read = [(tensor, tensor._version) for tensor in (self.grad, self.unit.master, *states)]
+
+    def step(self, settle: Callable[[Unit], None]) -> None:
+        """Steps the copies; in the other thread.
+
+        Args:
+            settle: Waits until the gradient can be read.
+        """
+        with span("speculate", self.unit.name):
+            settle(self.unit)
+            _copy(self.master, self._read[1][0], self.threads)
+            groups: list[dict[str, Any]] = [{**values, "params": []} for values in self.values]
+            for shadow in self.shadows:
+                shadow.fill(self.threads)
+                groups[shadow.segment.group]["params"].append(shadow.tensor)
+            ranges = [shadow.segment.range for shadow in self.shadows]
+            other: Any = twin(self.optimizer, groups, {shadow.tensor: shadow.state for shadow in self.shadows})
+            update_with_lows(
+                other,
+                [shadow.tensor for shadow in self.shadows],
+                [self.grad[part.start : part.stop] for part in ranges],
+                [None if self.low is None else self.low[part.start : part.stop] for part in ranges],
+                self.factor,
+                self.threads,
+            )
+
+    def fits(self, update: UnitUpdate) -> bool:
+        """Whether it is what ``update`` would compute."""
+        states = self.optimizer.state
+        return (
+            update.grad is self.grad
+            and update.factor == self.factor
+            and update.stepper.values == self.values
+            and self.unit.master is self._read[1][0]
+            and all(tensor._version == version for tensor, version in self._read)
+            and all(
+                states[shadow.segment.tensor].keys() == shadow.present.keys()
+                and all(states[shadow.segment.tensor][name] is value for name, value in shadow.present.items())
+                for shadow in self.shadows
+            )
+        )
+
+    # -- as the unit's update
+
+    def begin(self) -> None:
+        self._target = None if self.low is None else self.unit.home.outgoing(self.unit)
+
+    def run(self) -> None:
+        assert self.future is not None
+        self.future.result()
+        if self.low is None:  # the master is the shard, which stays where it is
+            _copy(self._read[1][0], self.master, self.threads)
+        elif self._target is not None:
+            lot = Lot(self.unit, Range(0, self.unit.layout.shard_numel), tuple(shadow.segment for shadow in self.shadows))
+            zero_gaps(self.low, lot)
+            if self.own_low:
+                _copy(self._target, self.low, self.threads)
+
+    def finish(self) -> None:
+        unit, old = self.unit, [self.master]
+        if self.low is not None:
+            old = [self._read[1][0]]
+            unit.master = self.master
+            for shadow in self.shadows:
+                shadow.segment.tensor.data = shadow.tensor.data
+        for shadow in self.shadows:
+            old += shadow.install()
+        if self.low is not None and self._target is not None:
+            if self.own_low:
+                old.append(self.low)
+            unit.home.send(unit)
+        self.spares.give(old)
+
+    def spare_tensors(self) -> list[torch.Tensor]:
+        """What it holds of ``spares``."""
+        states = [value for shadow in self.shadows for value in shadow.state.values() if value.ndim]
+        return [self.master, *states, *([self.low] if self.own_low and self.low is not None else [])]
+
+
+class Speculator:
+    """Steps units during backward, as far as there is memory for their copies.
+
+    Args:
+        thread: Where they are stepped.
+        spares: Memory of the copies.
+    """
+
+    def __init__(self, thread: UpdateThread, spares: Spares) -> None:
+        self._thread = thread
+        self._spares = spares
+        self._stepper: LotStepper | None = None  # None: this backward completes no step
+        self._optimizer: ShardedOptimizer | None = None
+        self._factor = 1.0
+        self._speculations: dict[int, Speculation] = {}
+
+    def expect(self, optimizer: ShardedOptimizer, stepper: LotStepper | None, scale: float) -> None:
+        """A backward begins.
+
+        Args:
+            optimizer: Which steps after it.
+            stepper: Hyper-parameters of that step; None if another backward comes before it.
+            scale: Loss scale that the gradients carry.
+        """
+        self._optimizer, self._stepper = optimizer, stepper
+        self._factor = float(torch.ones(()) / scale)  # to the bit what the step divides by where nothing is clipped
+
+    def arrived(self, unit: Unit, grad: torch.Tensor, settle: Callable[[Unit], None]) -> None:
+        """``unit``'s gradient is reduced, and can be read after ``settle(unit)``."""
+        former = self._speculations.pop(id(unit), None)
+        if former is not None:
+            self._drop(former)
+        speculation = self._make(unit, grad)
+        if speculation is not None:
+            speculation.future = self._thread.submit(partial(speculation.step, settle))
+            self._speculations[id(unit)] = speculation
+
+    def _make(self, unit: Unit, grad: torch.Tensor) -> Speculation | None:
+        stepper, optimizer, master = self._stepper, self._optimizer, unit.master
+        if stepper is None or optimizer is None or master is None:
+            return None
+        segments = optimizer.segments_of(unit)
+        present = [optimizer.inner.state.get(segment.tensor) for segment in segments]
+        if not segments or not all(state and all(isinstance(value, torch.Tensor) for value in state.values()) for state in present):
+            return None
+        low = None if master is unit.shard else unit.home.outgoing(unit)
+        own_low = low is not None and low.data_ptr() == unit.shard.data_ptr()  # what backward reads: it must stay as it is
+        wide = [value for state in present for value in state.values() if value.ndim]
+        taken = self._spares.take([master, *wide, *([low] if own_low else [])])
+        if taken is None:
+            return None
+        if own_low:
+            low = taken.pop()
+        copy, rest = taken[0], iter(taken[1:])
+        shadows = [
+            _Shadow(
+                segment,
+                torch.nn.Parameter(copy[segment.range.start : segment.range.stop], requires_grad=False),
+                dict(state),
+                {name: next(rest) if value.ndim else value for name, value in state.items()},
+            )
+            for segment, state in zip(segments, present, strict=True)
+        ]
+        return Speculation(
+            unit, optimizer.inner, grad, self._factor, stepper.values, copy, low, own_low, shadows, stepper.threads, self._spares
+        )
+
+    def take(self, update: UnitUpdate) -> Speculation | None:
+        """The speculation that computes what ``update`` would, if there is one that has begun."""
+        speculation = self._speculations.pop(id(update.unit), None)
+        if speculation is None:
+            return None
+        assert speculation.future is not None
+        # One that waits its turn is worth nothing: in place the same takes less memory traffic.
+        if speculation.fits(update) and not speculation.future.cancel():
+            return speculation
+        self._drop(speculation)
+        return None
+
+    def forget(self) -> None:
+        """No step comes any more."""
+        for speculation in self._speculations.values():
+            self._drop(speculation)
+        self._speculations.clear()
+        self._stepper = None
+
+    def _drop(self, speculation: Speculation) -> None:
+        """Its memory may be used again at once: the one thread that writes to it takes whatever comes next after it."""
+        assert speculation.future is not None
+        speculation.future.cancel()
+        self._spares.give(speculation.spare_tensors())
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, threads: int) -> None:
+    """Copies contiguous memory; in slices, without Python's lock."""
+    size = source.element_size()
+
+    def work(start: int, stop: int) -> None:
+        ctypes.memmove(target.data_ptr() + start * size, source.data_ptr() + start * size, (stop - start) * size)
+
+    for_slices(source.numel(), threads, work)

@@ -1,0 +1,138 @@
+"""Updates of single units, and the thread that runs them beside the training loop."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from hf_zero.observe import span
+from hf_zero.offload.states import HostStates, Lot
+from hf_zero.optim.lots import LotStepper
+from hf_zero.optim.sharded import ShardedOptimizer
+from hf_zero.sharding.unit import Unit
+
+
+class Work(Protocol):
+    """An update in three parts: ``begin`` and ``finish`` belong to the training thread, ``run`` may happen in another."""
+
+    def begin(self) -> None:
+        """Reserves what ``run`` writes to."""
+
+    def run(self) -> None:
+        """Computes; touches neither devices nor the unit."""
+
+    def finish(self) -> None:
+        """Brings the new shard to where it rests."""
+
+
+@dataclass
+class UnitUpdate:
+    """The update of one unit in place.
+
+    Attributes:
+        unit: The unit.
+        lots: What it is cut into, each with the lot that follows it.
+        grad: (shard_numel,), in host memory.
+        factor: What the gradient is multiplied with first.
+        optimizer: Whose states they are.
+        stepper: Steps a lot.
+        states: Where masters and moments rest.
+    """
+
+    unit: Unit
+    lots: Sequence[tuple[Lot, Lot | None]]
+    grad: torch.Tensor
+    factor: float
+    optimizer: ShardedOptimizer
+    stepper: LotStepper
+    states: HostStates
+    _target: torch.Tensor | None = field(default=None, init=False)  # (shard_numel,): where the new shard goes; None: it is the master
+
+    def begin(self) -> None:
+        self._target = None if self.unit.master is self.unit.shard else self.unit.home.outgoing(self.unit)
+
+    def run(self) -> None:
+        with span("update", self.unit.name):
+            for lot, upcoming in self.lots:
+                self._step(lot, upcoming)
+            self.states.flush()
+
+    def _step(self, lot: Lot, upcoming: Lot | None) -> None:
+        target = self._target
+        self.states.open(self.optimizer, lot)
+        if upcoming is not None:
+            self.states.prepare(upcoming)
+        grads = [self.grad[segment.range.start : segment.range.stop] for segment in lot.segments]
+        lows = [None if target is None else target[segment.range.start : segment.range.stop] for segment in lot.segments]
+        self.stepper.step(lot.segments, grads, self.factor, lows)
+        self.states.close(self.optimizer, lot)
+        if target is not None:
+            zero_gaps(target, lot)
+
+    def finish(self) -> None:
+        if self._target is not None:
+            self.unit.home.send(self.unit)
+
+
+def zero_gaps(flat: torch.Tensor, lot: Lot) -> None:
+    """Zeroes what of ``lot`` lies in no segment; a buffer may hold anything there."""
+    end = lot.range.start
+    for segment in sorted(lot.segments, key=lambda segment: segment.range.start):
+        flat[end : segment.range.start].zero_()
+        end = segment.range.stop
+    flat[end : lot.range.stop].zero_()
+
+
+@dataclass(frozen=True)
+class Underway:
+    """What a unit waits for: its update in the other thread, and what the training thread has to do then."""
+
+    future: Future[None]
+    finish: Callable[[], None]
+
+    def ready(self) -> bool:
+        """Whether the other thread is done."""
+        return self.future.done()
+
+    def wait(self) -> None:
+        """Blocks until it is; raises what it raised."""
+        with span("await_update"):
+            self.future.result()
+        self.finish()
+
+
+class UpdateThread:
+    """One thread that runs updates in the order they were given.
+
+    The kernels cut a range for several threads themselves and give up Python's lock while they run; what this thread holds
+    the lock for is a few calls per unit.
+    """
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._process = 0
+        self._lock = threading.Lock()
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """Runs ``work`` after all that was given before."""
+        with self._lock:
+            if self._pool is None or self._process != os.getpid():  # a forked child has the object and no thread
+                self._pool, self._process = ThreadPoolExecutor(1, thread_name_prefix="hf_zero update"), os.getpid()
+            return self._pool.submit(_without_grad, work)
+
+    def close(self) -> None:
+        """Ends the thread after all that was given."""
+        if self._pool is not None and self._process == os.getpid():
+            self._pool.shutdown(wait=True)
+        self._pool = None
+
+
+def _without_grad(work: Callable[[], None]) -> None:
+    with torch.no_grad():  # the mode belongs to a thread
+        work()
