@@ -141,6 +141,7 @@ def test_native_kernels_are_used_where_they_are_there(name: str, kind: type, mon
     assert isinstance(build_optimizer(name, {}, make_params()), kind) is native_here
     assert not isinstance(build_optimizer(name, {"foreach": False}, make_params()), kind)
     assert not isinstance(build_optimizer(name, {}, make_params(), device_type="cuda"), kind)
+    assert isinstance(build_optimizer(name, {}, make_params(), device_type="cuda", offloaded=True), kind) is native_here
     monkeypatch.setenv("HF_ZERO_NATIVE", "0")
     assert not isinstance(build_optimizer(name, {}, make_params()), kind)
 

@@ -177,7 +177,9 @@ class EngineBuilder:
             raise ConfigError(f"optimizer is a {type(client).__name__}; a torch.optim.Optimizer or a function that makes one is allowed")
         elif self.config.optimizer is not None and self.config.optimizer.type and params:
             section = self.resolved.resolved.get("optimizer") or {}
-            inner = build_optimizer(self.config.optimizer.type, section.get("params"), params, device_type=self.topology.device.type)
+            offloaded = self.config.zero_optimization.offload_optimizer.device != "none"
+            kind, device_type = self.config.optimizer.type, self.topology.device.type
+            inner = build_optimizer(kind, section.get("params"), params, device_type=device_type, offloaded=offloaded)
         else:
             return None
         if not self.config.zero_allow_untested_optimizer or _needs_whole_tensors(inner):

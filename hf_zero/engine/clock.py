@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
 from hf_zero.observe import log_rank0
+from hf_zero.offload.budget import gib
 
 
 class Clock:
@@ -47,15 +48,22 @@ class Clock:
     def update_epoch_count(self) -> None:
         """Told by scripts (``engine.tput_timer``) when an epoch ends; nothing here is counted by epochs."""
 
-    def end_step(self, step: int, samples: int) -> None:
-        """Prints and forgets the phases of optimizer step ``step``."""
+    def end_step(self, step: int, samples: int, offloaded: Mapping[str, int]) -> None:
+        """Prints and forgets the phases of optimizer step ``step``.
+
+        Args:
+            step: Its number.
+            samples: Samples of all ranks that it saw.
+            offloaded: Bytes of this rank's offloaded state by where it rests.
+        """
         self._line_samples += samples
         if self.breakdown:
             parts = " | ".join(f"{name}: {1000 * seconds:.2f} ms" for name, seconds in self._seconds.items())
             log_rank0("step %d time | %s", step, parts)
             self._seconds = {}
         if self.memory:
-            log_rank0("step %d memory | %s", step, memory_line(self._device))
+            tiers = "".join(f", optimizer states on {tier} {gib(nbytes)}" for tier, nbytes in offloaded.items())
+            log_rank0("step %d memory | %s%s", step, memory_line(self._device), tiers)
 
     def samples_per_second(self) -> float:
         """Global samples per second since the last call."""

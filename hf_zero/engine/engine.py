@@ -269,7 +269,8 @@ class Engine(nn.Module):
 
     def _report(self, result: StepResult) -> None:
         progress = self.progress
-        self.clock.end_step(progress.global_steps, self.resolved.batch.total)
+        offloaded = self.optimizer.residence.tiers(self.optimizer) if self.clock.memory else {}
+        self.clock.end_step(progress.global_steps, self.resolved.batch.total, offloaded)
         every = self.settings.steps_per_print
         print_line = bool(every) and progress.global_steps % every == 0  # type: ignore[operator]
         if not (print_line or self.sinks):

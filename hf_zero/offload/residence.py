@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_zero.observe import logger
 from hf_zero.offload.buffers import HostMemory
 from hf_zero.offload.speculation import Spares, Speculator
 from hf_zero.offload.states import HostStates, Lot
@@ -141,9 +142,10 @@ class OffloadedResidence(Residence):
         self._last = self._thread.submit(self.states.settle)
 
     def settle(self) -> None:
-        for unit in self._underway:
+        units, self._underway = self._underway, []
+        last, self._last = self._last, None
+        for unit in units:
             unit.settle()
-        last, self._underway, self._last = self._last, [], None
         if last is not None:
             last.result()
 
@@ -187,7 +189,10 @@ class OffloadedResidence(Residence):
         return {self.states.tier: self.states.nbytes(optimizer, self.lots(optimizer)) + self._spares.nbytes}
 
     def close(self) -> None:
-        self.settle()
+        try:
+            self.settle()
+        except Exception as error:  # nobody needs the states any more, and an engine must go whatever has happened
+            logger.warning("an update that was under way has failed: %s", error)
         if self._speculator is not None:
             self._speculator.forget()
         self._thread.close()

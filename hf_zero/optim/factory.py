@@ -61,6 +61,7 @@ def build_optimizer(
     param_groups: Sequence[dict[str, Any]] | Sequence[Parameter],
     *,
     device_type: str = "cpu",
+    offloaded: bool = False,
 ) -> torch.optim.Optimizer:
     """Builds the optimizer that the ``optimizer`` section asks for.
 
@@ -74,6 +75,7 @@ def build_optimizer(
         param_groups: parameters, or group dicts whose own options win over ``params``.
         device_type: where the optimizer will run. Torch's fused kernels are used where they exist for it, else its
             foreach ones; ``fused`` and ``foreach`` in ``params`` overrule that.
+        offloaded: it will run in host memory, wherever the parameters are now.
 
     Returns:
         An optimizer over the given parameters, with one group per given group.
@@ -111,8 +113,8 @@ def build_optimizer(
     for key in values:
         if key not in allowed:
             raise unknown_key(_SECTION, key, _allowed_names(name, allowed), str(type))
-    if device_type == "cpu" and not chosen_torch:
-        kind, values = _host_twin(kind, values, groups)
+    if (offloaded or device_type == "cpu") and not chosen_torch:
+        kind, values = _host_twin(kind, values, groups, anywhere=offloaded)
     return _construct(kind, values | _fast_path(kind, values, groups, device_type), groups)
 
 
@@ -215,8 +217,13 @@ def _fast_path(kind: OptimizerClass, values: Mapping[str, Any], groups: Sequence
     return {"foreach": True} if "foreach" in _keywords(kind) else {}
 
 
-def _host_twin(kind: OptimizerClass, values: dict[str, Any], groups: Sequence[Any]) -> tuple[OptimizerClass, dict[str, Any]]:
-    """Chooses the optimizer over native kernels for a class that has one, where they are there and do all that is asked for."""
+def _host_twin(
+    kind: OptimizerClass, values: dict[str, Any], groups: Sequence[Any], anywhere: bool
+) -> tuple[OptimizerClass, dict[str, Any]]:
+    """Chooses the optimizer over native kernels for a class that has one, where they are there and do all that is asked for.
+
+    ``anywhere``: it does not matter where the parameters are now.
+    """
     twins: dict[Any, dict[str, bool]] = {
         torch.optim.Adam: {"decoupled_weight_decay": False},
         torch.optim.AdamW: {"decoupled_weight_decay": True},
@@ -228,7 +235,8 @@ def _host_twin(kind: OptimizerClass, values: dict[str, Any], groups: Sequence[An
     chooses = any(option.get(key) is not None for option in options for key in _TORCH_KERNELS)
     asks_for_more = chooses or any(option.get(key) for option in options for key in _TORCH_ONLY)
     tensors = [tensor for group in groups for tensor in _tensors(group)]
-    if added is None or asks_for_more or not all(t.is_floating_point() and t.device.type == "cpu" for t in tensors) or library() is None:
+    fits = all(t.is_floating_point() and (anywhere or t.device.type == "cpu") for t in tensors)
+    if added is None or asks_for_more or not fits or library() is None:
         return kind, values
     rest = {key: value for key, value in values.items() if key not in (*_TORCH_KERNELS, *_TORCH_ONLY)}
     return (HostLion if kind is Lion else HostAdam), rest | added
