@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -251,18 +251,15 @@ class Speculator:
         stepper, optimizer, master = self._stepper, self._optimizer, unit.master
         if stepper is None or optimizer is None or master is None:
             return None
-        segments = optimizer.segments_of(unit)
-        present = [optimizer.inner.state.get(segment.tensor) for segment in segments]
-        if not segments or not all(state and all(isinstance(value, torch.Tensor) for value in state.values()) for state in present):
+        present = {segment: optimizer.inner.state.get(segment.tensor, {}) for segment in optimizer.segments_of(unit)}
+        if not present or not all(_can_be_copied(state) for state in present.values()):
             return None
         low = None if master is unit.shard else unit.home.outgoing(unit)
         own_low = low is not None and low.data_ptr() == unit.shard.data_ptr()  # what backward reads: it must stay as it is
-        wide = [value for state in present for value in state.values() if value.ndim]
-        taken = self._spares.take([master, *wide, *([low] if own_low else [])])
+        wanted = [master, *(value for state in present.values() for value in state.values() if value.ndim)]
+        taken = self._spares.take([*wanted, low] if low is not None and own_low else wanted)
         if taken is None:
             return None
-        if own_low:
-            low = taken.pop()
         copy, rest = taken[0], iter(taken[1:])
         shadows = [
             _Shadow(
@@ -271,11 +268,11 @@ class Speculator:
                 dict(state),
                 {name: next(rest) if value.ndim else value for name, value in state.items()},
             )
-            for segment, state in zip(segments, present, strict=True)
+            for segment, state in present.items()
         ]
-        return Speculation(
-            unit, optimizer.inner, grad, self._factor, stepper.values, copy, low, own_low, shadows, stepper.threads, self._spares
-        )
+        low = next(rest) if own_low else low
+        inner, values, threads = optimizer.inner, stepper.values, stepper.threads
+        return Speculation(unit, inner, grad, self._factor, values, copy, low, own_low, shadows, threads, self._spares)
 
     def take(self, update: UnitUpdate) -> Speculation | None:
         """The speculation that computes what ``update`` would, if there is one that has begun."""
@@ -301,6 +298,11 @@ class Speculator:
         assert speculation.future is not None
         speculation.future.cancel()
         self._spares.give(speculation.spare_tensors())
+
+
+def _can_be_copied(state: Mapping[str, Any]) -> bool:
+    """Whether a segment has states, all of them tensors."""
+    return bool(state) and all(isinstance(value, torch.Tensor) for value in state.values())
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, threads: int) -> None:
