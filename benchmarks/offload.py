@@ -37,11 +37,12 @@ class Contender:
     name: str
     package: str
     blocks: dict[str, Any]
+    stage: int
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     log: Any = None
     answers: list[dict[str, float]] = field(default_factory=list)
 
-    def start(self, python: str, stage: int, size: dict[str, int]) -> None:
+    def start(self, python: str, size: dict[str, int]) -> None:
         """Starts the ranks and waits until their models are built.
 
         Raises:
@@ -60,7 +61,7 @@ class Contender:
             env.pop("PYTHONPATH", None)
             if self.package == "hf_zero":
                 env["PYTHONPATH"] = str(REPOSITORY)
-            command = [python, str(WORKER), self.package, str(stage), json.dumps(self.blocks), json.dumps(size)]
+            command = [python, str(WORKER), self.package, str(self.stage), json.dumps(self.blocks), json.dumps(size)]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log, "text": True}
             self.processes.append(subprocess.Popen(command, env=env, **pipes))  # type: ignore[call-overload]
         for process in self.processes:
@@ -107,12 +108,22 @@ def contenders(nvme: str, peer: bool) -> list[Contender]:
     def file(count: int, **options: Any) -> dict[str, Any]:
         return {"offload_optimizer": {"device": "nvme", "nvme_path": nvme, "buffer_count": count, **options}}
 
+    def overlap(blocks: dict[str, Any], mode: str) -> dict[str, Any]:
+        return {**blocks, "hf_zero": {"offload_overlap": mode}}
+
     cpu = {"offload_optimizer": {"device": "cpu"}}
-    found = [Contender("hf_zero, no offload", "hf_zero", {}), Contender("hf_zero, cpu", "hf_zero", cpu)]
-    found += [Contender(f"hf_zero, nvme, {count} buffers", "hf_zero", file(count)) for count in (1, 4)]
-    found += [Contender(f"hf_zero, nvme, {count} buffers, pipelined", "hf_zero", file(count, **PIPELINED)) for count in (1, 4, 9)]
+    found = [Contender("hf_zero-2, no offload", "hf_zero", {}, 2), Contender("hf_zero-2, cpu", "hf_zero", cpu, 2)]
+    found += [Contender("hf_zero-2, cpu, overlap full", "hf_zero", overlap(cpu, "full"), 2)]
+    found += [Contender(f"hf_zero-2, nvme, {count} buffers", "hf_zero", file(count), 2) for count in (1, 4)]
+    found += [Contender(f"hf_zero-2, nvme, {count} buffers, pipelined", "hf_zero", file(count, **PIPELINED), 2) for count in (1, 4, 9)]
+    found += [Contender("hf_zero-3, no offload", "hf_zero", {}, 3), Contender("hf_zero-3, cpu", "hf_zero", cpu, 3)]
+    found += [Contender(f"hf_zero-3, cpu, overlap {mode}", "hf_zero", overlap(cpu, mode), 3) for mode in ("forward", "full")]
+    clipped = {**overlap(cpu, "full"), "gradient_clipping": 1e-3}
+    found += [Contender("hf_zero-3, cpu, overlap full, every step clips", "hf_zero", clipped, 3)]
+    found += [Contender("hf_zero-3, nvme, 4 buffers, overlap forward", "hf_zero", overlap(file(4, **PIPELINED), "forward"), 3)]
     if peer:
-        found += [Contender("deepspeed, no offload", "deepspeed", {}), Contender("deepspeed, cpu", "deepspeed", cpu)]
+        found += [Contender(f"deepspeed-{stage}, no offload", "deepspeed", {}, stage) for stage in (2, 3)]
+        found += [Contender(f"deepspeed-{stage}, cpu", "deepspeed", cpu, stage) for stage in (2, 3)]
     return found
 
 
@@ -144,7 +155,7 @@ def run(arguments: argparse.Namespace, size: dict[str, int], nvme: str) -> tuple
         for one in contenders(nvme, bool(arguments.peer_python)):
             print(f"building {one.name}", file=sys.stderr)
             try:
-                one.start(arguments.peer_python if one.package == "deepspeed" else sys.executable, arguments.stage, size)
+                one.start(arguments.peer_python if one.package == "deepspeed" else sys.executable, size)
                 one.ask(arguments.warmup)
             except RuntimeError as error:
                 if one.package == "hf_zero":
@@ -169,7 +180,6 @@ def run(arguments: argparse.Namespace, size: dict[str, int], nvme: str) -> tuple
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvme", required=True, help="folder on a local disk")
-    parser.add_argument("--stage", type=int, default=2)
     for name, value in (("layers", 6), ("width", 512), ("heads", 8), ("vocab", 8192), ("length", 32), ("batch", 1)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--rounds", type=int, default=5)
@@ -187,10 +197,12 @@ def main() -> int:
         running, failed = run(arguments, size, nvme)
     numel = 12 * size["layers"] * size["width"] ** 2 + (size["vocab"] + size["length"]) * size["width"]
     text = (
-        f"GPT-2 shape, {size['layers']} layers, width {size['width']} ({numel / 1e6:.0f} M parameters), bf16, AdamW, clipping, stage "
-        f"{arguments.stage}, {WORLD} gloo ranks of one thread, batch {size['batch']} x {size['length']}; medians of "
-        f"{arguments.rounds} interleaved rounds of {arguments.steps} steps. Masters and moments are {12 * numel / WORLD / 2**20:.0f} MiB "
-        "per rank. **Own memory** is a rank's anonymous resident memory (`RssAnon`) between steps, imports included. `cpu` moves "
+        f"GPT-2 shape, {size['layers']} layers, width {size['width']} ({numel / 1e6:.0f} M parameters), bf16, AdamW, "
+        f"clipping at a norm of 1e6 (never) where nothing is said, {WORLD} gloo ranks of one thread, "
+        f"batch {size['batch']} x {size['length']}; medians of {arguments.rounds} interleaved rounds "
+        f"of {arguments.steps} steps. Masters and moments are {12 * numel / WORLD / 2**20:.0f} MiB per rank. "
+        "The number behind a name is the stage; overlap is `hf_zero.offload_overlap`, off by itself where the host trains. "
+        "**Own memory** is a rank's anonymous resident memory (`RssAnon`) between steps, imports included. `cpu` moves "
         "nothing on a machine without accelerator; `nvme` reads and writes past the page cache."
     )
     columns = ["contender", "s/step", "ratio", "of it in step()", "own memory MiB", "difference MiB", "loss"]

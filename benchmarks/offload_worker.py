@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from worker import build_model, make_batch
 
+TOP_LEVEL = ("gradient_clipping", "hf_zero")
+
 
 def resident() -> dict[str, int]:
     """Bytes of this process in memory: its own (anonymous) and those of files."""
@@ -30,10 +32,11 @@ def build_engine(package: str, blocks: dict[str, Any], stage: int, size: dict[st
     module = __import__(package)
     config = {
         "train_micro_batch_size_per_gpu": size["batch"],
-        "gradient_clipping": 1.0,
+        "gradient_clipping": 1e6,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
-        "zero_optimization": {"stage": stage, **blocks},
+        "zero_optimization": {"stage": stage, **{key: value for key, value in blocks.items() if key not in TOP_LEVEL}},
+        **{key: value for key, value in blocks.items() if key in TOP_LEVEL},
     }
     model = build_model("gpt2", size).train()
     client = None
@@ -69,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("package", choices=["hf_zero", "deepspeed"])
     parser.add_argument("stage", type=int)
-    parser.add_argument("blocks", type=json.loads, help="JSON: keys of zero_optimization")
+    parser.add_argument("blocks", type=json.loads, help="JSON: keys of zero_optimization, and those of TOP_LEVEL")
     parser.add_argument("size", type=json.loads, help="JSON: layers, width, heads, vocab, length, batch")
     arguments = parser.parse_args()
     # Libraries print to standard output; the answers need a channel of their own.

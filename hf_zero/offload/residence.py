@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -137,9 +138,13 @@ class OffloadedResidence(Residence):
         for update in updates:
             work: Work = (self._speculator.take(update) if self._speculator is not None else None) or update
             work.begin()
-            update.unit.expect(Underway(self._thread.submit(work.run), work.finish))
+            update.unit.expect(Underway(self._thread.submit(partial(self._run, work)), work.finish))
         self._underway = [update.unit for update in updates]
         self._last = self._thread.submit(self.states.settle)
+
+    def _run(self, work: Work) -> None:
+        work.run()
+        self.states.flush()  # who waits for the unit may read its master in the file
 
     def settle(self) -> None:
         units, self._underway = self._underway, []

@@ -61,7 +61,6 @@ class UnitUpdate:
         with span("update", self.unit.name):
             for lot, upcoming in self.lots:
                 self._step(lot, upcoming)
-            self.states.flush()
 
     def _step(self, lot: Lot, upcoming: Lot | None) -> None:
         target = self._target
