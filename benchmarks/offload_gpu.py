@@ -162,7 +162,8 @@ def main() -> int:
         command="python -m benchmarks.offload_gpu --peer-python /path/to/venv/bin/python --json benchmarks/results/offload_gpu.json",
         text=f"GPT-2 shape, {size['layers']} layers, width {size['width']}, random weights, "
         f"batch {size['batch']} x {size['length']}, one rank, {arguments.device} capped at {arguments.cap_gib:g} GiB; median of "
-        f"{arguments.steps} steps. **Ratio**: to the longest of what a step needs alone, from rates measured in the same run ({'; '.join(texts)}).",
+        f"{arguments.steps} steps. **Ratio**: to the longest of what a step needs alone, "
+        f"from rates measured in the same run ({'; '.join(texts)}).",
         columns=["contender", "s/step", "ratio to the bound", "peak GPU GiB", "peak host GiB", "loss", "largest model"],
         rows=rows,
     )
