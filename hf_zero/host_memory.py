@@ -1,4 +1,4 @@
-"""Large host buffers on huge pages."""
+"""Host memory: large buffers on huge pages, blocks given back, and what is mapped from files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,6 +65,17 @@ def _advise() -> Any:
         return None
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return function
+
+
+def mapped_files() -> list[tuple[int, int]]:
+    """Address ranges of this process that are pages of files, (start, stop); empty where the kernel does not tell."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    fields = [line.split(maxsplit=5) for line in lines]
+    found = [words[0].split("-") for words in fields if len(words) == 6 and words[5].startswith("/")]
+    return [(int(start, 16), int(stop, 16)) for start, stop in found]
 
 
 def give_back_large_blocks(begins: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from tests import ranks
+from tests.memory import live_bytes
 from tests.models import CLASSES, LENGTH, Batch, Block, Mlp, class_loss
 from tests.parity import Run, initialize
 
@@ -23,20 +23,6 @@ BYTES = {
     "fp16": {0: (14, 0), 1: (2, 12), 2: (2, 12), 3: (0, 14)},
     "fp32": {0: (12, 0), 1: (4, 8), 2: (4, 8), 3: (0, 12)},
 }
-
-
-def live_bytes() -> int:
-    """Bytes of all tensor storages that Python objects of this process keep alive."""
-    gc.collect()
-    storages: dict[int, int] = {}
-    for candidate in gc.get_objects():
-        if not issubclass(type(candidate), torch.Tensor):
-            continue
-        for tensor in (candidate, candidate.grad if candidate.is_leaf else None):
-            if tensor is not None:
-                storage = tensor.untyped_storage()
-                storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
 
 
 def make_batch(step: int) -> Batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ import torch.distributed as dist
 
 import hf_zero
 from hf_zero.sharding.slices import slice_of
-from tests import parity, ranks
+from hf_zero.tensor_parallel.split import tp_model_init
+from tests import parity, ranks, trainers
+from tests.memory import peak_growth
 from tests.models import CASES
 from tests.parity import Run
+from tests.tp_trainer import arguments, losses, norms, rows, zero_config
 
 
 def load(folder: str) -> tuple[float, float, int, int]:
@@ -42,6 +46,72 @@ def test_each_rank_holds_its_slices(tmp_path: Path) -> None:
     for found, expected, held, whole in ranks.run_ranks(load, 2, str(tmp_path)):
         assert found == pytest.approx(expected, rel=1e-5)
         assert held < 0.6 * whole
+
+
+def save_wide(folder: str) -> None:
+    """A Llama of 54 MB, and a tiny one whose loading imports all there is to import."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if ranks.rank() == 0:
+        for name, width, vocab in (("wide", 512, 8192), ("tiny", 16, 32)):
+            sizes = {"hidden_size": width, "intermediate_size": 2 * width, "vocab_size": vocab, "num_hidden_layers": 2}
+            LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(f"{folder}/{name}")
+    dist.barrier()
+
+
+def load_as_scripts_do(folder: str, kind: str) -> tuple[int, int]:
+    """Bytes of one kind that a load by ``from_pretrained`` and the split add at their peak, and bytes of the file."""
+    from transformers import AutoModelForCausalLM
+
+    save_wide(folder)
+
+    def load(name: str) -> Any:
+        return tp_model_init(AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", dtype="auto"), tp_size=2)
+
+    load("tiny")
+    return peak_growth(lambda: load("wide"), kind), Path(f"{folder}/wide/model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("kind", ["RssAnon", "RssFile"])
+def test_from_pretrained_reads_and_holds_slices(kind: str, tmp_path: Path) -> None:
+    """Half of the model in memory of its own; of the file not all pages: the kernel maps more than is asked for, of matrices this small."""
+    for added, size in ranks.run_ranks(load_as_scripts_do, 2, str(tmp_path), kind):
+        assert 0.2 * size < added < {"RssAnon": 0.62, "RssFile": 0.92}[kind] * size
+
+
+def train_loaded(stage: int, folder: str) -> tuple[list[float], list[float]]:
+    """Losses and norms of a script that makes its arguments, loads a model and trains it over groups of 2 ranks."""
+    from transformers import AutoModelForCausalLM, Trainer
+
+    if ranks.rank() == 0:
+        CASES["llama"].build().save_pretrained(folder)
+        CASES["mixtral"].build().save_pretrained(f"{folder}/mixtral")
+    dist.barrier()
+    args = arguments(folder, zero_config(stage, 2), max_steps=2)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert hasattr(next(model.parameters()), "ds_id") == (stage == 3)
+    trainer = Trainer(model=model, args=args, train_dataset=rows())
+    trainer.train()
+    experts = AutoModelForCausalLM.from_pretrained(f"{folder}/mixtral")  # its experts are put together while loading
+    whole = trainers.weights_of(experts)
+    assert all(torch.equal(whole[name], value) for name, value in CASES["mixtral"].build().named_parameters())
+    return losses(trainer), norms(trainer)
+
+
+@pytest.mark.parametrize(("stage", "world"), [(2, 2), (3, 4), *(pytest.param(stage, 2, marks=pytest.mark.slow) for stage in (0, 1, 3))])
+def test_a_script_that_loads_its_model_trains_at_every_stage(stage: int, world: int, tmp_path: Path) -> None:
+    found = ranks.run_ranks(train_loaded, world, stage, str(tmp_path / "model"))
+    expected = ranks.run_ranks(train_alone, 1, str(tmp_path / "one"), world // 2 * 2, group=False)[0]
+    for got in found:
+        assert got[0] == pytest.approx(expected[0], rel=1e-4) and got[1] == pytest.approx(expected[1], rel=1e-3)
+
+
+def train_alone(folder: str, batch: int) -> tuple[list[float], list[float]]:
+    from transformers import Trainer
+
+    trainer = Trainer(model=CASES["llama"].build(), args=arguments(folder, None, batch=batch, max_steps=2), train_dataset=rows())
+    trainer.train()
+    return losses(trainer), norms(trainer)
 
 
 def generate() -> tuple[list[int], list[int]]:

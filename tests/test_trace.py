@@ -82,14 +82,14 @@ def _second_step(stage: int) -> tuple[list[str], int, int]:
 def test_sequence_and_bytes_of_a_step(stage: int) -> None:
     answers = ranks.run_ranks(_second_step, 2, stage)
     whole = answers[0][2]
-    # Stage 0: an all-reduce moves 2 (N-1)/N of the units, counted as 2 by its caller. 1, 2: reduce-scatter and spread, (N-1)/N each, and
-    # the norm (8 bytes, twice). 3: gathers of the root once and of the blocks twice, the reduce-scatter, the norm and the vote.
+    # Stage 0: an all-reduce moves 2 (N-1)/N of the units. 1, 2: reduce-scatter and spread, (N-1)/N each, and the norm (8 bytes).
+    # 3: gathers of the root once and of the blocks twice, the reduce-scatter, the norm and the vote (4 bytes).
     root = 4 * 32
     expected_bytes = {
-        0: 2 * whole,
-        1: whole // 2 * 2 + 16,
-        2: whole // 2 * 2 + 16,
-        3: (2 * whole - root) // 2 + whole // 2 + 16 + 8,
+        0: whole,
+        1: whole // 2 * 2 + 8,
+        2: whole // 2 * 2 + 8,
+        3: (2 * whole - root) // 2 + whole // 2 + 8 + 4,
     }
     for labels, sent, _ in answers:
         assert [label.removeprefix("hf_zero::") for label in labels] == EXPECTED[stage]

@@ -126,7 +126,7 @@ class Collectives(ABC):
         label = observe.note("all_reduce", unit)
         if self.world == 1:
             return Pending(label, [])
-        self.sent_bytes += 2 * tensor.numel() * tensor.element_size()
+        self.sent_bytes += 2 * (self.world - 1) * tensor.numel() * tensor.element_size() // self.world
         work = self._launch(label, lambda: dist.all_reduce(tensor, op=op, group=self.topology.group, async_op=True))
         return Pending(label, [work], keep=(tensor,))
 

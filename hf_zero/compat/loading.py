@@ -1,4 +1,4 @@
-"""``GatheredParameters`` as transformers calls it: the place where a load that found next to nothing is noticed."""
+"""``zero.Init`` and ``GatheredParameters`` as transformers calls them around ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_zero.engine import init
 from hf_zero.errors import StateError
 from hf_zero.sharding import gathered
 from hf_zero.sharding.unit import full_shape
@@ -17,6 +18,34 @@ ALLOW_VARIABLE = "HF_ZERO_ALLOW_MISSING_WEIGHTS"
 # The step of from_pretrained, in transformers 4 and 5, that initialises what the checkpoint did not have.
 _CALLER = "_initialize_missing_keys"
 _SHOWN = 5
+# What converts a checkpoint's names, in transformers 5, and refuses to where ``autotp_size`` is more than 1.
+_CONVERTER = "_apply_weight_conversions_to_state_dict"
+_SECTION, _SIZE = "tensor_parallel", "autotp_size"
+
+
+class Init(init.Init):
+    """``hf_zero.zero.Init``, which also lets a load under stage 3 and tensor parallelism pass.
+
+    [Note: loading under tensor parallelism] transformers converts no names of a checkpoint when the configuration has ``autotp_size``,
+    because there the layers would be cut already. Ours are whole until ``initialize``: a load at stage 3 fills shards over all
+    ranks, which are split one parameter at a time. So that one function is told 1. The configuration is otherwise what it was.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = kwargs.get("config_dict_or_path")
+        if isinstance(config, dict) and isinstance(config.get(_SECTION), dict):
+            config[_SECTION] = _Section(config[_SECTION])
+
+
+class _Section(dict[str, Any]):
+    """The configuration's ``tensor_parallel``; see [Note: loading under tensor parallelism]."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As a dict's, but for the function that converts names."""
+        if key == _SIZE and sys._getframe(1).f_code.co_name == _CONVERTER:
+            return 1
+        return super().get(key, default)
 
 
 class GatheredParameters(gathered.GatheredParameters):

@@ -47,7 +47,8 @@ _COMM_TORCH = (
     "send",
 )
 _GATHERED = "hf_zero.compat.loading:GatheredParameters"
-_ZERO = ("Init", "register_external_parameter", "unregister_external_parameter", "ZeroParamStatus")
+_INIT = "hf_zero.compat.loading:Init"
+_ZERO = ("register_external_parameter", "unregister_external_parameter", "ZeroParamStatus")
 _FULL_VALUES = (
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
@@ -121,6 +122,7 @@ PROVIDED: Final[dict[str, str]] = {
     **{f"deepspeed.runtime.zero.{name}": f"hf_zero.zero:{name}" for name in _ZERO},
     **{f"deepspeed.runtime.zero.partition_parameters.{name}": f"hf_zero.zero:{name}" for name in _ZERO},
     **{f"deepspeed.{path}.GatheredParameters": _GATHERED for path in ("zero", "runtime.zero", "runtime.zero.partition_parameters")},
+    **{f"deepspeed.{path}.Init": _INIT for path in ("zero", "runtime.zero", "runtime.zero.partition_parameters")},
     "deepspeed.zero.partition_parameters": "deepspeed.runtime.zero.partition_parameters",
     "deepspeed.runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor": (
         "hf_zero.compat.constructors:zero_wrapper_for_fp_tensor_constructor"

@@ -108,7 +108,7 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     source = read_config(source)
     topology = _topology(mpu, requested_ranks(source))
-    source = count_groups_once(source, topology)
+    source = count_groups_once(source, topology.world, topology.model.world if topology.model is not None else 1)
     hidden_size = hidden_size_of(model)
     sources = {"hidden_size": hidden_size} if hidden_size else None
     resolved = resolve(source, world_size=topology.world, sources=sources)

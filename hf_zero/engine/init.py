@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from hf_zero.comm.topology import default_device, init_distributed
+from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
 from hf_zero.engine.build import precision_policy
 from hf_zero.engine.offloading import init_home
 from hf_zero.errors import UnsupportedError
 from hf_zero.sharding.home import ON_DEVICE
 from hf_zero.sharding.init_context import ModelInit
+from hf_zero.tensor_parallel.split import count_groups_once, requested_ranks
 
 
 class Init:
@@ -77,7 +79,10 @@ class Init:
         if enabled:
             init_distributed()
             if source is not None:
-                config = resolve(source, world_size=torch.distributed.get_world_size()).config
+                source = read_config(source)
+                groups = torch.distributed.get_world_size() // requested_ranks(source)
+                source = count_groups_once(source, groups, requested_ranks(source))
+                config = resolve(source, world_size=groups).config
                 dtype = dtype or precision_policy(config).param_dtype
                 section = config.zero_optimization.offload_param
                 offloads, pins = offloads or section.device != "none", pins or section.pin_memory

@@ -12,6 +12,7 @@ from hf_zero.comm.collectives import Collectives, build_collectives
 from hf_zero.comm.topology import Topology, build_topology
 from hf_zero.config.read import read_config
 from hf_zero.errors import ConfigError
+from hf_zero.host_memory import mapped_files
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.tensor_parallel.apply import apply_plan, plan_of
 from hf_zero.tensor_parallel.functions import ModelGroup
@@ -20,6 +21,7 @@ from hf_zero.tensor_parallel.plan import WHOLE, TpPlan
 from hf_zero.tensor_parallel.same_data import SameData
 from hf_zero.tensor_parallel.wishes import wishes_of
 
+_WINDOWS, _WINDOW = 4, 256  # what is looked at of a weight that is still in its file
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -33,20 +35,22 @@ def requested_ranks(config: Mapping[str, Any]) -> int:
         return 1  # the schema says what is wrong with it
 
 
-def count_groups_once(config: dict[str, Any], topology: Topology) -> dict[str, Any]:
+def count_groups_once(config: dict[str, Any], groups: int, ranks: int) -> dict[str, Any]:
     """``config`` with a ``train_batch_size`` over data-parallel ranks where it was given over all ranks.
 
     accelerate multiplies with the number of processes; the ranks of a tensor-parallel group share their samples.
+
+    Args:
+        config: As the user gave it.
+        groups: Size of the data-parallel axis.
+        ranks: Ranks that hold one model together.
     """
-    if topology.model is None:
-        return config
     total, micro, accumulation = (config.get(key) for key in _BATCH_KEYS)
-    if not isinstance(total, int) or not isinstance(micro, int) or not isinstance(accumulation, (int, type(None))):
+    if ranks == 1 or not isinstance(total, int) or not isinstance(micro, int) or not isinstance(accumulation, (int, type(None))):
         return config
     steps = accumulation or 1
-    everybody = topology.world * topology.model.world
-    if total != micro * steps * topology.world and total == micro * steps * everybody:
-        return {**config, _BATCH_KEYS[0]: micro * steps * topology.world}
+    if total != micro * steps * groups and total == micro * steps * groups * ranks:
+        return {**config, _BATCH_KEYS[0]: micro * steps * groups}
     return config
 
 
@@ -109,7 +113,8 @@ def _agree(module: nn.Module, section: Mapping[str, Any], collectives: Collectiv
 def equal_weights(module: nn.Module, collectives: Collectives) -> None:
     """Takes rank 0's parameters and buffers where the ranks of the group do not start with the same; collective."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    marks = [_mark(tensor) for tensor in tensors.values()]
+    files = mapped_files()
+    marks = [_mark(tensor, any(start <= tensor.data_ptr() < stop for start, stop in files)) for tensor in tensors.values()]
     if all(other == marks for other in collectives.gather_objects(marks, "equal weights")):
         return
     warn_once("the ranks of a tensor-parallel group start with different weights: rank 0's are used")
@@ -120,11 +125,19 @@ def equal_weights(module: nn.Module, collectives: Collectives) -> None:
             tensor.data.copy_(values)
 
 
-def _mark(tensor: torch.Tensor) -> float:
+def _mark(tensor: torch.Tensor, in_file: bool) -> float:
+    """A sum that differs where values do.
+
+    ``from_pretrained`` returns weights that are mapped from their files, and a page is read when something touches it: of those only a
+    few windows are looked at, so that a rank reads its own slices and little more.
+    """
     values = tensor.detach().reshape(-1)
     if values.numel() == 0 or tensor.is_meta:
         return 0.0
-    return float(values.double().sum()) if values.dtype != torch.bool else float(values.sum())
+    if in_file and values.numel() > _WINDOWS * _WINDOW:
+        step = (values.numel() - _WINDOW) // (_WINDOWS - 1)
+        values = values.as_strided((_WINDOWS, _WINDOW), (step, 1))
+    return float(values.sum(dtype=torch.float64))
 
 
 def equal_random_state(collectives: Collectives) -> None:
