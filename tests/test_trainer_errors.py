@@ -44,24 +44,21 @@ def test_typo_in_the_json(stage: int, trainer_models: Path, tmp_path: Path) -> N
     ranks.run_ranks(_typo, 2, trainer_models, tmp_path, stage)
 
 
-def _train_again(models: Path, folder: Path, first: str) -> None:
-    """Trainer keeps the engine that accelerate has destroyed: said by name, and what to write works."""
+def _engine_freed_by_hand(models: Path, folder: Path) -> None:
+    """Trainer cannot know that its engine is gone: said by name, and what to write works."""
     from transformers import Trainer
 
     with trainers.clean_state():
         trainers._forget()
         args = trainers.arguments(folder, trainers.zero_config(3), max_steps=2)
-        trainer = Trainer(model=trainers.load(models), args=args, train_dataset=trainers.rows(16, 1), eval_dataset=trainers.rows(4, 2))
-        getattr(trainer, first)()
-        before = trainers.weights_of(trainer.model)
+        trainer = Trainer(model=trainers.load(models), args=args, train_dataset=trainers.rows(16, 1))
+        trainer.train()
+        trainer.accelerator.free_memory()
         text = trainers.error_of(trainer.train)
         assert "trainer.model_wrapped = trainer.model" in text, text
         trainer.model_wrapped = trainer.model
         trainer.train()
-        after = trainers.weights_of(trainer.model)
-        assert any((before[name] != after[name]).any() for name in before)
 
 
-@pytest.mark.parametrize("first", ["train", "evaluate"])
-def test_train_on_a_destroyed_engine(first: str, trainer_models: Path, tmp_path: Path) -> None:
-    ranks.run_ranks(_train_again, 2, trainer_models, tmp_path, first)
+def test_train_on_an_engine_that_was_freed_by_hand(trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_engine_freed_by_hand, 2, trainer_models, tmp_path)

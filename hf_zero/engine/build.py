@@ -22,6 +22,7 @@ from hf_zero.engine.activations import checkpoint_settings
 from hf_zero.engine.engine import Engine, EngineParts
 from hf_zero.engine.full_values import Training, register_training
 from hf_zero.engine.generation import Generation
+from hf_zero.engine.idle_saves import IdleSaves
 from hf_zero.engine.loss_scale import LossScaler, NullScaler
 from hf_zero.engine.offloading import Offloading, describe_offload
 from hf_zero.engine.onebit_step import OneBitStepper, check_topology, local_policy, max_norm_of
@@ -222,6 +223,7 @@ class EngineBuilder:
             generation = Generation(runtime, units, self.collectives, self.config.hf_zero.gather_for_generation)
             generation.attach()
             runtime.keep(generation)
+            runtime.keep(IdleSaves(self.module))
         parts = EngineParts(runtime, units, self.collectives, self.policy, self.precision, scaler, optimizer, stepper, scheduler, sinks)
         engine = Engine(self.module, self.resolved, parts)
         log_rank0("%s", describe(engine))

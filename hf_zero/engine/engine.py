@@ -22,6 +22,7 @@ from hf_zero.engine.clock import Clock
 from hf_zero.engine.loss_scale import LossScaler, NullScaler
 from hf_zero.engine.offload_handle import OffloadHandle
 from hf_zero.engine.precision import PrecisionPolicy
+from hf_zero.engine.retrain import let_go
 from hf_zero.engine.step import Stepper, StepResult
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import log_rank0, warn_once
@@ -146,9 +147,8 @@ class Engine(nn.Module):
         """
         if self.destroyed and self.training and torch.is_grad_enabled():
             raise StateError(
-                "a forward for training on an engine that was destroyed (accelerator.free_memory() does that, and Trainer.train() calls it "
-                "first, also after evaluate()): initialize the module again. With Trainer, write trainer.model_wrapped = trainer.model "
-                "before the next trainer.train(), or make a new Trainer"
+                "a forward for training on an engine that was destroyed (accelerator.free_memory() does that): prepare or initialize the "
+                "module again. With Trainer, write trainer.model_wrapped = trainer.model before the next trainer.train()"
             )
         if self.precision.casts_inputs and self.precision.param_dtype is not None:
             args, kwargs = _cast_floating((args, kwargs), self.precision.param_dtype)
@@ -463,6 +463,7 @@ class Engine(nn.Module):
     def destroy(self) -> None:
         """Frees gradients, masters and optimizer state. The module stays usable: whole at stages 0 to 2, gathered by its hooks at 3."""
         self.destroyed = True
+        let_go(self)
         if self.background is not None:
             self.background.close()
         for sink in self.sinks:

@@ -10,7 +10,8 @@ from weakref import ref
 import torch
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.sharding.unit import OWNER, STATUS, ParamStatus, Unit, find_unit
+from hf_zero.sharding.unit import OWNER, STATUS, ParamStatus, Unit, find_unit, is_released
+from hf_zero.sharding.unsaved import refusal
 
 _DS_METHODS = ("all_gather", "partition", "partition_numel", "ds_summary")
 _DS_VALUES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_process_group", "ds_active_sub_modules")
@@ -42,9 +43,17 @@ def disown(param: torch.Tensor) -> None:
 
 
 def _foreign_state(itself: ref[Any]) -> dict[str, Any] | None:
-    """What a pickled parameter takes along besides its values: the attributes that are not ours."""
+    """What a pickled parameter takes along besides its values: the attributes that are not ours.
+
+    Raises:
+        StateError: It is released, so that nothing would be written.
+    """
+    param: Any = itself()
+    owner = find_unit(param)
+    if owner is not None and is_released(param):
+        raise refusal(owner[0].layout.slots[owner[1]].name)
     ours = {OWNER, "__getstate__", *_DS_METHODS, *_DS_VALUES}
-    return {name: value for name, value in vars(itself()).items() if name not in ours} or None
+    return {name: value for name, value in vars(param).items() if name not in ours} or None
 
 
 def announce(param: Any, shape: torch.Size, own: torch.Tensor, collectives: Collectives) -> None:

@@ -22,6 +22,7 @@ from hf_zero.sharding.gathered import GatheredParameters
 from hf_zero.sharding.home import ON_DEVICE, ShardHome
 from hf_zero.sharding.layout import FROZEN
 from hf_zero.sharding.unit import UnitSpec, find_unit, shares_gathered_memory
+from hf_zero.sharding.unsaved import guard_state_dict
 
 _LARGE = 64 * 2**20  # bytes
 
@@ -122,6 +123,7 @@ class ModelInit:
             unit.release()
             module.__dict__["apply"] = MethodType(_apply_gathered, module)  # a method: a deep copy has its own
             self._gathering.add(module)
+            guard_state_dict(module)
 
     def _cast(self, module: nn.Module) -> None:
         if self._dtype is None or isinstance(module, ParametrizationList):

@@ -13,6 +13,7 @@ from hf_zero.observe import logger
 from hf_zero.sharding.external import external_parameters, guard, unguard
 from hf_zero.sharding.schedule import Block
 from hf_zero.sharding.unit import find_unit
+from hf_zero.sharding.unsaved import guard_state_dict
 
 
 class Follower(Protocol):
@@ -83,6 +84,8 @@ class Strays:
         """Hooks every module with parameters of its own, guards all parameters, and resolves what was declared external."""
         hooked = {id(block.module) for block in (self._root, *self._blocks)}
         for module in self._module.modules():
+            if module._parameters:
+                guard_state_dict(module)
             if id(module) in hooked:
                 continue
             owners = [find_unit(param) for param in module._parameters.values() if param is not None]

@@ -54,7 +54,8 @@ class WholeBuffer:
         for param in params:
             if param is not None:
                 param.data = self._empty
-        if leave and self._is_held():
+        # ``param.numpy()`` has taken the right to resize from the storage for good.
+        if (leave and self._is_held()) or not self.flat.untyped_storage().resizable():
             self.flat = torch.empty_like(self.flat)
             self._views = self._make_views()
         self.flat.untyped_storage().resize_(0)

@@ -1,0 +1,60 @@
+"""A second ``Trainer.train()``: Trainer lets go of the engine that accelerate destroys before it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hf_zero.config.read import read_config
+
+_DEPTH = 4  # frames between destroy() and the training loop, with room for a subclass
+
+
+def let_go(engine: Any) -> None:
+    """[Note: training again]
+
+    ``Trainer.train()`` begins with ``accelerator.free_memory()``, which destroys the engine of the training (or of the evaluation at stage
+    3) before, and goes on to take ``trainer.model_wrapped``, that same engine, for prepared. So the Trainer that is destroying an engine
+    gets its plain model back, which it then prepares as it did the first time. The configuration's "auto" values are to be filled
+    again too: an evaluation has set the number of steps to 0 and has deleted the optimizer's section, and arguments may have changed.
+
+    Called by ``destroy``. Looks at the callers' frames, because nothing else leads from an engine to its Trainer.
+    """
+    frame, module = sys._getframe(2), engine.module
+    for _ in range(_DEPTH):
+        holder = frame.f_locals.get("self")
+        held = getattr(holder, "__dict__", {})
+        if held.get("model", engine) is module and held.get("model_wrapped") is engine:
+            held["model_wrapped"] = module
+            _fill_again(holder)
+            return
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+
+
+def _fill_again(trainer: Any) -> None:
+    source = getattr(trainer.args, "deepspeed", None)
+    if not source:
+        return
+    written = read_config(source)
+    holder = trainer.accelerator.state.deepspeed_plugin.hf_ds_config
+    for section in ("optimizer", "scheduler"):
+        if section in written:
+            holder.config[section] = written[section]
+    for path in _autos(written):
+        node = holder.config
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = "auto"
+    if not trainer.args.auto_find_batch_size:  # Trainer does it itself there, with the smaller batch
+        holder.trainer_config_process(trainer.args)
+
+
+def _autos(node: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    for name, value in node.items():
+        if value == "auto":
+            yield (name,)
+        elif isinstance(value, Mapping):
+            yield from ((name, *rest) for rest in _autos(value))
