@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -13,15 +12,26 @@ import torch
 
 _HUGE_PAGE = 2 << 20  # bytes; x86-64 and aarch64 with 4 KiB pages
 _MADV_HUGEPAGE = 14
-# Of the C library's mallopt, and what it sets itself once a few large blocks have come and gone.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_USUAL_TRIM, _USUAL_MMAP = 64 << 20, 32 << 20
-_BUILDING_MMAP = 1 << 20
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An uninitialised (numel,) tensor, on huge pages if it is large and on a host."""
     return on_huge_pages(torch.empty(numel, dtype=dtype, device=device))
+
+
+def passing(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """As ``empty``, for what lives a part of a step: a view that begins at a huge page of memory a little larger.
+
+    What lies outside whole huge pages is on small ones, 2 MiB of a buffer on average. Memory that stays is not worth the room.
+    """
+    nbytes = numel * dtype.itemsize
+    if device.type != "cpu" or nbytes < 2 * _HUGE_PAGE or _advise() is None:
+        return empty(numel, dtype, device)
+    # An end of more than half a page gets a page of its own too.
+    paged = nbytes if nbytes % _HUGE_PAGE < _HUGE_PAGE // 2 else -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
+    room = torch.empty(paged + _HUGE_PAGE, dtype=torch.uint8)
+    aligned = room[-room.data_ptr() % _HUGE_PAGE :][:paged]
+    return on_huge_pages(aligned)[:nbytes].view(dtype)
 
 
 def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,27 +86,3 @@ def mapped_files() -> list[tuple[int, int]]:
     fields = [line.split(maxsplit=5) for line in lines]
     found = [words[0].split("-") for words in fields if len(words) == 6 and words[5].startswith("/")]
     return [(int(start, 16), int(stop, 16)) for start, stop in found]
-
-
-def give_back_large_blocks(begins: bool) -> None:
-    """Has the C library return every large block as soon as it is freed, from the moment a model is built until its engine is.
-
-    [Note: what stays between what goes] While a sharded model is built and loaded, whole tensors come and go between shards that stay.
-    The C library serves them from one heap after the first few, and cannot return what lies below a block that stays: a rank that should
-    have held half of a model of 260 MiB held 290 MiB. Blocks of their own are returned at once; they cost page faults, so the
-    library's usual limits come back when the engine is there. A limit that the user has set in the environment is left alone.
-    """
-    set_limit = _mallopt()
-    if set_limit is not None and not any(name in os.environ for name in ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")):
-        set_limit(_M_MMAP_THRESHOLD, _BUILDING_MMAP if begins else _USUAL_MMAP)
-        set_limit(_M_TRIM_THRESHOLD, _BUILDING_MMAP if begins else _USUAL_TRIM)
-
-
-@cache
-def _mallopt() -> Any:
-    """glibc's mallopt; None with another C library."""
-    try:
-        library = ctypes.CDLL(None)
-        return library.mallopt if hasattr(library, "gnu_get_libc_version") else None
-    except (OSError, AttributeError):
-        return None

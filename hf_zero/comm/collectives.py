@@ -245,13 +245,13 @@ class GlooCollectives(Collectives):
         own = slice(self.rank * numel, (self.rank + 1) * numel)
         if pollable:  # gloo can tell of an all-to-all whether it has completed, of sends and receives it cannot; they are faster
             self.sent_bytes += (self.world - 1) * numel * host.element_size()
-            received = host_memory.empty(host.numel(), host.dtype, host.device)  # (world * n,), part r from rank r
+            received = host_memory.passing(host.numel(), host.dtype, host.device)  # (world * n,), part r from rank r
             work = self._launch(label, lambda: dist.all_to_all_single(received, host, group=self.topology.group, async_op=True))
             parts = list(received.chunk(self.world))
             return Pending(label, [work], lambda: _sum_in_order(parts, dtype).to(full.device), keep=(full, host, received))
         parts = [host[own]] * self.world
         for peer in self._peers():
-            parts[peer] = host_memory.empty(numel, host.dtype, host.device)
+            parts[peer] = host_memory.passing(numel, host.dtype, host.device)
         works = self._exchange(label, lambda peer: host[peer * numel : (peer + 1) * numel], lambda peer: parts[peer])
         scratch = 1 if self.rank == 0 else 0  # the sum may overwrite what was received from that rank, never what ``full`` holds
         return Pending(label, works, lambda: _sum_in_order(parts, dtype, scratch).to(full.device), keep=(full, host, *parts))

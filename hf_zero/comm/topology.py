@@ -146,17 +146,17 @@ def build_topology(group: dist.ProcessGroup | None = None, device: torch.device 
         usable = ", ".join(str(size) for size in range(1, world + 1) if world % size == 0)
         raise ConfigError(f"tensor_parallel.autotp_size is {model_parallel}, which does not divide the {world} ranks; {usable} would")
     data, model = _cross(group, model_parallel)
-    _latest[:] = [replace(_axis(data, device), model=_axis(model, device))]
-    return _latest[0]
+    global _latest
+    _latest = replace(_axis(data, device), model=_axis(model, device))
+    return _latest
 
 
-_latest: list[Topology] = []  # of the newest model that is divided over a model axis
+_latest: Topology | None = None  # of the newest model that is divided over a model axis
 
 
 def latest_topology() -> Topology | None:
     """The axes of the newest divided model, for libraries that ask without an engine; None if its groups are gone or there is none."""
-    known = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
-    return _latest[0] if _latest and _latest[0].group in known else None
+    return _latest if _latest is not None and _exists(_latest.group) else None
 
 
 def join_topologies(data: dist.ProcessGroup, model: dist.ProcessGroup, device: torch.device | None = None) -> Topology:
@@ -165,17 +165,22 @@ def join_topologies(data: dist.ProcessGroup, model: dist.ProcessGroup, device: t
     return replace(_axis(data, device), model=_axis(model, device))
 
 
+def _exists(group: dist.ProcessGroup) -> bool:
+    """Whether ``group`` has not been destroyed."""
+    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+
+
 def _axis(group: dist.ProcessGroup, device: torch.device) -> Topology:
     return Topology(group, dist.get_rank(group), dist.get_world_size(group), device)
 
 
-# Groups of the axes of one group, by that group's name and the size of the model axis: two engines share them.
+# Groups of the axes of one group, by that group and the size of the model axis: two engines share them.
 _crossed: dict[tuple[dist.ProcessGroup, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def _cross(group: dist.ProcessGroup, model_parallel: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """This rank's data-parallel and model-parallel groups; every rank of the default group creates all of them."""
-    for known in [key for key in _crossed if dist.group.WORLD is not key[0] and key[0] not in dist.distributed_c10d._world.pg_map]:
+    for known in [key for key in _crossed if not _exists(key[0])]:
         del _crossed[known]  # of a default group that was destroyed
     if (group, model_parallel) not in _crossed:
         ranks = dist.get_process_group_ranks(group)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hf_zero import host_memory
+from hf_zero import heap
 from hf_zero.activation_checkpointing import configure
 from hf_zero.comm.collectives import Collectives, build_collectives
 from hf_zero.comm.topology import Topology, build_topology, init_distributed, join_topologies, twin_topology
@@ -153,6 +153,8 @@ class EngineBuilder:
         policy: The ZeRO stage.
         precision: Element types.
         collectives: Network of the data-parallel axis.
+        model_collectives: Network of the model axis; None without one.
+        lone: Modules, by name, that must stay whole.
     """
 
     def __init__(self, module: nn.Module, resolved: ResolvedConfig, topology: Topology) -> None:
@@ -162,8 +164,10 @@ class EngineBuilder:
         self.policy: StagePolicy = stage_policy(self.config.zero_optimization.stage)
         self.precision = precision_policy(self.config)
         self.collectives: Collectives = build_collectives(topology)
+        self.model_collectives = build_collectives(topology.model) if topology.model is not None else None
         self.topology = topology
         self.names = {id(param): name for name, param in module.named_parameters()}
+        self.lone = lone_modules(module)
         self.offloading = Offloading(self.config, self.precision, self.collectives, self.policy.shards_parameters)
 
     def inner_optimizer(self, client: Any, model_parameters: list[Any] | None) -> torch.optim.Optimizer | None:
@@ -205,21 +209,19 @@ class EngineBuilder:
             clipping = max_norm_of(inner, self.config.gradient_clipping)
             settings = StepSettings(clipping, self.policy.shards_optimizer, self.precision.skips_overflow)
             optimizer.scaler = scaler
-            model = self._model_axis()
             kind = OneBitStepper if isinstance(inner, OneBitAdam) else Stepper
-            stepper = kind(runtime, reducer, optimizer, scaler, self.collectives, settings, model)
+            stepper = kind(runtime, reducer, optimizer, scaler, self.collectives, settings, self.model_collectives)
             stepper.training = [Training(gradients, optimizer, scaler) for gradients in reducer.gradients]
             for training in stepper.training:
                 register_training(training.gradients.unit, training)
         if self.config.activation_checkpointing is not None:
-            configure(checkpoint_settings(self.config.activation_checkpointing), self._model_axis(), by_script=False)
+            configure(checkpoint_settings(self.config.activation_checkpointing), self.model_collectives, by_script=False)
         scheduler = self._scheduler(lr_scheduler, optimizer)
         sinks = build_sinks(self.config) if self.collectives.rank == 0 and optimizer is not None else []
-        lone = lone_modules(self.module)
-        self._persist_and_release(units, {id(unit) for block in blocks if block.name in lone for unit in block.units})
+        self._persist_and_release(units, {id(unit) for block in blocks if block.name in self.lone for unit in block.units})
         runtime.attach()
+        heap.keep_large_blocks()
         if schedule is not None:
-            host_memory.give_back_large_blocks(False)
             generation = Generation(runtime, units, self.collectives, self.config.hf_zero.gather_for_generation)
             generation.attach()
             runtime.keep(generation)
@@ -236,9 +238,6 @@ class EngineBuilder:
         if self.offloading.residence is not None:
             raise UnsupportedError("OneBitAdam with offload_optimizer is not provided: set its device to none, or use Adam")
         return OneBitSharded(inner, units, self.collectives)
-
-    def _model_axis(self) -> Collectives | None:
-        return build_collectives(self.topology.model) if self.topology.model is not None else None
 
     # -- units --------------------------------------------------------------------------------------------------------
 
@@ -271,7 +270,7 @@ class EngineBuilder:
 
     def _leaves(self) -> LeafModules:
         section = self.config.zero_optimization.leaf_module
-        names = (*section.names, *leaf_module_names(self.module), *lone_modules(self.module))
+        names = (*section.names, *leaf_module_names(self.module), *self.lone)
         return LeafModules(tuple(section.classes), names, tuple(section.name_suffixes))
 
     def _block(self, spec: BlockSpec) -> Block:

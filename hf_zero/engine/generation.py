@@ -42,6 +42,7 @@ class Generation:
         self._units = [unit for unit in units if unit.releasable]
         self._collectives = collectives
         self._modules: list[nn.Module] = []
+        self._told: set[bool] = set()
 
     def attach(self) -> None:
         """Puts a stand-in before the ``generate`` of every module that has one. ``remove`` takes them away."""
@@ -80,8 +81,8 @@ class Generation:
     def _tell(self, gather: bool, needed: int, free: int | None) -> None:
         seen = f"it needs {needed / 2**20:.0f} MiB, {'an unknown amount' if free is None else f'{free / 2**20:.0f} MiB'} of memory is free"
         what = "gathers the whole model once" if gather else "gathers block by block for every token"
-        if (gather, id(self)) not in _told:
-            _told.add((gather, id(self)))
+        if gather not in self._told:
+            self._told.add(gather)
             log_rank0("generate() %s: %s (hf_zero.gather_for_generation in the configuration decides it)", what, seen)
 
     def _gathered(self, generate: Callable[[], Any]) -> Any:
@@ -118,9 +119,6 @@ class Generation:
         while self._collectives.any_rank(False, "another token"):
             runtime.join_forward()
         return result
-
-
-_told: set[tuple[bool, int]] = set()
 
 
 class GenerateMethod:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -40,16 +40,32 @@ class HostOptimizer(torch.optim.Optimizer):
     """
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient; returns the closure's loss if there is a closure."""
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        grad_factor: float = 1.0,
+        lows: Mapping[Tensor, Tensor] | None = None,
+    ) -> float | None:
+        """Updates every parameter that has a gradient.
+
+        Args:
+            closure: Computes the loss, and the gradients.
+            grad_factor: Multiplies the gradients first, in the same pass: unscaling and clipping together.
+            lows: For some parameters a bf16 or fp16 tensor that takes a copy of the new value in the same pass.
+
+        Returns:
+            The closure's loss; None without a closure.
+        """
         loss = None
+        lows = lows or {}
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    self._update(group, param, param.grad)
+                    self._update(group, param, param.grad, lows.get(param), grad_factor)
         return loss
 
     @torch.no_grad()

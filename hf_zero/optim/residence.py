@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_zero import host_memory
+from hf_zero.ops.host_optimizer import HostOptimizer
 from hf_zero.sharding.layout import Range
 from hf_zero.sharding.unit import Unit
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 class Residence:
     """The training device: every segment is there, and one step of the inner optimizer updates all. Offload has a subclass."""
+
+    _wrote_shards = False  # the last update wrote the 16-bit shards in the same pass
 
     def ranges(self, unit: Unit) -> Sequence[Range]:
         """The parts of ``unit``'s shard that are updated at a time; segments do not reach across their bounds."""
@@ -30,12 +33,18 @@ class Residence:
             grads: This rank's gradients, (shard_numel,) per unit; may be overwritten.
             factor: 0-dim; what the gradients are multiplied with first.
         """
-        scale_(grads, factor)
         by_unit = {id(unit): grad for unit, grad in zip(optimizer.units, grads, strict=True)}
-        for segment in optimizer.segments:
-            segment.tensor.grad = as_gradient(by_unit[id(segment.unit)], segment)
         fresh = not optimizer.inner.state
-        optimizer.inner.step()
+        if isinstance(optimizer.inner, HostOptimizer) and factor.device.type == "cpu":
+            _give_gradients(optimizer, by_unit)
+            lows = {segment.tensor: low for segment in optimizer.segments if (low := _low_of(segment)) is not None}
+            optimizer.inner.step(grad_factor=float(factor), lows=lows)
+            self._wrote_shards = True
+        else:
+            scale_(grads, factor)
+            _give_gradients(optimizer, by_unit)
+            optimizer.inner.step()
+            self._wrote_shards = False
         if fresh:
             move_to_huge_pages(optimizer)
         for segment in optimizer.segments:
@@ -49,7 +58,10 @@ class Residence:
 
     def publish(self, unit: Unit) -> None:
         """Brings ``unit``'s updated masters into its shard; local. One that is not gathered may still be updated when this returns."""
-        unit.publish()
+        if self._wrote_shards:
+            unit.home.changed(unit)
+        else:
+            unit.publish()
 
     def new_state(self, segment: OwnedSegment, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Zeros for the state ``name`` of a segment, of its shape, where such states rest."""
@@ -83,6 +95,17 @@ def scale_(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
             torch._foreach_mul_(list(grads), value)
     else:
         torch._foreach_mul_(list(grads), factor)
+
+
+def _give_gradients(optimizer: ShardedOptimizer, by_unit: Mapping[int, torch.Tensor]) -> None:
+    for segment in optimizer.segments:
+        segment.tensor.grad = as_gradient(by_unit[id(segment.unit)], segment)
+
+
+def _low_of(segment: OwnedSegment) -> torch.Tensor | None:
+    """The part of the shard that a segment's new value is cast to; None where the master is the shard."""
+    unit = segment.unit
+    return None if unit.master is unit.shard else unit.shard[segment.range.start : segment.range.stop]
 
 
 def as_gradient(shard: torch.Tensor, segment: OwnedSegment) -> torch.Tensor:

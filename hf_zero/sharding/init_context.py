@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
-from hf_zero import host_memory
+from hf_zero import heap
 from hf_zero.comm.collectives import build_collectives
 from hf_zero.comm.topology import build_topology
 from hf_zero.observe import warn_once
@@ -66,7 +66,7 @@ class ModelInit:
 
     def __enter__(self) -> ModelInit:
         if self._spec is not None and self._spec.releasable:
-            host_memory.give_back_large_blocks(True)
+            heap.return_large_blocks()
         if self._spec is not None and (self._spec.releasable or self._dtype is not None):
             for handle in (
                 register_module_parameter_registration_hook(self._on_parameter),

@@ -1,0 +1,53 @@
+"""What the C library's heap keeps while a sharded model is built.
+
+[Note: what stays between what goes] While a sharded model is built and loaded, whole tensors come and go between shards that stay.
+The C library serves them from one heap after the first few, and cannot return what lies below a block that stays: a rank that should
+have held half of a model of 260 MiB held 290 MiB. Blocks of their own are returned at once; they cost page faults, so the library's
+usual limits come back when an engine is there. Limits that the user has set in the environment are left alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from typing import Any
+
+# Parameters of mallopt, and what the library sets itself once a few large blocks have come and gone.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_USUAL_TRIM, _USUAL_MMAP = 64 << 20, 32 << 20
+_BUILDING = 1 << 20
+
+_returning = False
+
+
+def return_large_blocks() -> None:
+    """From now on every large block goes back to the system as soon as it is freed."""
+    global _returning
+    _returning = True
+    _set_limits(_BUILDING, _BUILDING)
+
+
+def keep_large_blocks() -> None:
+    """Undoes ``return_large_blocks``; does nothing if that was not called."""
+    global _returning
+    if _returning:
+        _returning = False
+        _set_limits(_USUAL_MMAP, _USUAL_TRIM)
+
+
+def _set_limits(mmap: int, trim: int) -> None:
+    set_limit = _mallopt()
+    if set_limit is not None and not any(name in os.environ for name in ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")):
+        set_limit(_M_MMAP_THRESHOLD, mmap)
+        set_limit(_M_TRIM_THRESHOLD, trim)
+
+
+@cache
+def _mallopt() -> Any:
+    """glibc's mallopt; None with another C library."""
+    try:
+        library = ctypes.CDLL(None)
+        return library.mallopt if hasattr(library, "gnu_get_libc_version") else None
+    except (OSError, AttributeError):
+        return None
