@@ -102,8 +102,8 @@ class Contender:
         return statistics.median(answer[key] for answer in self.answers)
 
 
-def contenders(nvme: str, peer: bool) -> list[Contender]:
-    """Those that run, the baseline first."""
+def contenders(stage: int, nvme: str, peer: bool) -> list[Contender]:
+    """Those of one stage that run, the baseline first."""
 
     def file(count: int, **options: Any) -> dict[str, Any]:
         return {"offload_optimizer": {"device": "nvme", "nvme_path": nvme, "buffer_count": count, **options}}
@@ -112,18 +112,17 @@ def contenders(nvme: str, peer: bool) -> list[Contender]:
         return {**blocks, "hf_zero": {"offload_overlap": mode}}
 
     cpu = {"offload_optimizer": {"device": "cpu"}}
-    found = [Contender("hf_zero-2, no offload", "hf_zero", {}, 2), Contender("hf_zero-2, cpu", "hf_zero", cpu, 2)]
-    found += [Contender("hf_zero-2, cpu, overlap full", "hf_zero", overlap(cpu, "full"), 2)]
-    found += [Contender(f"hf_zero-2, nvme, {count} buffers", "hf_zero", file(count), 2) for count in (1, 4)]
-    found += [Contender(f"hf_zero-2, nvme, {count} buffers, pipelined", "hf_zero", file(count, **PIPELINED), 2) for count in (1, 4, 9)]
-    found += [Contender("hf_zero-3, no offload", "hf_zero", {}, 3), Contender("hf_zero-3, cpu", "hf_zero", cpu, 3)]
-    found += [Contender(f"hf_zero-3, cpu, overlap {mode}", "hf_zero", overlap(cpu, mode), 3) for mode in ("forward", "full")]
-    clipped = {**overlap(cpu, "full"), "gradient_clipping": 1e-3}
-    found += [Contender("hf_zero-3, cpu, overlap full, every step clips", "hf_zero", clipped, 3)]
-    found += [Contender("hf_zero-3, nvme, 4 buffers, overlap forward", "hf_zero", overlap(file(4, **PIPELINED), "forward"), 3)]
+    if stage == 2:
+        ways = {"no offload": {}, "cpu": cpu, "cpu, overlap full": overlap(cpu, "full")}
+        ways |= {f"nvme, {count} buffers": file(count) for count in (1, 4)}
+        ways |= {f"nvme, {count} buffers, pipelined": file(count, **PIPELINED) for count in (1, 4, 9)}
+    else:
+        ways = {"no offload": {}, "cpu": cpu, **{f"cpu, overlap {mode}": overlap(cpu, mode) for mode in ("forward", "full")}}
+        ways["cpu, overlap full, every step clips"] = {**overlap(cpu, "full"), "gradient_clipping": 1e-3}
+        ways["nvme, 4 buffers, pipelined, overlap forward"] = overlap(file(4, **PIPELINED), "forward")
+    found = [Contender(f"hf_zero-{stage}, {name}", "hf_zero", blocks, stage) for name, blocks in ways.items()]
     if peer:
-        found += [Contender(f"deepspeed-{stage}, no offload", "deepspeed", {}, stage) for stage in (2, 3)]
-        found += [Contender(f"deepspeed-{stage}, cpu", "deepspeed", cpu, stage) for stage in (2, 3)]
+        found += [Contender(f"deepspeed-{stage}, {name}", "deepspeed", ways[name], stage) for name in ("no offload", "cpu")]
     return found
 
 
@@ -147,12 +146,12 @@ def rows_of(running: list[Contender], failed: dict[str, str]) -> list[list[str]]
     return rows + [[name, "does not run", "", "", "", "", reason] for name, reason in failed.items()]
 
 
-def run(arguments: argparse.Namespace, size: dict[str, int], nvme: str) -> tuple[list[Contender], dict[str, str]]:
+def run(arguments: argparse.Namespace, stage: int, size: dict[str, int], nvme: str) -> tuple[list[Contender], dict[str, str]]:
     """Measures all that can be started; the reason for those that cannot."""
     running: list[Contender] = []
     failed: dict[str, str] = {}
     try:
-        for one in contenders(nvme, bool(arguments.peer_python)):
+        for one in contenders(stage, nvme, bool(arguments.peer_python)):
             print(f"building {one.name}", file=sys.stderr)
             try:
                 one.start(arguments.peer_python if one.package == "deepspeed" else sys.executable, size)
@@ -180,6 +179,7 @@ def run(arguments: argparse.Namespace, size: dict[str, int], nvme: str) -> tuple
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvme", required=True, help="folder on a local disk")
+    parser.add_argument("--stages", type=int, nargs="+", choices=[2, 3], default=[2, 3])
     for name, value in (("layers", 6), ("width", 512), ("heads", 8), ("vocab", 8192), ("length", 32), ("batch", 1)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--rounds", type=int, default=5)
@@ -194,21 +194,22 @@ def main() -> int:
     arguments = parse()
     size = {key: getattr(arguments, key) for key in ("layers", "width", "heads", "vocab", "length", "batch")}
     with tempfile.TemporaryDirectory(dir=arguments.nvme, prefix="offload_benchmark_") as nvme:
-        running, failed = run(arguments, size, nvme)
+        rows = [row for stage in arguments.stages for row in rows_of(*run(arguments, stage, size, nvme))]
     numel = 12 * size["layers"] * size["width"] ** 2 + (size["vocab"] + size["length"]) * size["width"]
     text = (
         f"GPT-2 shape, {size['layers']} layers, width {size['width']} ({numel / 1e6:.0f} M parameters), bf16, AdamW, "
         f"clipping at a norm of 1e6 (never) where nothing is said, {WORLD} gloo ranks of one thread, "
         f"batch {size['batch']} x {size['length']}; medians of {arguments.rounds} interleaved rounds "
         f"of {arguments.steps} steps. Masters and moments are {12 * numel / WORLD / 2**20:.0f} MiB per rank. "
-        "The number behind a name is the stage; overlap is `hf_zero.offload_overlap`, off by itself where the host trains. "
+        "The number behind a name is the stage, **ratio** is to the stage without offload; "
+        "overlap is `hf_zero.offload_overlap`, off by itself where the host trains. "
         "**Own memory** is a rank's anonymous resident memory (`RssAnon`) between steps, imports included. `cpu` moves "
         "nothing on a machine without accelerator; `nvme` reads and writes past the page cache."
     )
     columns = ["contender", "s/step", "ratio", "of it in step()", "own memory MiB", "difference MiB", "loss"]
     command = "python -m benchmarks.offload --nvme /path/on/a/local/disk"
     command += " --peer-python /path/to/venv/bin/python" if arguments.peer_python else ""
-    table = ResultTable("Offload on CPU ranks", command, text, columns, rows_of(running, failed))
+    table = ResultTable("Offload on CPU ranks", command, text, columns, rows)
     table.print()
     if arguments.json:
         table.save(arguments.json)
