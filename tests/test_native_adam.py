@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hf_zero.errors import HfZeroError
 from hf_zero.native.adam import adam_reference, adam_update
+from hf_zero.native.adam_rule import AdamRule
 from hf_zero.ops import HostAdam
 from tests.native import isa, needs_library, same_bits, sizes, values
 
@@ -72,8 +73,8 @@ def assert_same(left: list[torch.Tensor | None], right: list[torch.Tensor | None
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_kernel_equals_the_reference_bit_for_bit(isa: str, count: int, case: dict[str, Any], option: dict[str, Any]) -> None:
     native, reference = tensors(count, case), tensors(count, case)
-    adam_update(*native, **option)
-    adam_reference(*reference, **option)
+    adam_update(*native, AdamRule(**option))
+    adam_reference(*reference, AdamRule(**option))
     assert_same(native, reference)
 
 
@@ -83,9 +84,9 @@ def test_kernel_equals_the_reference_bit_for_bit(isa: str, count: int, case: dic
 def test_result_does_not_depend_on_where_a_range_is_cut(count: int, case: dict[str, Any], option: dict[str, Any], cut: float) -> None:
     whole, cut_in_two = tensors(count, case), tensors(count, case)
     place = int(cut * count)
-    adam_update(*whole, **option)
+    adam_update(*whole, AdamRule(**option))
     for part in (slice(0, place), slice(place, None)):
-        adam_update(*(None if tensor is None else tensor[part] for tensor in cut_in_two), **option)
+        adam_update(*(None if tensor is None else tensor[part] for tensor in cut_in_two), AdamRule(**option))
     assert_same(whole, cut_in_two)
 
 
@@ -100,8 +101,8 @@ def test_result_does_not_depend_on_threads(isa: str, threads: int) -> None:
         "seed": 5,
     }
     one, several = tensors(300_007, case), tensors(300_007, case)
-    adam_update(*one, **PLAIN, step=3)
-    adam_update(*several, **PLAIN, step=3, threads=threads)
+    adam_update(*one, AdamRule(**PLAIN, step=3))
+    adam_update(*several, AdamRule(**PLAIN, step=3), threads)
     assert_same(one, several)
 
 
@@ -120,7 +121,7 @@ def test_one_pass_equals_casts_around_torch_fused(isa: str, decoupled: bool, low
         param.grad = grad.float() * factor
         peer.step()
         option = PLAIN | {"lr": 1e-2, "weight_decay": 0.1, "decoupled": decoupled}
-        adam_update(master, grad, first, second, copy, **option, step=step, grad_factor=factor)
+        adam_update(master, grad, first, second, copy, AdamRule(**option, step=step, grad_factor=factor))
     assert same_bits(master, param.detach()) and same_bits(copy, param.detach().to(low))
     assert same_bits(first, peer.state[param]["exp_avg"]) and same_bits(second, peer.state[param]["exp_avg_sq"])
 
@@ -133,7 +134,7 @@ def test_reference_is_adam(bias_correction: bool) -> None:
     states = [torch.zeros_like(master), torch.zeros_like(master)]
     for step in range(1, 5):
         grad = torch.randn(50, dtype=torch.float64)
-        adam_reference(master, grad, *states, **PLAIN, bias_correction=bias_correction, step=step)
+        adam_reference(master, grad, *states, None, AdamRule(**PLAIN, bias_correction=bias_correction, step=step))
         m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad**2
         m_hat, v_hat = (m / (1 - 0.9**step), v / (1 - 0.999**step)) if bias_correction else (m, v)
         expected = expected - 1e-3 * 0.01 * expected - 1e-3 * m_hat / (v_hat.sqrt() + 1e-8)
@@ -143,7 +144,7 @@ def test_reference_is_adam(bias_correction: bool) -> None:
 def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
     def call(**changed: torch.Tensor) -> None:
         given_tensors = {name: torch.zeros(8) for name in ("master", "grad", "exp_avg", "exp_avg_sq")} | changed
-        adam_update(**given_tensors, **PLAIN, step=1)
+        adam_update(**given_tensors, low=None, rule=AdamRule(**PLAIN, step=1))
 
     call()
     with pytest.raises(HfZeroError, match=r"grad has 7 elements.*master has 8"):

@@ -15,6 +15,7 @@ needs_triton = pytest.mark.skipif(
 COMPARE = """
 import itertools, torch
 from hf_zero.native.adam import adam_reference
+from hf_zero.native.adam_rule import AdamRule
 from hf_zero.native.triton_adam import adam_triton
 dtypes = (torch.float32, torch.bfloat16, torch.float16)
 for count, grad, moment, low in itertools.product((0, 1, 1500), dtypes, dtypes[:2], (None, *dtypes[1:])):
@@ -24,8 +25,8 @@ for count, grad, moment, low in itertools.product((0, 1, 1500), dtypes, dtypes[:
         ours.append(None if low is None else torch.zeros(count, dtype=low))
         theirs = [None if tensor is None else tensor.clone() for tensor in ours]
         options = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay, decoupled=decoupled, bias_correction=correction)
-        adam_triton(*ours, **options, step=3, grad_factor=0.5)
-        adam_reference(*theirs, **options, step=3, grad_factor=0.5)
+        adam_triton(*ours, AdamRule(**options, step=3, grad_factor=0.5))
+        adam_reference(*theirs, AdamRule(**options, step=3, grad_factor=0.5))
         for one, other in zip(ours, theirs):
             if one is not None:
                 rtol = 1e-5 if one.dtype == torch.float32 else 2.0**-7
@@ -44,10 +45,12 @@ def test_without_triton_it_says_what_is_missing() -> None:
         import sys
         sys.modules["triton"] = None
         import torch
+        from hf_zero.native.adam_rule import AdamRule
         from hf_zero.native.triton_adam import adam_triton, is_available
         assert not is_available()
+        rule = AdamRule(lr=1.0, betas=(0.9, 0.9), eps=1.0, weight_decay=0.0, decoupled=True, step=1)
         try:
-            adam_triton(*(torch.zeros(4) for _ in range(4)), lr=1.0, betas=(0.9, 0.9), eps=1.0, weight_decay=0.0, decoupled=True, step=1)
+            adam_triton(*(torch.zeros(4) for _ in range(4)), None, rule)
         except ImportError as error:
             print(error)
     """)

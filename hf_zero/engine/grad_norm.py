@@ -48,7 +48,9 @@ def _copies(unit: Unit) -> tuple[Range, ...]:
     return tuple(part for part in parts if part.numel)
 
 
-def global_norm(shards: Sequence[torch.Tensor], collectives: Collectives, sharded: bool, model: ModelAxis | None = None) -> torch.Tensor:
+def global_norm(
+    shards: Sequence[torch.Tensor], collectives: Collectives, sharded: bool, model: ModelAxis | None = None, threads: int | None = None
+) -> torch.Tensor:
     """The 2-norm of all gradients together; collective if ``sharded`` or ``model``.
 
     Args:
@@ -56,6 +58,7 @@ def global_norm(shards: Sequence[torch.Tensor], collectives: Collectives, sharde
         collectives: The axis the units are divided over.
         sharded: Each rank holds another part; otherwise all hold the same.
         model: The ranks that hold one model together, if several do.
+        threads: The most threads over host memory; None is torch's number. The result does not depend on it.
 
     Returns:
         0-dim fp32 tensor, the same on every rank.
@@ -64,11 +67,11 @@ def global_norm(shards: Sequence[torch.Tensor], collectives: Collectives, sharde
         return torch.zeros((), device=collectives.topology.device)
     device = collectives.topology.device
     if model is None:
-        square = _sum_of_squares(shards, device)
+        square = _sum_of_squares(shards, device, threads)
     else:
         copies = [shard[part.start : part.stop] for shard, parts in zip(shards, model.copies, strict=True) for part in parts]
         slices = [rest for shard, parts in zip(shards, model.copies, strict=True) for rest in _rest(shard, parts)]
-        square = _sum_of_squares(slices, device) + _sum_of_squares(copies, device) / model.collectives.world
+        square = _sum_of_squares(slices, device, threads) + _sum_of_squares(copies, device, threads) / model.collectives.world
         model.collectives.all_reduce(square, "gradient norm").wait()
     if sharded:
         collectives.all_reduce(square, "gradient norm").wait()
@@ -82,14 +85,14 @@ def _rest(shard: torch.Tensor, parts: Sequence[Range]) -> list[torch.Tensor]:
     return [shard[start:stop] for start, stop in zip(starts, stops, strict=True) if start < stop]
 
 
-def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device, threads: int | None) -> torch.Tensor:
     """0-dim, in double precision, on ``device``; some tensors may lie on the host (offload)."""
     away = [tensor for tensor in tensors if tensor.device.type != device.type]
     if away:
         here = [tensor for tensor in tensors if tensor.device.type == device.type]
-        return _sum_of_squares(here, device) + _sum_of_squares(away, away[0].device).to(device)
+        return _sum_of_squares(here, device, threads) + _sum_of_squares(away, away[0].device, threads).to(device)
     if device.type == "cpu" and native.status().isa and all(tensor.dtype in ELEMENT_TYPES for tensor in tensors):
-        threads = torch.get_num_threads()
+        threads = threads or torch.get_num_threads()
         return torch.tensor(sum(native.squared_norm(tensor, threads=threads) for tensor in tensors), dtype=torch.float64)
     pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
     if not pieces:

@@ -71,7 +71,7 @@ class Stepper:
 
     def norm_of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """Norm of all gradients together, with loss scale; 0-dim, the same on every rank. Collective."""
-        return global_norm(shards, self.collectives, self.settings.sharded, self._model)
+        return global_norm(shards, self.collectives, self.settings.sharded, self._model, self.optimizer.residence.threads)
 
     def culprit_of(self, shards: Sequence[torch.Tensor]) -> str:
         """Name of the first parameter with a gradient that is not finite; collective."""

@@ -2,6 +2,7 @@
 
 from hf_zero.native.adagrad import adagrad_reference, adagrad_update
 from hf_zero.native.adam import adam_reference, adam_update
+from hf_zero.native.adam_rule import AdamRule
 from hf_zero.native.convert import convert
 from hf_zero.native.library import Status, status
 from hf_zero.native.lion import lion_reference, lion_update
@@ -18,6 +19,7 @@ from hf_zero.native.sign_bits import (
 )
 
 __all__ = [
+    "AdamRule",
     "Status",
     "adagrad_reference",
     "adagrad_update",

@@ -33,7 +33,8 @@ def adagrad_update(
 ) -> None:
     """One Adagrad step in place: ``g += weight_decay * p``, ``total += g * g``, ``p -= lr * g / (sqrt(total) + eps)``.
 
-    Tensors and the last two arguments are as in ``adam_update``; ``total`` may be bf16. A decaying rate is the caller's ``lr``.
+    Tensors and ``threads`` are as in ``adam_update``, ``grad_factor`` as in ``AdamRule``; ``total`` may be bf16.
+    A decaying rate is the caller's ``lr``.
 
     Raises:
         HfZeroError: Tensors that do not fit together.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.native.adam_rule import AdamRule
 from hf_zero.native.passes import PassTensors, floats
 from hf_zero.native.triton_adam import adam_triton, is_available
 
@@ -41,16 +42,8 @@ def adam_update(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    low: Tensor | None = None,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    bias_correction: bool = True,
-    step: int,
-    grad_factor: float = 1.0,
+    low: Tensor | None,
+    rule: AdamRule,
     threads: int = 1,
 ) -> None:
     """One Adam step in place, in one pass over memory.
@@ -61,67 +54,43 @@ def adam_update(
         exp_avg: First moment, fp32 or bf16; updated. Computed in fp32 and rounded to nearest even when it is bf16.
         exp_avg_sq: Second moment, of the type of ``exp_avg``.
         low: bf16 or fp16 copy of the result, written in the same pass; None writes none.
-        lr: Learning rate.
-        betas: Decay of the two moments.
-        eps: Added to the root of the second moment.
-        weight_decay: Decay of the weights.
-        decoupled: True decays as AdamW does, False adds the decay to the gradient.
-        bias_correction: Divide the moments by ``1 - beta ** step``.
-        step: Number of this step, from 1.
-        grad_factor: Multiplies the gradient first: unscaling and clipping together.
+        rule: Hyper-parameters.
         threads: The most threads to use. The result does not depend on it.
 
     Raises:
         HfZeroError: Tensors that do not fit together.
     """
     tensors = PassTensors("adam_update", master, grad, (exp_avg, exp_avg_sq), low)
-    first, second = (1 - betas[0] ** step, 1 - betas[1] ** step) if bias_correction else (1.0, 1.0)
-    rule = _Rule(
-        grad_factor=grad_factor,
-        mean_weight=1 - betas[0],
-        beta2=betas[1],
-        square_weight=1 - betas[1],
-        root_divisor=math.sqrt(second),
-        eps=eps,
-        minus_step=-(lr / first),
-        decay=1 - lr * weight_decay if decoupled else weight_decay,
-        decay_mode=0 if weight_decay == 0 else 2 if decoupled else 1,
+    structure = _Rule(
+        grad_factor=rule.grad_factor,
+        mean_weight=1 - rule.betas[0],
+        beta2=rule.betas[1],
+        square_weight=1 - rule.betas[1],
+        root_divisor=rule.root_divisor,
+        eps=rule.eps,
+        minus_step=rule.minus_step,
+        decay=rule.decay,
+        decay_mode=rule.decay_mode,
     )
-    if not tensors.run_native("hfz_adam", rule, threads):
-        options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
-        options |= {"bias_correction": bias_correction, "step": step, "grad_factor": grad_factor}
+    if not tensors.run_native("hfz_adam", structure, threads):
         on_gpu = master.device.type == "cuda" and os.environ.get(TRITON_VARIABLE) == "1" and master.dtype == torch.float32
         serve = adam_triton if on_gpu and is_available() else adam_reference
-        serve(master, grad, exp_avg, exp_avg_sq, low, **options)
+        serve(master, grad, exp_avg, exp_avg_sq, low, rule)
 
 
-def adam_reference(
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    low: Tensor | None = None,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    bias_correction: bool = True,
-    step: int,
-    grad_factor: float = 1.0,
-) -> None:
+def adam_reference(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, low: Tensor | None, rule: AdamRule) -> None:
     """As ``adam_update``, by torch's fused kernel and casts around it; any device, and fp64 throughout as well.
 
     torch rounds elements outside whole vectors differently, so the last ones go through it in a vector of their own: then this
     too does not depend on where a range is cut, and equals the native kernel.
     """
     tensors = PassTensors("adam_reference", master, grad, (exp_avg, exp_avg_sq), low)
-    function: Callable[..., None] = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    function: Callable[..., None] = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
     # An infinite count of steps makes both corrections exactly 1.
-    count = torch.tensor(float(step) if bias_correction else math.inf, dtype=torch.float32, device=master.device)
-    options: dict[str, Any] = {"lr": float(lr), "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay, "eps": eps}
-    flat = [master.detach().view(-1), tensors.flat_gradient(grad_factor), exp_avg.view(-1), exp_avg_sq.view(-1)]
+    count = torch.tensor(float(rule.step) if rule.bias_correction else math.inf, dtype=torch.float32, device=master.device)
+    options: dict[str, Any] = {"lr": float(rule.lr), "beta1": rule.betas[0], "beta2": rule.betas[1]}
+    options |= {"weight_decay": rule.weight_decay, "eps": rule.eps}
+    flat = [master.detach().view(-1), tensors.flat_gradient(rule.grad_factor), exp_avg.view(-1), exp_avg_sq.view(-1)]
     rest = master.numel() % _VECTOR if master.device.type == "cpu" else 0
     whole = master.numel() - rest
     for part in [slice(0, whole), slice(whole, None)] if rest else [slice(None)]:

@@ -33,7 +33,7 @@ def lion_update(
 ) -> None:
     """One Lion step in place: ``p = p * (1 - lr * weight_decay) - lr * sign(lerp(m, g, 1 - b1))``, ``m = lerp(m, g, 1 - b2)``.
 
-    Tensors and the last two arguments are as in ``adam_update``; ``exp_avg`` may be bf16.
+    Tensors and ``threads`` are as in ``adam_update``, ``grad_factor`` as in ``AdamRule``; ``exp_avg`` may be bf16.
 
     Raises:
         HfZeroError: Tensors that do not fit together.

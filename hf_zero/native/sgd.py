@@ -38,7 +38,7 @@ def sgd_update(
     """One step of SGD with momentum in place, as torch.optim.SGD: the first step sets the buffer to the gradient.
 
     ``g += weight_decay * p``, ``m = momentum * m + (1 - dampening) * g``, ``p -= lr * (g + momentum * m if nesterov else m)``.
-    Tensors and the last two arguments are as in ``adam_update``; ``momentum_buffer`` may be bf16.
+    Tensors and ``threads`` are as in ``adam_update``, ``grad_factor`` as in ``AdamRule``; ``momentum_buffer`` may be bf16.
 
     Raises:
         HfZeroError: Tensors that do not fit together.

@@ -7,11 +7,11 @@ host's; they do not depend on where a range is cut, each element being by itself
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 from torch import Tensor
 
+from hf_zero.native.adam_rule import AdamRule
 from hf_zero.native.passes import PassTensors
 
 _BLOCK = 1024
@@ -32,22 +32,7 @@ def _kernel() -> Any:
     return adam
 
 
-def adam_triton(
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    low: Tensor | None = None,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    bias_correction: bool = True,
-    step: int,
-    grad_factor: float = 1.0,
-) -> None:
+def adam_triton(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, low: Tensor | None, rule: AdamRule) -> None:
     """As ``adam_update`` for fp32 masters on a GPU; with ``TRITON_INTERPRET=1`` in host memory, for tests.
 
     Raises:
@@ -61,10 +46,8 @@ def adam_triton(
     count = master.numel()
     if count == 0:
         return
-    first, second = (1 - betas[0] ** step, 1 - betas[1] ** step) if bias_correction else (1.0, 1.0)
     kernel[(-(-count // _BLOCK),)](
         master, grad, exp_avg, exp_avg_sq, master if low is None else low, count,
-        float(grad_factor), 1 - betas[0], betas[1], 1 - betas[1], math.sqrt(second), float(eps), -(lr / first),
-        1 - lr * weight_decay if decoupled else float(weight_decay),
-        DECAY_MODE=0 if weight_decay == 0 else 2 if decoupled else 1, HAS_LOW=low is not None, BLOCK=_BLOCK,
+        float(rule.grad_factor), 1 - rule.betas[0], rule.betas[1], 1 - rule.betas[1], rule.root_divisor, float(rule.eps),
+        rule.minus_step, rule.decay, DECAY_MODE=rule.decay_mode, HAS_LOW=low is not None, BLOCK=_BLOCK,
     )  # fmt: skip

@@ -29,7 +29,7 @@ class OverlapPolicy:
     Attributes:
         forward: Updates of units that are not gathered go on after ``step``, while the next forward runs.
         spare_bytes: Host memory for steps on copies during backward; 0 for none.
-        threads: The most threads of a native pass; None is torch's number.
+        threads: As in ``Residence``.
     """
 
     forward: bool = False
@@ -50,6 +50,7 @@ class OffloadedResidence(Residence):
     def __init__(self, states: HostStates, accumulation_dtype: torch.dtype, policy: OverlapPolicy, memory: HostMemory) -> None:
         self.states = states
         self.policy = policy
+        self.threads = policy.threads
         self._offloaded: set[int] = set()  # ids of units
         self._accumulation_dtype = accumulation_dtype
         self._lots: dict[int, list[Lot]] | None = None  # by id of the unit
@@ -84,7 +85,7 @@ class OffloadedResidence(Residence):
             self._speculator.arrived(unit, grad, settle)
 
     def _stepper(self, optimizer: ShardedOptimizer) -> LotStepper:
-        return LotStepper(optimizer.inner, self._accumulation_dtype, self.policy.threads)
+        return LotStepper(optimizer.inner, self._accumulation_dtype, self.threads)
 
     def _overlaps(self, optimizer: ShardedOptimizer) -> bool:
         """Whether updates may run in the other thread: only those that change nothing but tensors of their own unit."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_zero.errors import UnsupportedError
 from hf_zero.native.adam import adam_update
+from hf_zero.native.adam_rule import AdamRule
 from hf_zero.native.library import announce
 from hf_zero.ops.host_optimizer import HostOptimizer, PassTensors
 from hf_zero.optim.foreach import require_hyperparameters
@@ -69,12 +70,8 @@ class HostAdam(HostOptimizer):
 
     def _pass(self, group: dict[str, Any], param: Tensor, tensors: PassTensors) -> None:
         dtype = self._moment_dtype_of(param)
-        adam_update(
-            tensors.master,
-            tensors.grad,
-            self._state_of(param, "exp_avg", dtype),
-            self._state_of(param, "exp_avg_sq", dtype),
-            tensors.low,
+        exp_avg, exp_avg_sq = self._state_of(param, "exp_avg", dtype), self._state_of(param, "exp_avg_sq", dtype)
+        rule = AdamRule(
             lr=float(group["lr"]),
             betas=group["betas"],
             eps=group["eps"],
@@ -83,8 +80,8 @@ class HostAdam(HostOptimizer):
             bias_correction=group["bias_correction"],
             step=self._count_step(param),
             grad_factor=tensors.grad_factor,
-            threads=tensors.threads,
         )
+        adam_update(tensors.master, tensors.grad, exp_avg, exp_avg_sq, tensors.low, rule, tensors.threads)
 
     def _moment_dtype_of(self, param: Tensor) -> torch.dtype:
         return param.dtype if param.dtype == torch.float64 else self.moment_dtype

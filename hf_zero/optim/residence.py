@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 
 class Residence:
-    """The training device: every segment is there, and one step of the inner optimizer updates all. Offload has a subclass."""
+    """The training device: every segment is there, and one step of the inner optimizer updates all. Offload has a subclass.
+
+    Attributes:
+        threads: The most threads of a native pass over host memory; None is torch's number.
+    """
+
+    threads: int | None = None
 
     _wrote_shards = False  # the last update wrote the 16-bit shards in the same pass
 
