@@ -143,8 +143,8 @@ def test_reference_is_adam(bias_correction: bool) -> None:
 
 def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
     def call(**changed: torch.Tensor) -> None:
-        given_tensors = {name: torch.zeros(8) for name in ("master", "grad", "exp_avg", "exp_avg_sq")} | changed
-        adam_update(**given_tensors, low=None, rule=AdamRule(**PLAIN, step=1))
+        given_tensors = {name: torch.zeros(8) for name in ("master", "grad", "exp_avg", "exp_avg_sq")} | {"low": None} | changed
+        adam_update(**given_tensors, rule=AdamRule(**PLAIN, step=1))
 
     call()
     with pytest.raises(HfZeroError, match=r"grad has 7 elements.*master has 8"):
