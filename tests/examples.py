@@ -31,6 +31,7 @@ LOCAL_NAMES = (
     "demo",
     "f1_accuracy",
     "model",
+    "run_clm",
     "run_mlm_no_trainer",
     "run_sft",
     "sft_data",

@@ -1,4 +1,7 @@
-"""Memory of this process: what a call adds at its peak, and what tensors hold."""
+"""Memory of this process: its own resident pages, what a call adds at its peak, and what tensors hold.
+
+``RssAnon`` counts what a process has to itself; pages of mapped files (``RssFile``: a checkpoint being read) can be dropped any time.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +16,51 @@ import torch
 STATUS = Path("/proc/self/status")
 
 
+def resident_bytes(kind: str = "RssAnon") -> int:
+    """Bytes of this process in memory of one kind."""
+    for line in STATUS.read_text().splitlines():
+        if line.startswith(f"{kind}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no {kind} in {STATUS}")
+
+
+class Peak:
+    """The most memory this process had at any time since ``restart``."""
+
+    def __init__(self, kind: str = "RssAnon") -> None:
+        self.kind = kind
+        self.value = resident_bytes(kind)
+        self._lock = threading.Lock()  # else a reading from before ``restart`` may be kept after it
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.001):
+            with self._lock:
+                self.value = max(self.value, resident_bytes(self.kind))
+
+    def restart(self) -> None:
+        with self._lock:
+            self.value = resident_bytes(self.kind)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
 def peak_growth(call: Callable[[], object], kind: str = "RssAnon") -> int:
-    """Bytes of anonymous memory (``RssFile``: of mapped files) that ``call`` adds at its peak; skips where the kernel does not tell."""
+    """Bytes of one kind of memory that ``call`` adds to this process at its peak; skips where the kernel does not tell."""
     gc.collect()
     if not STATUS.exists():
-        pytest.skip("needs /proc/self/status")
-    before = peak = resident_bytes(kind)
-    done = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.002):
-            peak = max(peak, resident_bytes(kind))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+        pytest.skip(f"needs {STATUS}")
+    before = resident_bytes(kind)
+    peak = Peak(kind)
     try:
         call()
     finally:
-        done.set()
-        watcher.join()
-    return peak - before
-
-
-def resident_bytes(kind: str) -> int:
-    """Bytes of this process in memory: ``RssAnon`` are those of its own, ``RssFile`` those of mapped files."""
-    return 1024 * int(next(line for line in STATUS.read_text().splitlines() if line.startswith(kind)).split()[1])
+        peak.close()
+    return peak.value - before
 
 
 def live_bytes() -> int:

@@ -1,52 +1,16 @@
-"""Measures one rank's own memory while a model is loaded and saved at stage 3; started once per rank, prints one line of JSON.
-
-Counted are anonymous pages: what a process has to itself. Pages of mapped files (the checkpoint being read) can be dropped any time.
-"""
+"""Measures one rank's own memory while a model is loaded and saved at stage 3; started once per rank, prints one line of JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import threading
-import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-
-def own_bytes() -> int:
-    """Anonymous memory of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("no RssAnon in /proc/self/status")
-
-
-class Peak:
-    """The most memory this process had at any time since ``restart``."""
-
-    def __init__(self) -> None:
-        self.value = own_bytes()
-        self._lock = threading.Lock()  # else a reading from before ``restart`` may be kept after it
-        self._ended = False
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        while not self._ended:
-            with self._lock:
-                self.value = max(self.value, own_bytes())
-            time.sleep(0.001)
-
-    def restart(self) -> None:
-        with self._lock:
-            self.value = own_bytes()
-
-    def close(self) -> None:
-        self._ended = True
-        self._thread.join()
+from tests.memory import Peak, resident_bytes
 
 
 def main() -> None:
@@ -69,11 +33,11 @@ def main() -> None:
     dist.init_process_group("gloo")
     AutoModelForCausalLM.from_pretrained(args.tiny)
     peak = Peak()
-    report = {"base": own_bytes()}
+    report = {"base": resident_bytes()}
     model = AutoModelForCausalLM.from_pretrained(args.model)
     report["load"] = peak.value
     engine = hf_zero.initialize(model=model, config=config)[0]
-    report["engine"] = own_bytes()
+    report["engine"] = resident_bytes()
     peak.restart()
     engine.save_16bit_model(args.output, max_shard_size="64MB")
     report["save"] = peak.value

@@ -5,7 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from common.arguments import Parser, add_hub_flags, add_output_flags, add_training_flags, check_at_least, check_files, check_run
+from common.arguments import (
+    Parser,
+    add_hub_flags,
+    add_name_flags,
+    add_output_flags,
+    add_split_flag,
+    add_training_flags,
+    check_at_least,
+    check_files,
+    check_run,
+)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -72,12 +82,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dataset_config_name", help="Its configuration, e.g. wikitext-2-raw-v1.")
     group.add_argument("--train_file", help="A .txt, .csv or .json file to train on.")
     group.add_argument("--validation_file", help="A .txt, .csv or .json file to evaluate on.")
-    group.add_argument(
-        "--validation_split_percentage",
-        type=int,
-        default=5,
-        help="Share of the training data held out where there is no validation data (default 5).",
-    )
+    add_split_flag(group, 5)
     group.add_argument("--block_size", "--max_seq_length", type=int, default=128, help="Tokens per sequence (default 128).")
     group.add_argument("--max_train_samples", type=int, help="Keep only the first N training sequences.")
     group.add_argument("--max_eval_samples", type=int, help="Keep only the first N evaluation sequences.")
@@ -93,21 +98,11 @@ def add_model_flags(parser: argparse.ArgumentParser, model_type: str = "gpt2") -
         model_type: Architecture where none is named.
     """
     group = parser.add_argument_group("model")
-    group.add_argument("--model_name_or_path", help="Pretrained model to start from; without it the weights start random.")
-    group.add_argument(
-        "--config_name",
-        help="Configuration by path or hub name. Those of GPT-2 (gpt2 to gpt2-xl) and BERT also work without network.",
-    )
-    group.add_argument("--tokenizer_name", help="Tokenizer by path or hub name; without any name one is trained on the text.")
+    add_name_flags(group, "GPT-2 (gpt2 to gpt2-xl) or BERT")
     group.add_argument("--model_type", default=model_type, help=f"Architecture when no configuration is named (default {model_type}).")
     group.add_argument("--n_layer", type=int, help="Number of blocks; overrides the configuration (4 when none is named).")
     group.add_argument("--n_embd", type=int, help="Width; overrides the configuration (256 when none is named).")
     group.add_argument("--n_head", type=int, help="Attention heads; overrides the configuration (4 when none is named).")
-    group.add_argument(
-        "--vocab_size",
-        type=int,
-        help="Entries of the embedding, and of the tokenizer that is trained here (4096 when neither is named).",
-    )
     group.add_argument(
         "--low_cpu_mem_usage",
         action="store_true",
@@ -118,6 +113,4 @@ def add_model_flags(parser: argparse.ArgumentParser, model_type: str = "gpt2") -
 def check_data(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuse data flags that cannot work, in the words of the command line."""
     check_files(parser, args, ("txt", "csv", "json"))
-    if not 0 < args.validation_split_percentage < 100:
-        parser.error(f"--validation_split_percentage {args.validation_split_percentage}: must lie between 1 and 99.")
     check_at_least(parser, args, 1, "block_size", "max_train_samples", "max_eval_samples")

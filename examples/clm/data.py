@@ -33,6 +33,12 @@ def load_raw_datasets(args: argparse.Namespace) -> DatasetDict:
     return from_columns({"text": train}, {"text": validation})
 
 
+def text_column(raw: DatasetDict) -> str:
+    """The column ``text``, or else the first."""
+    columns = raw["train"].column_names
+    return "text" if "text" in columns else str(columns[0])
+
+
 def group_into_blocks(examples: dict[str, list[list[int]]], block_size: int) -> dict[str, list[list[int]]]:
     """Join token lists and cut them into blocks of equal length; the rest shorter than a block is dropped.
 
@@ -64,14 +70,13 @@ def make_blocks(raw: DatasetDict, tokenizer: PreTrainedTokenizerBase, args: argp
     Raises:
         FlagError: A split holds less text than one block.
     """
-    columns = raw["train"].column_names
-    text_column = "text" if "text" in columns else columns[0]
+    column = text_column(raw)
     options = {"num_proc": args.preprocessing_num_workers, "load_from_cache_file": not args.overwrite_cache}
 
     def tokenize(batch: dict[str, list[str]]) -> Any:
-        return tokenizer(batch[text_column], return_token_type_ids=False)
+        return tokenizer(batch[column], return_token_type_ids=False)
 
-    tokenized = raw.map(tokenize, batched=True, remove_columns=columns, desc="Tokenize", **options)
+    tokenized = raw.map(tokenize, batched=True, remove_columns=raw["train"].column_names, desc="Tokenize", **options)
     grouped = tokenized.map(group_into_blocks, batched=True, fn_kwargs={"block_size": args.block_size}, desc="Cut into blocks", **options)
     splits = []
     for split, limit in (("train", args.max_train_samples), ("validation", args.max_eval_samples)):

@@ -5,6 +5,7 @@ torchrun --nproc_per_node 2 examples/clm/run_clm.py --deepspeed examples/clm/zer
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -12,11 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, whi
 
 from arguments import add_data_flags, add_model_flags, check_data
 from common.arguments import told_once
-from common.hub import check_offline
 from common.results import to_perplexity
-from common.trainer import parse_arguments, quiet, ranks_of, report, train
+from common.trainer import parse_arguments, report, start, train
 from model import build_model
-from task import load_material
+from task import Material, load_material
 from transformers import Trainer, TrainingArguments, default_data_collator, set_seed
 
 DESCRIPTION = (
@@ -24,16 +24,16 @@ DESCRIPTION = (
 )
 
 
-@told_once
-def main() -> None:
-    """Run the program."""
-    training, args = parse_arguments(TrainingArguments, DESCRIPTION, (add_data_flags, add_model_flags), check_data)
-    note = check_offline(args, "tokenizer_name", "dataset_name")
-    quiet(training)
-    ranks = ranks_of(training)
-    if note:
-        ranks.say(note)
-    material = load_material(args, ranks)
+def train_language_model(training: TrainingArguments, args: argparse.Namespace, material: Material, *, title: str, sample: str) -> None:
+    """Train, save and evaluate with Trainer, and print the table.
+
+    Args:
+        training: What Trainer does.
+        args: The data and model flags.
+        material: Tokenizer, data and configuration.
+        title: What is trained.
+        sample: What one sample is.
+    """
     set_seed(training.seed)
     trainer = Trainer(
         model=build_model(material.config, material.tokenizer, args),
@@ -45,10 +45,18 @@ def main() -> None:
     )
     clock = train(trainer)
     trainer.save_model()
+    trainer.save_state()
     metrics = trainer.evaluate()
     judged = {"perplexity": to_perplexity(metrics["eval_loss"])}
-    sample = f"sequences of {args.block_size} tokens"
-    report(trainer, clock, title="causal language model", sample=sample, metrics=judged, eval_seconds=metrics["eval_runtime"])
+    report(trainer, clock, title=title, sample=sample, metrics=judged, eval_seconds=metrics["eval_runtime"])
+
+
+@told_once
+def main() -> None:
+    """Run the program."""
+    training, args = parse_arguments(TrainingArguments, DESCRIPTION, (add_data_flags, add_model_flags), check_data)
+    material = load_material(args, start(training, args, "tokenizer_name", "dataset_name"))
+    train_language_model(training, args, material, title="causal language model", sample=f"sequences of {args.block_size} tokens")
 
 
 if __name__ == "__main__":

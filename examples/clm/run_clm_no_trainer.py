@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, which the examples share
@@ -18,9 +19,8 @@ from accelerate import Accelerator
 from arguments import parse_arguments
 from common.arguments import told_once
 from common.compare import compare
-from common.hub import check_offline, push_folder
 from common.results import to_perplexity
-from common.run import Run, Task, build_accelerator, build_run, construction, leave_zero_init, ranks_of, save_model, train_and_report
+from common.run import Run, Task, build_accelerator, build_run, construction, finish, ranks_of, train_and_report
 from model import build_model
 from task import load_material
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, default_data_collator
@@ -68,7 +68,6 @@ def reload_and_generate(run: Run, tokenizer: PreTrainedTokenizerBase, engine_los
         tokenizer: Encodes the prompt.
         engine_loss: What the trained model said in `loss_of_first_block`.
     """
-    leave_zero_init()
     model = AutoModelForCausalLM.from_pretrained(run.args.output_dir).to(run.accelerator.device)
     loss = loss_of_first_block(model, run)
     print(f"\nThe model lies in {run.args.output_dir}. Reloaded with from_pretrained: loss {loss:.4f} on the first evaluation sequence")
@@ -88,21 +87,11 @@ def main() -> None:
     args = parse_arguments()
     if args.compare:
         sys.exit(compare(__file__, sys.argv[1:], args))
-    note = check_offline(args, "tokenizer_name", "dataset_name")
-    accelerator = build_accelerator(args)
-    if note:
-        accelerator.print(note)
+    accelerator = build_accelerator(args, "tokenizer_name", "dataset_name")
     run, tokenizer = prepare(accelerator, args)
     train_and_report(run)
-    if args.output_dir:
-        save_model(run, tokenizer)
-        engine_loss = loss_of_first_block(run.model, run)
-        if accelerator.is_main_process:
-            reload_and_generate(run, tokenizer, engine_loss)
-            if args.push_to_hub:
-                print(f"Uploaded to {push_folder(Path(args.output_dir), args.hub_model_id, args.hub_token)}.")
-        accelerator.wait_for_everyone()
-    accelerator.end_training()
+    loss = loss_of_first_block(run.model, run)
+    finish(run, tokenizer, show=partial(reload_and_generate, run, tokenizer, loss))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,8 @@ from accelerate import Accelerator, DeepSpeedPlugin
 from arguments import parse_mlm_arguments
 from common.arguments import FlagError, told_once
 from common.compare import compare
-from common.hub import check_offline, push_folder
 from common.results import to_perplexity
-from common.run import Run, Task, build_accelerator, build_run, construction, leave_zero_init, ranks_of, save_model, train_and_report
+from common.run import Run, Task, build_accelerator, build_run, construction, finish, ranks_of, train_and_report
 from common.tokenizer import ENCODER_TOKENS
 from data import mask_blocks
 from model import build_model
@@ -103,7 +103,6 @@ def prepare(accelerator: Accelerator, args: argparse.Namespace) -> tuple[Run, Pr
 @torch.no_grad()
 def fill_in(folder: str) -> None:
     """Load the saved folder as any user would and let it fill in a word."""
-    leave_zero_init()
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForMaskedLM.from_pretrained(folder).eval()
     text = PROMPT.format(mask=tokenizer.mask_token)
     tokens = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
@@ -119,25 +118,15 @@ def main() -> None:
     args = parse_mlm_arguments()
     if args.compare:
         sys.exit(compare(__file__, sys.argv[1:], args))
-    note = check_offline(args, "tokenizer_name", "dataset_name")
     options: dict[str, Any] = {}
     if args.deepspeed_config:
         config = read_deepspeed_config(args, launched_ranks())
         args.gradient_accumulation_steps = config["gradient_accumulation_steps"]
         options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
-    accelerator = build_accelerator(args, **options)
-    if note:
-        accelerator.print(note)
+    accelerator = build_accelerator(args, "tokenizer_name", "dataset_name", **options)
     run, tokenizer = prepare(accelerator, args)
     train_and_report(run)
-    if args.output_dir:
-        save_model(run, tokenizer)
-        if accelerator.is_main_process:
-            fill_in(args.output_dir)
-            if args.push_to_hub:
-                print(f"Uploaded to {push_folder(Path(args.output_dir), args.hub_model_id, args.hub_token)}.")
-        accelerator.wait_for_everyone()
-    accelerator.end_training()
+    finish(run, tokenizer, show=partial(fill_in, args.output_dir))
 
 
 if __name__ == "__main__":

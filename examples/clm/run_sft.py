@@ -16,15 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, whi
 
 from arguments import add_data_flags, add_model_flags, check_data
 from common.arguments import told_once
-from common.hub import check_offline
 from common.ranks import Ranks, files_first
-from common.results import to_perplexity
-from common.tokenizer import DEFAULT_VOCAB_SIZE, cached_tokenizer, named_tokenizer
-from common.trainer import parse_arguments, quiet, ranks_of, report, train
-from model import build_config, build_model, finish_config
+from common.tokenizer import build_tokenizer
+from common.trainer import parse_arguments, start
+from model import build_config, finish_config
+from run_clm import train_language_model
 from sft_data import encode_splits, load_instructions, prompt_of
 from task import Material
-from transformers import Trainer, TrainingArguments, default_data_collator, set_seed
+from transformers import TrainingArguments
 
 DESCRIPTION = (
     "Fine-tune a language model on instructions and answers with transformers' Trainer. "
@@ -45,10 +44,7 @@ def load_material(args: argparse.Namespace, ranks: Ranks) -> Material:
     with files_first(ranks, args):
         raw = load_instructions(args)
     with ranks.first_rank_first():
-        tokenizer = named_tokenizer(args)
-        if tokenizer is None:
-            texts = [prompt_of(sample) + sample["output"] for sample in raw["train"]]
-            tokenizer = cached_tokenizer(texts, args.vocab_size or DEFAULT_VOCAB_SIZE, Path(args.output_dir))
+        tokenizer = build_tokenizer(args, lambda: [prompt_of(sample) + sample["output"] for sample in raw["train"]])
     with files_first(ranks, args):
         data = encode_splits(raw, tokenizer, args)
     return Material(tokenizer, data, finish_config(config, tokenizer, args))
@@ -58,28 +54,10 @@ def load_material(args: argparse.Namespace, ranks: Ranks) -> Material:
 def main() -> None:
     """Run the program."""
     training, args = parse_arguments(TrainingArguments, DESCRIPTION, (add_data_flags, add_small_llama_flags), check_data)
-    note = check_offline(args, "tokenizer_name", "dataset_name")
-    quiet(training)
-    ranks = ranks_of(training)
-    if note:
-        ranks.say(note)
-    material = load_material(args, ranks)
-    set_seed(training.seed)
-    trainer = Trainer(
-        model=build_model(material.config, material.tokenizer, args),
-        args=training,
-        train_dataset=material.data[0],
-        eval_dataset=material.data[1],
-        data_collator=default_data_collator,
-        processing_class=material.tokenizer,
+    material = load_material(args, start(training, args, "tokenizer_name", "dataset_name"))
+    train_language_model(
+        training, args, material, title="supervised fine-tuning", sample=f"prompts and answers of {args.block_size} tokens"
     )
-    clock = train(trainer)
-    trainer.save_model()
-    trainer.save_state()
-    metrics = trainer.evaluate()
-    judged = {"perplexity": to_perplexity(metrics["eval_loss"])}
-    sample = f"prompts and answers of {args.block_size} tokens"
-    report(trainer, clock, title="supervised fine-tuning", sample=sample, metrics=judged, eval_seconds=metrics["eval_runtime"])
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from common.arguments import FlagError
-from common.docstrings import Function, split_items, standard_library_functions
-from common.raw_data import first_samples, from_columns, load_files, load_hub_dataset
+from common.docstrings import Function
+from common.raw_data import first_samples, load_samples
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -32,13 +32,7 @@ def load_instructions(args: argparse.Namespace) -> DatasetDict:
     Raises:
         FlagError: A column is missing.
     """
-    if args.dataset_name:
-        raw = load_hub_dataset(args, *filter(None, (args.dataset_name, args.dataset_config_name)))
-    elif args.train_file:
-        raw = load_files(args)
-    else:
-        train, validation = split_items(standard_library_functions(), args.validation_split_percentage)
-        return from_columns(to_columns(train), to_columns(validation))
+    raw = load_samples(args, to_columns)
     found = raw["train"].column_names
     if not {"instruction", "output"} <= set(found):
         raise FlagError(f"The data has the columns {', '.join(found)}; needed are instruction, output, and input where there is one.")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.ranks import Ranks, files_first
-from common.tokenizer import DECODER_TOKENS, DEFAULT_VOCAB_SIZE, cached_tokenizer, named_tokenizer
-from data import load_raw_datasets, make_blocks
+from common.tokenizer import DECODER_TOKENS, build_tokenizer
+from data import load_raw_datasets, make_blocks, text_column
 from model import build_config, finish_config
 
 if TYPE_CHECKING:
@@ -41,11 +40,7 @@ def load_material(args: argparse.Namespace, ranks: Ranks, special_tokens: Mappin
     with files_first(ranks, args):
         raw = load_raw_datasets(args)
     with ranks.first_rank_first():
-        tokenizer = named_tokenizer(args)
-        if tokenizer is None:
-            texts = raw["train"]["text"][:] if "text" in raw["train"].column_names else raw["train"][raw["train"].column_names[0]][:]
-            cache_dir = Path(args.output_dir) if args.output_dir else None
-            tokenizer = cached_tokenizer(texts, args.vocab_size or DEFAULT_VOCAB_SIZE, cache_dir, special_tokens)
+        tokenizer = build_tokenizer(args, lambda: raw["train"][text_column(raw)][:], special_tokens)
     with files_first(ranks, args):
         data = make_blocks(raw, tokenizer, args)
     return Material(tokenizer, data, finish_config(config, tokenizer, args))

@@ -72,6 +72,33 @@ def add_hub_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--overwrite_cache", action="store_true", help="Tokenize again even if the result is cached.")
 
 
+def add_split_flag(group: argparse._ArgumentGroup, percent: int) -> None:
+    """The share that is held out where there is no validation data, ``percent`` by default; `check_files` looks at it."""
+    group.add_argument(
+        "--validation_split_percentage",
+        type=int,
+        default=percent,
+        help=f"Share of the training data held out where there is no validation data (default {percent}).",
+    )
+
+
+def add_name_flags(group: argparse._ArgumentGroup, known: str) -> None:
+    """Flags that name model, configuration and tokenizer.
+
+    Args:
+        group: Where to add them.
+        known: The models whose shapes are built in (`common.hub.KNOWN_SHAPES`).
+    """
+    group.add_argument("--model_name_or_path", help="Pretrained model to start from; without it the weights start random.")
+    group.add_argument("--config_name", help=f"Configuration by path or hub name. That of {known} also works without network.")
+    group.add_argument("--tokenizer_name", help="Tokenizer by path or hub name; without any name one is trained on the text.")
+    group.add_argument(
+        "--vocab_size",
+        type=int,
+        help="Entries of the embedding, and of the tokenizer that is trained here (4096 when neither is named).",
+    )
+
+
 def add_training_flags(parser: argparse.ArgumentParser, *, batch_size: int = 8, epochs: int = 3) -> None:
     """Flags of the training loop.
 
@@ -156,7 +183,7 @@ def add_compare_flag(group: argparse._ArgumentGroup) -> None:
 
 
 def check_files(parser: argparse.ArgumentParser, args: argparse.Namespace, extensions: Sequence[str]) -> None:
-    """Refuse data flags that contradict each other or name files of another kind."""
+    """Refuse data flags that contradict each other, name files of another kind or hold out nothing or everything."""
     if args.dataset_name and (args.train_file or args.validation_file):
         parser.error(f"--dataset_name {args.dataset_name} and --train_file/--validation_file are two sources of text: give one of them.")
     if args.validation_file and not args.train_file:
@@ -165,6 +192,8 @@ def check_files(parser: argparse.ArgumentParser, args: argparse.Namespace, exten
         name = getattr(args, flag)
         if name and not name.endswith(tuple(f".{extension}" for extension in extensions)):
             parser.error(f"--{flag} {name}: the name must end in .{', .'.join(extensions[:-1])} or .{extensions[-1]}.")
+    if not 0 < args.validation_split_percentage < 100:
+        parser.error(f"--validation_split_percentage {args.validation_split_percentage}: must lie between 1 and 99.")
 
 
 def check_run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

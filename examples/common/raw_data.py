@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from common.docstrings import Function, split_items, standard_library_functions
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
+
+
+def load_samples(args: argparse.Namespace, to_columns: Callable[[Sequence[Function]], dict[str, list[Any]]]) -> DatasetDict:
+    """From the hub, from files, or made from the functions of the standard library when neither is named.
+
+    Args:
+        args: The data flags.
+        to_columns: Makes samples of functions.
+    """
+    if args.dataset_name:
+        return load_hub_dataset(args, *filter(None, (args.dataset_name, args.dataset_config_name)))
+    if args.train_file:
+        return load_files(args)
+    train, validation = split_items(standard_library_functions(), args.validation_split_percentage)
+    return from_columns(to_columns(train), to_columns(validation))
 
 
 def load_hub_dataset(args: argparse.Namespace, *source: str) -> DatasetDict:

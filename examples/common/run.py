@@ -21,6 +21,7 @@ from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
+from common.hub import check_offline, push_folder
 from common.measure import (
     count_parameters,
     expected_state_bytes,
@@ -77,13 +78,15 @@ class EpochRecord:
     eval_seconds: float = 0.0
 
 
-def build_accelerator(args: argparse.Namespace, **options: Any) -> Accelerator:
+def build_accelerator(args: argparse.Namespace, *named: str, **options: Any) -> Accelerator:
     """Start Accelerate with the trackers of the flags; quiet on all ranks but the first.
 
     Args:
-        args: The shared flags.
+        args: The shared flags; what they name on the hub is settled first (see `common.hub.check_offline`).
+        *named: Flags besides the model's that may name something on the hub.
         **options: Further keywords of `Accelerator`.
     """
+    replaced = check_offline(args, *named)
     trackers, note = make_trackers(args)
     accelerator = Accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -93,8 +96,8 @@ def build_accelerator(args: argparse.Namespace, **options: Any) -> Accelerator:
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
         **options,
     )
-    if note:
-        accelerator.print(note)
+    for line in filter(None, (replaced, note)):
+        accelerator.print(line)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     if not (accelerator.is_main_process and leaves_files(args)):
@@ -335,6 +338,27 @@ def save_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
     accelerator.wait_for_everyone()
 
 
+def finish(run: Run, tokenizer: PreTrainedTokenizerBase, show: Callable[[], None]) -> None:
+    """Keep the model where the flags say so, and end the run (collective).
+
+    Args:
+        run: After training.
+        tokenizer: Lies beside the model.
+        show: Loads the saved folder on the first rank, as any user would, and prints what the model does.
+    """
+    accelerator, args = run.accelerator, run.args
+    if args.output_dir:
+        save_model(run, tokenizer)
+        if accelerator.is_main_process:
+            # As long as a stage-3 configuration is registered, from_pretrained builds shards and waits for the other ranks.
+            transformers.integrations.deepspeed.unset_hf_deepspeed_config()
+            show()
+            if args.push_to_hub:
+                print(f"Uploaded to {push_folder(Path(args.output_dir), args.hub_model_id, args.hub_token)}.")
+        accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
 def report(run: Run, facts: RunFacts, records: list[EpochRecord]) -> None:
     """Print the table and write ``results.json`` (collective)."""
     accelerator = run.accelerator
@@ -395,14 +419,6 @@ def construction(accelerator: Accelerator, args: argparse.Namespace) -> Iterator
     if plugin is not None:
         transformers.integrations.deepspeed.set_hf_deepspeed_config(plugin.dschf)
     set_seed(args.seed, device_specific=True)
-
-
-def leave_zero_init() -> None:
-    """Make ``from_pretrained`` load whole models again.
-
-    As long as a stage-3 configuration is registered, it builds shards and waits for the other ranks.
-    """
-    transformers.integrations.deepspeed.unset_hf_deepspeed_config()
 
 
 def _headline(run: Run, metrics: dict[str, float]) -> dict[str, float]:

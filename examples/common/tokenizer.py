@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,6 +95,23 @@ def _template(special_tokens: Mapping[str, str], specials: list[str]) -> object 
     if end == special_tokens["bos_token"]:
         return None
     return processors.TemplateProcessing(single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=ids)
+
+
+def build_tokenizer(
+    args: argparse.Namespace, texts: Callable[[], list[str]], special_tokens: Mapping[str, str] = DECODER_TOKENS
+) -> PreTrainedTokenizerBase:
+    """The tokenizer that the flags name, or one trained on the text and kept in ``output_dir``.
+
+    Args:
+        args: The model flags and ``output_dir``.
+        texts: Gives the documents to learn from.
+        special_tokens: See `train_tokenizer`.
+    """
+    tokenizer = named_tokenizer(args)
+    if tokenizer is not None:
+        return tokenizer
+    cache_dir = Path(args.output_dir) if args.output_dir else None
+    return cached_tokenizer(texts(), args.vocab_size or DEFAULT_VOCAB_SIZE, cache_dir, special_tokens)
 
 
 def named_tokenizer(args: argparse.Namespace) -> PreTrainedTokenizerBase | None:

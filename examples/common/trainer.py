@@ -15,6 +15,7 @@ import transformers
 from transformers import HfArgumentParser, TrainerCallback, TrainingArguments
 
 from common.arguments import Parser
+from common.hub import check_offline
 from common.measure import count_parameters, expected_state_bytes, maximum_over_ranks, measured_state_bytes, peak_memory_bytes
 from common.ranks import Ranks
 from common.results import RESULTS_FILE, RunFacts, RunResults, results_table, wide_console, write_results
@@ -57,19 +58,27 @@ def parse_arguments(
     return training, flags
 
 
-def quiet(training: TrainingArguments) -> None:
-    """Let only warnings of the first rank through, and its progress bar."""
+def start(training: TrainingArguments, args: argparse.Namespace, *named: str) -> Ranks:
+    """Settle what the flags name on the hub, and let only warnings of the first rank through, and its progress bar.
+
+    Args:
+        training: Of `parse_arguments`.
+        args: The other flags; see `common.hub.check_offline`.
+        *named: Flags besides the model's that may name something on the hub.
+
+    Returns:
+        The training arguments as code that loads data sees them.
+    """
+    replaced = check_offline(args, *named)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     training.dataloader_pin_memory = training.dataloader_pin_memory and training.device.type != "cpu"
     training.disable_tqdm = training.disable_tqdm or training.process_index != 0
-
-
-def ranks_of(training: TrainingArguments) -> Ranks:
-    """The training arguments as code that loads data sees them."""
-    say = print if training.process_index == 0 else lambda text: None
-    return Ranks(partial(training.main_process_first, local=False), say)
+    ranks = Ranks(partial(training.main_process_first, local=False), print if training.process_index == 0 else lambda text: None)
+    if replaced:
+        ranks.say(replaced)
+    return ranks
 
 
 class Clock(TrainerCallback):

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from common.arguments import (
     Parser,
     add_hub_flags,
+    add_name_flags,
     add_output_flags,
+    add_split_flag,
     add_switch,
     add_training_flags,
     check_at_least,
@@ -55,12 +57,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dataset_config_name", help="Its configuration.")
     group.add_argument("--train_file", help="A .csv or .json file to train on.")
     group.add_argument("--validation_file", help="A .csv or .json file to evaluate on.")
-    group.add_argument(
-        "--validation_split_percentage",
-        type=int,
-        default=10,
-        help="Share of the training data held out where there is no validation data (default 10).",
-    )
+    add_split_flag(group, 10)
     group.add_argument("--text_column", help="Column with the sources (default: the first).")
     group.add_argument("--summary_column", help="Column with the targets (default: the second).")
     group.add_argument("--source_prefix", default="", help="Text in front of every source, e.g. 'chatbot: '.")
@@ -92,28 +89,16 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of model and tokenizer."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model_name_or_path", help="Pretrained model to start from; without it the weights start random.")
-    group.add_argument(
-        "--config_name",
-        help="Configuration by path or hub name. That of facebook/blenderbot-400M-distill also works without network.",
-    )
-    group.add_argument("--tokenizer_name", help="Tokenizer by path or hub name; without any name one is trained on the text.")
+    add_name_flags(group, "facebook/blenderbot-400M-distill")
     group.add_argument("--d_model", type=int, help="Width; overrides the configuration (128 when none is named).")
     group.add_argument("--encoder_layers", type=int, help="Blocks of the encoder; overrides the configuration (1 when none is named).")
     group.add_argument("--decoder_layers", type=int, help="Blocks of the decoder; overrides the configuration (2 when none is named).")
     group.add_argument("--num_attention_heads", type=int, help="Attention heads; overrides the configuration (4 when none is named).")
-    group.add_argument(
-        "--vocab_size",
-        type=int,
-        help="Entries of the embedding, and of the tokenizer that is trained here (4096 when neither is named).",
-    )
 
 
 def check_data(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuse data flags that cannot work, in the words of the command line; fill in the length of generations."""
     check_files(parser, args, ("csv", "json"))
-    if not 0 < args.validation_split_percentage < 100:
-        parser.error(f"--validation_split_percentage {args.validation_split_percentage}: must lie between 1 and 99.")
     if args.val_max_target_length is None:
         args.val_max_target_length = args.max_target_length
     check_at_least(parser, args, 1, "max_source_length", "max_target_length", "val_max_target_length", "num_beams", "n_train", "n_val")

@@ -15,8 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, whi
 import numpy as np
 from arguments import add_data_flags, add_generation_flags, add_model_flags, check_data
 from common.arguments import told_once
-from common.hub import check_offline
-from common.trainer import parse_arguments, quiet, ranks_of, report, train
+from common.trainer import parse_arguments, report, start, train
 from model import build_model
 from task import collator, decode, generation_options, load_material, write_chat_file
 from transformers import EvalPrediction, Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
@@ -30,12 +29,7 @@ def main() -> None:
     flags = (add_data_flags, add_generation_flags, add_model_flags)
     training, args = parse_arguments(Seq2SeqTrainingArguments, DESCRIPTION, flags, check_data)
     training.predict_with_generate = True
-    note = check_offline(args, "tokenizer_name", "dataset_name")
-    quiet(training)
-    ranks = ranks_of(training)
-    if note:
-        ranks.say(note)
-    material = load_material(args, ranks)
+    material = load_material(args, start(training, args, "tokenizer_name", "dataset_name"))
     tokenizer = material.tokenizer
 
     def compute_metrics(found: EvalPrediction) -> dict[str, float]:

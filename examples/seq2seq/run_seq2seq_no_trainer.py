@@ -20,21 +20,9 @@ from accelerate import Accelerator
 from arguments import parse_arguments
 from common.arguments import told_once
 from common.compare import compare
-from common.hub import check_offline, push_folder
 from common.optimizer import deepspeed_section
 from common.results import wide_console
-from common.run import (
-    Run,
-    Task,
-    build_accelerator,
-    build_run,
-    construction,
-    leave_zero_init,
-    precision_of,
-    ranks_of,
-    save_model,
-    train_and_report,
-)
+from common.run import Run, Task, build_accelerator, build_run, construction, finish, precision_of, ranks_of, train_and_report
 from common.tracking import log_table
 from model import build_model
 from rich.table import Table
@@ -108,8 +96,8 @@ def prepare(accelerator: Accelerator, args: argparse.Namespace) -> tuple[Run, Ma
 
 @torch.no_grad()
 def answer_from_folder(run: Run) -> None:
-    """Load the saved folder as any user would and let it answer the first evaluation sample."""
-    leave_zero_init()
+    """Leave what the chat has to know, load the saved folder as any user would and let it answer the first evaluation sample."""
+    write_chat_file(run.args)
     folder = run.args.output_dir
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
     sample = run.eval_loader.dataset[0]
@@ -126,21 +114,10 @@ def main() -> None:
     args = parse_arguments()
     if args.compare:
         sys.exit(compare(__file__, sys.argv[1:], args))
-    note = check_offline(args, "tokenizer_name", "dataset_name")
-    accelerator = build_accelerator(args)
-    if note:
-        accelerator.print(note)
+    accelerator = build_accelerator(args, "tokenizer_name", "dataset_name")
     run, material = prepare(accelerator, args)
     train_and_report(run)
-    if args.output_dir:
-        save_model(run, material.tokenizer)
-        if accelerator.is_main_process:
-            write_chat_file(args)
-            answer_from_folder(run)
-            if args.push_to_hub:
-                print(f"Uploaded to {push_folder(Path(args.output_dir), args.hub_model_id, args.hub_token)}.")
-        accelerator.wait_for_everyone()
-    accelerator.end_training()
+    finish(run, material.tokenizer, show=partial(answer_from_folder, run))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import evaluate
 import torch
 from common.ranks import Ranks, files_first
-from common.tokenizer import DEFAULT_VOCAB_SIZE, SEQ2SEQ_TOKENS, cached_tokenizer, named_tokenizer
+from common.tokenizer import SEQ2SEQ_TOKENS, build_tokenizer
 from data import IGNORED, load_raw_datasets, text_columns, tokenize_samples
 from model import build_config
 from transformers import DataCollatorForSeq2Seq
@@ -48,11 +48,9 @@ def load_material(args: argparse.Namespace, ranks: Ranks) -> Material:
     columns = text_columns(raw, args)
     with ranks.first_rank_first():
         metric = evaluate.load(str(METRIC_MODULE), keep_in_memory=True)
-        tokenizer = named_tokenizer(args)
-        if tokenizer is None:
-            texts = [args.source_prefix, *(text for name in columns for text in raw["train"][name][:])]
-            cache_dir = Path(args.output_dir) if args.output_dir else None
-            tokenizer = cached_tokenizer(texts, args.vocab_size or DEFAULT_VOCAB_SIZE, cache_dir, SEQ2SEQ_TOKENS)
+        tokenizer = build_tokenizer(
+            args, lambda: [args.source_prefix, *(text for name in columns for text in raw["train"][name][:])], SEQ2SEQ_TOKENS
+        )
     with files_first(ranks, args):
         data = tokenize_samples(raw, tokenizer, args)
     config, note = build_config(args, tokenizer)

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from common.arguments import (
     Parser,
     add_hub_flags,
+    add_name_flags,
     add_output_flags,
+    add_split_flag,
     add_switch,
     add_training_flags,
     check_at_least,
@@ -53,12 +55,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--task_name", choices=sorted(GLUE_COLUMNS), help="GLUE task on the hub; those with two classes.")
     group.add_argument("--train_file", help="A .csv or .json file with the columns sentence1, sentence2 (may be missing) and label.")
     group.add_argument("--validation_file", help="The same to evaluate on.")
-    group.add_argument(
-        "--validation_split_percentage",
-        type=int,
-        default=10,
-        help="Share of the training data held out where there is no validation data (default 10).",
-    )
+    add_split_flag(group, 10)
     group.add_argument("--max_length", type=int, default=128, help="Tokens at which a pair of sentences is cut (default 128).")
     add_switch(group, "--pad_to_max_length", "Pad every sample to --max_length; otherwise to the longest of its batch.")
     group.add_argument("--max_train_samples", type=int, help="Keep only the first N training samples.")
@@ -70,21 +67,11 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of model and tokenizer."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model_name_or_path", help="Pretrained model to start from; without it the weights start random.")
-    group.add_argument(
-        "--config_name",
-        help="Configuration by path or hub name. That of microsoft/deberta-v2-xlarge-mnli also works without network.",
-    )
-    group.add_argument("--tokenizer_name", help="Tokenizer by path or hub name; without any name one is trained on the text.")
+    add_name_flags(group, "microsoft/deberta-v2-xlarge-mnli")
     add_switch(group, "--ignore_mismatched_sizes", "Replace a pretrained head that has another number of classes.")
     group.add_argument("--num_hidden_layers", type=int, help="Number of blocks; overrides the configuration (2 when none is named).")
     group.add_argument("--hidden_size", type=int, help="Width; overrides the configuration (128 when none is named).")
     group.add_argument("--num_attention_heads", type=int, help="Attention heads; overrides the configuration (4 when none is named).")
-    group.add_argument(
-        "--vocab_size",
-        type=int,
-        help="Entries of the embedding, and of the tokenizer that is trained here (4096 when neither is named).",
-    )
 
 
 def check_data(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -92,8 +79,6 @@ def check_data(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
     if args.task_name and args.train_file:
         parser.error(f"--task_name {args.task_name} and --train_file {args.train_file} are two sources of text: give one of them.")
     check_files(parser, args, ("csv", "json"))
-    if not 0 < args.validation_split_percentage < 100:
-        parser.error(f"--validation_split_percentage {args.validation_split_percentage}: must lie between 1 and 99.")
     check_at_least(parser, args, 8, "max_length")
     check_at_least(parser, args, 1, "max_train_samples", "max_eval_samples")
     check_at_least(parser, args, 1, "num_hidden_layers", "hidden_size", "num_attention_heads")

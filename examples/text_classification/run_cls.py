@@ -13,8 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, whi
 
 from arguments import add_data_flags, add_model_flags, check_data
 from common.arguments import told_once
-from common.hub import check_offline
-from common.trainer import parse_arguments, quiet, ranks_of, report, train
+from common.trainer import parse_arguments, report, start, train
 from model import build_model
 from task import collator, load_material
 from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
@@ -28,12 +27,7 @@ DESCRIPTION = (
 def main() -> None:
     """Run the program."""
     training, args = parse_arguments(TrainingArguments, DESCRIPTION, (add_data_flags, add_model_flags), check_data)
-    note = check_offline(args, "tokenizer_name", "task_name")
-    quiet(training)
-    ranks = ranks_of(training)
-    if note:
-        ranks.say(note)
-    material = load_material(args, ranks)
+    material = load_material(args, start(training, args, "tokenizer_name", "task_name"))
 
     def compute_metrics(found: EvalPrediction) -> dict[str, float]:
         return material.metric.compute(predictions=found.predictions.argmax(axis=-1), references=found.label_ids)

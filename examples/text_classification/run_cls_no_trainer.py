@@ -21,19 +21,7 @@ from accelerate import Accelerator
 from arguments import parse_arguments
 from common.arguments import told_once
 from common.compare import compare
-from common.hub import check_offline, push_folder
-from common.run import (
-    Run,
-    Task,
-    build_accelerator,
-    build_run,
-    construction,
-    leave_zero_init,
-    precision_of,
-    ranks_of,
-    save_model,
-    train_and_report,
-)
+from common.run import Run, Task, build_accelerator, build_run, construction, finish, precision_of, ranks_of, train_and_report
 from model import build_model
 from task import Material, collator, load_material
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -75,7 +63,6 @@ def prepare(accelerator: Accelerator, args: argparse.Namespace) -> tuple[Run, Ma
 @torch.no_grad()
 def show_predictions(run: Run, material: Material) -> None:
     """Load the saved folder as any user would and let it judge the first evaluation samples."""
-    leave_zero_init()
     folder = run.args.output_dir
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForSequenceClassification.from_pretrained(folder).eval()
     samples = material.raw["validation"].select(range(min(SHOWN_SAMPLES, len(material.raw["validation"]))))
@@ -97,20 +84,10 @@ def main() -> None:
     args = parse_arguments()
     if args.compare:
         sys.exit(compare(__file__, sys.argv[1:], args))
-    note = check_offline(args, "tokenizer_name", "task_name")
-    accelerator = build_accelerator(args)
-    if note:
-        accelerator.print(note)
+    accelerator = build_accelerator(args, "tokenizer_name", "task_name")
     run, material = prepare(accelerator, args)
     train_and_report(run)
-    if args.output_dir:
-        save_model(run, material.tokenizer)
-        if accelerator.is_main_process:
-            show_predictions(run, material)
-            if args.push_to_hub:
-                print(f"Uploaded to {push_folder(Path(args.output_dir), args.hub_model_id, args.hub_token)}.")
-        accelerator.wait_for_everyone()
-    accelerator.end_training()
+    finish(run, material.tokenizer, show=partial(show_predictions, run, material))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import evaluate
 from common.hub import is_reachable
 from common.ranks import Ranks, files_first
-from common.tokenizer import DEFAULT_VOCAB_SIZE, ENCODER_TOKENS, cached_tokenizer, named_tokenizer
+from common.tokenizer import ENCODER_TOKENS, build_tokenizer
 from data import label_names, load_raw_datasets, text_columns, tokenize_pairs
 from model import build_config
 from transformers import DataCollatorWithPadding, default_data_collator
@@ -46,11 +46,7 @@ def load_material(args: argparse.Namespace, ranks: Ranks) -> Material:
     columns = text_columns(raw, args)
     with ranks.first_rank_first():
         metric = load_metric(args)
-        tokenizer = named_tokenizer(args)
-        if tokenizer is None:
-            texts = [text for name in columns for text in raw["train"][name][:]]
-            cache_dir = Path(args.output_dir) if args.output_dir else None
-            tokenizer = cached_tokenizer(texts, args.vocab_size or DEFAULT_VOCAB_SIZE, cache_dir, ENCODER_TOKENS)
+        tokenizer = build_tokenizer(args, lambda: [text for name in columns for text in raw["train"][name][:]], ENCODER_TOKENS)
     with files_first(ranks, args):
         data = tokenize_pairs(raw, tokenizer, args)
     config, note = build_config(args, tokenizer, label_names(raw))
