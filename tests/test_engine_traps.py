@@ -147,6 +147,8 @@ def _engine_surface(stage: int) -> None:
     assert not engine.eval().training and not model.training
     assert engine.train().training and model.training
     assert engine.zero_grad() is None
+    with pytest.raises(TypeError, match=r"needs the loss as a tensor, not float 1\.0"):
+        engine.backward(1.0)
     engine.destroy()
 
 

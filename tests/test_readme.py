@@ -140,11 +140,12 @@ LAUNCHER = """
     num_processes: 2
     use_cpu: false
     """
-TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+# Lines of two ranks would run into each other.
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--local-ranks-filter", "0"]
 
 
 def run_on_two_ranks(folder: Path, launcher: list[str], *parts: str) -> list[str]:
-    """Run the parts of a script one behind the other; lines that it printed."""
+    """Run the parts of a script one behind the other; lines that it printed (under ``TORCHRUN``, that its first rank did)."""
     (folder / "train.py").write_text("\n".join(map(textwrap.dedent, parts)))
     return processes.run([sys.executable, "-m", *launcher, "train.py"], cwd=folder, timeout=150).splitlines()
 
@@ -187,8 +188,8 @@ def test_quickstart_of_a_deepspeed_script(tmp_path: Path) -> None:
     after = "print('STEPS', engine.global_steps)"
     printed = run_on_two_ranks(tmp_path, TORCHRUN, TINY, before, quickstart("Quickstart: a DeepSpeed script"), after)
     norms = [float(line) for line in printed if re.fullmatch(r"\d+\.\d+(e-\d+)?", line)]
-    assert len(norms) == 8 and min(norms) > 0
-    assert printed.count("STEPS 4") == 2
+    assert len(norms) == 4 and min(norms) > 0
+    assert "STEPS 4" in printed
 
 
 @pytest.mark.slow
@@ -205,4 +206,4 @@ def test_quickstart_with_trainer(tmp_path: Path, line: int) -> None:
     imports = "import torch, hf_zero\nfrom transformers import Trainer, TrainingArguments"
     printed = run_on_two_ranks(tmp_path, TORCHRUN, imports, GPT2, chosen, after)
     engines = [line for line in printed if line.startswith("ENGINE")]
-    assert len(engines) == 2 and all(" hf_zero." in line and line.endswith(" 3") for line in engines)
+    assert [" hf_zero." in line and line.endswith(" 3") for line in engines] == [True]

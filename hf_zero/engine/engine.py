@@ -181,8 +181,11 @@ class Engine(nn.Module):
 
         Raises:
             StateError: The engine has no optimizer, or another engine has taken its module.
+            TypeError: ``loss`` is no tensor.
         """
         self._require_optimizer("backward")
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"backward() needs the loss as a tensor, not {type(loss).__name__} {loss!r}; do not call .item() on it before")
         if scale_wrt_gas and self.accumulation.steps > 1:
             loss = loss / self.accumulation.steps
         self.progress.last_loss = loss.detach()
