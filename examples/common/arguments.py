@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from transformers import SchedulerType
@@ -183,7 +184,7 @@ def add_compare_flag(group: argparse._ArgumentGroup) -> None:
 
 
 def check_files(parser: argparse.ArgumentParser, args: argparse.Namespace, extensions: Sequence[str]) -> None:
-    """Refuse data flags that contradict each other, name files of another kind or hold out nothing or everything."""
+    """Refuse data flags that contradict each other, name files of another kind or none, or hold out nothing or everything."""
     if args.dataset_name and (args.train_file or args.validation_file):
         parser.error(f"--dataset_name {args.dataset_name} and --train_file/--validation_file are two sources of text: give one of them.")
     if args.validation_file and not args.train_file:
@@ -192,6 +193,8 @@ def check_files(parser: argparse.ArgumentParser, args: argparse.Namespace, exten
         name = getattr(args, flag)
         if name and not name.endswith(tuple(f".{extension}" for extension in extensions)):
             parser.error(f"--{flag} {name}: the name must end in .{', .'.join(extensions[:-1])} or .{extensions[-1]}.")
+        if name and "://" not in name and not Path(name).is_file():
+            parser.error(f"--{flag} {name}: there is no such file.")
     if not 0 < args.validation_split_percentage < 100:
         parser.error(f"--validation_split_percentage {args.validation_split_percentage}: must lie between 1 and 99.")
 
