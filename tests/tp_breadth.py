@@ -55,7 +55,7 @@ def perturb(model: nn.Module) -> None:
 def run(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and logits after a forward and backward."""
     torch.manual_seed(3)
-    out = model(**batch)
+    out = zoo.forward(model, batch)
     out.loss.backward()
     logits = out.logits if "logits" in out else out[1]
     return out.loss.detach(), logits.detach()

@@ -106,7 +106,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "squeezebert": {"embedding_size": 32},
     "switch_transformers": {"decoder_start_token_id": 0, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     "t5": {"decoder_start_token_id": 0},
-    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_blocks": 2, "chunk_size": LENGTH},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_blocks": 2, "chunk_size": LENGTH, "mode": "train"},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"], "attention_hidden_size": 64,
               "attention_head_dim": 16, "num_key_value_heads": 4, "mamba_dt_rank": 4},
@@ -245,7 +245,12 @@ def batch(name: str, generator: torch.Generator, rows: int = ROWS) -> dict[str, 
     return {"input_ids": tokens, "labels": labels}
 
 
-def loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """The model's own loss. No cache: training does not use it, and one class cannot build it."""
+def forward(model: nn.Module, inputs: dict[str, Tensor]) -> Any:
+    """The model's own outputs. No cache: training does not use it, and one class cannot build it."""
     takes_cache = "use_cache" in inspect.signature(getattr(model, "module", model).forward).parameters
-    return model(**inputs, **({"use_cache": False} if takes_cache else {})).loss
+    return model(**inputs, **({"use_cache": False} if takes_cache else {}))
+
+
+def loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """The model's own loss."""
+    return forward(model, inputs).loss

@@ -126,8 +126,8 @@ def _summing_shared(group: ModelGroup, name: str, entry: SplitParameter) -> Call
     return add
 
 
-def example_inputs(model: nn.Module, length: int = 16) -> dict[str, torch.Tensor]:
-    """A call that runs a transformers model on tensors without values.
+def example_inputs(model: nn.Module, length: int = 16, values: bool = False) -> dict[str, torch.Tensor]:
+    """A call that runs a transformers model: on tensors without values, or (``values``) with tokens on the host.
 
     Raises:
         ConfigError: The model's inputs are not known.
@@ -135,18 +135,31 @@ def example_inputs(model: nn.Module, length: int = 16) -> dict[str, torch.Tensor
     config: Any = getattr(model, "config", None)
     names = set(_forward_names(model))
     inputs: dict[str, torch.Tensor] = {}
+    device = "cpu" if values else "meta"
     if "input_ids" in names:
-        inputs["input_ids"] = torch.zeros((2, length), dtype=torch.long, device="meta")
+        rows = 2 * (getattr(config, "num_codebooks", 1) if values else 1)
+        tokens = [_plain_token(config)] * (length - 1) + [_first(getattr(config, "eos_token_id", None)) or 0]
+        inputs["input_ids"] = torch.tensor([tokens] * rows) if values else torch.zeros((rows, length), dtype=torch.long, device=device)
         if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
-            inputs["decoder_input_ids"] = torch.zeros((2, length), dtype=torch.long, device="meta")
+            inputs["decoder_input_ids"] = inputs["input_ids"].clone()
     elif "pixel_values" in names and getattr(config, "image_size", None):
         size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
-        inputs["pixel_values"] = torch.zeros((2, getattr(config, "num_channels", 3), *size), device="meta")
+        inputs["pixel_values"] = torch.zeros((2, getattr(config, "num_channels", 3), *size), device=device)
     if not inputs:
         raise ConfigError(
             f"{type(model).__name__}.forward takes neither input_ids nor pixel_values; pass inputs= to hf_zero.tensor_parallel.make_plan"
         )
     return inputs
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, (list, tuple)) and value else value
+
+
+def _plain_token(config: Any) -> int:
+    """The first token that the configuration gives no meaning to."""
+    special = {_first(value) for name, value in vars(config).items() if name.endswith(("token_id", "token_index"))} if config else set()
+    return next(token for token in range(len(special) + 1) if token not in special)
 
 
 def _forward_names(model: nn.Module) -> list[str]:

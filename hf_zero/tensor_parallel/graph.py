@@ -100,6 +100,7 @@ class Graph:
         parameters: By the name in the model.
         calls: All calls of modules.
         opaque: Paths of norms that are written down as one operation.
+        values: What does not depend on a parameter was computed; [Note: values] in ``trace.py``.
     """
 
     events: list[Op | Call] = field(default_factory=list)
@@ -108,6 +109,7 @@ class Graph:
     buffers: dict[str, Value] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     opaque: frozenset[str] = frozenset()
+    values: bool = False
 
     def ops(self) -> list[Op]:
         """The operations, in order."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -9,7 +11,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.tensor_parallel.apply import example_inputs
 from hf_zero.tensor_parallel.infer import Findings, infer
 from hf_zero.tensor_parallel.plan import TpPlan
-from hf_zero.tensor_parallel.trace import Inputs, skeleton
+from hf_zero.tensor_parallel.trace import Inputs, have_values, skeleton
 from hf_zero.tensor_parallel.wishes import Wishes
 from hf_zero.tensor_parallel.write_plan import write_plan
 
@@ -63,11 +65,26 @@ def _require(plan: TpPlan, wishes: Wishes, model: nn.Module, ranks: int) -> None
 
 def _infer(copy: nn.Module, ranks: int, inputs: Inputs | None, kept: set[str], forced: dict[str, str]) -> Findings:
     error: Exception | None = None
-    for length in (0,) if inputs is not None else _LENGTHS:
-        chosen = inputs if inputs is not None else example_inputs(copy, length)
-        on_meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in chosen.items()}
+    for chosen in _calls(copy, inputs):
         try:
-            return infer(copy, on_meta, ranks, kept, forced)
+            return infer(copy, chosen, ranks, kept, forced)
         except Exception as found:  # the model's own errors, of any kind
-            error = found
+            error = error or found
     raise ConfigError(f"{type(copy).__name__} does not run on tensors without values ({type(error).__name__}: {error})") from error
+
+
+def _calls(copy: nn.Module, inputs: Inputs | None) -> Iterator[Inputs]:
+    """Calls to try, cheapest first: some models want long rows, some want to see the tokens, some cannot build their cache."""
+    if inputs is not None:
+        yield {name: torch.empty_like(tensor, device="meta") for name, tensor in inputs.items()}
+        if have_values(inputs):
+            yield {name: tensor.cpu() for name, tensor in inputs.items()}
+        return
+    for length in _LENGTHS:
+        yield example_inputs(copy, length)
+    for module in copy.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # type: ignore[union-attr]
+    for length in _LENGTHS:
+        yield example_inputs(copy, length, values=True)

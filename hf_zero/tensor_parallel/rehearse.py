@@ -90,7 +90,7 @@ def _local_skeleton(model: nn.Module, graph: Graph, solution: Solution, shares: 
 
 def _run(local: nn.Module, inputs: Inputs, comparison: _Comparison) -> None:
     try:
-        with _borders(local, comparison), torch.no_grad(), valueless(comparison, None):
+        with _borders(local, comparison), torch.no_grad(), valueless(comparison, None, comparison.graph.values):
             local(**inputs)
     except _Diverged as error:
         comparison.fail_place(comparison.place, str(error))
@@ -146,7 +146,8 @@ class _Comparison(TorchFunctionMode):
         made_up = answer_function(func, args)
         if made_up is not None:
             return made_up[0]
-        args, kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
+        if not self.graph.values:
+            args, kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
         if self.silent:
             return func(*args, **kwargs)
         result, error = self._call(func, args, kwargs, self._known)

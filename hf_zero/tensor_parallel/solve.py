@@ -307,6 +307,8 @@ class _Attempt:
             if id(call) in outside:
                 continue
             keys = [key for key, entered in call.inputs.items() if entered is value]
+            if value in call.outputs.values():
+                continue  # handed through: those behind the call would read what was converted for those inside
             if keys and not any(call in other.stack for other in others):
                 return call, keys
         return None

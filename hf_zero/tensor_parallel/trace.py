@@ -77,8 +77,8 @@ class Tracer:
         opaque: Paths of norms that are taken as one operation.
     """
 
-    def __init__(self, model: nn.Module, opaque: frozenset[str] = frozenset()) -> None:
-        self.graph = Graph(opaque=opaque)
+    def __init__(self, model: nn.Module, opaque: frozenset[str] = frozenset(), values: bool = False) -> None:
+        self.graph = Graph(opaque=opaque, values=values)
         self.model = model
         self.opaque = opaque
         self.stack: list[Call] = []
@@ -161,25 +161,52 @@ class Tracer:
 
 
 class _Operations(TorchDispatchMode):
-    """Reports every operation of ATen, and answers those that would need values."""
+    """Reports every operation of ATen, and answers those that would need values.
 
-    def __init__(self, tracer: Tracer | None) -> None:
+    [Note: values] Without values a model takes whatever branch made-up answers lead it to, and some models then do not run. With
+    ``values`` what does not depend on a parameter (tokens, masks, positions) is computed on the host as in any forward, and only the
+    rest has shapes alone.
+    """
+
+    def __init__(self, tracer: Tracer | None, values: bool) -> None:
         super().__init__()
         self.tracer = tracer
+        self.values = values
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         name = func._schema.name.split("::")[1]
-        args, kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
-        if "device" in kwargs and kwargs["device"] is not None:
-            kwargs["device"] = torch.device("meta")
-        result = _answer(name, func, args, kwargs)
+        if self.values:
+            result = _computed(name, func, args, kwargs)
+        else:
+            args, kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
+            if kwargs.get("device") is not None:
+                kwargs["device"] = torch.device("meta")
+            result = _answer(name, func, args, kwargs)
         tracer = self.tracer
         if tracer is not None and not tracer.silent:
             outputs = [tensor for _, tensor in tensors_in([result])]
             if outputs or rules.values_of(args):
                 tracer.record(name, args, kwargs, outputs, func._schema.is_mutable, torch.Tag.pointwise in func.tags)
         return result
+
+
+def _computed(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The result of an operation where tensors that depend on no parameter have values."""
+    read = [tensor for _, tensor in tensors_in([args, kwargs])]
+    shapes_only = any(tensor.device.type == "meta" for tensor in read)
+    if name in rules.UNIFORM_NAMES:
+        kwargs["device"] = torch.device("cpu")
+    elif kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("meta" if shapes_only else "cpu")
+    if not shapes_only or name in rules.UNIFORM_NAMES:
+        return func(*args, **kwargs)
+    if name == "nonzero":  # all of a list, such as the experts that were chosen
+        source = args[0]
+        return torch.arange(source.numel())[:, None] if source.dim() == 1 else torch.zeros((_FAKE_COUNT, source.dim()), dtype=torch.long)
+    bare_args, bare_kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
+    result = _answer(name, func, bare_args, bare_kwargs)
+    return args[0] if result is bare_args[0] and isinstance(result, torch.Tensor) else result
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -234,7 +261,8 @@ class _Functions(TorchFunctionMode):
         tracer = self.tracer
         name = _WHOLE_FUNCTIONS.get(func)
         if name is not None and not tracer.silent:
-            args, kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
+            if not tracer.graph.values:
+                args, kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
             tracer.silent += 1
             try:
                 result = func(*args, **kwargs)
@@ -303,13 +331,18 @@ def watching(model: nn.Module, tracer: Tracer) -> Iterator[None]:
 
 
 @contextmanager
-def valueless(functions: TorchFunctionMode, tracer: Tracer | None) -> Iterator[None]:
-    """Everything inside runs on tensors without values, watched by the two modes."""
-    with torch.device("meta"), _Operations(tracer), functions:
+def valueless(functions: TorchFunctionMode, tracer: Tracer | None, values: bool = False) -> Iterator[None]:
+    """Everything inside runs on tensors without values, watched by the two modes; ``values`` as in [Note: values]."""
+    with torch.device("cpu" if values else "meta"), _Operations(tracer, values), functions:
         yield
 
 
 Inputs = Mapping[str, torch.Tensor]
+
+
+def have_values(inputs: Inputs) -> bool:
+    """Whether a model is to be run as [Note: values] says."""
+    return any(tensor.device.type != "meta" for tensor in inputs.values())
 
 
 def trace(model: nn.Module, inputs: Inputs, opaque: frozenset[str] = frozenset()) -> Graph:
@@ -317,15 +350,15 @@ def trace(model: nn.Module, inputs: Inputs, opaque: frozenset[str] = frozenset()
 
     Args:
         model: A ``skeleton``.
-        inputs: Tensors on the device "meta".
+        inputs: Tensors on the device "meta", or on the host ([Note: values]).
         opaque: Paths of norms to take as one operation.
 
     Raises:
         Exception: What the model raises.
     """
-    tracer = Tracer(model, opaque)
+    tracer = Tracer(model, opaque, have_values(inputs))
     for tensor in inputs.values():
         tracer.input(tensor)
-    with watching(model, tracer), torch.no_grad(), valueless(_Functions(tracer), tracer):
+    with watching(model, tracer), torch.no_grad(), valueless(_Functions(tracer), tracer, tracer.graph.values):
         model(**inputs)
     return tracer.graph
