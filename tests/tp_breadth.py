@@ -66,8 +66,8 @@ def relative(value: torch.Tensor, expected: torch.Tensor, floor: float = 1e-6) -
     return float((value.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=floor))
 
 
-def measure(name: str) -> Row:
-    """One architecture, on this rank of the group."""
+def measure(name: str, changes: dict[str, Any] | None = None) -> Row:
+    """One architecture, on this rank of the group; ``changes`` to its configuration."""
     from hf_zero.comm.collectives import build_collectives
     from hf_zero.comm.topology import build_topology
     from hf_zero.tensor_parallel.apply import apply_plan
@@ -76,11 +76,11 @@ def measure(name: str) -> Row:
     from hf_zero.tensor_parallel.plan import COLUMN, ROW, TpPlan
     from hf_zero.tensor_parallel.solve import is_linear
 
-    topology = build_topology(model_parallel=WORLD)
+    topology = build_topology(model_parallel=ranks.world())
     assert topology.model is not None
     group = ModelGroup(build_collectives(topology.model))
     row = Row(name, zoo.architecture(name).model_type)
-    whole, split = zoo.build(name), zoo.build(name)
+    whole, split = zoo.build(name, changes=changes), zoo.build(name, changes=changes)
     perturb(whole)
     perturb(split)
     batch = zoo.batch(name, torch.Generator().manual_seed(0))
@@ -89,7 +89,7 @@ def measure(name: str) -> Row:
     except RuntimeError as error:
         row.error = f"does not train on one rank: {str(error).splitlines()[0][:80]}"
         return row
-    plan = TpPlan.from_dict(group.collectives.broadcast_object(make_plan(split, WORLD).to_dict(), 0, "plan"))
+    plan = TpPlan.from_dict(group.collectives.broadcast_object(make_plan(split, ranks.world()).to_dict(), 0, "plan"))
     linear = {path: child.weight.numel() for path, child in split.named_modules() if is_linear(type(child))}
     row.share = plan.split_share(linear)
     along = sum(numel for path, numel in linear.items() if path in plan.modules and plan.modules[path].split in (COLUMN, ROW))

@@ -152,13 +152,16 @@ def architecture(name: str) -> Architecture:
     return {item.name: item for item in architectures()}[name]
 
 
-def build(name: str, seed: int = 0) -> nn.Module:
-    """Return a tiny model of a class, weights by ``seed`` only, in training mode."""
+def build(name: str, seed: int = 0, changes: dict[str, Any] | None = None) -> nn.Module:
+    """Return a tiny model of a class, weights by ``seed`` only, in training mode; ``changes`` to the fields of its configuration."""
     import transformers
 
+    config = small_config(name)
+    for field, value in (changes or {}).items():
+        setattr(config, field, value)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return getattr(transformers, name)(small_config(name)).train()
+        return getattr(transformers, name)(config).train()
 
 
 def small_config(name: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +13,7 @@ from hf_zero import native
 from hf_zero.comm.collectives import Collectives
 from hf_zero.native.library import ELEMENT_TYPES
 from hf_zero.sharding.layout import Range
-from hf_zero.sharding.slices import slice_of
+from hf_zero.sharding.slices import ParamSlice, slice_of
 from hf_zero.sharding.unit import Unit
 
 # torch.nn.utils.clip_grad_norm_ adds the same, so that a clipped step is PyTorch's to the digit.
@@ -27,25 +29,36 @@ class ModelAxis:
 
     Attributes:
         collectives: Network of the model axis.
-        copies: Per unit, the ranges of this rank's shard that every rank of the axis holds alike: they count once.
+        copies: Per unit, the ranges of this rank's shard that several ranks of the axis hold alike, and how many: they count once.
     """
 
     collectives: Collectives
-    copies: tuple[tuple[Range, ...], ...]
+    copies: tuple[tuple[tuple[Range, int], ...], ...]
 
 
 def model_axis(units: Sequence[Unit], collectives: Collectives) -> ModelAxis:
-    """The copies among the parameters of ``units``: those that are no slice of a larger one."""
-    return ModelAxis(collectives, tuple(_copies(unit) for unit in units))
+    """The copies among the parameters of ``units``: those that are no slice of a larger one, and slices that overlap."""
+    return ModelAxis(collectives, tuple(_copies(unit, collectives.world) for unit in units))
 
 
-def _copies(unit: Unit) -> tuple[Range, ...]:
-    parts = [
-        slot.range.intersect(unit.owned).shift(-unit.owned.start)
-        for param, slot in zip(unit.params, unit.layout.slots, strict=True)
-        if param is not None and slice_of(param) is None
-    ]
-    return tuple(part for part in parts if part.numel)
+def _copies(unit: Unit, ranks: int) -> tuple[tuple[Range, int], ...]:
+    found = []
+    for param, slot in zip(unit.params, unit.layout.slots, strict=True):
+        if param is None:
+            continue
+        part = slice_of(param)
+        alike = [(slot.range, ranks)] if part is None else [(run.shift(slot.range.start), count) for run, count in _runs(part, slot.shape)]
+        owned = [(run.intersect(unit.owned).shift(-unit.owned.start), count) for run, count in alike]
+        found += [(run, count) for run, count in owned if run.numel]
+    return tuple(found)
+
+
+def _runs(part: ParamSlice, shape: Sequence[int]) -> list[tuple[Range, int]]:
+    """Where the elements of ``part`` that several ranks hold lie in its flat tensor, in order."""
+    inner = math.prod(shape[part.dim + 1 :])
+    row = shape[part.dim] * inner
+    rows = range(math.prod(shape[: part.dim])) if part.copies else ()
+    return [(Range(outer * row + run.start * inner, outer * row + run.stop * inner), count) for outer in rows for run, count in part.copies]
 
 
 def global_norm(
@@ -69,9 +82,12 @@ def global_norm(
     if model is None:
         square = _sum_of_squares(shards, device, threads)
     else:
-        copies = [shard[part.start : part.stop] for shard, parts in zip(shards, model.copies, strict=True) for part in parts]
-        slices = [rest for shard, parts in zip(shards, model.copies, strict=True) for rest in _rest(shard, parts)]
-        square = _sum_of_squares(slices, device, threads) + _sum_of_squares(copies, device, threads) / model.collectives.world
+        by_count: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for shard, copies in zip(shards, model.copies, strict=True):
+            for part, count in copies:
+                by_count[count].append(shard[part.start : part.stop])
+            by_count[1] += _rest(shard, [part for part, _ in copies])
+        square = torch.stack([_sum_of_squares(tensors, device, threads) / count for count, tensors in by_count.items()]).sum()
         model.collectives.all_reduce(square, "gradient norm").wait()
     if sharded:
         collectives.all_reduce(square, "gradient norm").wait()

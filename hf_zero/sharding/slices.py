@@ -20,11 +20,13 @@ class ParamSlice:
         dim: The dimension that is divided.
         ranges: Indices along ``dim`` that this rank holds, in the order in which its tensor has them; several where the whole is
             made of parts that are each divided (query, key and value in one weight).
+        copies: Ranges along ``dim`` of this rank's tensor that other ranks hold too, each with the number of ranks.
     """
 
     full_shape: torch.Size
     dim: int
     ranges: tuple[Range, ...]
+    copies: tuple[tuple[Range, int], ...] = ()
 
 
 def mark_slice(param: torch.Tensor, part: ParamSlice) -> None:

@@ -24,6 +24,7 @@ _PLAIN = {
     "mm",
     "t",
     "transpose",
+    "permute",
     "view",
     "_unsafe_view",
     "reshape",
@@ -37,6 +38,9 @@ _PLAIN = {
 
 # Layers smaller than this part of the largest are not worth a collective of their own (routers, gates of single heads).
 _WORTH = 1 / 16
+
+# Nor those smaller than this part whose outputs every rank works on with its own heads: key and value of fewer heads than ranks.
+_WORTH_SHARED = 1 / 4
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,8 @@ def split_alone(
         reason, layers = _judge(value, paths, modules, uses.get(value, []), solution, ranks, wish, graph)
         if any(path in keep_whole for path in paths):
             reason, layers = "kept whole by the plan", []
+        elif wish is None and layers and layers[0].partial and value.shape[0] * value.shape[1] < largest * _WORTH_SHARED:
+            reason, layers = "held by every rank: all of them work on its output with their own part", []
         elif wish is None and value.shape[0] * value.shape[1] < largest * _WORTH:
             reason, layers = "too small to be worth a collective of its own", []
         for path in linear:
@@ -161,7 +167,7 @@ def _inside(graph: Graph, paths: Set[str]) -> list[Op]:
 def _reads(op: Op, value: Value) -> str:
     if op.name == "embedding" and op.inputs[0] is value and op.inputs[1] in op.stack[-1].inputs.values():
         return "embedding"
-    position = {"linear": 1, "addmm": 2, "mm": 1, "t": 0}.get(op.name)
+    position = {"linear": 1, "addmm": 2, "mm": 1, "t": 0, "permute": 0}.get(op.name)
     return "linear" if position is not None and len(op.inputs) > position and op.inputs[position] is value else f"other {op.name}"
 
 

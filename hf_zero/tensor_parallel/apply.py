@@ -87,7 +87,14 @@ def cut_parameter(param: nn.Parameter, entry: SplitParameter, rank: int) -> None
 
 def param_slice(entry: SplitParameter, rank: int) -> ParamSlice:
     """What ``rank`` holds, as the engine's slices say it."""
-    return ParamSlice(torch.Size(entry.shape), entry.dim, tuple(Range(start, stop) for start, stop in entry.ranges[rank]))
+    ranges = tuple(Range(start, stop) for start, stop in entry.ranges[rank])
+    counts = _part(entry).holders(rank, torch.device("cpu"))
+    copies = []
+    if counts is not None:
+        runs, lengths = torch.unique_consecutive(counts, return_counts=True)
+        stops = lengths.cumsum(0).tolist()
+        copies = [(Range(stop - length, stop), count) for count, length, stop in zip(runs.tolist(), lengths.tolist(), stops, strict=True)]
+    return ParamSlice(torch.Size(entry.shape), entry.dim, ranges, tuple(copy for copy in copies if copy[1] > 1))
 
 
 def _set_features(plan: TpPlan, modules: dict[str, nn.Module], rank: int) -> None:
@@ -107,21 +114,33 @@ def _sum_gradients(plan: TpPlan, params: dict[str, nn.Parameter], group: ModelGr
         if params[name].requires_grad:
             params[name].register_hook(_summing(group, name))
     for name, entry in plan.parameters.items():
-        if entry.shared and params[name].requires_grad:
-            params[name].register_hook(_summing_shared(group, name, entry))
+        if params[name].requires_grad and (add := _summing_shared(group, name, entry)) is not None:
+            params[name].register_hook(add)
 
 
 def _summing(group: ModelGroup, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda grad: group.sum(grad, name)
 
 
-def _summing_shared(group: ModelGroup, name: str, entry: SplitParameter) -> Callable[[torch.Tensor], torch.Tensor]:
+def _summing_shared(group: ModelGroup, name: str, entry: SplitParameter) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Adds up the gradients of indices that several ranks hold; None where there are none."""
+    part = _part(entry)
+    device = torch.device("cpu")
+    holders = [part.holders(rank, device) for rank in range(group.world)]
+    if holders[group.rank] is None:
+        return None
+    everyones = [mine[count > 1] for mine, count in zip(part.indices(device), holders, strict=True) if count is not None]
+    union = torch.cat(everyones).unique()
+    local = (holders[group.rank] > 1).nonzero().flatten()  # type: ignore[operator,union-attr]
+    places = torch.searchsorted(union, everyones[group.rank])
+
     def add(grad: torch.Tensor) -> torch.Tensor:
-        grad = grad.clone()
-        for start, stop in entry.shared:
-            piece = grad.narrow(entry.dim, start, stop - start)
-            piece.copy_(group.sum(piece, name))
-        return grad
+        here, there = local.to(grad.device), places.to(grad.device)
+        shape = list(grad.shape)
+        shape[entry.dim] = union.numel()
+        summands = grad.new_zeros(shape).index_copy_(entry.dim, there, grad.index_select(entry.dim, here))
+        total = group.sum(summands, name)
+        return grad.clone().index_copy_(entry.dim, here, total.index_select(entry.dim, there))
 
     return add
 

@@ -80,6 +80,15 @@ class Part:
             self._indices[device] = [torch.cat([torch.arange(start, stop, device=device) for start, stop in part]) for part in self.ranges]
         return self._indices[device]
 
+    def holders(self, rank: int, device: torch.device) -> torch.Tensor | None:
+        """How many ranks hold each of the indices of ``rank``; None where all are held once."""
+        if sum(stop - start for part in self.ranges for start, stop in part) <= self.full:
+            return None
+        counts = torch.zeros(self.full, dtype=torch.long, device=device)
+        for part in self.indices(device):
+            counts[part] += 1
+        return counts[self.indices(device)[rank]]
+
     def take(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """The part of ``tensor`` that ``rank`` holds."""
         if len(self.ranges[rank]) == 1:
@@ -137,7 +146,11 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         whole = ctx.group.sum(grad, ctx.label) if ctx.both else grad
-        return ctx.part.take(whole, ctx.group.rank).contiguous(), None, None, None, None
+        mine = ctx.part.take(whole, ctx.group.rank).contiguous()
+        holders = ctx.part.holders(ctx.group.rank, grad.device)
+        if holders is not None:  # the gradient of what several ranks hold is the sum of theirs
+            mine = mine / holders.view(-1, *[1] * (mine.dim() - 1 - ctx.part.dim % mine.dim()))
+        return mine, None, None, None, None
 
 
 class _Take(torch.autograd.Function):
@@ -150,6 +163,8 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         if ctx.partial:
             return ctx.part.place(grad.contiguous(), ctx.group.rank), None, None, None, None
+        if ctx.part.holders(ctx.group.rank, grad.device) is not None:
+            return ctx.group.sum(ctx.part.place(grad.contiguous(), ctx.group.rank), ctx.label), None, None, None, None
         return ctx.part.join(ctx.group.gather(grad, ctx.label)), None, None, None, None
 
 

@@ -27,14 +27,12 @@ class SplitParameter:
     Attributes:
         shape: Whole shape.
         dim: The dimension that is divided.
-        ranges: What each rank holds of it, in the order of its tensor.
-        shared: Ranges of the local tensor whose gradients are summands, because every rank holds these indices.
+        ranges: What each rank holds of it, in the order of its tensor. The gradients of indices that several ranks hold are summands.
     """
 
     shape: list[int]
     dim: int
     ranges: Ranges
-    shared: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -175,8 +173,7 @@ def _ranges(found: Any) -> Ranges:
 
 
 def _split_parameter(entry: Mapping[str, Any]) -> SplitParameter:
-    shared = [(int(start), int(stop)) for start, stop in entry["shared"]]
-    return SplitParameter(list(entry["shape"]), int(entry["dim"]), _ranges(entry["ranges"]), shared)
+    return SplitParameter(list(entry["shape"]), int(entry["dim"]), _ranges(entry["ranges"]))
 
 
 def _digest(modules: Mapping[str, Any]) -> str:

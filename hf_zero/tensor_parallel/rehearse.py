@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -28,12 +28,14 @@ from hf_zero.tensor_parallel.trace import (
     answer_function,
     argument_names,
     function_name,
+    plain_index,
     skeleton,
     tensors_in,
     valueless,
 )
 
 _MOST_TRIED = 4
+_REPEATING = ("__getitem__", "unsqueeze", "expand", "reshape", "contiguous", "view", "flatten", "clone")
 
 
 @dataclass
@@ -63,7 +65,7 @@ def rehearse(model: nn.Module, inputs: Inputs, graph: Graph, solution: Solution,
         solution: What is split.
         ranks: Number of ranks.
     """
-    shares = dict.fromkeys(solution.split, ranks)
+    shares = solution.parts
     local = _local_skeleton(model, graph, solution, shares)
     number_attributes(local)
     rehearsal = Rehearsal()
@@ -108,7 +110,10 @@ class _Comparison(TorchFunctionMode):
         self.graph = graph
         self.solution = solution
         self.shares = shares
-        self.ranks = ranks
+        self.divisors = sorted({ranks, *shares.values()}, reverse=True)
+        dims = {atom for op in graph.ops() for value in op.outputs if solution.states.get(value) == SPLIT for atom in value.dims}
+        local = {atom: local_size(atom, shares) for atom in dims}
+        self.sizes = {(atom.size, atom.size // size) for atom, size in local.items() if size and atom.size % size == 0}
         self.rehearsal = rehearsal
         self.modules = modules
         self.position = 0
@@ -135,7 +140,7 @@ class _Comparison(TorchFunctionMode):
             prefix = f"{place}." if place else ""
             for name, value in self.graph.parameters.items():
                 if name.startswith(prefix):
-                    inside |= {leaf for atom in value.dims for leaf in leaves(atom) if leaf in self.solution.split}
+                    inside |= {leaf for atom in value.dims for leaf in leaves(atom) if leaf in self.solution.parts}
             if inside or not place:
                 break
             place = place.rpartition(".")[0]
@@ -146,6 +151,7 @@ class _Comparison(TorchFunctionMode):
         made_up = answer_function(func, args)
         if made_up is not None:
             return made_up[0]
+        args = plain_index(func, args)
         if not self.graph.values:
             args, kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
         if self.silent:
@@ -187,7 +193,22 @@ class _Comparison(TorchFunctionMode):
     def _is_next(self, func: Any) -> bool:
         return self.position < len(self.graph.functions) and self.graph.functions[self.position].name == function_name(func)
 
+    def _skip_repeats(self, func: Any) -> None:
+        """Model code leaves out the repetition of what is there once: key/value heads that a rank shares with no other of its heads."""
+        position = self.position
+        while position < len(self.graph.functions) and self.graph.functions[position].name in _REPEATING:
+            position += 1
+        names = [call.name for call in self.graph.functions[self.position : position + 1]]
+        if "expand" in names and function_name(func) in names:
+            while self.graph.functions[self.position].name != "expand":
+                self.position += 1
+            self.position += 1
+            while not self._is_next(func):
+                self.position += 1
+
     def _expected(self, func: Any) -> FunctionCall:
+        if not self._is_next(func):
+            self._skip_repeats(func)
         if not self._is_next(func):
             there = self.graph.functions[self.position] if self.position < len(self.graph.functions) else None
             expected = f"{there.name} in {there.place}" if there is not None else "the end"
@@ -220,7 +241,7 @@ class _Comparison(TorchFunctionMode):
 
     def _atoms(self, expected: FunctionCall) -> set[Atom]:
         values = [leaf for leaf in tree_flatten(expected.result)[0] if isinstance(leaf, Value)]
-        return {leaf for value in values for atom in value.dims for leaf in leaves(atom) if leaf in self.solution.split}
+        return {leaf for value in values for atom in value.dims for leaf in leaves(atom) if leaf in self.solution.parts}
 
     # -- numbers ------------------------------------------------------------------------------------------------------
 
@@ -249,17 +270,27 @@ class _Comparison(TorchFunctionMode):
         symbols = [symbol for symbol in self._open_symbols(args, kwargs) if Symbol(*self._owner(symbol)) not in self.pinned]
         # A pretrained model's own configuration is saved with it, and says what the whole model is.
         symbols = [symbol for symbol in symbols if not hasattr(self.modules[self._owner(symbol)[0]], "save_pretrained")]
-        symbols = [symbol for symbol in symbols if self._known(symbol) % self.ranks == 0][:_MOST_TRIED]
+        smallest = min(self.divisors)
+        symbols = [symbol for symbol in symbols if self._known(symbol) % smallest == 0][:_MOST_TRIED]
+        for parts in self._guesses(symbols):
+            result, error = self._call(func, args, kwargs, lambda symbol, parts=parts: self._known(symbol) // parts.get(symbol, 1))
+            if error is None and fits(result):
+                for symbol, divisor in parts.items():
+                    path, name = self._owner(symbol)
+                    self.rehearsal.attributes.setdefault(path, {})[name] = self._known(symbol) // divisor
+                return (result,)
+        return None
+
+    def _guesses(self, symbols: list[Symbol]) -> list[dict[Symbol, int]]:
+        """What to divide by what: few before many, but first of all numbers that some split dimension has the size of."""
+        found = []
         for count in range(1, len(symbols) + 1):
             for chosen in combinations(symbols, count):
-                env = lambda symbol, chosen=chosen: self._known(symbol) // (self.ranks if symbol in chosen else 1)  # noqa: E731
-                result, error = self._call(func, args, kwargs, env)
-                if error is None and fits(result):
-                    for symbol in chosen:
-                        path, name = self._owner(symbol)
-                        self.rehearsal.attributes.setdefault(path, {})[name] = self._known(symbol) // self.ranks
-                    return (result,)
-        return None
+                for divisors in product(self.divisors, repeat=count):
+                    parts = dict(zip(chosen, divisors, strict=True))
+                    if not any(self._known(symbol) % divisor for symbol, divisor in parts.items()):
+                        found.append(parts)
+        return sorted(found, key=lambda parts: any((self._known(symbol), divisor) not in self.sizes for symbol, divisor in parts.items()))
 
 
 def _plain_leaves(tree: Any) -> Iterator[Any]:

@@ -10,12 +10,14 @@ biases). A choice for which some tensor fits no state is not made: the atoms con
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from hf_zero.tensor_parallel.atoms import Atom, block, leaves
+from hf_zero.tensor_parallel.atoms import SUM, Atom, block, factors, leaves, local_size
 from hf_zero.tensor_parallel.graph import ADDITIVE, BUFFER, PARAMETER, PRODUCT_LIKE, UNARY, UNIFORM, Call, Graph, Op, Value
 
 WHOLE, SPLIT, PARTIAL = "whole", "split", "partial"
@@ -27,6 +29,15 @@ _CUTS = ("slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_wit
 def is_linear(kind: type) -> bool:
     """torch's ``nn.Linear`` and its subclasses, and transformers' ``Conv1D`` (by name; transformers is not imported here)."""
     return issubclass(kind, nn.Linear) or kind.__name__ == "Conv1D"
+
+
+Choice = tuple[tuple[Atom, int], ...]
+"""Atoms that are split together, major first, each into so many parts; the product is the number of ranks.
+
+[Note: two atoms] Nearly always one atom is split into as many parts as there are ranks. Where 4 ranks share 2 key/value heads of 2 query
+heads each, both are split in two: a rank has one query head, and the key/value head that it shares with its neighbour. What holds only
+some of the atoms is held alike by several ranks: its gradients are summands, added up at the parameters, and nothing may be summed over it.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ class Solution:
     """A consistent choice.
 
     Attributes:
-        split: Atoms that are split, each into as many parts as there are ranks.
+        choices: What is split; see ``Choice``.
         states: By value, at the end of its life.
         conversions: By path of the module.
         summed: Parameters whose gradients are added up over the group.
@@ -62,7 +73,7 @@ class Solution:
         random_calls: By path of the module that draws random numbers: whether it draws them for split tensors.
     """
 
-    split: set[Atom]
+    choices: list[Choice]
     states: dict[Value, str] = field(default_factory=dict)
     conversions: dict[str, set[Conversion]] = field(default_factory=lambda: defaultdict(set))
     summed: set[str] = field(default_factory=set)
@@ -72,34 +83,96 @@ class Solution:
     uniform: set[Value] = field(default_factory=set)
     random_calls: dict[str, set[bool]] = field(default_factory=lambda: defaultdict(set))
 
+    def __post_init__(self) -> None:
+        self.parts = {atom: parts for choice in self.choices for atom, parts in choice}
+        self._choice_of = {atom: choice for choice in self.choices for atom, _ in choice}
 
-class _Conflict(Exception):
-    def __init__(self, atoms: set[Atom], reason: str) -> None:
-        super().__init__(reason)
-        self.atoms = atoms
-        self.reason = reason
+    @property
+    def split(self) -> set[Atom]:
+        """The atoms that are split."""
+        return set(self.parts)
+
+    def shares(self, rank: int) -> dict[Atom, tuple[int, int]]:
+        """Of every split atom, which part ``rank`` has, and of how many."""
+        found = {}
+        for choice in self.choices:
+            left = rank
+            for atom, parts in reversed(choice):
+                found[atom] = (left % parts, parts)
+                left //= parts
+        return found
+
+    def held_by_several(self, atoms: set[Atom]) -> bool:
+        """Whether a tensor with these split atoms, and not all of their choices, is the same on several ranks."""
+        return any(other not in atoms for atom in atoms for other, _ in self._choice_of[atom])
+
+    def ambiguous(self, dims: Sequence[Atom]) -> bool:
+        """Whether dimensions hold split atoms so that no rank's part is one block: two choices in a product or in two dimensions."""
+        found = [{leaf for leaf in leaves(atom) if leaf in self.parts} for atom in dims]
+        holders = [atoms for atoms in found if atoms]
+        if len(holders) > 1:
+            choices = {self._choice_of[leaf] for atoms in holders for leaf in atoms}
+            if len(choices) > 1 or any(first & second for first, second in zip(holders, holders[1:], strict=False)):
+                return True
+        return any(self._in_products(atom) > 1 for atom in dims)
+
+    def _in_products(self, atom: Atom) -> int:
+        """The most choices that meet in one product inside ``atom``."""
+
+        def walk(atom: Atom) -> list[frozenset[Choice]]:
+            atom = atom.find()
+            if atom.kind is None:
+                return [frozenset([self._choice_of[atom]] if atom in self.parts else [])]
+            below = [walk(part) for part in atom.parts]
+            if atom.kind == SUM:
+                return [found for part in below for found in part]
+            return [frozenset().union(*[found for part in below for found in part])]
+
+        return max((len(found) for found in walk(atom)), default=0)
 
 
-def candidates(graph: Graph, ranks: int) -> list[Atom]:
-    """Atoms worth splitting, most weight elements first; no parameter gets two of them in one product."""
-    weights: dict[Atom, int] = defaultdict(int)
+def candidates(graph: Graph, ranks: int) -> list[Choice]:
+    """What is worth splitting, most weight elements first; no parameter gets two of them in one product."""
+    holders: dict[Atom, list[Value]] = defaultdict(list)
+    weights: dict[Choice, int] = {}
     for value in graph.parameters.values():
-        numel = 1
-        for atom in value.dims:
-            numel *= atom.size
-        for atom in value.dims if len(value.dims) > 1 else ():
-            for leaf in dict.fromkeys(leaves(atom)):
-                if not leaf.blocked and leaf.size % ranks == 0 and leaf.size > 1:
-                    weights[leaf] += numel // atom.size * _covered(atom, leaf)
-    chosen: list[Atom] = []
-    taken: set[Atom] = set()
+        for leaf in dict.fromkeys(leaf for atom in value.dims for leaf in leaves(atom)):
+            holders[leaf].append(value)
+        if len(value.dims) > 1:
+            weights.update((choice, 0) for atom in value.dims for choice in _choices(atom, ranks))
+    for choice in weights:
+        parts = dict(choice)
+        for value in dict.fromkeys(value for atom in parts for value in holders[atom] if len(value.dims) > 1):
+            numel = math.prod(value.shape)
+            weights[choice] += sum(numel - numel // atom.size * local_size(atom, parts) for atom in value.dims)
+    chosen: list[Choice] = []
     # First what one layer makes and another sums over; of equal weight, the earlier found: heads come before the width of a head.
     pairs = _paired(graph)
-    for leaf in sorted(weights, key=lambda leaf: (leaf not in pairs, -weights[leaf])):
-        if not _meets(graph, leaf, taken):
-            chosen.append(leaf)
-            taken.add(leaf)
+    for choice in sorted(weights, key=lambda choice: (not pairs.issuperset(atom for atom, _ in choice), -weights[choice])):
+        if not _meets(choice, chosen, [value for atom, _ in choice for value in holders[atom]]):
+            chosen.append(choice)
     return chosen
+
+
+def _choices(atom: Atom, ranks: int) -> Iterator[Choice]:
+    """Ways to split one dimension: [Note: two atoms]."""
+    atom = atom.find()
+    if atom.kind == SUM:
+        for part in atom.parts:
+            yield from _choices(part, ranks)
+        return
+    found = factors(atom)
+    for position, factor in enumerate(found):
+        if factor.kind == SUM:
+            yield from _choices(factor, ranks)
+        elif not factor.blocked and factor.size > 1:
+            parts = math.gcd(factor.size, ranks)
+            if parts == ranks:
+                yield ((factor, ranks),)
+            elif parts > 1 and position + 1 < len(found):
+                inner = found[position + 1]
+                if inner.kind is None and not inner.blocked and inner.size % (ranks // parts) == 0:
+                    yield ((factor, parts), (inner, ranks // parts))
 
 
 def _paired(graph: Graph) -> set[Atom]:
@@ -113,50 +186,34 @@ def _paired(graph: Graph) -> set[Atom]:
     return made & summed
 
 
-def _covered(atom: Atom, leaf: Atom) -> int:
-    """How many indices of ``atom`` belong to ``leaf``."""
-    atom = atom.find()
-    if atom.kind == "sum":
-        return sum(_covered(part, leaf) for part in atom.parts)
-    return atom.size if leaf in leaves(atom) else 0
+def _meets(choice: Choice, chosen: list[Choice], parameters: list[Value]) -> bool:
+    """Whether ``choice`` shares an atom with one of ``chosen``, or one of its parameters in a way that leaves no rank one block of it.
 
-
-def _meets(graph: Graph, leaf: Atom, taken: set[Atom]) -> bool:
-    for value in graph.parameters.values():
-        found = [other for atom in value.dims for other in leaves(atom)]
-        if leaf in found and taken.intersection(found) and not _in_one_sum(value, leaf, taken):
+    Split atoms may stand beside each other in the segments of one fused dimension, never in one product or in two dimensions.
+    """
+    mine = {atom for atom, _ in choice}
+    if any(atom in mine for other in chosen for atom, _ in other):
+        return True
+    solution = Solution([*chosen, choice])
+    for value in parameters:
+        divided = [atom for atom in value.dims if any(leaf in solution.parts for leaf in leaves(atom))]
+        if len(divided) > 1 or solution.ambiguous(divided):
             return True
     return False
 
 
-def _in_one_sum(value: Value, leaf: Atom, taken: set[Atom]) -> bool:
-    """Split atoms may stand beside each other in the segments of one fused dimension, never in one product or in two dimensions."""
-    holders = [atom for atom in value.dims if {leaf, *taken}.intersection(leaves(atom))]
-    if len(holders) != 1:
-        return False
-    return all(_count_in_products(part, {leaf, *taken}) <= 1 for part in [holders[0]])
-
-
-def _count_in_products(atom: Atom, split: set[Atom]) -> int:
-    atom = atom.find()
-    if atom.kind is None:
-        return int(atom in split)
-    counts = [_count_in_products(part, split) for part in atom.parts]
-    return max(counts, default=0) if atom.kind == "sum" else sum(counts)
-
-
 def solve(graph: Graph, ranks: int) -> Solution:
     """The best choice found: starts with all candidates and drops those that turn out impossible."""
-    split = set(candidates(graph, ranks))
+    choices = candidates(graph, ranks)
     while True:
-        attempt = _Attempt(graph, Solution(set(split)))
+        attempt = _Attempt(graph, Solution(choices))
         attempt.run()
         if not attempt.conflicts:
             return attempt.solution
         for atoms, reason in attempt.conflicts:
             for atom in atoms:
                 block(atom, reason)
-            split -= atoms
+        choices = [choice for choice in choices if not any(atom.blocked for atom, _ in choice)]
 
 
 class _Attempt:
@@ -191,7 +248,7 @@ class _Attempt:
 
     def atoms(self, value: Value) -> set[Atom]:
         """The split atoms in the dimensions of ``value``."""
-        return {leaf for atom in value.dims for leaf in leaves(atom) if leaf in self.solution.split}
+        return {leaf for atom in value.dims for leaf in leaves(atom) if leaf in self.solution.parts}
 
     def _conflict(self, atoms: set[Atom], reason: str) -> None:
         if atoms:
@@ -206,7 +263,7 @@ class _Attempt:
         states = [self.states.setdefault(value, WHOLE) for value in inputs]
         for value in op.inputs:
             self.uses[value].append(op)
-        contracted = {leaf for atom in op.contracted for leaf in leaves(atom) if leaf in self.solution.split}
+        contracted = {leaf for atom in op.contracted for leaf in leaves(atom) if leaf in self.solution.parts}
         if PARTIAL in states:
             self._partial(op, contracted)
             return
@@ -224,7 +281,7 @@ class _Attempt:
         for value, state in zip(inputs, states, strict=True):
             if state == WHOLE and self.atoms(value) and value not in self.uniform:
                 self.slices[value].append(op)
-        if op.gathers and any(leaf in self.solution.split for leaf in leaves(op.inputs[0].dims[-1])):
+        if op.gathers and any(leaf in self.solution.parts for leaf in leaves(op.inputs[0].dims[-1])):
             self._norm(op)
         for value in op.outputs:
             found = self.atoms(value)
@@ -233,11 +290,15 @@ class _Attempt:
                 self.states[value] = PARTIAL
                 if found:
                     self._conflict(found | contracted, f"{op.name} in {op.place} would be split in two ways")
+                if self.solution.held_by_several(contracted):
+                    self._conflict(contracted, f"{op.name} in {op.place} sums over what several ranks hold")
                 self._bias(op, contracted)
             elif found:
                 self.states[value] = SPLIT
-                if len(found) > 1 and any(_count_in_products(atom, found) > 1 for atom in value.dims):
+                if self.solution.ambiguous(value.dims):
                     self._conflict(found, f"{op.name} in {op.place} would be split in two ways")
+                if op.random and self.solution.held_by_several(found):
+                    self._conflict(found, f"{op.name} in {op.place} draws random numbers for what several ranks hold")
             else:
                 self.states[value] = WHOLE
                 if op.name in _CUTS:
@@ -321,6 +382,9 @@ class _Attempt:
         for value, ops in self.slices.items():
             others = [use for use in self.uses[value] if use not in ops]
             atoms = self.atoms(value)
+            if sum(any(leaf in atoms for leaf in leaves(atom)) for atom in value.dims) > 1:
+                self._conflict(atoms, f"{ops[0].place} reads a part of two dimensions")
+                continue
             if value.origin == BUFFER and not others:
                 self.solution.sliced_buffers.add(value.name)
                 continue

@@ -258,6 +258,7 @@ class _Functions(TorchFunctionMode):
         made_up = answer_function(func, args)
         if made_up is not None:
             return made_up[0]
+        args = plain_index(func, args)
         tracer = self.tracer
         name = _WHOLE_FUNCTIONS.get(func)
         if name is not None and not tracer.silent:
@@ -297,6 +298,21 @@ def answer_function(func: Any, args: Any) -> tuple[Any] | None:
     if func in (torch.Tensor.cpu, torch.Tensor.cuda):
         return (args[0],)
     return None
+
+
+def plain_index(func: Any, args: Any) -> Any:
+    """Arguments of ``tensor[..., [-2], :]``, with a slice in place of a list of consecutive numbers that is the only list."""
+    if func is not torch.Tensor.__getitem__:
+        return args
+    places = args[1] if isinstance(args[1], tuple) else (args[1],)
+    lists = [place for place in places if not isinstance(place, (slice, type(None), type(Ellipsis)))]
+    if len(lists) != 1 or not isinstance(lists[0], list) or not lists[0] or not all(type(item) is int for item in lists[0]):
+        return args
+    first, last = lists[0][0], lists[0][-1]
+    if lists[0] != list(range(first, last + 1)) or (first < 0) != (last < 0):
+        return args
+    run = slice(first, last + 1 if last != -1 else None)
+    return (args[0], tuple(run if place is lists[0] else place for place in places))
 
 
 def _zeros(shape: tuple[int, ...]) -> Any:

@@ -52,10 +52,8 @@ class _Writer:
     def divide(self, dims: Sequence[Atom]) -> tuple[int, Ranges] | None:
         """Which of ``dims`` is split, and each rank's ranges of it."""
         for dim, atom in enumerate(dims):
-            split = [leaf for leaf in leaves(atom) if leaf in self.solution.split]
-            if split:
-                shares = [dict.fromkeys(split, (rank, self.ranks)) for rank in range(self.ranks)]
-                return dim, [ranges_of(indices(atom, share)) for share in shares]
+            if any(leaf in self.solution.parts for leaf in leaves(atom)):
+                return dim, [ranges_of(indices(atom, self.solution.shares(rank))) for rank in range(self.ranks)]
         return None
 
     def together(self, plan: TpPlan) -> None:
@@ -88,16 +86,7 @@ class _Writer:
         divided = self.divide(value.dims)
         if divided is None:
             raise AssertionError(f"{value.name} is not split")
-        dim, ranges = divided
-        everywhere = set(range(value.dims[dim].size))
-        for part in ranges:
-            everywhere &= {index for start, stop in part for index in range(start, stop)}
-        shared: list[int] = []
-        offset = 0
-        for start, stop in ranges[0]:
-            shared.extend(offset + index - start for index in range(start, stop) if index in everywhere)
-            offset += stop - start
-        return SplitParameter(list(value.shape), dim, ranges, ranges_of(shared))
+        return SplitParameter(list(value.shape), *divided)
 
     def by_themselves(self, plan: TpPlan) -> None:
         """Layers that are split alone."""
