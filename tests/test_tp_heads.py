@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from hf_zero.tensor_parallel.make_plan import make_plan
 from tests import ranks, zoo
 from tests.tp_breadth import Row, measure

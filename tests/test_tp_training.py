@@ -2,62 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from hf_zero.errors import StateError
 from tests import parity, ranks
-from tests.models import CASES, Batch
+from tests.models import CASES
 from tests.parity import Run
-
-LOSS, NORM, WEIGHT = 1e-5, 1e-4, 2e-4
-
-
-def data_rank(tp: int) -> int:
-    return ranks.rank() // tp
+from tests.tp_training import check_against_one_rank
 
 
-def train(name: str, run: Run, tp: int) -> tuple[list[float], list[float], dict[str, Tensor] | None, Any]:
-    """Losses and norms of every step, the joined weights on rank 0, and the engine."""
-    case = CASES[name]
-    run = replace(run, extra={**run.extra, "tensor_parallel": {"autotp_size": tp}})
-    engine = parity.initialize(case.build(), run)
-
-    def feed(step: int, micro: int, rank: int) -> Batch:
-        return case.rows(step, micro, rank // tp)
-
-    losses, norms = [], []
-    for step in range(run.steps):
-        parts = []
-        for micro in range(run.accumulation):
-            batch = parity.prepare(feed(step, micro, ranks.rank()), parity.DTYPES[run.dtype])
-            parts.append(parity.micro_step(engine, batch, case.forward, micro))
-        losses.append(parity.mean_over_ranks(parts))
-        norms.append(parity.as_float(engine.get_global_grad_norm()))
-    return losses, norms, engine._consolidated_16bit_state_dict(), engine
-
-
-def check_against_one_rank(name: str, tp: int, runs: list[Run]) -> None:
-    world = ranks.world() // tp
-    for run in runs:
-        losses, norms, weights, engine = train(name, run, tp)
-        engine.destroy()
-        if ranks.rank() != 0:
-            assert weights is None
-            continue
-        expected = parity.reference_case(name, run, world)
-        factor = 1 if run.dtype == "fp32" else 2e3
-        assert losses == pytest.approx(expected.losses, rel=LOSS * factor), (run, losses, expected.losses)
-        assert norms == pytest.approx(expected.norms, rel=NORM * factor), (run, norms, expected.norms)
-        assert weights is not None
-        assert set(expected.weights) <= set(weights)
-        for key, value in expected.weights.items():
-            worst = (weights[key].float() - value.float()).abs().max() / value.float().abs().max().clamp(min=0.01)
-            assert worst < WEIGHT * factor, (run, key, float(worst))
+def check_case(name: str, tp: int, runs: list[Run]) -> None:
+    check_against_one_rank(CASES[name], tp, runs)
 
 
 RUNS = [Run(stage=stage, clip=0.5, accumulation=2) for stage in (0, 1, 2, 3)]
@@ -65,20 +21,20 @@ RUNS = [Run(stage=stage, clip=0.5, accumulation=2) for stage in (0, 1, 2, 3)]
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bart", "albert", "mixtral", "deberta_v2", "vit"])
 def test_two_ranks_hold_one_model(name: str) -> None:
-    ranks.run_ranks(check_against_one_rank, 2, name, 2, RUNS)
+    ranks.run_ranks(check_case, 2, name, 2, RUNS)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_two_groups_of_two(name: str) -> None:
-    ranks.run_ranks(check_against_one_rank, 4, name, 2, RUNS)
+    ranks.run_ranks(check_case, 4, name, 2, RUNS)
 
 
 def test_bf16() -> None:
-    ranks.run_ranks(check_against_one_rank, 2, "llama", 2, [Run(stage=stage, dtype="bf16") for stage in (1, 3)])
+    ranks.run_ranks(check_case, 2, "llama", 2, [Run(stage=stage, dtype="bf16") for stage in (1, 3)])
 
 
 def test_config_asks_for_more_ranks_than_divide() -> None:
-    outcomes = ranks.observe_ranks(train, 2, "llama", Run(), 3)
+    outcomes = ranks.observe_ranks(check_case, 2, "llama", 3, [Run()])
     assert all("tensor_parallel.autotp_size is 3, which does not divide the 2 ranks" in outcome.text for outcome in outcomes)
 
 
