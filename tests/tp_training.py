@@ -17,7 +17,7 @@ LOSS, NORM, WEIGHT = 1e-5, 1e-4, 2e-4
 
 def train(case: ModelCase, run: Run, tp: int) -> tuple[list[float], list[float], dict[str, Tensor] | None, Any]:
     """Losses and norms of every step, the joined weights on rank 0, and the engine."""
-    run = replace(run, extra={**run.extra, "tensor_parallel": {"autotp_size": tp}})
+    run = replace(run, extra={"tensor_parallel": {"autotp_size": tp}, **run.extra})
     engine = parity.initialize(case.build(), run)
 
     def feed(step: int, micro: int, rank: int) -> Batch:

@@ -145,9 +145,12 @@ def _judge(
         return "tied between layers of different layouts", []
     conv1d = kinds == {True}
     outputs, inputs = (value.shape[1], value.shape[0]) if conv1d else (value.shape[0], value.shape[1])
+    if wish == VOCABULARY and partial:
+        return "its gradient is a partial sum", []
     if outputs % ranks == 0 and wish != SCATTERED:
-        how = {path: GATHERED if is_linear(type(modules[path])) else VOCABULARY for path in paths}
-        keys = {path: _index_keys(uses, path) for path in paths if how[path] == VOCABULARY}
+        tables = [path for path in paths if not is_linear(type(modules[path]))]
+        how = {path: VOCABULARY if path in tables or wish == VOCABULARY else GATHERED for path in paths}
+        keys = {path: _index_keys(uses, path) for path in tables}
         if any(len(found) > 1 for found in keys.values()):
             return "its indices come in several arguments", []
         return "", [Alone(path, how[path], outputs, partial, next(iter(keys.get(path) or [""]))) for path in paths]

@@ -10,9 +10,10 @@ from torch import nn
 
 from hf_zero.tensor_parallel import functions
 from hf_zero.tensor_parallel.functions import ModelGroup, Part
+from hf_zero.tensor_parallel.logits import VocabularyLogits
 from hf_zero.tensor_parallel.plan import Border, TpPlan
 from hf_zero.tensor_parallel.rehearse import convert_arguments, convert_inside
-from hf_zero.tensor_parallel.solve import COPY, GATHER, GATHER_BOTH, NORM, REDUCE, REDUCE_BOTH, SLICE
+from hf_zero.tensor_parallel.solve import COPY, GATHER, GATHER_BOTH, LOGITS, NORM, REDUCE, REDUCE_BOTH, SLICE
 from hf_zero.tensor_parallel.trace import argument_names
 
 _Convert = Callable[[torch.Tensor], torch.Tensor]
@@ -57,6 +58,8 @@ class ModuleBorder:
             inputs.append(lambda tensor: functions.take(tensor, group, part, label))
         elif kind in (GATHER, GATHER_BOTH):
             outputs.append(lambda tensor: functions.gather(tensor, group, part, label, kind == GATHER_BOTH))
+        elif kind == LOGITS:
+            outputs.append(lambda tensor: VocabularyLogits(tensor, group, part, label))
         elif kind == NORM:
             inputs.append(lambda tensor: functions.gather(tensor, group, part, label, both=True))
             self._outputs.setdefault("", []).append(lambda tensor: functions.take(tensor, group, part, label, partial=True))

@@ -1,4 +1,4 @@
-"""Makes the plan for a model: from the user's wishes where there are any, else from the model's own code."""
+"""Makes the plan for a model: the user's wishes first, then the plan that the model brings, then what its code shows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 from hf_zero.errors import ConfigError
 from hf_zero.tensor_parallel.apply import example_inputs
 from hf_zero.tensor_parallel.infer import Findings, infer
+from hf_zero.tensor_parallel.own_plan import note_source, own_styles, preferences
 from hf_zero.tensor_parallel.plan import TpPlan
 from hf_zero.tensor_parallel.trace import Inputs, have_values, skeleton
 from hf_zero.tensor_parallel.wishes import Wishes
@@ -35,8 +36,14 @@ def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, wishes
     for module in copy.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]
-    plan = write_plan(_infer(copy, ranks, inputs, wishes.whole, {}), copy, ranks, wishes.source)
     forced: dict[str, str] = {}
+    plan = write_plan(_infer(copy, ranks, inputs, wishes.whole, forced), copy, ranks, wishes.source)
+    styles = own_styles(model)
+    preferred = {path: how for path, how in preferences(plan, styles).items() if path not in {*wishes.whole, *wishes.families}}
+    if preferred:
+        other = write_plan(_infer(copy, ranks, inputs, wishes.whole, preferred), copy, ranks, wishes.source)
+        if all(other.modules[path].split == how for path, how in preferred.items()):
+            plan, forced = other, preferred
     # A layer that is split by itself takes the flow from its neighbours: their wishes are looked at again.
     while any(path not in forced for path in wishes.unmet(plan)):
         forced.update(wishes.unmet(plan))
@@ -45,6 +52,7 @@ def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, wishes
     for path in (*wishes.whole, *wishes.families):
         if path in plan.modules:
             plan.modules[path].source = wishes.source
+    note_source(plan, styles)
     if ranks > 1 and not plan.parameters:
         sizes = sorted({size for param in model.parameters() if param.dim() > 1 for size in getattr(param, "ds_shape", param.shape)})
         raise ConfigError(

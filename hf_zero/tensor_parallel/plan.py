@@ -154,7 +154,7 @@ class TpPlan:
         """Rows (module, split, source, reason), layers of one kind joined where they are split alike."""
         grouped: dict[tuple[str, str, str, str], int] = {}
         for path, entry in self.modules.items():
-            grouped.setdefault((_starred(path), entry.split, entry.source, entry.reason), 0)
+            grouped.setdefault((starred(path), entry.split, entry.source, entry.reason), 0)
         yield from grouped
 
     def split_share(self, linear: Mapping[str, int]) -> float:
@@ -164,7 +164,8 @@ class TpPlan:
         return split / total if total else 0.0
 
 
-def _starred(path: str) -> str:
+def starred(path: str) -> str:
+    """``path`` with a star in place of each number."""
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 

@@ -22,6 +22,7 @@ from hf_zero.tensor_parallel.graph import ADDITIVE, BUFFER, PARAMETER, PRODUCT_L
 
 WHOLE, SPLIT, PARTIAL = "whole", "split", "partial"
 COPY, SLICE, REDUCE, REDUCE_BOTH, GATHER, GATHER_BOTH, NORM = "copy", "slice", "reduce", "reduce both", "gather", "gather both", "norm"
+LOGITS = "logits"
 
 _CUTS = ("slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "select", "unbind")
 

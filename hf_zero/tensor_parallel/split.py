@@ -58,7 +58,7 @@ def split_model(
     module: nn.Module,
     section: Mapping[str, Any],
     topology: Topology,
-    plan: TpPlan | None = None,
+    plan: TpPlan | Mapping[str, str] | None = None,
     fill: Callable[[TpPlan], None] | None = None,
 ) -> nn.Module:
     """Splits ``module`` in place over the model axis of ``topology``; collective. A module that is split already stays as it is.
@@ -67,7 +67,7 @@ def split_model(
         module: Any model; every rank of the axis holds the same.
         section: The configuration's ``tensor_parallel``.
         topology: The engine's axes.
-        plan: What to follow; None makes one.
+        plan: What to follow: a plan, or patterns of paths with splits ("model.layers.*.mlp.down_proj": "row"); None makes one.
         fill: Gives an empty module its slices' values.
 
     Raises:
@@ -94,12 +94,12 @@ def split_model(
     return module
 
 
-def _agree(module: nn.Module, section: Mapping[str, Any], collectives: Collectives, plan: TpPlan | None) -> TpPlan:
+def _agree(module: nn.Module, section: Mapping[str, Any], collectives: Collectives, plan: TpPlan | Mapping[str, str] | None) -> TpPlan:
     """The plan of rank 0, on every rank; an error in making it is every rank's error."""
     made: tuple[str, Any] = ("", None)
     if collectives.rank == 0:
         try:
-            if plan is None or plan.edited:
+            if not isinstance(plan, TpPlan) or plan.edited:
                 plan = make_plan(module, collectives.world, wishes=wishes_of(section, plan, module))
             made = ("plan", plan.to_dict())
         except ConfigError as error:
@@ -171,7 +171,12 @@ def summary(module: nn.Module, plan: TpPlan) -> str:
 
 
 def tp_model_init(
-    model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, plan: TpPlan | None = None, **kwargs: Any
+    model: nn.Module,
+    tp_size: int,
+    dtype: torch.dtype | None = None,
+    config: Any = None,
+    plan: TpPlan | Mapping[str, str] | None = None,
+    **kwargs: Any,
 ) -> nn.Module:
     """Splits ``model`` over groups of ``tp_size`` adjacent ranks before ``initialize``; collective. DeepSpeed's function of that name.
 
@@ -181,7 +186,7 @@ def tp_model_init(
         dtype: Cast the parameters to this; None leaves them. With ``config`` it is left to ``initialize``: transformers passes fp16 for a
             configuration that says nothing of precision, which means fp32.
         config: Configuration, or its ``tensor_parallel`` section.
-        plan: What to follow; None makes one.
+        plan: What to follow, as in ``split_model``; None makes one.
         **kwargs: Accepted.
 
     Returns:

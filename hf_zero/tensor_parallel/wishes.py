@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from hf_zero.errors import ConfigError
 from hf_zero.tensor_parallel.alone import GATHERED, SCATTERED
-from hf_zero.tensor_parallel.plan import COLUMN, ROW, WHOLE, TpPlan
+from hf_zero.tensor_parallel.own_plan import family as family_of
+from hf_zero.tensor_parallel.plan import COLUMN, ROW, VOCABULARY, WHOLE, TpPlan, starred
 from hf_zero.tensor_parallel.solve import is_linear
 
-_FAMILY = {COLUMN: COLUMN, GATHERED: COLUMN, ROW: ROW, SCATTERED: ROW}
+_FAMILY = {COLUMN: COLUMN, GATHERED: COLUMN, ROW: ROW, SCATTERED: ROW, VOCABULARY: VOCABULARY}
+_ALONE = {COLUMN: GATHERED, ROW: SCATTERED, VOCABULARY: VOCABULARY}
 
 
 @dataclass
@@ -23,7 +26,8 @@ class Wishes:
 
     Attributes:
         whole: Layers that stay whole.
-        families: Layers that shall be split over their outputs (``COLUMN``) or inputs (``ROW``).
+        families: Layers that shall be split over their outputs (``COLUMN``) or inputs (``ROW``), or whose outputs shall not be gathered
+            before the loss (``VOCABULARY``).
         source: Who wishes, for the table.
     """
 
@@ -37,13 +41,15 @@ class Wishes:
         for path, family in self.families.items():
             split = plan.modules[path].split if path in plan.modules else WHOLE
             if _FAMILY.get(split) != family:
-                found[path] = GATHERED if family == COLUMN else SCATTERED
+                found[path] = _ALONE[family]
         return found
 
 
-def wishes_of(section: Mapping[str, Any], base: TpPlan | None, module: nn.Module) -> Wishes:
-    """The wishes in an edited plan, or in the configuration's ``tensor_parallel`` section."""
+def wishes_of(section: Mapping[str, Any], base: TpPlan | Mapping[str, str] | None, module: nn.Module) -> Wishes:
+    """The wishes in an edited plan, in patterns with splits, or in the configuration's ``tensor_parallel`` section."""
     linear = [path for path, child in module.named_modules() if is_linear(type(child))]
+    if isinstance(base, Mapping):
+        return _from_patterns(base, linear)
     if base is not None and base.edited:
         return _from_plan(base, linear)
     rules = section.get("partition_config") if isinstance(section, Mapping) else None
@@ -65,6 +71,23 @@ def _from_plan(base: TpPlan, linear: list[str]) -> Wishes:
     return wishes
 
 
+def _from_patterns(patterns: Mapping[str, str], linear: list[str]) -> Wishes:
+    wishes = Wishes(source="patterns")
+    for pattern, split in patterns.items():
+        kind = WHOLE if split in (WHOLE, "replicated") else split if split == VOCABULARY else _FAMILY.get(split) or family_of(split)
+        matching = [path for path in linear if fnmatchcase(path, pattern) or starred(path) == pattern]
+        if not kind:
+            raise ConfigError(f"plan: {pattern!r} is {split!r}; 'column', 'row', 'vocabulary' and 'whole' are allowed")
+        if not matching:
+            raise ConfigError(f"plan: {pattern!r} matches no linear layer of the model, such as {', '.join(linear[:3])}")
+        for path in matching:
+            if kind == WHOLE:
+                wishes.whole.add(path)
+            else:
+                wishes.families[path] = kind
+    return wishes
+
+
 def _from_rules(rules: Mapping[str, Any], linear: list[str], model_type: str | None) -> Wishes:
     wishes = Wishes(source="partition_config")
     key = "tensor_parallel.partition_config.layer_specs"
@@ -82,8 +105,8 @@ def _from_rules(rules: Mapping[str, Any], linear: list[str], model_type: str | N
 
 def _rule(where: str, spec: Mapping[str, Any]) -> tuple[Callable[[str], bool], str, list[str]]:
     kind = spec.get("partition_type", COLUMN)
-    if kind not in (COLUMN, ROW, "skip"):
-        raise ConfigError(f"{where}.partition_type is {kind!r}; 'column', 'row' and 'skip' are allowed")
+    if kind not in (COLUMN, ROW, VOCABULARY, "skip"):
+        raise ConfigError(f"{where}.partition_type is {kind!r}; 'column', 'row', 'vocabulary' and 'skip' are allowed")
     try:
         patterns = [re.compile(pattern) for pattern in spec.get("patterns") or []]
     except re.error as error:

@@ -25,7 +25,7 @@ from hf_zero.tensor_parallel.plan import (
     TpPlan,
     ranges_of,
 )
-from hf_zero.tensor_parallel.solve import COPY, GATHER, GATHER_BOTH, NORM, REDUCE, SLICE, SPLIT, is_linear
+from hf_zero.tensor_parallel.solve import COPY, GATHER, GATHER_BOTH, LOGITS, NORM, REDUCE, SLICE, SPLIT, is_linear
 
 _SPLITS = {lone.GATHERED: GATHERED, lone.SCATTERED: SCATTERED, lone.VOCABULARY: VOCABULARY}
 
@@ -99,13 +99,17 @@ class _Writer:
             ranges: Ranges = [[(rank * width, (rank + 1) * width)] for rank in range(self.ranks)]
             plan.parameters[self.names[id(weight)]] = SplitParameter(list(weight.shape), dim, ranges)  # type: ignore[arg-type]
             bias = getattr(module, "bias", None)
-            if bias is not None and layer.how == lone.GATHERED:
+            head = layer.how == lone.VOCABULARY and is_linear(type(module))
+            if bias is not None and (head or layer.how == lone.GATHERED):
                 plan.parameters[self.names[id(bias)]] = SplitParameter([layer.size], 0, ranges)
             borders = plan.borders.setdefault(path, [])
             if layer.how == lone.GATHERED:
                 if not layer.partial:
                     borders.append(Border("in", "", COPY))
                 borders.append(Border("out", "", GATHER_BOTH if layer.partial else GATHER, -1, ranges, layer.size))
+            elif head:
+                borders.append(Border("in", "", COPY))
+                borders.append(Border("out", "", LOGITS, -1, ranges, layer.size))
             elif layer.how == lone.SCATTERED:
                 borders.append(Border("in", "", SLICE, -1, ranges, layer.size))
                 borders.append(Border("out", "", REDUCE))
@@ -127,7 +131,10 @@ class _Writer:
     def _row(self, plan: TpPlan, path: str, name: str) -> ModulePlan:
         if path in self.findings.alone:
             layer = self.findings.alone[path]
-            why = "the tokens are whole on every rank" if layer.how == lone.VOCABULARY else self._why_alone(path)
+            head = "the loss is computed from each rank's part of the logits"
+            table = "the tokens are whole on every rank"
+            by_rows = head if is_linear(type(self.modules[path])) else table
+            why = by_rows if layer.how == lone.VOCABULARY else self._why_alone(path)
             return ModulePlan(_SPLITS[layer.how], why)
         module = self.modules[path]
         if not is_linear(type(module)) or not name:

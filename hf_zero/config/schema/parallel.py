@@ -44,7 +44,9 @@ class LayerSpec(Section):
     """`tensor_parallel.partition_config.layer_specs[]`. One rule of how a layer is split."""
 
     patterns: list[str] = part(list, "Regular expressions for parameter names (`layers.0.mlp.up_proj.weight`)")
-    partition_type: str = part("column", "column (over outputs), row (over inputs) or skip (whole)")
+    partition_type: str = part(
+        "column", "column (over outputs), row (over inputs), vocabulary (a head whose logits stay in parts until the loss) or skip (whole)"
+    )
     shape: list[Any] | None = accepted(None, "Logical shape of fused weights", _FOUND)
     partition_dim: Int | None = accepted(None, "Split dimension", _FOUND)
     model_types: list[str] | None = part(None, "Only for these model types")
