@@ -88,6 +88,35 @@ def test_rules_of_the_configuration() -> None:
         wishes_of(section, None, model)
 
 
+def test_the_models_own_plan_is_checked_against_the_data_flow() -> None:
+    """What it says and the data flow allows is its; what it gets wrong or misses is inferred, with the reason."""
+    rows = {row[0]: row for row in make_plan(zoo.build("LlamaForCausalLM"), 2).table()}
+    assert {rows[f"model.layers.*.{name}"][2] for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")} == {"tp_plan"}
+    assert rows["lm_head"][1:3] == ("column, gathered", "tp_plan")
+    rows = {row[0]: row for row in make_plan(zoo.build("Olmo2ForCausalLM"), 2).table()}
+    query = rows["model.layers.*.self_attn.q_proj"]
+    assert query[1:3] == ("column", "inferred") and query[3].endswith("; tp_plan says colwise_gather_output")
+    model = zoo.build("LlamaForCausalLM")
+    model._tp_plan = {"lm_head": "rowwise_split_input", "model.layers.*.mlp.down_proj": "colwise"}
+    rows = {row[0]: row for row in make_plan(model, 2).table()}
+    assert rows["lm_head"][1:3] == ("row, scattered", "tp_plan")  # as exact, so it decides
+    assert rows["model.layers.*.mlp.down_proj"][1:3] == ("row", "inferred")
+
+
+def test_plan_as_patterns() -> None:
+    model = zoo.build("LlamaForCausalLM")
+    patterns = {"model.layers.*.mlp.*_proj": "whole", "lm_head": "row", "model.layers.0.self_attn.o_proj": "colwise"}
+    found = make_plan(model, 2, wishes=wishes_of({}, patterns, model)).modules
+    assert {found[f"model.layers.1.mlp.{name}"].split for name in ("gate_proj", "up_proj", "down_proj")} == {"whole"}
+    assert (found["lm_head"].split, found["lm_head"].source) == ("row, scattered", "patterns")
+    assert found["model.layers.0.self_attn.o_proj"].split == "column, gathered"
+    assert (found["model.layers.1.self_attn.o_proj"].split, found["model.layers.1.self_attn.o_proj"].source) == ("row", "tp_plan")
+    with pytest.raises(ConfigError, match="'model.layers.*.nothing' matches no linear layer of the model, such as model.layers.0"):
+        wishes_of({}, {"model.layers.*.nothing": "row"}, model)
+    with pytest.raises(ConfigError, match="'lm_head' is 'diagonal'"):
+        wishes_of({}, {"lm_head": "diagonal"}, model)
+
+
 def test_wish_that_does_not_divide_names_layer_size_and_usable_ranks() -> None:
     model = CASES["gpt2"].build()
     section = {"partition_config": {"layer_specs": [{"patterns": ["c_fc"], "partition_type": "column"}]}}
