@@ -11,20 +11,25 @@ import torch
 from hf_zero.checkpoint.convert.native import read_checkpoint
 from hf_zero.checkpoint.tensor_file import Elsewhere
 from tests import parity, ranks
-from tests.models import CASES
+from tests.models import CASES, ModelCase
 from tests.parity import Run
+from tests.tp_training import zoo_case
+
+
+def _case(name: str) -> ModelCase:
+    return CASES[name] if name in CASES else zoo_case(name, {})
 
 
 def _engine(name: str, stage: int, tp: int, dtype: str) -> Any:
     extra = {"tensor_parallel": {"autotp_size": tp}} if tp > 1 else {}
-    return parity.initialize(CASES[name].build(), Run(stage=stage, dtype=dtype, extra=extra))
+    return parity.initialize(_case(name).build(), Run(stage=stage, dtype=dtype, extra=extra))
 
 
 def _train_and_save(folder: str, name: str, stage: int, tp: int, dtype: str) -> dict[str, torch.Tensor] | None:
     engine = _engine(name, stage, tp, dtype)
     for step in range(2):
-        batch = parity.prepare(CASES[name].rows(step, 0, ranks.rank() // tp), parity.DTYPES[dtype])
-        parity.micro_step(engine, batch, CASES[name].forward, 0)
+        batch = parity.prepare(_case(name).rows(step, 0, ranks.rank() // tp), parity.DTYPES[dtype])
+        parity.micro_step(engine, batch, _case(name).forward, 0)
     engine.save_checkpoint(folder, "t")
     weights: dict[str, torch.Tensor] | None = engine._consolidated_16bit_state_dict()
     engine.destroy()
@@ -54,12 +59,25 @@ MOVES = {
     "1 to 2": ((2, 1, 2), (2, 2, 1)),
     "2x2 to 2": ((4, 2, 1), (2, 2, 3)),
     "2 to 2x2": ((2, 2, 0), (4, 2, 2)),
+    "4 to 1": ((4, 4, 1), (1, 1, 3)),
+    "1 to 4": ((1, 1, 2), (4, 4, 0)),
 }
 
 
 @pytest.mark.parametrize("move", [pytest.param(move, marks=() if move in ("2 to 1", "2 to 2x2") else pytest.mark.slow) for move in MOVES])
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_any_size_to_any_other(tmp_path: Path, name: str, move: str) -> None:
+    check_move(tmp_path, name, move)
+
+
+@pytest.mark.parametrize("move", ["4 to 1", pytest.param("1 to 4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", pytest.param("GPTBigCodeForCausalLM", marks=pytest.mark.slow)])
+def test_heads_that_several_ranks_hold(tmp_path: Path, name: str, move: str) -> None:
+    """Two key/value heads (or one, inside a fused projection) on four ranks."""
+    check_move(tmp_path, name, move)
+
+
+def check_move(tmp_path: Path, name: str, move: str) -> None:
     (world, tp, stage), (other_world, other_tp, other_stage) = MOVES[move]
     weights = ranks.run_ranks(_train_and_save, world, str(tmp_path / "a"), name, stage, tp, "bf16")[0]
     ranks.run_ranks(_load_and_save, other_world, str(tmp_path / "a"), str(tmp_path / "b"), name, other_stage, other_tp, "bf16")

@@ -132,15 +132,17 @@ class Catalog:
             CheckpointError: The file of a shard is not in the index, or has no such unit; or no slice holds an element.
         """
         for run in wanted.runs(start, start + target.numel()):
-            found = 0
+            missing = [Range(run.whole, run.whole + run.numel)]
             for part in param.parts:
-                for piece in part.slice.find(run.whole, run.whole + run.numel):
+                # Ranks that share a key/value head hold the same elements: those of the first are read.
+                pieces = sorted((piece for gap in missing for piece in part.slice.find(gap.start, gap.stop)), key=lambda piece: piece.whole)
+                for piece in pieces:
                     begin = run.local - start + piece.whole - run.whole
-                    found += piece.numel
                     yield from self._copies_of(param.name, part, kind, piece.local, target[begin : begin + piece.numel])
-            if found != run.numel:
+                missing = _without(missing, [Range(piece.whole, piece.whole + piece.numel) for piece in pieces])
+            if missing:
                 raise CheckpointError(
-                    f"parameter {param.name}: the slices in the index hold {found} of its elements {run.whole} to {run.whole + run.numel}"
+                    f"parameter {param.name}: no slice in the index holds its elements {missing[0].start} to {missing[0].stop}"
                 )
 
     def _copies_of(self, name: str, place: Part, kind: str | None, first: int, target: Row) -> Iterator[Copy]:
@@ -160,3 +162,16 @@ class Catalog:
 
     def _file(self, unit: UnitRecord, kind: str | None, rank: int) -> str:
         return shard_file(kind or unit.kind, rank, unit.world, unit.tensor_rank, self.index.tensor_world)
+
+
+def _without(ranges: list[Range], taken: list[Range]) -> list[Range]:
+    """What is left of ``ranges``; ``taken`` rises, and each lies inside one of them."""
+    left = []
+    for whole in ranges:
+        start = whole.start
+        for piece in taken:
+            if whole.start <= piece.start < whole.stop:
+                left.append(Range(start, piece.start))
+                start = piece.stop
+        left.append(Range(start, whole.stop))
+    return [rest for rest in left if rest.numel]
