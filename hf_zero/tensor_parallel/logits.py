@@ -92,7 +92,7 @@ class VocabularyLogits(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Reached past the above by code of C++ and by ``torch.autograd.Function``: there, gradients would be lost."""
 
         def plain(logits: VocabularyLogits) -> torch.Tensor:

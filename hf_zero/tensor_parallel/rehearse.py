@@ -273,13 +273,16 @@ class _Comparison(TorchFunctionMode):
         smallest = min(self.divisors)
         symbols = [symbol for symbol in symbols if self._known(symbol) % smallest == 0][:_MOST_TRIED]
         for parts in self._guesses(symbols):
-            result, error = self._call(func, args, kwargs, lambda symbol, parts=parts: self._known(symbol) // parts.get(symbol, 1))
+            result, error = self._call(func, args, kwargs, self._divided(parts))
             if error is None and fits(result):
                 for symbol, divisor in parts.items():
                     path, name = self._owner(symbol)
                     self.rehearsal.attributes.setdefault(path, {})[name] = self._known(symbol) // divisor
                 return (result,)
         return None
+
+    def _divided(self, parts: dict[Symbol, int]) -> Callable[[Symbol], int]:
+        return lambda symbol: self._known(symbol) // parts.get(symbol, 1)
 
     def _guesses(self, symbols: list[Symbol]) -> list[dict[Symbol, int]]:
         """What to divide by what: few before many, but first of all numbers that some split dimension has the size of."""
