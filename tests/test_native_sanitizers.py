@@ -12,6 +12,9 @@ import pytest
 
 from tests.processes import REPO, environment
 
+# The build alone takes minutes on a busy machine.
+pytestmark = pytest.mark.timeout(1200)
+
 # Wrong accesses that the sanitizers must see, or the test that follows says nothing.
 CRIME = """
 import torch

@@ -84,7 +84,9 @@ class OffloadOptimizer(Section):
     )
     ratio: Share = part(1.0, "Share of parameters whose states are offloaded; units from the front of the model stay on the device")
     super_offload: Bool = accepted(
-        False, "Speculative host update in a separate process", "updates run on the host unit by unit, without a second process"
+        False,
+        "Speculative host update in a separate process",
+        "hf_zero.offload_overlap says whether units are updated during backward, in a thread, and it is on beside a device",
     )
     cpuadam_cores_perc: Share = part(
         0.8,
