@@ -138,12 +138,13 @@ def rows_of(running: list[Contender], failed: dict[str, str]) -> list[list[str]]
                 f"{one.median('seconds'):.3f}",
                 f"{statistics.median(ratios):.2f}",
                 f"{one.median('stepping'):.3f}",
+                f"{min(answer['cpu'] for answer in one.answers):.3f}",
                 f"{memory / 2**20:.0f}",
                 f"{(memory - base.median('anonymous')) / 2**20:+.0f}",
                 f"{one.answers[-1]['loss']:.6f}",
             ]
         )
-    return rows + [[name, "does not run", "", "", "", "", reason] for name, reason in failed.items()]
+    return rows + [[name, "does not run", "", "", "", "", "", reason] for name, reason in failed.items()]
 
 
 def run(arguments: argparse.Namespace, stage: int, size: dict[str, int], nvme: str) -> tuple[list[Contender], dict[str, str]]:
@@ -203,10 +204,11 @@ def main() -> int:
         f"of {arguments.steps} steps. Masters and moments are {12 * numel / WORLD / 2**20:.0f} MiB per rank. "
         "The number behind a name is the stage, **ratio** is to the stage without offload; "
         "overlap is `hf_zero.offload_overlap`, off by itself where the host trains. "
+        "**CPU s/step** is a rank's processor time, the least of all rounds, which other programs on the machine hardly change. "
         "**Own memory** is a rank's anonymous resident memory (`RssAnon`) between steps, imports included. `cpu` moves "
         "nothing on a machine without accelerator; `nvme` reads and writes past the page cache."
     )
-    columns = ["contender", "s/step", "ratio", "of it in step()", "own memory MiB", "difference MiB", "loss"]
+    columns = ["contender", "s/step", "ratio", "of it in step()", "CPU s/step", "own memory MiB", "difference MiB", "loss"]
     command = "python -m benchmarks.offload --nvme /path/on/a/local/disk"
     command += " --peer-python /path/to/venv/bin/python" if arguments.peer_python else ""
     table = ResultTable("Offload on CPU ranks", command, text, columns, rows)

@@ -1,7 +1,7 @@
 """One rank of one contender of the offload benchmark. Started by ``offload.py``, also with the Python of a peer's venv.
 
 Reads one JSON object per line from standard input and answers one per line: ``{"steps": K}`` runs K training steps and returns the
-seconds per step, the seconds of them in ``step()``, the last loss and the process's resident memory.
+seconds per step, the processor's seconds of them, the seconds in ``step()``, the last loss and the process's resident memory.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def serve(engine: Any, size: dict[str, int], answers: Any) -> None:
         count = json.loads(line)["steps"]
         batches = [make_batch(done + index, dist.get_rank(), size) for index in range(count)]
         dist.barrier()
-        start, stepping = time.perf_counter(), 0.0
+        start, cpu, stepping = time.perf_counter(), time.process_time(), 0.0
         for batch in batches:
             loss = engine(**batch).loss
             engine.backward(loss)
@@ -63,9 +63,11 @@ def serve(engine: Any, size: dict[str, int], answers: Any) -> None:
             engine.step()
             stepping += time.perf_counter() - begin
         seconds = (time.perf_counter() - start) / count
+        cpu = (time.process_time() - cpu) / count
         done += count
         del batch, batches
-        answers.write(json.dumps({"seconds": seconds, "stepping": stepping / count, "loss": float(loss), **resident()}) + "\n")
+        times = {"seconds": seconds, "cpu": cpu, "stepping": stepping / count}
+        answers.write(json.dumps({**times, "loss": float(loss), **resident()}) + "\n")
 
 
 def main() -> None:
