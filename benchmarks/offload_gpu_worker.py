@@ -97,13 +97,12 @@ def hf_zero(job: Job) -> Step:
 
 
 def deepspeed(job: Job) -> Step:
-    """The same configuration."""
+    """The same configuration; the model is built in host memory, because its ``zero.Init`` does not take every torch."""
     import deepspeed
 
+    model = build_model("gpt2", job.size).to(DTYPES[job.dtype]).train()
     config = _config(job, offload=True)
-    with deepspeed.zero.Init(config_dict_or_path=config):
-        model = build_model("gpt2", job.size)
-    return _engine_step(deepspeed.initialize(model=model.train(), model_parameters=list(model.parameters()), config=config)[0])
+    return _engine_step(deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0])
 
 
 def _loop(job: Job, model: nn.Module, autocast: bool) -> Step:
