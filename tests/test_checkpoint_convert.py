@@ -48,7 +48,7 @@ def _resume(folder: str, stage: int, dtype: str) -> tuple[list[float], Any, dict
 
 
 def _folders() -> list[Any]:
-    slow = ("stage1_fp32_2", "stage3_fp32_2", "stage2_bf16_1", "stage2_fp16_2")
+    slow = ("stage1_fp32_2", "stage3_fp32_2", "stage2_bf16_1", "stage2_fp16_2", "stage1_bf16_2_grad32")
     return [pytest.param(path, id=path.name, marks=pytest.mark.slow if path.name.endswith(slow) else ()) for path in DEEPSPEED]
 
 
