@@ -442,6 +442,13 @@ def test_folders_of_killed_saves_are_removed_and_those_of_running_ones_stay(tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == [".far.part", ".mine.part", ".next.part"]
 
 
+def test_a_file_that_is_renamed_while_one_looks_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of a save in the background looks into the folder while others put their notes there."""
+    (tmp_path / "stays").write_text("1234")
+    monkeypatch.setattr(Path, "iterdir", lambda folder: iter([folder / ".rank-00001.json.part", folder / "stays"]))
+    assert {name: found.st_size for name, found in folders.present_files(tmp_path).items()} == {"stays": 4}
+
+
 def test_the_newest_whole_checkpoint_of_a_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from hf_zero.utils import newest_trainer_checkpoint
 

@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class Plan:
         phase: Die at this label ...
         at_step: ... of the save after this step.
         victims: Ranks that die.
-        seconds: Die so long after the beginning, whatever happens then.
+        seconds: Die so long after the engine is there, whatever happens then.
     """
 
     folder: str
@@ -61,18 +62,20 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _run(plan: Plan, reference: list[dict[str, Any]] | None = None) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """Resumes from what there is and trains to the end; returns the step it began at, and the state there and at the end.
+def _run(plan: Plan, reference: list[dict[str, Any]] | None = None) -> tuple[int, dict[str, Any], dict[str, Any], float]:
+    """Resumes from what there is and trains to the end.
 
+    Returns the step it began at, the state there and at the end, and the seconds from there to the end.
     With ``reference`` it looks at once whether it has begun where it may, so that runs that are killed later prove something too.
     """
     from hf_zero import observe
 
-    if ranks.rank() in plan.victims and plan.seconds:
+    engine = start(3, "bf16", **(IN_BACKGROUND if plan.background else {}))
+    began = time.monotonic()
+    if ranks.rank() in plan.victims and plan.seconds:  # not before: a new process takes longer to import than to train
         timer = threading.Timer(plan.seconds, _die)
         timer.daemon = True
         timer.start()
-    engine = start(3, "bf16", **(IN_BACKGROUND if plan.background else {}))
     engine.load_checkpoint(plan.folder)
     first, begin = engine.global_steps, full_state(engine)
     done = Path(plan.folder, "done")
@@ -98,9 +101,10 @@ def _run(plan: Plan, reference: list[dict[str, Any]] | None = None) -> tuple[int
         engine.wait_for_checkpoint()
     finally:
         observe._listeners.remove(listen)
+    seconds = time.monotonic() - began
     end = full_state(engine)
     engine.destroy()
-    return first, begin, end
+    return first, begin, end, seconds
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +126,7 @@ def _states(count: int) -> list[dict[str, Any]]:
 
 def _resume(plan: Plan, reference: list[dict[str, Any]]) -> int:
     """Runs ``plan`` to its end; everything is as in the reference. Returns the step it began at."""
-    for first, begin, end in ranks.run_ranks(_run, WORLD, plan):
+    for first, begin, end, _ in ranks.run_ranks(_run, WORLD, plan):
         assert differences(begin, reference[first]) == []
         assert differences(end, reference[plan.total]) == []
     left = sorted(path.name for path in Path(plan.folder).iterdir())
@@ -186,7 +190,7 @@ def test_two_hundred_kills_at_random_moments(tmp_path: Path, reference: Any, see
     chance = random.Random(seed)
     total, kills, runs = 6, 0, 0
     folder = tmp_path / "run"
-    seconds = max(outcome.seconds for outcome in ranks.observe_ranks(_run, WORLD, Plan(str(tmp_path / "whole"), total)))
+    seconds = ranks.run_ranks(_run, WORLD, Plan(str(tmp_path / "whole"), total))[0][-1]
     while kills < 50:
         folder.mkdir(exist_ok=True)
         victims = chance.choice([(0,), (1,), (0, 1)])
@@ -196,11 +200,12 @@ def test_two_hundred_kills_at_random_moments(tmp_path: Path, reference: Any, see
         assert not [outcome.text for outcome in outcomes if RESUMED_WRONGLY in outcome.text]
         if any(outcome.status == "died" for outcome in outcomes):
             kills += 1
-            print(f"{kills} kills, {runs} whole runs, within {seconds:.1f} s")
+            done = (folder / "done").read_text() if (folder / "done").exists() else 0
+            print(f"{kills} kills within {seconds:.1f} s, {runs} whole runs, acknowledged step {done}")
             continue
         for outcome in outcomes:
             assert outcome.ok, outcome.text
-            first, begin, end = outcome.value
+            first, begin, end, _ = outcome.value
             assert differences(begin, reference[first]) == [] and differences(end, reference[total]) == []
         runs += 1
         shutil.rmtree(folder)

@@ -165,7 +165,7 @@ class Background:
                     raise _ToldByRank(f"{(task.part / _failure_of(rank)).read_text(encoding='utf-8')} (rank {rank})")
                 elif rank in dead:  # it was so before its note was looked for
                     raise CheckpointError(f"the process of rank {rank} died while it wrote its shards")
-            present = {path.name: path.stat().st_size for path in task.part.iterdir()}
+            present = {name: found.st_size for name, found in folders.present_files(task.part).items()}
             if present != sizes:
                 sizes, last = present, time.monotonic()
             if waiting and time.monotonic() - last > self._timeout:

@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,18 @@ def _is_abandoned(part: Path) -> bool:
         writer = None
     alive = writer.is_alive() if writer is not None else None
     if alive is None:
-        return time.time() - max(path.stat().st_mtime for path in (part, *part.iterdir())) > _SILENT_SECONDS
+        changes = [part.stat().st_mtime, *(found.st_mtime for found in present_files(part).values())]
+        return time.time() - max(changes) > _SILENT_SECONDS
     return not alive
+
+
+def present_files(folder: Path) -> dict[str, os.stat_result]:
+    """What is in a folder that others write into: a file that gets another name meanwhile is left out."""
+    found = {}
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            found[path.name] = path.stat()
+    return found
 
 
 @dataclass(frozen=True)
