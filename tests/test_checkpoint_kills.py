@@ -72,9 +72,9 @@ def _run(plan: Plan, reference: list[dict[str, Any]] | None = None) -> tuple[int
 
     engine = start(3, "bf16", **(IN_BACKGROUND if plan.background else {}))
     began = time.monotonic()
+    timer = threading.Timer(plan.seconds, _die)
+    timer.daemon = True
     if ranks.rank() in plan.victims and plan.seconds:  # not before: a new process takes longer to import than to train
-        timer = threading.Timer(plan.seconds, _die)
-        timer.daemon = True
         timer.start()
     engine.load_checkpoint(plan.folder)
     first, begin = engine.global_steps, full_state(engine)
@@ -101,6 +101,7 @@ def _run(plan: Plan, reference: list[dict[str, Any]] | None = None) -> tuple[int
         engine.wait_for_checkpoint()
     finally:
         observe._listeners.remove(listen)
+        timer.cancel()
     seconds = time.monotonic() - began
     end = full_state(engine)
     engine.destroy()

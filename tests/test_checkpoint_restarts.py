@@ -15,7 +15,7 @@ from tests.examples import EXAMPLES, RUN_SECONDS
 from tests.examples import run as run_example
 from tests.processes import REPO, run
 
-# Else torchrun lets all attempts share one store, in which a rank may find the address that a dead one has left.
+# A script that makes its group itself: else all attempts share one store, in which a rank may find the address that a dead one has left.
 STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 SCRIPT = """
@@ -87,8 +87,7 @@ def _text(folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(3 * RUN_SECONDS)
 @pytest.mark.parametrize("way", ["torchrun", "accelerate"])
-def test_an_example_starts_again_and_resumes(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(STORES, "1")
+def test_an_example_starts_again_and_resumes(tmp_path: Path, way: str) -> None:
     example = EXAMPLES / "clm"
     flags: list[Any] = ["--train_file", str(_text(tmp_path)), *FLAGS, "--per_device_train_batch_size", "4", "--logging_steps", "1"]
     if way == "torchrun":  # Trainer

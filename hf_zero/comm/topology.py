@@ -117,9 +117,27 @@ def init_distributed(
         missing = [name for name in _RENDEZVOUS if name not in os.environ]
         if init_method is None and rank < 0 and missing:
             raise ConfigError(f"environment variables {', '.join(missing)} are missing; start with torchrun or accelerate launch")
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+        store = _store_of_attempt(timeout) if init_method is None and rank < 0 else None
+        if store is not None:
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, init_method=init_method, store=store, rank=rank, world_size=world_size, timeout=timeout)
     if verbose:
         log_rank0("process group: backend %s, %d rank(s), timeout %s", backend, dist.get_world_size(), timeout)
+
+
+def _store_of_attempt(timeout: timedelta) -> dist.Store | None:
+    """The part of torchrun's store that belongs to this attempt; None where torchrun has made no store.
+
+    [Note: stores of restarted runs] The ranks of a restarted run meet in the store of the launcher, which may be that of the attempt
+    before: a rank then finds the address of one that is dead, and the attempt fails (accelerate's launcher always, torchrun at
+    times). Attempts are counted alike on one machine only; on several ones PyTorch's own way stays.
+    """
+    variables = os.environ
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or variables.get("GROUP_WORLD_SIZE") != "1":
+        return None
+    address, port, world = variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), int(variables["WORLD_SIZE"])
+    store = dist.TCPStore(address, port, world, is_master=False, timeout=timeout)
+    return dist.PrefixStore(f"attempt_{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def build_topology(group: dist.ProcessGroup | None = None, device: torch.device | None = None, model_parallel: int = 1) -> Topology:
