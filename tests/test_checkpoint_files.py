@@ -465,6 +465,16 @@ def test_the_newest_whole_checkpoint_of_a_trainer(tmp_path: Path, caplog: pytest
     with caplog.at_level("WARNING", "hf_zero"), _propagating():
         assert newest_trainer_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
     assert "checkpoint-13, checkpoint-12, checkpoint-11 in" in caplog.text
+    folder = tmp_path / "checkpoint-14"  # two ranks, of which the second was killed before it wrote its random state
+    _seal(folder, "global_step14", json.dumps({"world": 2, "library": "0"}))
+    (folder / "latest").write_text("global_step14")
+    (folder / "trainer_state.json").write_text("{}")
+    torch.save({}, folder / "rng_state_0.pth")
+    for half in (b"", b"PK\x03\x04"):
+        (folder / "rng_state_1.pth").write_bytes(half)
+        assert newest_trainer_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    torch.save({}, folder / "rng_state_1.pth")
+    assert newest_trainer_checkpoint(tmp_path) == str(folder)
     (tmp_path / "checkpoint-20").mkdir()
     (tmp_path / "checkpoint-20" / "trainer_state.json").write_text("{}")  # of a run without the engine
     assert newest_trainer_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")

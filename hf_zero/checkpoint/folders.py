@@ -9,12 +9,13 @@ import re
 import shutil
 import socket
 import time
+import zipfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint.format import INDEX_FILE, LATEST_FILE, MARKER_FILE
+from hf_zero.checkpoint.format import CONVERTED, INDEX_FILE, LATEST_FILE, MARKER_FILE
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger, note
 
@@ -310,14 +311,31 @@ def newest_trainer_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
 
 def _is_whole_trainer_checkpoint(folder: Path) -> bool:
-    """Whether what Trainer writes last is there, and the engine's checkpoint if there is any sign of one."""
+    """Whether what Trainer writes last is there, and if there is any sign of the engine's checkpoint, that and every rank's random state.
+
+    Trainer's rank 0 does not wait for the random states of the others: a run resumed without one would go on, with other numbers.
+    """
     try:
         state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
         tag = read_latest(folder)
     except (OSError, ValueError, CheckpointError):
         return False
-    begun = [path for path in folder.iterdir() if path.name.startswith("global_step") or path.suffix == ".part"]
-    return isinstance(state, dict) and (_complete(folder, tag) is not None if tag is not None else not begun)
+    if not isinstance(state, dict):
+        return False
+    if tag is None:
+        return not [path for path in folder.iterdir() if path.name.startswith("global_step") or path.suffix == ".part"]
+    found = _complete(folder, tag)
+    return found is not None and all(zipfile.is_zipfile(folder / name) for name in _random_states(found))
+
+
+def _random_states(checkpoint: Path) -> list[str]:
+    """Names of Trainer's files beside a checkpoint of ours; none when that was converted, or does not say how many ranks wrote it."""
+    try:
+        index = json.loads((checkpoint / INDEX_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    world = 0 if index.get("library") == CONVERTED else index.get("world", 0)
+    return ["rng_state.pth"] if world == 1 else [f"rng_state_{rank}.pth" for rank in range(world)]
 
 
 def read_index(folder: Path) -> str:

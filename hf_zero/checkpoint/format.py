@@ -25,6 +25,7 @@ INDEX_FILE = "index.json"
 MARKER_FILE = "complete"  # sha256 of the index in hex; written last inside the folder
 LATEST_FILE = "latest"
 VALUES_FILE = "values.safetensors"  # tensors of rank 0's client state, of the scheduler and of the param groups
+CONVERTED = "convert"  # in place of a version of hf_zero: `hf-zero convert` wrote it
 MODULE = "module"  # kind of the files with what no unit holds
 
 # One checksum covers this many bytes: a rank that reads a range verifies it by reading at most one chunk too much at each end.
@@ -230,7 +231,7 @@ class Index:
     """Everything about a checkpoint but the bytes of its tensors.
 
     Attributes:
-        library: Version of hf_zero that wrote it.
+        library: Version of hf_zero that wrote it, or ``CONVERTED``.
         tag: Name under which it was saved.
         world: Number of ranks that wrote it.
         tensor_world: Number of tensor-parallel slices among them.

@@ -14,6 +14,7 @@ from hf_zero.checkpoint.convert.source import FROZEN, Progress, Source, SourcePa
 from hf_zero.checkpoint.element_types import DTYPES, dtype_name
 from hf_zero.checkpoint.format import (
     CHUNK_BYTES,
+    CONVERTED,
     INDEX_FILE,
     LATEST_FILE,
     MASTER,
@@ -170,7 +171,7 @@ def _index(source: Source, tag: str, values: dict[str, Any], files: dict[str, Fi
         groups = tuple(GroupRecord(members, group) for members, group in zip(names, values["groups"], strict=True))
         optimizer = OptimizerRecord(source.optimizer, states, groups, tuple(scalars))
     return Index(
-        library="convert",
+        library=CONVERTED,
         tag=tag,
         world=1,
         tensor_world=1,
