@@ -10,6 +10,7 @@ import torch
 
 from hf_zero.checkpoint.convert.native import read_checkpoint
 from hf_zero.checkpoint.tensor_file import Elsewhere
+from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests import parity, ranks
 from tests.models import CASES, ModelCase
 from tests.parity import Run
@@ -85,6 +86,10 @@ def check_move(tmp_path: Path, name: str, move: str) -> None:
     assert set(saved) == set(again) and any(key.startswith("exp_avg_sq") for key in saved)
     for key, value in saved.items():
         assert torch.equal(value, again[key]), key
+    script = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "a")
+    for key, value in saved.items():
+        if key.startswith("value "):
+            assert torch.equal(script[key.removeprefix("value ")], value), key
     assert weights is not None
     for key, value in weights.items():
         if f"value {key}" in saved:

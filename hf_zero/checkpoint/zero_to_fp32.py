@@ -105,17 +105,17 @@ class Checkpoint:
         if places[0].dim is None:
             return self._read_place(name, places[0], shape)
         whole = torch.empty(shape)
-        held = 0
+        held = torch.zeros(shape[places[0].dim], dtype=torch.bool)  # ranks that share a key/value head hold the same
         for place in places:
             local = list(shape)
             local[place.dim] = sum(stop - start for start, stop in place.ranges)
             part = self._read_place(name, place, local)
-            held += local[place.dim]
             taken = 0
             for start, stop in place.ranges:
                 whole.narrow(place.dim, start, stop - start).copy_(part.narrow(place.dim, taken, stop - start))
+                held[start:stop] = True
                 taken += stop - start
-        if held != shape[places[0].dim]:
+        if not held.all():
             raise ValueError(f"{self.folder}: the slices of {name} in the index do not make the whole parameter")
         return whole
 
