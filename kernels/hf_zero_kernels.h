@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 // Raised with every change of a signature, a struct or the meaning of an argument; the loader compares it.
-#define HFZ_ABI_VERSION 3
+#define HFZ_ABI_VERSION 4
 
 enum hfz_status { HFZ_OK = 0, HFZ_BAD_TYPE = 1, HFZ_BAD_SIZE = 2 };
 enum hfz_type { HFZ_NONE = 0, HFZ_F32 = 1, HFZ_BF16 = 2, HFZ_F16 = 3 };
@@ -80,19 +80,28 @@ struct hfz_sgd_rule {
   int32_t nesterov;
 };
 
+//   p = p * decay;  p = p + momentum / (sqrt(variance) / divisor + eps) * minus_step, or with sqrt(variance / divisor + eps)
+struct hfz_move_rule {
+  float decay;  // 1 leaves p alone
+  float divisor;
+  float eps;
+  float minus_step;
+  int32_t eps_inside;
+};
+
 #define HFZ_DECLARE_PASS(name, isa)                                                                                          \
   HFZ_EXPORT int32_t hfz_##name##_##isa(int64_t count, float* master, const void* grad, int32_t grad_type, void* first_state, \
                                         void* second_state, int32_t state_type, void* low, int32_t low_type,                 \
                                         const struct hfz_##name##_rule* rule);
 
 // convert: between fp32 and bf16 or fp16, to nearest even. squared_norm: sums of squares, one double per block; one that is not
-// finite shows an element that is not. add_error: error += value, sums of absolute values, one double per block. pack_signs: bit i
-// of byte j is 1 where element 8 j + i is 0 or above, then error -= scale * sign. unpack_mean: the sum over workers, in order, of
-// scale * sign, divided by their number; the bits of worker w start at w * stride bytes.
-// compress: error = (momentum * beta + grad * weight) + error, then signs and scales of all chunks of a table as above. decompress: the
-// mean over workers of what they sent, written or added to out; strides are in bytes of bits and in scales. In both, elements that are
-// not alive are 0. move: p = p * decay (if decays) + momentum / (sqrt(variance) / divisor + eps) * minus_step, or with
-// sqrt(variance / divisor + eps).
+// finite shows an element that is not.
+// A table of chunks gives the first element of each (a multiple of 16) and how many it has. compress: error = (momentum * beta + grad *
+// weight) + error; then, chunk by chunk, scale = mean magnitude, bit i of byte j is 1 where element 8 j + i is 0 or above, and error -=
+// scale * sign. decompress: the mean over workers of what they sent, scale * sign added up in their order; strides are in bytes of
+// bits and in scales. recompress: compress of error + decompress. Elements that are not alive are 0 in all of them.
+// move: one update along a momentum. take: decompress of one worker into momentum, and move; momentum, master and variance begin at
+// element `first`.
 #define HFZ_DECLARE(isa)                                                                                                     \
   HFZ_DECLARE_PASS(adam, isa)                                                                                                \
   HFZ_DECLARE_PASS(lion, isa)                                                                                                \
@@ -100,18 +109,21 @@ struct hfz_sgd_rule {
   HFZ_DECLARE_PASS(sgd, isa)                                                                                                 \
   HFZ_EXPORT int32_t hfz_convert_##isa(int64_t count, const void* from, int32_t from_type, void* to, int32_t to_type);       \
   HFZ_EXPORT int32_t hfz_squared_norm_##isa(int64_t count, const void* values, int32_t type, double* sums);                  \
-  HFZ_EXPORT int32_t hfz_add_error_##isa(int64_t count, const float* value, float* error, double* sums);                     \
-  HFZ_EXPORT int32_t hfz_pack_signs_##isa(int64_t count, float* error, float scale, uint8_t* bits);                          \
-  HFZ_EXPORT int32_t hfz_unpack_mean_##isa(int64_t count, int32_t workers, const uint8_t* bits, int64_t stride,              \
-                                           const float* scales, float* out);                                                 \
   HFZ_EXPORT int32_t hfz_compress_##isa(int64_t chunks, const int64_t* starts, const int64_t* counts, const float* momentum, \
                                         const float* grad, float beta, float weight, const uint8_t* alive, float* error,     \
                                         uint8_t* bits, float* scales);                                                       \
   HFZ_EXPORT int32_t hfz_decompress_##isa(int64_t chunks, const int64_t* starts, const int64_t* counts, int32_t workers,     \
                                           const uint8_t* bits, int64_t bits_stride, const float* scales,                     \
-                                          int64_t scales_stride, const uint8_t* alive, int32_t adds, float* out);            \
-  HFZ_EXPORT int32_t hfz_move_##isa(int64_t count, float* master, const float* momentum, const float* variance, float decay, \
-                                    float divisor, float eps, float minus_step, int32_t decays, int32_t eps_inside);
+                                          int64_t scales_stride, const uint8_t* alive, float* out);                          \
+  HFZ_EXPORT int32_t hfz_recompress_##isa(int64_t chunks, const int64_t* starts, const int64_t* counts, int32_t workers,     \
+                                          const uint8_t* sent_bits, int64_t bits_stride, const float* sent_scales,           \
+                                          int64_t scales_stride, const uint8_t* alive, float* error, uint8_t* bits,          \
+                                          float* scales);                                                                    \
+  HFZ_EXPORT int32_t hfz_move_##isa(int64_t count, float* master, const float* momentum, const float* variance,              \
+                                    const struct hfz_move_rule* rule);                                                       \
+  HFZ_EXPORT int32_t hfz_take_##isa(int64_t chunks, const int64_t* starts, const int64_t* counts, const uint8_t* bits,       \
+                                    const float* scales, const uint8_t* alive, int64_t first, float* momentum,               \
+                                    float* master, const float* variance, const struct hfz_move_rule* rule);
 
 HFZ_DECLARE(baseline)
 HFZ_DECLARE(avx2)

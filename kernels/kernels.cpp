@@ -22,6 +22,4 @@ constexpr int64_t kStreamFrom = 1 << 16;
 #include "convert.inc"
 #include "sums.inc"
 
-#include "signs.inc"
-
 #include "codes.inc"

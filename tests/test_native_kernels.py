@@ -174,47 +174,7 @@ def test_conversion_equals_torch(isa: str, count: int, dtype: torch.dtype, seed:
     assert same_bits(target, source.to(dtype))
 
 
-@given(count=sizes(), seed=st.integers(0, 1000), offset=st.integers(0, 17))
-@settings(max_examples=25, **FIXED)
-def test_sign_bits_equal_their_reference(isa: str, count: int, seed: int, offset: int) -> None:
-    value, error = values(count, seed, offset=offset), values(count, seed + 1, offset=offset)
-    twin = error.clone()
-    size, expected = native.add_error(value, error, threads=3), native.add_error_reference(value, twin)
-    assert same_bits(error, twin) and math.isclose(size, expected, rel_tol=1e-12)
-    scale = size / max(1, count)
-    bits, twin_bits = (torch.full((native.bits_nbytes(count),), 255, dtype=torch.uint8) for _ in range(2))
-    native.pack_signs(error, scale, bits, threads=2)
-    native.pack_signs_reference(twin, scale, twin_bits)
-    assert same_bits(error, twin) and torch.equal(bits, twin_bits)
-
-
-@given(count=sizes(100_000), workers=st.integers(1, 5), seed=st.integers(0, 1000))
-@settings(max_examples=25, **FIXED)
-def test_mean_of_workers_equals_its_reference(isa: str, count: int, workers: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(0, 256, (workers, native.bits_nbytes(count)), generator=generator, dtype=torch.uint8)
-    scales = torch.rand(workers, generator=generator)
-    ours, theirs = torch.zeros(count), torch.zeros(count)
-    native.unpack_mean(bits, scales, ours, threads=2)
-    native.unpack_mean_reference(bits, scales, theirs)
-    assert same_bits(ours, theirs)
-
-
-def test_bits_and_error_say_everything(isa: str) -> None:
-    """What compression leaves out is what the error keeps: value = scale * sign + error, to the bit where subtraction is exact."""
-    value, error = torch.tensor([3.0, -1.0, 0.0, -0.0, 2.0]), torch.zeros(5)
-    scale = native.add_error(value, error) / 5
-    bits = torch.zeros(1, dtype=torch.uint8)
-    native.pack_signs(error, scale, bits)
-    out = torch.zeros(5)
-    native.unpack_mean(bits.view(1, 1), torch.tensor([scale], dtype=torch.float32), out)
-    assert int(bits) == 0b11101
-    torch.testing.assert_close(out + error, value)
-
-
 def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
-    with pytest.raises(HfZeroError, match=r"pack_signs: bits is torch.uint8 with 1 elements.*with 2, contiguous, is expected"):
-        native.pack_signs(torch.zeros(9), 1.0, torch.zeros(1, dtype=torch.uint8))
     with pytest.raises(HfZeroError, match=r"lion_update: the first state is torch.float16; allowed"):
         native.lion_update(torch.zeros(2), torch.zeros(2), torch.zeros(2).half(), lr=1.0, betas=(0.9, 0.9), weight_decay=0.0)
     with pytest.raises(HfZeroError, match=r"convert: 2 elements of torch.float32 to 3 of torch.bfloat16"):

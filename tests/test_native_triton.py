@@ -1,11 +1,13 @@
-"""The Triton kernel in Triton's interpreter, against the host's pass. Needs the package triton, which CPU builds of torch lack."""
+"""The Triton kernels in Triton's interpreter, against the host's passes. Needs the package triton, which CPU builds of torch lack."""
 
 from __future__ import annotations
 
 import importlib.util
 
 import pytest
+import torch
 
+from hf_zero.native import triton_codes
 from tests.processes import run_python
 
 needs_triton = pytest.mark.skipif(
@@ -33,6 +35,31 @@ for count, grad, moment, low in itertools.product((0, 1, 1500), dtypes, dtypes[:
                 torch.testing.assert_close(one, other, rtol=rtol, atol=1e-6)
 print("same")
 """
+
+CODES = """
+import itertools, torch
+from hf_zero.native import codes_reference, triton_codes
+from tests.codes import differences, step, vectors
+
+assert triton_codes.agrees(torch.device("cpu"))
+lengths = [2300, 1, 1024]
+table, _, inside = vectors(lengths, 0, 0)
+for seed, dead in itertools.product(range(6), (False, True)):
+    alive = inside & (torch.rand(table.numel, generator=torch.Generator().manual_seed(seed)) < 0.9) if dead else None
+    assert not differences(step(triton_codes, lengths, seed, alive), step(codes_reference, lengths, seed, alive)), (seed, dead)
+print("same")
+"""
+
+
+@needs_triton
+def test_codes_equal_plain_torch_bit_for_bit() -> None:
+    assert run_python(CODES, env={"TRITON_INTERPRET": "1"}).split()[-1] == "same"
+
+
+@pytest.mark.gpu
+def test_codes_serve_on_a_gpu() -> None:
+    device = torch.device("cuda")
+    assert triton_codes.serves(device) and triton_codes.agrees(device)
 
 
 @needs_triton

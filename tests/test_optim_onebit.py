@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hf_zero.config.resolve import resolve
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.native.codes import CHUNK_NUMEL, ChunkTable, build_chunks, compress, decompress
+from hf_zero.native.chunks import CHUNK_NUMEL, ChunkTable, Sent, build_chunks
+from hf_zero.native.codes import compress, decompress
 from hf_zero.optim import OneBitAdam
 from hf_zero.optim.factory import build_optimizer
 from hf_zero.optim.onebit_unit import part_numel
@@ -31,7 +32,7 @@ def laid_out(lengths: list[int]) -> tuple[list[tuple[int, int]], int]:
 
 def decode(table: ChunkTable, bits: torch.Tensor, scales: torch.Tensor, alive: torch.Tensor | None = None) -> torch.Tensor:
     out = torch.zeros(table.numel)
-    decompress(out, table, bits.unsqueeze(0), scales.unsqueeze(0), alive)
+    decompress(out, table, Sent(bits.unsqueeze(0), scales.unsqueeze(0)), alive)
     return out
 
 

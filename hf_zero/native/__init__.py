@@ -8,15 +8,6 @@ from hf_zero.native.library import Status, status
 from hf_zero.native.lion import lion_reference, lion_update
 from hf_zero.native.norm import squared_norm, squared_norm_reference
 from hf_zero.native.sgd import sgd_reference, sgd_update
-from hf_zero.native.sign_bits import (
-    add_error,
-    add_error_reference,
-    bits_nbytes,
-    pack_signs,
-    pack_signs_reference,
-    unpack_mean,
-    unpack_mean_reference,
-)
 
 __all__ = [
     "AdamRule",
@@ -25,19 +16,12 @@ __all__ = [
     "adagrad_update",
     "adam_reference",
     "adam_update",
-    "add_error",
-    "add_error_reference",
-    "bits_nbytes",
     "convert",
     "lion_reference",
     "lion_update",
-    "pack_signs",
-    "pack_signs_reference",
     "sgd_reference",
     "sgd_update",
     "squared_norm",
     "squared_norm_reference",
     "status",
-    "unpack_mean",
-    "unpack_mean_reference",
 ]

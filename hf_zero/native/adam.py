@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from hf_zero.native.adam_rule import AdamRule
+from hf_zero.native.library import TRITON_VARIABLE
 from hf_zero.native.passes import PassTensors, floats
 from hf_zero.native.triton_adam import adam_triton, is_available
-
-# "1" lets the Triton kernel serve tensors on a GPU; it has been tested in Triton's interpreter only, torch's fused kernel serves else.
-TRITON_VARIABLE = "HF_ZERO_TRITON"
 
 # torch's fused kernel treats whole vectors of this many elements alike; see adam_reference.
 _VECTOR = 16

@@ -1,83 +1,32 @@
-"""Vectors as one sign bit per element and one scale per chunk, all chunks of a vector in one call, and the torch reference.
+"""Vectors as one sign bit per element and one scale per chunk, all chunks of a vector in one call.
 
-Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", arXiv:2102.02888. What
-``sign_bits`` does for one chunk is done here for a table of them, which is how 1-bit Adam sends a unit.
+Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", arXiv:2102.02888. Served by the
+native library on a host, by Triton on a GPU, and by ``codes_reference`` where there is neither; all give the same bits.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
+from hf_zero.native import codes_reference, triton_codes
+from hf_zero.native.chunks import CHUNK_NUMEL, ChunkTable, Fresh, MoveRule, Sent, Target
 from hf_zero.native.library import Library, announce, library
-from hf_zero.native.passes import address
+from hf_zero.native.passes import address, floats
 from hf_zero.native.slices import for_slices
 
-# A scale costs 32 bits a chunk, so 1/32 of the signs at this size; small chunks follow the magnitude of the values more closely.
-CHUNK_NUMEL = 1024
-# Chunks start at multiples of this, so that no byte of bits belongs to two of them.
-BLOCK_NUMEL = 16
+
+class _Rule(ctypes.Structure):
+    """``struct hfz_move_rule``."""
+
+    _fields_ = [*floats("decay", "divisor", "eps", "minus_step"), ("eps_inside", ctypes.c_int32)]
 
 
-@dataclass(frozen=True)
-class ChunkTable:
-    """Chunks of a flat vector that have a scale each.
-
-    Elements outside all chunks (gaps between parameters, padding) count in no scale; vectors are zero there, and stay so.
-
-    Attributes:
-        numel: Elements of the vector, a multiple of 16.
-        starts: First element of each chunk, a multiple of 16, (chunks,) int64.
-        counts: Elements of each chunk, 1 to ``CHUNK_NUMEL``, (chunks,) int64.
-        block_chunk: Chunk of each block of 16 elements, (numel // 16,) int64; ``chunks`` where there is none.
-        gaps: Elements outside all chunks that lie in a block of a chunk, (gaps,) int64.
-    """
-
-    numel: int
-    starts: torch.Tensor
-    counts: torch.Tensor
-    block_chunk: torch.Tensor
-    gaps: torch.Tensor
-
-    @property
-    def chunks(self) -> int:
-        """Number of chunks."""
-        return self.starts.numel()
-
-
-@dataclass(frozen=True)
-class Fresh:
-    """A new momentum, ``momentum * beta + grad * weight``: fp32, only read, (numel,); ``grad`` may end behind the last chunk."""
-
-    momentum: torch.Tensor
-    grad: torch.Tensor
-    beta: float
-    weight: float
-
-
-def build_chunks(ranges: Sequence[tuple[int, int]], numel: int, device: torch.device) -> ChunkTable:
-    """Cuts each range of a vector into chunks.
-
-    Args:
-        ranges: (start, stop) by rising start, each starting at a multiple of 16, not overlapping.
-        numel: Elements of the vector, a multiple of 16.
-        device: Where the vector is.
-    """
-    starts = [at for start, stop in ranges for at in range(start, stop, CHUNK_NUMEL)]
-    counts = [min(CHUNK_NUMEL, stop - at) for start, stop in ranges for at in range(start, stop, CHUNK_NUMEL)]
-    gaps = [index for _, stop in ranges for index in range(stop, stop + -stop % BLOCK_NUMEL)]
-    start, count = torch.tensor(starts, dtype=torch.int64), torch.tensor(counts, dtype=torch.int64)
-    block_chunk = torch.full((numel // BLOCK_NUMEL,), len(starts), dtype=torch.int64)
-    blocks = (count + BLOCK_NUMEL - 1) // BLOCK_NUMEL
-    if starts:
-        chunk = torch.repeat_interleave(torch.arange(len(starts)), blocks)
-        within = torch.arange(chunk.numel()) - torch.repeat_interleave(blocks.cumsum(0) - blocks, blocks)
-        block_chunk[start[chunk] // BLOCK_NUMEL + within] = chunk
-    return ChunkTable(numel, start.to(device), count.to(device), block_chunk.to(device), torch.tensor(gaps, dtype=torch.int64).to(device))
+def _rule(rule: MoveRule) -> ctypes.Structure:
+    return _Rule(rule.decay, rule.divisor, rule.eps, rule.minus_step, int(rule.eps_inside))
 
 
 # -- coding -------------------------------------------------------------------------------------------------------------
@@ -111,156 +60,66 @@ def compress(
     bits.zero_()
     native = _native(error)
     if native is None:
-        compress_reference(error, table, bits, scales, alive, fresh)
+        _without_library(error).compress(error, table, bits, scales, alive, fresh)
         return
     momentum, grad, beta, weight = (fresh.momentum, fresh.grad, fresh.beta, fresh.weight) if fresh else (None, None, 0.0, 0.0)
+    mix = (address(momentum), address(grad), ctypes.c_float(beta), ctypes.c_float(weight))
 
     def work(first: int, last: int) -> None:
-        native.call(
-            "hfz_compress",
-            ctypes.c_int64(last - first),
-            address(table.starts, first),
-            address(table.counts, first),
-            address(momentum),
-            address(grad),
-            ctypes.c_float(beta),
-            ctypes.c_float(weight),
-            address(alive),
-            address(error),
-            address(bits),
-            address(scales, first),
-        )
+        chunks = _chunks(table, first, last)
+        native.call("hfz_compress", *chunks, *mix, address(alive), address(error), address(bits), address(scales, first))
 
-    _for_chunks(table, threads, work)
+    _for_chunks(0, table.chunks, threads, work)
 
 
-def compress_reference(
+def recompress(
     error: torch.Tensor,
     table: ChunkTable,
+    sent: Sent,
     bits: torch.Tensor,
     scales: torch.Tensor,
     alive: torch.Tensor | None = None,
-    fresh: Fresh | None = None,
+    threads: int = 1,
 ) -> None:
-    """As ``compress`` in plain torch; any device."""
-    if fresh is not None:
-        grad = torch.nn.functional.pad(fresh.grad, (0, error.numel() - fresh.grad.numel()))
-        error.add_(fresh.momentum.mul(fresh.beta).add_(grad.mul(fresh.weight)))
-    counts = table.counts
-    if alive is not None:
-        error.masked_fill_(~alive, 0.0)
-        counts = _sum_chunks(alive.to(torch.float64), table).clamp_(min=1.0)
-    # Added up in double precision: the order of summation then does not show in the rounded result.
-    scales.copy_(_sum_chunks(error.abs().double(), table) / counts)
-    positive = error >= 0
-    positive.view(-1, BLOCK_NUMEL)[table.block_chunk == table.chunks] = False
-    positive[table.gaps] = False
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=error.device)
-    bits.copy_((positive.view(-1, 8) * weights).sum(1, dtype=torch.uint8))
-    error.sub_(_decoded(table, bits, scales, alive))
+    """``compress`` of ``error`` plus the mean of what workers sent; arguments as in ``compress`` and ``decompress``."""
+    bits.zero_()
+    native = _native(error)
+    if native is None:
+        _without_library(error).recompress(error, table, sent, bits, scales, alive)
+        return
+
+    def work(first: int, last: int) -> None:
+        arguments = (*_chunks(table, first, last), *_sent(sent, first), address(alive))
+        native.call("hfz_recompress", *arguments, address(error), address(bits), address(scales, first))
+
+    _for_chunks(0, table.chunks, threads, work)
 
 
 # -- decoding -----------------------------------------------------------------------------------------------------------
 
 
-def decompress(
-    out: torch.Tensor,
-    table: ChunkTable,
-    bits: torch.Tensor,
-    scales: torch.Tensor,
-    alive: torch.Tensor | None = None,
-    add: bool = False,
-    threads: int = 1,
-) -> None:
+def decompress(out: torch.Tensor, table: ChunkTable, sent: Sent, alive: torch.Tensor | None = None, threads: int = 1) -> None:
     """The mean of the vectors that workers sent: each is plus or minus its chunk's scale, and they are summed in their order.
 
     Args:
         out: (numel,) fp32, contiguous; its chunks are overwritten, the rest is left alone.
         table: The chunks.
-        bits: (workers, numel // 8) uint8; rows may have any distance, elements of a row lie side by side.
-        scales: (workers, chunks) fp32, likewise.
+        sent: The codes.
         alive: As in ``compress``; elements that are False become 0.
-        add: Add to ``out`` instead.
         threads: The most threads to use; the result does not depend on it.
     """
     native = _native(out)
     if native is None:
-        decompress_reference(out, table, bits, scales, alive, add)
+        _without_library(out).decompress(out, table, sent, alive)
         return
 
     def work(first: int, last: int) -> None:
-        native.call(
-            "hfz_decompress",
-            ctypes.c_int64(last - first),
-            address(table.starts, first),
-            address(table.counts, first),
-            bits.shape[0],
-            address(bits),
-            ctypes.c_int64(bits.stride(0)),
-            address(scales, first),
-            ctypes.c_int64(scales.stride(0)),
-            address(alive),
-            int(add),
-            address(out),
-        )
+        native.call("hfz_decompress", *_chunks(table, first, last), *_sent(sent, first), address(alive), address(out))
 
-    _for_chunks(table, threads, work)
-
-
-def decompress_reference(
-    out: torch.Tensor, table: ChunkTable, bits: torch.Tensor, scales: torch.Tensor, alive: torch.Tensor | None = None, add: bool = False
-) -> None:
-    """As ``decompress`` in plain torch; any device."""
-    total: torch.Tensor | None = None
-    for row, row_scales in zip(bits, scales, strict=True):
-        part = _decoded(table, row, row_scales, alive)
-        total = part if total is None else total.add_(part)
-    if total is not None:
-        if bits.shape[0] > 1:
-            total.div_(bits.shape[0])
-        inside = (table.block_chunk < table.chunks).repeat_interleave(BLOCK_NUMEL)
-        inside[table.gaps] = False
-        out.copy_(torch.where(inside, out + total if add else total, out))
-
-
-def _decoded(table: ChunkTable, bits: torch.Tensor, scales: torch.Tensor, alive: torch.Tensor | None) -> torch.Tensor:
-    """What one code stands for, (numel,), zero outside all chunks."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    signs = ((bits.unsqueeze(1) >> shifts) & 1).view(-1, BLOCK_NUMEL).float().mul_(2).sub_(1)
-    by_block = torch.cat([scales, scales.new_zeros(1)])[table.block_chunk]
-    values = signs.mul_(by_block.unsqueeze(1)).view(-1)
-    values[table.gaps] = 0.0
-    if alive is not None:
-        values.masked_fill_(~alive, 0.0)
-    return values
-
-
-def _sum_chunks(values: torch.Tensor, table: ChunkTable) -> torch.Tensor:
-    """Sum of each chunk, (chunks,), of (numel,) values that are zero in gaps."""
-    sums = torch.zeros(table.chunks + 1, dtype=values.dtype, device=values.device)
-    return sums.index_add_(0, table.block_chunk, values.view(-1, BLOCK_NUMEL).sum(1))[:-1]
+    _for_chunks(0, table.chunks, threads, work)
 
 
 # -- the update ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MoveRule:
-    """``master = master * decay + momentum / (sqrt(variance) / root_divisor + eps) * minus_step``.
-
-    Attributes:
-        decay: 1 leaves the weights alone.
-        variance_divisor: Bias correction of the variance, ``root_divisor ** 2``; 1 corrects nothing.
-        eps: Added to the root, or under it with ``eps_inside``.
-        minus_step: Learning rate over the momentum's bias correction, negative.
-        eps_inside: ``sqrt(variance / variance_divisor + eps)`` instead.
-    """
-
-    decay: float
-    variance_divisor: float
-    eps: float
-    minus_step: float
-    eps_inside: bool = False
 
 
 def move(master: torch.Tensor, momentum: torch.Tensor, variance: torch.Tensor, rule: MoveRule, threads: int = 1) -> None:
@@ -275,37 +134,70 @@ def move(master: torch.Tensor, momentum: torch.Tensor, variance: torch.Tensor, r
     """
     native = _native(master)
     if native is None:
-        move_reference(master, momentum, variance, rule)
+        codes_reference.move(master, momentum, variance, rule)
         return
-    divisor = rule.variance_divisor if rule.eps_inside else math.sqrt(rule.variance_divisor)
-    numbers = tuple(ctypes.c_float(value) for value in (rule.decay, divisor, rule.eps, rule.minus_step))
-    flags = (int(rule.decay != 1.0), int(rule.eps_inside))
+    numbers = _rule(rule)
 
     def work(start: int, stop: int) -> None:
         places = (address(tensor, start) for tensor in (master, momentum, variance))
-        native.call("hfz_move", ctypes.c_int64(stop - start), *places, *numbers, *flags)
+        native.call("hfz_move", ctypes.c_int64(stop - start), *places, ctypes.byref(numbers))
 
     for_slices(master.numel(), threads, work)
 
 
-def move_reference(master: torch.Tensor, momentum: torch.Tensor, variance: torch.Tensor, rule: MoveRule) -> None:
-    """As ``move`` in plain torch; any device. The root goes through double precision: torch's own is not always the nearest number."""
-    if rule.decay != 1.0:
-        master.mul_(rule.decay)
-    if rule.eps_inside:
-        root = variance.div(rule.variance_divisor).add_(rule.eps).double().sqrt_().float()
-    else:
-        root = variance.double().sqrt_().float().div_(math.sqrt(rule.variance_divisor)).add_(rule.eps)
-    master.add_(torch.div(momentum, root, out=root).mul_(rule.minus_step))
+def take(
+    table: ChunkTable,
+    bits: torch.Tensor,
+    scales: torch.Tensor,
+    targets: Sequence[Target],
+    alive: torch.Tensor | None = None,
+    threads: int = 1,
+) -> None:
+    """Decodes a momentum and moves along it, in one pass over memory.
+
+    Args:
+        table: The chunks.
+        bits: (numel // 8,) uint8, contiguous.
+        scales: (chunks,) fp32, contiguous.
+        targets: Where it goes; together they may leave out chunks.
+        alive: As in ``decompress``.
+        threads: The most threads to use; the result does not depend on it.
+    """
+    native = _native(bits)
+    if native is None:
+        _without_library(bits).take(table, bits, scales, targets, alive)
+        return
+    for target in targets:
+        numbers = _rule(target.rule)
+        places = [ctypes.c_int64(target.start), *(address(tensor) for tensor in (target.momentum, target.master, target.variance))]
+
+        def work(first: int, last: int, places: list[object] = places, numbers: ctypes.Structure = numbers) -> None:
+            arguments = (*_chunks(table, first, last), address(bits), address(scales, first), address(alive))
+            native.call("hfz_take", *arguments, *places, ctypes.byref(numbers))
+
+        _for_chunks(target.first, target.last, threads, work)
 
 
-def _for_chunks(table: ChunkTable, threads: int, work: Callable[[int, int], None]) -> None:
-    """Calls ``work(first, last)`` for ranges of chunks that cover all of them."""
+# -- calls ----------------------------------------------------------------------------------------------------------------
+
+
+def _chunks(table: ChunkTable, first: int, last: int) -> tuple[object, ...]:
+    return ctypes.c_int64(last - first), address(table.starts, first), address(table.counts, first)
+
+
+def _sent(sent: Sent, first: int) -> tuple[object, ...]:
+    """What the workers sent, as arguments for chunks from ``first`` on."""
+    strides = (ctypes.c_int64(tensor.stride(0)) for tensor in (sent.bits, sent.scales))
+    return sent.workers, address(sent.bits), next(strides), address(sent.scales, first), next(strides)
+
+
+def _for_chunks(first: int, last: int, threads: int, work: Callable[[int, int], None]) -> None:
+    """Calls ``work(start, stop)`` for ranges of chunks that cover ``first`` to ``last``."""
 
     def part(start: int, stop: int) -> None:  # in elements, as if all chunks were full
-        work(start // CHUNK_NUMEL, -(-stop // CHUNK_NUMEL))
+        work(first + start // CHUNK_NUMEL, first + -(-stop // CHUNK_NUMEL))
 
-    for_slices(table.chunks * CHUNK_NUMEL, threads, part, step=CHUNK_NUMEL)
+    for_slices((last - first) * CHUNK_NUMEL, threads, part, step=CHUNK_NUMEL)
 
 
 def _native(tensor: torch.Tensor) -> Library | None:
@@ -315,3 +207,8 @@ def _native(tensor: torch.Tensor) -> Library | None:
     if found is None:
         announce()
     return found
+
+
+def _without_library(tensor: torch.Tensor) -> ModuleType:
+    """The functions of the same names that serve where the native library does not."""
+    return triton_codes if triton_codes.serves(tensor.device) else codes_reference

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.native.codes import MoveRule, move
+from hf_zero.native.chunks import MoveRule
+from hf_zero.native.codes import move
 from hf_zero.optim.foreach import buckets
 from hf_zero.optim.keywords import number
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from hf_zero import host_memory
 from hf_zero.comm.collectives import Collectives
-from hf_zero.native.codes import ChunkTable, Fresh, build_chunks, compress, decompress, move
+from hf_zero.native.chunks import ChunkTable, Fresh, Sent, Target, build_chunks
+from hf_zero.native.codes import compress, decompress, recompress, take
 from hf_zero.optim.onebit_adam import move_rule
 from hf_zero.optim.sharded import OwnedSegment
 from hf_zero.sharding.layout import ALIGNMENT, Range, UnitLayout, round_up
@@ -53,13 +55,14 @@ class CompressedUnit:
         parts = [Range(index * self._part, (index + 1) * self._part) for index in range(world)]
         pieces = [part_ranges(layout, part) for part in parts]
         self._tables = [build_chunks([(piece.start, piece.stop) for piece in found], self._part, device) for found in pieces]
+        self._starts = [table.starts.cpu() for table in self._tables]
         self._rank = rank
         # A message is a part's scales, then its bits; its length is one that fp32 views can start at.
         scale_bytes = round_up(max(table.chunks for table in self._tables) * _SCALE_BYTES, ALIGNMENT)
         self._bits = slice(scale_bytes, scale_bytes + self._part // 8)
         self._message_bytes = round_up(self._bits.stop, ALIGNMENT)
-        self.worker_error = torch.zeros(world * self._part, device=device)
-        self.server_error = torch.zeros(self._part, device=device)
+        self.worker_error = _zeros(world * self._part, device)
+        self.server_error = _zeros(self._part, device)
         self._spans = _group_spans(layout)
         self._sharded = layout.world > 1
         self._code: torch.Tensor | None = None  # of the common momentum, (world, message bytes); where only its shard is kept in fp32
@@ -71,12 +74,13 @@ class CompressedUnit:
     def _state(self, segment: OwnedSegment) -> dict[str, Any]:
         state: dict[str, Any] = self._inner.state[segment.tensor]
         for name in ("exp_avg", "exp_avg_sq"):
-            state.setdefault(name, torch.zeros_like(segment.tensor))
+            if name not in state:
+                state[name] = torch.zeros_like(segment.tensor)
         return state
 
     def _flat(self, name: str) -> torch.Tensor:
         """This rank's part of state ``name`` as one vector, (shard_numel,), zero where no segment is."""
-        flat = torch.zeros(self.unit.layout.shard_numel, device=self.unit.shard.device)
+        flat = _zeros(self.unit.layout.shard_numel, self.unit.shard.device)
         for segment in self._segments:
             flat[segment.range.start : segment.range.stop] = self._state(segment)[name]
         return flat
@@ -84,7 +88,7 @@ class CompressedUnit:
     def _whole(self, name: str) -> torch.Tensor:
         """State ``name`` of the whole unit, as long as all parts together; collective where it is sharded."""
         flat = self._flat(name)
-        whole = torch.zeros(self._collectives.world * self._part, device=flat.device)
+        whole = _zeros(self._collectives.world * self._part, flat.device)
         if self._sharded:
             self._collectives.all_gather(whole, flat, f"{self.unit.name}: {name}").wait()
         else:
@@ -162,9 +166,9 @@ class CompressedUnit:
             return self._momentum
         if self._code is None:
             return self._whole("exp_avg")
-        whole = torch.zeros(self._collectives.world * self._part, device=self._code.device)
-        for index, row in enumerate(self._code):
-            self._decode(row, index, whole[self._piece(index)])
+        whole = _zeros(self._collectives.world * self._part, self._code.device)
+        for index, (row, table) in enumerate(zip(self._code, self._tables, strict=True)):
+            decompress(whole[self._piece(index)], table, self._sent(row.unsqueeze(0), table), self._alive_in(index), _threads())
         return whole
 
     def serve(self, received: torch.Tensor) -> torch.Tensor:
@@ -177,10 +181,9 @@ class CompressedUnit:
             (message bytes,) uint8, for all ranks.
         """
         table, alive = self._tables[self._rank], self._alive_in(self._rank)
-        scales = received.view(torch.float32)[:, : table.chunks]
-        decompress(self.server_error, table, received[:, self._bits], scales, alive, add=True, threads=_threads())
         message = torch.zeros_like(received[0])
-        compress(self.server_error, table, message[self._bits], _scales_of(message, table), alive, threads=_threads())
+        sent = self._sent(received, table)
+        recompress(self.server_error, table, sent, message[self._bits], _scales_of(message, table), alive, _threads())
         return message
 
     def finish(self, gathered: torch.Tensor, step: int) -> None:
@@ -190,21 +193,30 @@ class CompressedUnit:
             gathered: (world, message bytes) uint8: the averages of all parts; kept.
             step: Number of this step, from 1.
         """
-        if self._momentum is not None:
-            own = self._momentum
-            for index, row in enumerate(gathered):
-                self._decode(row, index, own[self._piece(index)])
-        else:
+        if self._sharded:
             self._code = gathered
-            own = torch.zeros(self._part, device=gathered.device)
-            self._decode(gathered[self._rank], self._rank, own)
+        for index in [self._rank] if self._sharded else range(self._collectives.world):
+            message, table = gathered[index], self._tables[index]
+            take(table, message[self._bits], _scales_of(message, table), self._targets(index, step), self._alive_in(index), _threads())
         for segment in self._segments:
-            state, group = self._state(segment), self._inner.param_groups[segment.group]
-            if self._sharded:
-                state["exp_avg"].copy_(own[segment.range.start : segment.range.stop])
-            rule = move_rule(group, step, int(group["frozen_at"]))
-            move(segment.tensor.data, state["exp_avg"], state["exp_avg_sq"], rule, _threads())
+            state = self._state(segment)
             state["step"] = torch.as_tensor(state.get("step", 0.0)).fill_(float(step))
+
+    def _targets(self, index: int, step: int) -> list[Target]:
+        """What of this rank's segments lies in part ``index``; a chunk never reaches over the end of a segment."""
+        part, targets = Range(index * self._part, (index + 1) * self._part), []
+        for segment in self._segments:
+            here = segment.range.shift(self.unit.owned.start)
+            both = here.intersect(part)
+            if not both.numel:
+                continue
+            state, group = self._state(segment), self._inner.param_groups[segment.group]
+            inside = slice(both.start - here.start, both.stop - here.start)
+            first, last = torch.searchsorted(self._starts[index], torch.tensor([both.start, both.stop]) - part.start).tolist()
+            momentum, master, variance = (tensor[inside] for tensor in (state["exp_avg"], segment.tensor.data, state["exp_avg_sq"]))
+            rule = move_rule(group, step, int(group["frozen_at"]))
+            targets.append(Target(both.start - part.start, first, last, momentum, master, variance, rule))
+        return targets
 
     def _piece(self, index: int) -> slice:
         """Elements of part ``index``."""
@@ -213,11 +225,14 @@ class CompressedUnit:
     def _alive_in(self, index: int) -> torch.Tensor | None:
         return None if self._alive is None else self._alive[self._piece(index)]
 
-    def _decode(self, message: torch.Tensor, index: int, out: torch.Tensor) -> None:
-        """Writes part ``index`` of the momentum, (part,), from its message."""
-        table = self._tables[index]
-        scales = _scales_of(message, table).unsqueeze(0)
-        decompress(out, table, message[self._bits].unsqueeze(0), scales, self._alive_in(index), threads=_threads())
+    def _sent(self, messages: torch.Tensor, table: ChunkTable) -> Sent:
+        """What (workers, message bytes) of messages say of a part."""
+        return Sent(messages[:, self._bits], messages.view(torch.float32)[:, : table.chunks])
+
+
+def _zeros(numel: int, device: torch.device) -> torch.Tensor:
+    """(numel,) fp32, read and written once a step."""
+    return host_memory.empty(numel, torch.float32, device).zero_()
 
 
 def _threads() -> int:

@@ -1,0 +1,136 @@
+"""What the codes of 1-bit Adam are made of: the chunks of a vector, what is coded, and where a decoded momentum goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+# A scale costs 32 bits a chunk, so 1/32 of the signs at this size; small chunks follow the magnitude of the values more closely.
+CHUNK_NUMEL = 1024
+# Chunks start at multiples of this, so that no byte of bits belongs to two of them.
+BLOCK_NUMEL = 16
+
+
+@dataclass(frozen=True)
+class ChunkTable:
+    """Chunks of a flat vector that have a scale each.
+
+    Elements outside all chunks (gaps between parameters, padding) count in no scale; vectors are zero there, and stay so.
+
+    Attributes:
+        numel: Elements of the vector, a multiple of 16.
+        starts: First element of each chunk, a multiple of 16, (chunks,) int64.
+        counts: Elements of each chunk, 1 to ``CHUNK_NUMEL``, (chunks,) int64.
+        block_chunk: Chunk of each block of 16 elements, (numel // 16,) int64; ``chunks`` where there is none.
+        gaps: Elements outside all chunks that lie in a block of a chunk, (gaps,) int64.
+    """
+
+    numel: int
+    starts: torch.Tensor
+    counts: torch.Tensor
+    block_chunk: torch.Tensor
+    gaps: torch.Tensor
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return self.starts.numel()
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """A new momentum, ``momentum * beta + grad * weight``: fp32, only read, (numel,); ``grad`` may end behind the last chunk."""
+
+    momentum: torch.Tensor
+    grad: torch.Tensor
+    beta: float
+    weight: float
+
+
+def build_chunks(ranges: Sequence[tuple[int, int]], numel: int, device: torch.device) -> ChunkTable:
+    """Cuts each range of a vector into chunks.
+
+    Args:
+        ranges: (start, stop) by rising start, each starting at a multiple of 16, not overlapping.
+        numel: Elements of the vector, a multiple of 16.
+        device: Where the vector is.
+    """
+    starts = [at for start, stop in ranges for at in range(start, stop, CHUNK_NUMEL)]
+    counts = [min(CHUNK_NUMEL, stop - at) for start, stop in ranges for at in range(start, stop, CHUNK_NUMEL)]
+    gaps = [index for _, stop in ranges for index in range(stop, stop + -stop % BLOCK_NUMEL)]
+    start, count = torch.tensor(starts, dtype=torch.int64), torch.tensor(counts, dtype=torch.int64)
+    block_chunk = torch.full((numel // BLOCK_NUMEL,), len(starts), dtype=torch.int64)
+    blocks = (count + BLOCK_NUMEL - 1) // BLOCK_NUMEL
+    if starts:
+        chunk = torch.repeat_interleave(torch.arange(len(starts)), blocks)
+        within = torch.arange(chunk.numel()) - torch.repeat_interleave(blocks.cumsum(0) - blocks, blocks)
+        block_chunk[start[chunk] // BLOCK_NUMEL + within] = chunk
+    return ChunkTable(numel, start.to(device), count.to(device), block_chunk.to(device), torch.tensor(gaps, dtype=torch.int64).to(device))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What workers sent of one vector, coded alike.
+
+    Attributes:
+        bits: (workers, numel // 8) uint8; rows may have any distance, elements of a row lie side by side.
+        scales: (workers, chunks) fp32, likewise.
+    """
+
+    bits: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def workers(self) -> int:
+        """How many sent something."""
+        return self.bits.shape[0]
+
+
+@dataclass(frozen=True)
+class MoveRule:
+    """``master = master * decay + momentum / (sqrt(variance) / root_divisor + eps) * minus_step``.
+
+    Attributes:
+        decay: 1 leaves the weights alone.
+        variance_divisor: Bias correction of the variance, ``root_divisor ** 2``; 1 corrects nothing.
+        eps: Added to the root, or under it with ``eps_inside``.
+        minus_step: Learning rate over the momentum's bias correction, negative.
+        eps_inside: ``sqrt(variance / variance_divisor + eps)`` instead.
+    """
+
+    decay: float
+    variance_divisor: float
+    eps: float
+    minus_step: float
+    eps_inside: bool = False
+
+    @property
+    def divisor(self) -> float:
+        """What the root is divided by, or with ``eps_inside`` the variance."""
+        return self.variance_divisor if self.eps_inside else math.sqrt(self.variance_divisor)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A piece of a vector that one rule moves, chunks ``first`` to ``last`` of its table.
+
+    Attributes:
+        start: Element of the vector that the tensors begin at.
+        first: First chunk.
+        last: First chunk behind it.
+        momentum: (n,) fp32, contiguous; what was sent is written to its chunks.
+        master: (n,) fp32, contiguous; updated.
+        variance: (n,) fp32, contiguous.
+        rule: The numbers.
+    """
+
+    start: int
+    first: int
+    last: int
+    momentum: torch.Tensor
+    master: torch.Tensor
+    variance: torch.Tensor
+    rule: MoveRule

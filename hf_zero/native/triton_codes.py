@@ -1,0 +1,133 @@
+"""The codes of 1-bit Adam as Triton kernels, for tensors on a GPU: as many passes over memory as on a host, and the same bits.
+
+[Note: trying a kernel first] Triton needs more than its package: a C compiler for its launcher, a driver that takes its code. The first
+use on a device codes a small vector and compares with plain torch; where that fails, torch's operations serve, and a line says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hf_zero.native import codes_reference
+from hf_zero.native.chunks import CHUNK_NUMEL, ChunkTable, Fresh, Sent, Target, build_chunks
+from hf_zero.native.library import TRITON_VARIABLE
+from hf_zero.observe import log_rank0
+
+# Every product and sum rounds by itself, as in torch's operations.
+_EXACT = {"enable_fp_fusion": False}
+
+
+def serves(device: torch.device) -> bool:
+    """Whether these functions serve tensors on ``device``: a GPU where Triton works, unless ``HF_ZERO_TRITON`` is 0."""
+    return device.type == "cuda" and os.environ.get(TRITON_VARIABLE) != "0" and _works(device)
+
+
+@functools.cache
+def _works(device: torch.device) -> bool:
+    """See [Note: trying a kernel first]."""
+    try:
+        same = agrees(device)
+    except Exception as error:  # whatever it is, there is another way
+        log_rank0("1-bit Adam: Triton does not work on %s (%s: %s), torch's operations serve", device, type(error).__name__, error)
+        return False
+    if not same:
+        log_rank0("1-bit Adam: Triton's kernels and torch's operations do not agree on %s, the latter serve", device)
+    return same
+
+
+def agrees(device: torch.device) -> bool:
+    """Whether a coded vector comes out as in plain torch, bit for bit.
+
+    Raises:
+        Exception: Whatever Triton raises where it does not work.
+    """
+    table = build_chunks([(0, 1500), (1504, 1600)], 1632, device)
+    values = torch.linspace(-1, 1, 3 * table.numel, device=device).view(3, -1).clone()
+    values[:, 1600:] = values[:, 1500:1504] = 0
+    found = []
+    for functions in (compress, codes_reference.compress):
+        error, bits = values[0].clone(), torch.zeros(table.numel // 8, dtype=torch.uint8, device=device)
+        scales = torch.zeros(table.chunks, device=device)
+        functions(error, table, bits, scales, None, Fresh(values[1], values[2], 0.9, 0.1))
+        found.append((error, bits, scales))
+    return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def _kernels() -> Any:
+    from hf_zero.native import triton_codes_kernel  # only here: without Triton it cannot be imported
+
+    return triton_codes_kernel
+
+
+def compress(
+    error: torch.Tensor,
+    table: ChunkTable,
+    bits: torch.Tensor,
+    scales: torch.Tensor,
+    alive: torch.Tensor | None = None,
+    fresh: Fresh | None = None,
+) -> None:
+    """As ``compress`` of ``codes.py``, ``bits`` being zero already."""
+    _code(error, table, bits, scales, alive, fresh=fresh)
+
+
+def recompress(
+    error: torch.Tensor, table: ChunkTable, sent: Sent, bits: torch.Tensor, scales: torch.Tensor, alive: torch.Tensor | None = None
+) -> None:
+    """As ``recompress`` of ``codes.py``, ``bits`` being zero already."""
+    _code(error, table, bits, scales, alive, sent=sent)
+
+
+def _code(
+    error: torch.Tensor,
+    table: ChunkTable,
+    bits: torch.Tensor,
+    scales: torch.Tensor,
+    alive: torch.Tensor | None,
+    fresh: Fresh | None = None,
+    sent: Sent | None = None,
+) -> None:
+    if not table.chunks:
+        return
+    mix = (fresh.momentum, fresh.grad, fresh.beta, fresh.weight) if fresh else (error, error, 0.0, 0.0)
+    rows = _rows(sent) if sent else (bits, 0, scales, 0, 1)
+    _kernels().compress[(table.chunks,)](
+        table.starts, table.counts, *mix, *rows, _bytes(alive, bits), error, bits, scales,
+        HAS_FRESH=fresh is not None, HAS_SENT=sent is not None, HAS_ALIVE=alive is not None, BLOCK=CHUNK_NUMEL, **_EXACT,
+    )  # fmt: skip
+
+
+def decompress(out: torch.Tensor, table: ChunkTable, sent: Sent, alive: torch.Tensor | None = None) -> None:
+    """As ``decompress`` of ``codes.py``."""
+    if table.chunks:
+        arguments = (table.starts, table.counts, *_rows(sent), _bytes(alive, sent.bits), out)
+        _kernels().decompress[(table.chunks,)](*arguments, HAS_ALIVE=alive is not None, BLOCK=CHUNK_NUMEL, **_EXACT)
+
+
+def take(
+    table: ChunkTable, bits: torch.Tensor, scales: torch.Tensor, targets: Sequence[Target], alive: torch.Tensor | None = None
+) -> None:
+    """As ``take`` of ``codes.py``."""
+    for target in targets:
+        if target.last == target.first:
+            continue
+        rule = target.rule
+        _kernels().take[(target.last - target.first,)](
+            table.starts, table.counts, target.first, target.start, bits, scales, _bytes(alive, bits),
+            target.momentum, target.master, target.variance, rule.decay, rule.divisor, rule.eps, rule.minus_step,
+            DECAYS=rule.decay != 1.0, EPS_INSIDE=rule.eps_inside, HAS_ALIVE=alive is not None, BLOCK=CHUNK_NUMEL, **_EXACT,
+        )  # fmt: skip
+
+
+def _rows(sent: Sent) -> tuple[Any, ...]:
+    return sent.bits, sent.bits.stride(0), sent.scales, sent.scales.stride(0), sent.workers
+
+
+def _bytes(alive: torch.Tensor | None, otherwise: torch.Tensor) -> torch.Tensor:
+    """``alive`` as bytes; any tensor of bytes where the kernel does not look at it."""
+    return otherwise if alive is None else alive.view(torch.uint8)
