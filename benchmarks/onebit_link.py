@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,10 @@ def build_step(contender: str, model: Any) -> Any:
     if contender == "compute":
         return plain_loop(model)
     if contender.startswith("ddp"):
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        # PowerSGD starts its second exchange of a bucket in the thread that ends the first: with several buckets under way, gloo's ranks
+        # start them in different orders and mistake one for the other. One bucket has one order.
+        buckets = {"bucket_cap_mb": 2**12} if contender == "ddp-powersgd" else {}
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, **buckets)
         register_hook(wrapped, contender)
         return plain_loop(wrapped)
     import hf_zero
@@ -129,12 +133,13 @@ class Ranks:
         shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": network.address(0), "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": LINK}
         shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "LOCAL_RANK": "0"}
         words = [sys.executable, __file__, "--rank-of", contender]
+        self.errors = [tempfile.TemporaryFile("w+") for _ in range(world)]  # noqa: SIM115  # closed by end()
         self.processes = [
             subprocess.Popen(
                 network.command(rank, words),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=self.errors[rank],
                 text=True,
                 env={**os.environ, **shared, "RANK": str(rank)},
             )
@@ -145,7 +150,8 @@ class Ranks:
     def _answers(self) -> list[dict[str, Any]]:
         lines = [process.stdout.readline() for process in self.processes]  # type: ignore[union-attr]
         if not all(lines):
-            raise RuntimeError(f"rank {lines.index('')} ended early; run it by hand to see why")
+            self.errors[ended := lines.index("")].seek(0)
+            raise RuntimeError(f"rank {ended} ended early:\n" + "".join(self.errors[ended].readlines()[-20:]))
         return [json.loads(line) for line in lines]
 
     def steps(self, count: int) -> list[dict[str, Any]]:
@@ -165,6 +171,8 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for errors in self.errors:
+            errors.close()
 
 
 def measure(contender: str, network: Namespaces, rates: list[str]) -> list[Measured]:
@@ -185,29 +193,51 @@ def measure(contender: str, network: Namespaces, rates: list[str]) -> list[Measu
     return found
 
 
-def packing() -> tuple[float, float]:
-    """GB/s at which momenta are packed (what is read and written once, bits aside), and those of a plain copy."""
+@dataclass(frozen=True)
+class Speeds:
+    """GB/s of one thread: every number that is read or written counts once, bits aside."""
+
+    add: float
+    pack: float
+    average: float
+    unpack: float
+
+    def __str__(self) -> str:
+        rest = {"packing": self.pack, "averaging what two ranks sent": self.average, "unpacking and updating": self.unpack}
+        return f"an in-place addition runs at {self.add:.1f} GB/s, " + ", ".join(
+            f"{name} at {speed:.1f} ({speed / self.add:.2f} x)" for name, speed in rest.items()
+        )
+
+
+def packing() -> Speeds:
+    """How fast the passes of a compressed step go through memory, beside an in-place addition."""
     import torch
 
-    from hf_zero.native.codes import Fresh, build_chunks, compress
+    from hf_zero.native.chunks import Fresh, MoveRule, Sent, Target, build_chunks
+    from hf_zero.native.codes import compress, recompress, take
 
     torch.set_num_threads(1)
     numel = 24 * 2**20
     table = build_chunks([(0, numel)], numel, torch.device("cpu"))
-    error, momentum, grad = (torch.randn(numel) for _ in range(3))
+    error, momentum, grad, master = (torch.randn(numel) for _ in range(4))
+    variance = torch.rand(numel)
     bits, scales = torch.empty(numel // 8, dtype=torch.uint8), torch.empty(table.chunks)
+    fresh, rule = Fresh(momentum, grad, 0.9, 0.1), MoveRule(0.99, 0.37, 1e-6, -3e-4)
+    target = Target(0, 0, table.chunks, momentum, master, variance, rule)
 
-    def best(call: Any) -> float:
+    def speed(vectors: int, call: Any) -> float:
         times = []
-        for _ in range(7):
+        for _ in range(9):
             start = time.perf_counter()
             call()
             times.append(time.perf_counter() - start)
-        return min(times)
+        return 4 * vectors * numel / min(times) / 1e9
 
-    packed = best(lambda: compress(error, table, bits, scales, None, Fresh(momentum, grad, 0.9, 0.1)))
-    copied = best(lambda: grad.copy_(momentum))
-    return 16 * numel / packed / 1e9, 8 * numel / copied / 1e9
+    add = speed(3, lambda: master.add_(grad))
+    pack = speed(4, lambda: compress(error, table, bits, scales, None, fresh))
+    sent = Sent(torch.stack([bits, ~bits]), torch.stack([scales, scales]))
+    average = speed(2, lambda: recompress(error, table, sent, bits, scales))
+    return Speeds(add, pack, average, speed(4, lambda: take(table, bits, scales, [target])))
 
 
 # ------------------------------------------------------------------------------------------------ results
@@ -281,18 +311,18 @@ def main() -> int:
                 found = [entry for entry in found if (entry.contender, entry.ranks, entry.rate) not in replaced] + fresh
                 if arguments.raw:
                     arguments.raw.write_text(json.dumps([vars(entry) for entry in found]))
-    packed, copied = packing()
+    speeds = packing()
     text = (
         "`benchmarks/onebit_link.py` trains GPT-2 (24 M parameters, fp32, batch 2 x 128 tokens a rank) with every rank in a network "
         "namespace of its own behind a link of the given speed (veth, bridge, `tc tbf` both ways). A step is as long as the slowest "
         "rank's; bytes are what the interface of a rank counted, Ethernet headers and acknowledgements included. All ranks share the CPUs "
-        f"of one machine. Packing runs at {packed:.1f} GB/s on one thread, {packed / copied:.2f} x a plain copy's {copied:.1f} GB/s."
+        f"of one machine. PowerSGD (rank 1) has one bucket, because several get into each other's way on gloo. Of one thread, {speeds}."
     )
     command = "python benchmarks/onebit_link.py --json benchmarks/results/onebit_link.json --plot docs/onebit-link.png   # as root"
     figure = arguments.plot.name if arguments.plot else ""
     table = ResultTable("1-bit Adam over a slow network", command, text, COLUMNS, rows_of(found), figure)
     table.print()
-    print(f"packing {packed:.1f} GB/s, copying {copied:.1f} GB/s")
+    print(speeds)
     if arguments.json:
         table.save(arguments.json)
     if arguments.plot:

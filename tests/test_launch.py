@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 import socket
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hf_zero.cli import main
+from hf_zero.compat import launcher
 from hf_zero.errors import ConfigError
 from hf_zero.launch import placement
 from hf_zero.launch.hosts import read_hostfile
@@ -194,6 +196,7 @@ def test_filters(capsys: pytest.CaptureFixture[str], hostfile: str) -> None:
         (["--num_gpus", "3"], "worker-2 has 2 slots"),
         (["--node_rank", "2"], "--node_rank is 2"),
         (["--launcher", "slurm"], "equally many ranks"),
+        (["--launcher", "pdsh"], "over ssh"),
         (["--launcher", "openmpi", "--include", "worker-1:0@worker-2:1"], "use different devices"),
         ([], f"this machine, {socket.gethostname()}, is none of worker-1, worker-2"),
     ],
@@ -201,6 +204,26 @@ def test_filters(capsys: pytest.CaptureFixture[str], hostfile: str) -> None:
 def test_mistakes(words: list[str], message: str, hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "--dry-run", "--hostfile", hostfile, *words, "train.py"]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_deepspeeds_command_is_ours_or_a_real_ones(
+    hostfile: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--num_gpus", "2", "--launcher", "pdsh", "train.py", "--deepspeed_config", "ds.json"]
+    assert launcher.main(["--dry_run", *words]) == 0
+    assert capsys.readouterr().out.endswith("--master_port 29500 train.py --deepspeed_config ds.json\n")
+    monkeypatch.setattr(launcher, "alias_is_active", lambda: False)
+    seen: list[list[str]] = []
+    real = types.SimpleNamespace(main=seen.append)
+    monkeypatch.setattr(launcher.importlib, "import_module", {"deepspeed.launcher.runner": real}.__getitem__)
+    assert launcher.main(words) == 0 and seen == [words]
+
+
+def test_no_deepspeed_command_when_it_is_switched_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(launcher, "alias_is_active", lambda: False)
+    monkeypatch.setattr(launcher, "_RUNNER", "no_such_module")
+    assert launcher.main(["train.py"]) == 1
+    assert "HF_ZERO keeps hf_zero from answering" in capsys.readouterr().err
 
 
 def test_no_hostfile_for_several_nodes(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -236,9 +236,21 @@ def _program(*names: str) -> str:
     return next((name for name in names if shutil.which(name)), names[-1])
 
 
+def _pdsh(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
+    """DeepSpeed's default over ssh; on one host it is not used there either."""
+    if len(hosts) == 1:
+        return _standard(options, hosts, environ)
+    raise ConfigError(
+        f"--launcher {options.launcher} would start ranks over ssh, which hf_zero does not: use openmpi, mpich, mvapich or slurm, or give "
+        "the command on every host with --launcher standard --node_rank N"
+    )
+
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace, list[Host], Mapping[str, str]], Command]] = {
     "standard": _standard,
     "openmpi": _open_mpi,
     "mpich": _mpich,
+    "mvapich": _mpich,  # its mpirun is hydra too
     "slurm": _slurm,
+    "pdsh": _pdsh,
 }

@@ -19,7 +19,7 @@ DEFAULT_PORT = 29500
 # Ports of jobs with a known number: from the default on, below what systems give out by themselves.
 _PORTS = 2000
 # Programs that start ranks and are none themselves: srun may start one of them per node.
-_LAUNCHERS = frozenset({"accelerate", "accelerate-launch", "torchrun", "hf-zero"})
+_LAUNCHERS = frozenset({"accelerate", "accelerate-launch", "deepspeed", "torchrun", "hf-zero"})
 _LAUNCHER_MODULES = ("accelerate.commands", "torch.distributed.run", "torch.distributed.launch", "hf_zero.cli")
 
 

@@ -87,9 +87,7 @@ def move(master: torch.Tensor, momentum: torch.Tensor, variance: torch.Tensor, r
     master.add_(torch.div(momentum, root, out=root).mul_(rule.minus_step))
 
 
-def take(
-    table: ChunkTable, bits: torch.Tensor, scales: torch.Tensor, targets: Sequence[Target], alive: torch.Tensor | None = None
-) -> None:
+def take(table: ChunkTable, bits: torch.Tensor, scales: torch.Tensor, targets: Sequence[Target], alive: torch.Tensor | None = None) -> None:
     """As ``take`` in plain torch; any device."""
     whole = torch.zeros(table.numel, device=bits.device)
     decompress(whole, table, Sent(bits.unsqueeze(0), scales.unsqueeze(0)), alive)

@@ -109,9 +109,7 @@ def decompress(out: torch.Tensor, table: ChunkTable, sent: Sent, alive: torch.Te
         _kernels().decompress[(table.chunks,)](*arguments, HAS_ALIVE=alive is not None, BLOCK=CHUNK_NUMEL, **_EXACT)
 
 
-def take(
-    table: ChunkTable, bits: torch.Tensor, scales: torch.Tensor, targets: Sequence[Target], alive: torch.Tensor | None = None
-) -> None:
+def take(table: ChunkTable, bits: torch.Tensor, scales: torch.Tensor, targets: Sequence[Target], alive: torch.Tensor | None = None) -> None:
     """As ``take`` of ``codes.py``."""
     for target in targets:
         if target.last == target.first:

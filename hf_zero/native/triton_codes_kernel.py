@@ -86,9 +86,8 @@ def take(  # type: ignore[no-untyped-def]
     if DECAYS:
         p *= decay
     by = tl.zeros_like(v) + divisor
+    below = tl.div_rn(tl.sqrt_rn(v), by) + eps
     if EPS_INSIDE:
         below = tl.sqrt_rn(tl.div_rn(v, by) + eps)
-    else:
-        below = tl.div_rn(tl.sqrt_rn(v), by) + eps
     tl.store(momentum + to, m, mask=inside)
     tl.store(master + to, p + tl.div_rn(m, below) * minus_step, mask=inside)
