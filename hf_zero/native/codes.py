@@ -171,7 +171,7 @@ def take(
         numbers = _rule(target.rule)
         places = [ctypes.c_int64(target.start), *(address(tensor) for tensor in (target.momentum, target.master, target.variance))]
 
-        def work(first: int, last: int, places: list[object] = places, numbers: ctypes.Structure = numbers) -> None:
+        def work(first: int, last: int, places: Sequence[object] = places, numbers: ctypes.Structure = numbers) -> None:
             arguments = (*_chunks(table, first, last), address(bits), address(scales, first), address(alive))
             native.call("hfz_take", *arguments, *places, ctypes.byref(numbers))
 
