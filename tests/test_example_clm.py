@@ -172,25 +172,6 @@ def test_offload_config_holds_the_values_of_the_experiment() -> None:
     assert (config["steps_per_print"], config["gradient_accumulation_steps"]) == (2000, 1)
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLE.glob("*.json")), ids=lambda path: path.name)
-def test_config_files_are_accepted_without_a_warning(path: Path) -> None:
-    from hf_zero.config.resolve import resolve
-
-    assert resolve(json.loads(path.read_text()), world_size=2, strict=True).warnings == []
-
-
-@pytest.mark.parametrize("path", sorted(EXAMPLE.glob("*.yaml")), ids=lambda path: path.name)
-def test_launcher_files_load_and_name_existing_configs(path: Path) -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    config = load_config_from_file(str(path))
-    assert config.num_processes == 2
-    config_file = config.deepspeed_config.get("deepspeed_config_file")
-    if config_file is not None:
-        assert (REPOSITORY / config_file).is_file()
-        assert config.mixed_precision is None, "accelerate refuses mixed_precision beside a deepspeed_config_file"
-
-
 @pytest.mark.parametrize(
     ("gpus", "wanted", "processes", "precision"), [(0, "", "2", "no"), (1, "", "1", "bf16"), (8, "", "8", "bf16"), (0, "4", "4", "no")]
 )

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.examples import EXAMPLES, REPOSITORY, RUN_SECONDS, launch, library_part, modules, run, small_library, tracked
+from tests.examples import EXAMPLES, RUN_SECONDS, launch, library_part, modules, run, small_library, tracked
 
 EXAMPLE = EXAMPLES / "seq2seq"
 # The command of the experiment that the script stands for.
@@ -135,23 +135,6 @@ def test_zero2_config_holds_the_values_of_the_experiment() -> None:
     assert (config["fp16"]["enabled"], config["fp16"]["initial_scale_power"]) == ("true", 15)
     assert config["optimizer"]["params"] == {"lr": "auto", "weight_decay": "auto", "torch_adam": True, "adam_w_mode": True}
     assert (config["zero_optimization"]["stage"], config["zero_optimization"]["allgather_bucket_size"]) == (2, 2e8)
-
-
-@pytest.mark.parametrize("path", sorted(EXAMPLE.glob("*.json")), ids=lambda path: path.name)
-def test_config_files_are_accepted_without_a_warning(path: Path) -> None:
-    from hf_zero.config.resolve import resolve
-
-    assert resolve(json.loads(path.read_text()), world_size=2, strict=True).warnings == []
-
-
-@pytest.mark.parametrize("path", sorted(EXAMPLE.glob("*.yaml")), ids=lambda path: path.name)
-def test_launcher_files_load_and_name_existing_configs(path: Path) -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    config = load_config_from_file(str(path))
-    assert config.num_processes == 2
-    config_file = config.deepspeed_config.get("deepspeed_config_file")
-    assert config_file is None or (REPOSITORY / config_file).is_file()
 
 
 # Whole runs

@@ -70,13 +70,6 @@ def test_small_llama_keeps_its_heads_together(example: SimpleNamespace) -> None:
     assert (config.model_type, config.num_attention_heads, config.num_key_value_heads, config.intermediate_size) == ("llama", 8, 8, 256)
 
 
-@pytest.mark.parametrize("path", sorted((EXAMPLE / "sft").glob("*.json")), ids=lambda path: path.name)
-def test_config_files_are_accepted_without_a_warning(path: Path) -> None:
-    from hf_zero.config.resolve import resolve
-
-    assert resolve(json.loads(path.read_text()), world_size=4, strict=True).warnings == []
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

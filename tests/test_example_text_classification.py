@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.examples import EXAMPLES, REPOSITORY, RUN_SECONDS, launch, library_part, modules, run, small_library, tracked
+from tests.examples import EXAMPLES, RUN_SECONDS, launch, library_part, modules, run, small_library, tracked
 
 EXAMPLE = EXAMPLES / "text_classification"
 # The command of the experiment that the script stands for.
@@ -115,23 +114,6 @@ def test_contradicting_flags_are_refused(
     with pytest.raises(SystemExit):
         example.arguments.parse_arguments(flags)
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("path", sorted(EXAMPLE.glob("*.json")), ids=lambda path: path.name)
-def test_config_files_are_accepted_without_a_warning(path: Path) -> None:
-    from hf_zero.config.resolve import resolve
-
-    assert resolve(json.loads(path.read_text()), world_size=2, strict=True).warnings == []
-
-
-@pytest.mark.parametrize("path", sorted(EXAMPLE.glob("*.yaml")), ids=lambda path: path.name)
-def test_launcher_files_load_and_name_existing_configs(path: Path) -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    config = load_config_from_file(str(path))
-    assert config.num_processes == 2
-    config_file = config.deepspeed_config.get("deepspeed_config_file")
-    assert config_file is None or (REPOSITORY / config_file).is_file()
 
 
 def test_plugin_file_holds_the_answers_of_the_experiment() -> None:

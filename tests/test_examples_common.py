@@ -13,9 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.examples import EXAMPLES, library_part, modules
+from tests.examples import EXAMPLES, REPOSITORY, library_part, modules
 
 MODULES = ("docstrings", "tokenizer", "hub", "measure", "steps", "results", "tracking", "chart", "compare", "optimizer", "arguments")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(EXAMPLES))
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +27,29 @@ def common() -> Iterator[SimpleNamespace]:
     """The shared modules, imported as the scripts import them."""
     with modules("clm", *(f"common.{name}" for name in MODULES), "arguments") as found:
         yield SimpleNamespace(flags=found.arguments, **{name: getattr(found, f"common_{name}") for name in MODULES})
+
+
+# Files
+
+
+@pytest.mark.parametrize("path", sorted([*EXAMPLES.glob("*/*.json"), *EXAMPLES.glob("*/sft/*.json")]), ids=name_of)
+def test_config_files_are_accepted_without_a_warning(path: Path) -> None:
+    from hf_zero.config.resolve import resolve
+
+    ranks = 4 if path.parent.name == "sft" else 2
+    assert resolve(json.loads(path.read_text()), world_size=ranks, strict=True).warnings == []
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*/*.yaml")), ids=name_of)
+def test_launcher_files_load_and_name_existing_configs(path: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(path))
+    assert config.num_processes == 2
+    config_file = config.deepspeed_config.get("deepspeed_config_file")
+    if config_file is not None:
+        assert (REPOSITORY / config_file).is_file()
+        assert config.mixed_precision is None, "accelerate refuses mixed_precision beside a deepspeed_config_file"
 
 
 # Text
