@@ -106,6 +106,7 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
             problems.error(key, "is missing, and `device` is nvme; name a folder on a local disk")
     if "optimizer" in data:
         _check_type("optimizer", data["optimizer"].get("type"), OPTIMIZERS + tuple(REFUSED_OPTIMIZERS), problems)
+        _check_optimizer_numbers(data["optimizer"].get("params") or {}, problems)
     if "scheduler" in data:
         _check_type("scheduler", data["scheduler"].get("type"), SCHEDULERS, problems)
 
@@ -121,6 +122,19 @@ def _check_type(section: str, name: str | None, known: tuple[str, ...], problems
     guess = nearest(name, known)
     hint = f"did you mean {guess}?" if guess else f"allowed: {', '.join(known[:5])} or a class of torch.{_module(section)}"
     problems.error(f"{section}.type", f"is {show(name)}, which is unknown; {hint}")
+
+
+def _check_optimizer_numbers(params: dict[str, Any], problems: Problems) -> None:
+    """What every optimizer's constructor would refuse, named as it stands in the file."""
+    for name in ("lr", "eps", "weight_decay"):
+        value = params.get(name)
+        if isinstance(value, (int, float)) and value < 0:
+            problems.error(f"optimizer.params.{name}", f"is {show(value)}; allowed: a number, at least 0")
+    betas = params.get("betas")
+    if isinstance(betas, (list, tuple)) and (
+        len(betas) != 2 or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas)
+    ):
+        problems.error("optimizer.params.betas", f"is {show(betas)}; allowed: two numbers, at least 0 and below 1")
 
 
 def _module(section: str) -> str:
