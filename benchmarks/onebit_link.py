@@ -3,7 +3,7 @@
 python benchmarks/onebit_link.py --json benchmarks/results/onebit_link.json --plot docs/onebit-link.png
 
 Needs root (network namespaces, see slow_network.py). Every contender's ranks live through all speeds; a step is as long as the
-slowest rank's, bytes are what its interface counted.
+slowest rank's median, bytes are what its interface counted.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from benchmarks.tables import ResultTable  # noqa: E402
 # GPT-2 with 24 M parameters, as in step_time.py.
 SIZE = {"layers": 6, "width": 512, "heads": 8, "vocab": 8192, "length": 128, "batch": 2}
 RATES = ("10gbit", "1gbit", "100mbit")  # fast first: warm-up steps are cheap there
-STEPS = {"10gbit": 3, "1gbit": 3, "100mbit": 1}
+LENGTH = 5.0  # seconds to measure at one speed, in 1 to 7 steps
 CONTENDERS = {
     "compute": "compute alone",
     "ddp": "DDP, fp32",
@@ -102,12 +104,14 @@ def serve(contender: str) -> None:
         count = json.loads(line)["steps"]
         batches = [make_batch(done + index, dist.get_rank(), SIZE) for index in range(count)]
         dist.barrier()
-        before, start = sent_bytes(), time.perf_counter()
-        losses = [step(batch) for batch in batches]
+        before, ends = sent_bytes(), [time.perf_counter()]
+        for batch in batches:
+            loss = step(batch)
+            ends.append(time.perf_counter())
         dist.barrier()
-        seconds, sent = (time.perf_counter() - start) / count, (sent_bytes() - before) / count
+        seconds = statistics.median(end - start for start, end in pairwise(ends))
         done += count
-        answers.write(json.dumps({"seconds": seconds, "bytes": sent, "loss": losses[-1]}) + "\n")
+        answers.write(json.dumps({"seconds": seconds, "bytes": (sent_bytes() - before) / count, "loss": loss}) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------ all ranks
@@ -175,6 +179,11 @@ class Ranks:
             errors.close()
 
 
+def slowest_of(answers: list[dict[str, Any]]) -> float:
+    """Seconds a step of the slowest rank."""
+    return max(float(answer["seconds"]) for answer in answers)
+
+
 def measure(contender: str, network: Namespaces, rates: list[str]) -> list[Measured]:
     """One contender at every speed."""
     network.limit("10gbit")
@@ -184,8 +193,10 @@ def measure(contender: str, network: Namespaces, rates: list[str]) -> list[Measu
         ranks.steps(WARM_UP)
         for rate in rates:
             network.limit(rate)
-            answers = ranks.steps(STEPS[rate])
-            slowest, most = max(answer["seconds"] for answer in answers), max(answer["bytes"] for answer in answers)
+            answers = ranks.steps(1)
+            more = min(6, int(LENGTH / slowest_of(answers)))
+            answers = ranks.steps(more) if more else answers
+            slowest, most = slowest_of(answers), max(answer["bytes"] for answer in answers)
             found.append(Measured(contender, len(network.names), rate, slowest, most, answers[0]["loss"]))
             print(f"{CONTENDERS[contender]:24} {len(network.names)} ranks {rate:>8}: {slowest:7.3f} s, {most / 1e6:8.2f} MB", flush=True)
     finally:
@@ -315,8 +326,9 @@ def main() -> int:
     text = (
         "`benchmarks/onebit_link.py` trains GPT-2 (24 M parameters, fp32, batch 2 x 128 tokens a rank) with every rank in a network "
         "namespace of its own behind a link of the given speed (veth, bridge, `tc tbf` both ways). A step is as long as the slowest "
-        "rank's; bytes are what the interface of a rank counted, Ethernet headers and acknowledgements included. All ranks share the CPUs "
-        f"of one machine. PowerSGD (rank 1) has one bucket, because several get into each other's way on gloo. Of one thread, {speeds}."
+        "rank's median; bytes are what the interface of a rank counted, Ethernet headers and acknowledgements included. All ranks share "
+        "the CPUs of one machine. PowerSGD (rank 1) has one bucket, because several get into each other's way on gloo. Of one thread, "
+        f"{speeds}."
     )
     command = "python benchmarks/onebit_link.py --json benchmarks/results/onebit_link.json --plot docs/onebit-link.png   # as root"
     figure = arguments.plot.name if arguments.plot else ""
