@@ -23,7 +23,7 @@ def _import_from(module: str, name: str) -> Callable[[], None]:
     ("ask", "also", "text"),
     [
         (lambda: deepspeed.init_inference, AttributeError, "vLLM"),
-        (lambda: deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3, AttributeError, "engine.optimizer"),
+        (lambda: deepspeed.runtime.zero.stage3.unwrap_model_for_generation, AttributeError, "engine.optimizer"),
         (_import_from("deepspeed", "OnDevice"), ImportError, "torch.device\\('meta'\\)"),
         (_import_from("deepspeed.pipe", "PipelineModule"), ImportError, "ZeRO stage 3"),
         (_import_from("deepspeed.utils.groups", "_get_sequence_parallel_group"), ImportError, "cp_size"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,3 +69,38 @@ def _evaluate_first(models: Path, folder: Path, in_json: tuple[str, ...]) -> Non
 @pytest.mark.parametrize("in_json", [(), ("optimizer",), ("optimizer", "scheduler")], ids="+".join)
 def test_evaluate_before_train(in_json: tuple[str, ...], trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_evaluate_first, 2, trainer_models, tmp_path, in_json)
+
+
+def _search(models: Path, folder: Path, stage: int) -> None:
+    """Two trials as the back ends of ``hyperparameter_search`` run them: each equals a training of its own with those arguments.
+
+    optuna's frees the accelerator on rank 0 alone, after each trial.
+    """
+    from transformers import Trainer
+    from transformers.trainer_utils import HPSearchBackend
+
+    def expected(rate: float, rows: int) -> Any:
+        single = _trainer(models, folder, stage, ("optimizer",), learning_rate=rate, per_device_train_batch_size=rows)
+        single.train()
+        return trainers.logs_of(single), single.evaluate()["eval_loss"]
+
+    trials = [(1e-2, 2), (1e-3, 1)]
+    with trainers.clean_state():
+        wanted = [expected(*trial) for trial in trials]
+        trainers._forget()
+        args = trainers.arguments(folder, trainers.zero_config(stage, optimizer=OPTIMIZER))
+        data = {"train_dataset": trainers.rows(32, 1), "eval_dataset": trainers.rows(7, 2)}
+        trainer = Trainer(model_init=lambda: trainers.load(models), args=args, **data)
+        trainer.hp_search_backend, trainer.hp_space = HPSearchBackend.OPTUNA, lambda trial: trial.params
+        for (rate, rows), (logs, loss) in zip(trials, wanted, strict=True):
+            trainer.train(trial=SimpleNamespace(number=0, params={"learning_rate": rate, "per_device_train_batch_size": rows}))
+            assert trainers.logs_of(trainer) == logs
+            assert trainer.evaluate()["eval_loss"] == loss
+            if ranks.rank() == 0:
+                trainer.model_wrapped = trainer.model = None
+                trainer.accelerator.clear()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_hyperparameter_search(stage: int, trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_search, 2, trainer_models, tmp_path, stage)

@@ -108,6 +108,9 @@ PROVIDED: Final[dict[str, str]] = {
     "deepspeed.ZeROOptimizer": "hf_zero.optim.sharded:ShardedOptimizer",
     "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer": "hf_zero.optim.sharded:ShardedOptimizer",
     "deepspeed.runtime.base_optimizer.ZeROOptimizer": "hf_zero.optim.sharded:ShardedOptimizer",
+    # Asked for with isinstance; one class serves every stage.
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "hf_zero.optim.sharded:ShardedOptimizer",
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "hf_zero.optim.sharded:ShardedOptimizer",
     "deepspeed.init_distributed": "hf_zero.compat.comm:init_distributed",
     "deepspeed.add_config_arguments": "hf_zero.compat.command_line:add_config_arguments",
     # Processes and devices.
@@ -145,6 +148,9 @@ PROVIDED: Final[dict[str, str]] = {
     "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad": "hf_zero.compat.ops:DeepSpeedCPUAdagrad",
     "deepspeed.ops.lion.DeepSpeedCPULion": "hf_zero.compat.ops:DeepSpeedCPULion",
     "deepspeed.ops.lion.FusedLion": "hf_zero.compat.ops:FusedLion",
+    # What scripts ask before they offload to files.
+    "deepspeed.ops.aio.AsyncIOBuilder": "hf_zero.compat.builders:AsyncIOBuilder",
+    "deepspeed.ops.__compatible_ops__": "hf_zero.compat.builders:COMPATIBLE_OPS",
     "deepspeed.runtime.fp16.onebit.OnebitAdam": "hf_zero.compat.onebit:OnebitAdam",
     "deepspeed.runtime.fp16.onebit.adam.OnebitAdam": "hf_zero.compat.onebit:OnebitAdam",
     **{f"deepspeed.runtime.lr_schedules.{name}": f"hf_zero.optim.schedules:{name}" for name in _SCHEDULES},
@@ -219,7 +225,6 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.ops.sparse_attention": "sparse attention is not implemented; use attn_implementation='sdpa' or flex_attention",
     "deepspeed.ops.op_builder": _BUILDER,
     "deepspeed.op_builder": _BUILDER,
-    "deepspeed.ops.__compatible_ops__": _BUILDER,
     "deepspeed.ops.lamb": "LAMB needs whole tensors and is not implemented; use AdamW",
     "deepspeed.ops.muon": "Muon needs whole matrices and is not implemented; use AdamW",
     "deepspeed.ops.aio": "asynchronous file I/O is not a public interface of hf_zero",

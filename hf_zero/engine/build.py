@@ -451,12 +451,13 @@ def loss_scaler(config: ZeroConfig) -> LossScaler | NullScaler:
 
 
 def describe(engine: Engine) -> str:
-    """One line: stage, ranks, precision, units, bytes of model state on this rank."""
+    """One line: stage, ranks, precision, units, bytes of model state on this rank. Logs are searched for its first two words."""
     states = sum(unit.shard.nbytes for unit in engine.units)
     masters = sum(unit.master.nbytes for unit in engine.units if unit.master is not None and unit.master is not unit.shard)
     dtypes = sorted({str(unit.layout.dtype).removeprefix("torch.") for unit in engine.units}) or ["no units"]
     return (
-        f"ZeRO stage {engine.policy.stage} on {engine.collectives.world} rank(s), {', '.join(dtypes)}, {len(engine.units)} units, "
+        f"DeepSpeed info: ZeRO stage {engine.policy.stage} of hf_zero on {engine.collectives.world} rank(s), {', '.join(dtypes)}, "
+        f"{len(engine.units)} units, "
         f"{sum(unit.layout.numel for unit in engine.units):,} parameters, {(states + masters) / 2**20:.1f} MiB of shards and masters here"
         f"{describe_offload(engine.settings.zero_optimization)}"
     )

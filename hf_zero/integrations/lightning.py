@@ -43,7 +43,36 @@ _Trainer: Any = _deepspeed_strategy("pytorch", "pytorch_lightning")
 _Fabric: Any = _deepspeed_strategy("fabric", "lightning_fabric")
 
 
-class ZeroStrategy(_Trainer):
+class _ZeroArguments:
+    """What both strategies are given, and the configuration that comes of it. Stands before Lightning's class."""
+
+    config: dict[str, Any]
+
+    def __init__(
+        self,
+        stage: int | None = None,
+        offload_optimizer: bool | str | Mapping[str, Any] = False,
+        offload_parameters: bool | str | Mapping[str, Any] = False,
+        nvme_path: str | None = None,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        offload = {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
+        arguments, sections = _arguments(type(self).__name__, stage, offload, nvme_path, config)
+        super().__init__(**arguments, **options)
+        if config is None:
+            self._tidy(sections)
+
+    def _tidy(self, sections: Mapping[str, dict[str, Any]]) -> None:
+        """Takes out of the configuration that Lightning made what nobody asked for: settings of nvme and of activation checkpointing."""
+        self.config["zero_optimization"].update(sections)
+        if all(section["device"] != "nvme" for section in sections.values()):
+            self.config.pop("aio", None)
+        if not any(self.config.get("activation_checkpointing", {}).values()):
+            self.config.pop("activation_checkpointing", None)
+
+
+class ZeroStrategy(_ZeroArguments, _Trainer):
     """ZeRO for Lightning's ``Trainer``, on GPUs and on CPUs.
 
     Args:
@@ -62,21 +91,6 @@ class ZeroStrategy(_Trainer):
 
     strategy_name = "hf_zero"
 
-    def __init__(
-        self,
-        stage: int | None = None,
-        offload_optimizer: bool | str | Mapping[str, Any] = False,
-        offload_parameters: bool | str | Mapping[str, Any] = False,
-        nvme_path: str | None = None,
-        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-        **options: Any,
-    ) -> None:
-        offload = {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
-        arguments, sections = _arguments("ZeroStrategy", stage, offload, nvme_path, config)
-        super().__init__(**arguments, **options)
-        if config is None:
-            _tidy(self.config, sections)
-
     def setup_environment(self) -> None:
         """Starts the processes' group, on whatever accelerator: the check for CUDA of the class above is left out."""
         super(_Trainer, self).setup_environment()
@@ -86,7 +100,7 @@ class ZeroStrategy(_Trainer):
         if self.root_device.type != "cpu":
             super().setup_distributed()
             return
-        _reset_seed(self)
+        _reset_seed(_Trainer)
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
@@ -103,28 +117,16 @@ class ZeroStrategy(_Trainer):
         return int(size) if size else 1
 
 
-class FabricZeroStrategy(_Fabric):
+class FabricZeroStrategy(_ZeroArguments, _Fabric):
     """ZeRO for Lightning's ``Fabric``, on GPUs and on CPUs; arguments as ``ZeroStrategy``.
 
     Fabric has no arguments for accumulation and clipping: give ``gradient_accumulation_steps`` and ``gradient_clipping`` in ``config``. The
     engine then counts micro-steps, and ``optimizer.step()`` is called after every one. Without ``config`` nothing is clipped.
     """
 
-    def __init__(
-        self,
-        stage: int | None = None,
-        offload_optimizer: bool | str | Mapping[str, Any] = False,
-        offload_parameters: bool | str | Mapping[str, Any] = False,
-        nvme_path: str | None = None,
-        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-        **options: Any,
-    ) -> None:
-        offload = {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
-        arguments, sections = _arguments("FabricZeroStrategy", stage, offload, nvme_path, config)
-        super().__init__(**arguments, **options)
-        if config is None:
-            _tidy(self.config, sections)
-            self.config["gradient_clipping"] = 0.0  # Fabric has no argument for it, and a file's default is 1
+    def _tidy(self, sections: Mapping[str, dict[str, Any]]) -> None:
+        super()._tidy(sections)
+        self.config["gradient_clipping"] = 0.0  # Fabric has no argument for it, and a file's default is 1
 
     def setup_environment(self) -> None:
         """Starts the processes' group, on whatever accelerator: the check for CUDA of the class above is left out."""
@@ -134,7 +136,7 @@ class FabricZeroStrategy(_Fabric):
         if self.root_device.type != "cpu":
             super()._setup_distributed()
             return
-        _reset_seed(self)
+        _reset_seed(_Fabric)
         self._set_world_ranks()
         self._init_deepspeed_distributed()
         if not self._config_initialized:
@@ -142,15 +144,11 @@ class FabricZeroStrategy(_Fabric):
             self._config_initialized: bool = True
 
 
-def _reset_seed(strategy: Any) -> None:
-    """Lightning seeds every process again after it was started; its function lies in another module in its old package."""
-    package = type(strategy).__mro__[1].__module__.partition(".strategies.")[0]
-    for name in (package, "lightning.fabric", "lightning_fabric"):
-        try:
-            importlib.import_module(f"{name}.utilities.seed").reset_seed()
-            return
-        except (ModuleNotFoundError, AttributeError):
-            continue
+def _reset_seed(stock: type) -> None:
+    """Lightning seeds every process again after it was started; ``stock`` is its class, of the package that the script uses."""
+    package = stock.__module__.partition(".strategies.")[0]
+    fabric = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}.get(package, package)
+    importlib.import_module(f"{fabric}.utilities.seed").reset_seed()
 
 
 def _arguments(
@@ -185,12 +183,3 @@ def _offload_section(name: str, value: bool | str | Mapping[str, Any], nvme_path
         if not section["nvme_path"]:
             raise ConfigError(f'{name} is on nvme without a place; give nvme_path="/path"')
     return section
-
-
-def _tidy(config: dict[str, Any], sections: Mapping[str, dict[str, Any]]) -> None:
-    """Takes out of the configuration that Lightning made what nobody asked for: settings of nvme and of activation checkpointing."""
-    config["zero_optimization"].update(sections)
-    if all(section["device"] != "nvme" for section in sections.values()):
-        config.pop("aio", None)
-    if not any(config.get("activation_checkpointing", {}).values()):
-        config.pop("activation_checkpointing", None)
