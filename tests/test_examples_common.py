@@ -314,6 +314,23 @@ def test_offline_replaces_what_the_hub_would_give_and_says_so(common: SimpleName
 
 
 @pytest.mark.usefixtures("unreachable")
+def test_configuration_that_cannot_be_had_is_named_with_those_that_can(common: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("no route to the hub")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", unreachable)
+    with pytest.raises(common.arguments.FlagError, match=r"No configuration gpt3: no route to the hub\n.*built in: gpt2, gpt2-medium"):
+        common.hub.named_config("gpt3")
+
+
+def test_table_over_files_that_are_none_says_which(common: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    for name, message in (("none.json", "No such file or directory"), ("other.json", r"other\.json is no results\.json")):
+        monkeypatch.setattr("sys.argv", ["results.py", str(tmp_path / name)])
+        with pytest.raises(SystemExit, match=message):
+            common.results.main()
+
+
 def test_local_folders_need_no_hub(common: SimpleNamespace, tmp_path: Path) -> None:
     args = common.flags.parse_arguments(["--model_name_or_path", str(tmp_path)])
     assert common.hub.check_offline(args, "tokenizer_name", "dataset_name") == ""

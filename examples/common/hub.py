@@ -100,7 +100,7 @@ def named_config(name: str, trust_remote_code: bool = False) -> tuple[Pretrained
         The configuration, and one line for the user: empty, or why the published values were filled in.
 
     Raises:
-        OSError: The name is not known here and cannot be loaded (transformers names it and says why).
+        FlagError: The name is not known here and cannot be loaded.
     """
     from transformers import AutoConfig
 
@@ -111,7 +111,11 @@ def named_config(name: str, trust_remote_code: bool = False) -> tuple[Pretrained
             if not is_reachable():
                 shape = ", ".join(f"{key}={value}" for key, value in KNOWN_SHAPES[name].items())
                 return known_config(name), f"{name}: the hub is out of reach, using its published shape ({shape})."
-    return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code), ""
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code), ""
+    except OSError as error:
+        known = ", ".join(KNOWN_SHAPES)
+        raise FlagError(f"No configuration {name}: {error}\nGive a local folder, or one that is built in: {known}.") from error
 
 
 def check_offline(args: Any, *names: str) -> str:

@@ -183,7 +183,11 @@ def main() -> None:
     """Print one table over the files named on the command line."""
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    wide_console().print(results_table([read_results(Path(name)) for name in sys.argv[1:]]))
+    try:
+        runs = [read_results(Path(name)) for name in sys.argv[1:]]
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
+    wide_console().print(results_table(runs))
 
 
 if __name__ == "__main__":
