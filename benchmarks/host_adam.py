@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +23,10 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.processes import RankProcesses, open_answers  # noqa: E402
+
 CASES = ("fp32", "mixed", "bf16 moments")
 CONTENDERS = ("hf_zero", "torch fused", "torch plain", "deepspeed")
 # Bytes that a step must move per parameter: each tensor once, in and out.
@@ -70,26 +74,29 @@ def _ignore(_: object) -> None:
 
 
 def serve(contender: str, count: int) -> None:
-    """Answers lines on standard input: a JSON list of case, threads and parameters prepares a step, an empty line takes one.
+    """Answers requests: a case, threads and parameters prepare a step, an empty request takes one.
 
     The answer to a step is the seconds of the addition before it and its own.
     """
+    answers = open_answers()
     stream = torch.zeros(count)
     step: Callable[[], None] | None = None
     parameters = count
-    print(json.dumps({"ready": True}), flush=True)
+    answers.write(json.dumps({"ready": True}) + "\n")
     for line in sys.stdin:
-        if line.strip():
-            case, threads, parameters = json.loads(line)
-            torch.set_num_threads(threads)
-            step, error = None, "has no such step"
+        request = json.loads(line)
+        answer: dict[str, Any] = {}
+        if request:
+            parameters = request["parameters"]
+            torch.set_num_threads(request["threads"])
+            step, answer = None, {"error": "has no such step"}
             try:
-                step = make_step(contender, case, parameters)
+                step = make_step(contender, request["case"], parameters)
             except Exception as problem:  # a peer that cannot be built or imported here
-                error = f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
+                answer = {"error": f"{type(problem).__name__}: {problem}".splitlines()[0][:200]}
             if step is not None:
                 step()
-            print(json.dumps({} if step is not None else {"error": error}), flush=True)
+                answer = {}
         elif step is not None:
             with torch.no_grad():
                 start = time.perf_counter()
@@ -98,49 +105,28 @@ def serve(contender: str, count: int) -> None:
                     step()
                 middle = time.perf_counter()
                 step()
-                print(json.dumps([middle - start, time.perf_counter() - middle]), flush=True)
+                answer = {"seconds": [middle - start, time.perf_counter() - middle]}
+        answers.write(json.dumps(answer) + "\n")
 
 
 class Server:
     """One contender's process."""
 
     def __init__(self, python: str, contender: str, count: int) -> None:
-        command = [python, __file__, "--serve", contender, str(count)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, stderr=subprocess.DEVNULL
+        self.process = RankProcesses(
+            contender, Path(__file__), ["--serve", contender, str(count)], 1, python, OMP_NUM_THREADS=os.cpu_count()
         )
         self.times: list[tuple[float, float]] = []
-        self._answer()
-
-    def _answer(self) -> Any:
-        """The next JSON value on its output; libraries print other lines before."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith(("{", "[")) and line.rstrip().endswith(("}", "]")):
-                try:
-                    return json.loads(line)
-                except json.JSONDecodeError:
-                    continue
-        return {"error": "the process ended"}
-
-    def _ask(self, line: str) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        return self._answer()
 
     def prepare(self, case: str, threads: int, count: int) -> str:
         """Makes the tensors; returns what is in the way, or ""."""
         self.times = []
-        error: str = self._ask(json.dumps([case, threads, count])).get("error", "")
+        error: str = self.process.ask(case=case, threads=threads, parameters=count)[0].get("error", "")
         return error
 
     def step(self) -> None:
-        addition, own = self._ask("")
+        addition, own = self.process.ask()[0]["seconds"]
         self.times.append((addition, own))
-
-    def stop(self) -> None:
-        self.process.communicate(timeout=60)
 
 
 def measure(servers: dict[str, Server], arguments: argparse.Namespace, case: str, threads: int) -> list[list[str]]:
@@ -180,7 +166,6 @@ def main() -> int:
     parser.add_argument("--peer-python", default="", help="Python of a venv with DeepSpeed, which builds its kernel on first use")
     parser.add_argument("--save", action="store_true", help="keep the result for python -m benchmarks.render")
     arguments = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
     from benchmarks.tables import ResultTable
     from hf_zero.native import status
 
@@ -189,7 +174,7 @@ def main() -> int:
     rows = [row for threads in arguments.threads for case in CASES for row in measure(servers, arguments, case, threads)]
     rows += [in_cache(servers["hf_zero"], case) for case in CASES]
     for server in servers.values():
-        server.stop()
+        server.process.stop()
     table = ResultTable(
         title="Adam in host memory",
         command="python -m benchmarks.host_adam --peer-python /path/to/venv/bin/python --save",
@@ -211,7 +196,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        sys.path.insert(0, str(ROOT))
         serve(sys.argv[2], int(sys.argv[3]))
         sys.exit(0)
     sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -60,8 +61,9 @@ class RankProcesses:
     def ask(self, seconds: float = SECONDS_TO_ANSWER, **request: Any) -> list[dict[str, Any]]:
         """Has every rank carry out a request; the ranks' answers."""
         for process in self._processes:
-            process.stdin.write(json.dumps(request) + "\n")  # type: ignore[union-attr]
-            process.stdin.flush()  # type: ignore[union-attr]
+            with contextlib.suppress(BrokenPipeError):  # it has ended: reading its answer says how
+                process.stdin.write(json.dumps(request) + "\n")  # type: ignore[union-attr]
+                process.stdin.flush()  # type: ignore[union-attr]
         return self.answers(seconds)
 
     def answers(self, seconds: float = SECONDS_TO_ANSWER) -> list[dict[str, Any]]:
@@ -72,7 +74,8 @@ class RankProcesses:
     def stop(self, seconds: float = SECONDS_TO_END) -> None:
         """Lets the ranks end, so that they remove what they made, and kills those that hang."""
         for process in self._processes:
-            process.stdin.close()  # type: ignore[union-attr]
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()  # type: ignore[union-attr]
         deadline = time.monotonic() + seconds
         for process in self._processes:
             try:

@@ -14,11 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +24,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.processes import RankProcesses  # noqa: E402
+
 WORKER = Path(__file__).with_name("worker.py")
-REPOSITORY = WORKER.parent.parent
 OURS = ("hf_zero-0", "hf_zero-1", "hf_zero-2", "hf_zero-3")
 TARGETS = {2: {"hf_zero-1": 1.00, "hf_zero-2": 1.00, "hf_zero-3": 1.08}, 1: {"hf_zero-0": 1.02, "hf_zero-1": 1.02, "hf_zero-2": 1.02}}
 
@@ -38,83 +38,32 @@ class Contender:
     """The processes of one contender and what they measured: seconds per step, one entry per round."""
 
     name: str
-    processes: list[subprocess.Popen[str]]
-    log: Any  # open file that takes what the processes print
+    ranks: RankProcesses
     seconds: list[float] = field(default_factory=list)
     loss: float = float("nan")
     peak_bytes: int = 0
 
-    def ask(self, steps: int) -> float:
+    def run(self, steps: int) -> float:
         """Run ``steps`` steps on every rank; returns the slowest rank's seconds per step."""
-        for process in self.processes:
-            process.stdin.write(json.dumps({"steps": steps}) + "\n")  # type: ignore[union-attr]
-            process.stdin.flush()  # type: ignore[union-attr]
-        answers = [self.answer(process) for process in self.processes]
+        answers = self.ranks.ask(steps=steps)
         self.loss = statistics.fmean(answer["loss"] for answer in answers)
         self.peak_bytes = max(answer["peak_bytes"] for answer in answers)
         return max(answer["seconds"] for answer in answers)
 
-    def answer(self, process: subprocess.Popen[str]) -> dict[str, Any]:
-        """Read one line from a rank.
-
-        Raises:
-            RuntimeError: the rank ended; the message holds what it printed last.
-        """
-        line = process.stdout.readline()  # type: ignore[union-attr]
-        if not line:
-            self.log.seek(0)
-            raise RuntimeError(f"{self.name}: a rank ended with code {process.wait(10)}\n{self.log.read()[-3000:]}")
-        return json.loads(line)
-
-    def stop(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-        self.log.close()
-
 
 def start(name: str, python: str, shape: str, size: dict[str, int], world: int) -> Contender:
     """Start the ranks of a contender and wait until its model is built."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = tempfile.TemporaryFile("w+", prefix="step_time_")  # noqa: SIM115 - closed by Contender.stop
-    processes = []
-    for rank in range(world):
-        launch = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": world,
-            "LOCAL_WORLD_SIZE": world,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        settings = {
-            "OMP_NUM_THREADS": 1,
-            "DS_ACCELERATOR": "cpu",
-            "DS_BUILD_OPS": 0,
-            "TRANSFORMERS_VERBOSITY": "error",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        env = {**os.environ, **{key: str(value) for key, value in (launch | settings).items()}}
-        if name.startswith("hf_zero"):
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH")]))
-        command = [python, str(WORKER), name, shape, json.dumps(size)]
-        processes.append(subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True))
-    contender = Contender(name, processes, log)
-    for process in processes:
-        contender.answer(process)
-    return contender
+    return Contender(name, RankProcesses(name, WORKER, [name, shape, size], world, python, DS_BUILD_OPS=0))
 
 
 def measure(contenders: list[Contender], rounds: int, steps: int, warmup: int, console: Console) -> None:
     """Time every contender once per round; the order rotates, so that none always follows the same one."""
     for contender in contenders:
-        contender.ask(warmup)
+        contender.run(warmup)
     for index in range(rounds):
         shift = index % len(contenders)
         for contender in contenders[shift:] + contenders[:shift]:
-            contender.seconds.append(contender.ask(steps))
+            contender.seconds.append(contender.run(steps))
         shown = "  ".join(f"{c.name} {c.seconds[-1]:.3f}" for c in contenders)
         console.print(f"[dim]round {index + 1}/{rounds}: {shown}[/dim]", highlight=False)
 
@@ -214,7 +163,7 @@ def main() -> int:
         measure(contenders, arguments.rounds, arguments.steps, arguments.warmup, console)
     finally:
         for contender in contenders:
-            contender.stop()
+            contender.ranks.stop()
     rows = summarize(contenders, world)
     model = f"{arguments.shape} {size['layers']} x {size['width']}"
     title = f"{model}, batch {size['batch']} x {size['length']}, fp32, {world} gloo rank(s), 1 thread each"

@@ -1,6 +1,7 @@
 """Tensor parallelism on CPU ranks: step time against DeepSpeed's AutoTP and torch's DTensor; bytes sent and held against the formulae.
 
-    python -m benchmarks.tensor_parallel                                                   # Llama shape, 2 and 4 gloo ranks
+    python -m benchmarks.tensor_parallel                                                   # Llama and GPT-2 shape, 2 gloo ranks
+    python -m benchmarks.tensor_parallel --ranks 4                                         # TP 4, and TP 2 x ZeRO-1
     python -m benchmarks.tensor_parallel --peer-python /path/to/venv-with-deepspeed/bin/python
     python -m benchmarks.tensor_parallel --accounts                                        # bytes only
     python -m benchmarks.tensor_parallel --rounds 2 --steps 1 --layers 2                   # does it run?
@@ -20,7 +21,7 @@ from benchmarks.processes import RankProcesses
 from benchmarks.tables import ResultTable
 
 WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
-SIZES = {"layers": 6, "width": 512, "heads": 8, "vocab": 8192, "length": 128, "batch": 4}
+SIZES = {"layers": 4, "width": 512, "heads": 8, "vocab": 8192, "length": 128, "batch": 4}
 ACCOUNT_SIZES = {"layers": 8, "width": 512, "heads": 8, "vocab": 4096, "length": 32, "batch": 1}
 TITLES = {"hf_zero": "hf_zero", "deepspeed": "DeepSpeed AutoTP", "dtensor": "torch DTensor"}
 
@@ -44,7 +45,7 @@ class Contender:
         """Of its row."""
         copies = self.world // self.tp
         over = "" if copies == 1 else (" x FSDP2" if self.package == "dtensor" else f" x ZeRO-{self.stage}")
-        return f"{self.shape}, {self.world} ranks, TP {self.tp}{over}: {TITLES[self.package]}"
+        return f"{self.shape}, TP {self.tp}{over}: {TITLES[self.package]}"
 
     def start(self, python: str, size: dict[str, int]) -> None:
         """Builds the model on every rank; a peer that cannot is noted with what it said."""
@@ -78,11 +79,11 @@ def last_error(log: str) -> str:
     return (lines[-1] if lines else log.strip().splitlines()[-1])[:120].replace("|", "/")
 
 
-def contenders(peer: bool) -> list[list[Contender]]:
-    """Those that are timed against one another; hf_zero first."""
+def contenders(ranks: int, peer: bool) -> list[list[Contender]]:
+    """Those that are timed against one another, on that many ranks; hf_zero first."""
     packages = ["hf_zero", *(["deepspeed"] if peer else []), "dtensor"]
-    cells = [("llama", 2, 2, 0), ("llama", 4, 4, 0), ("llama", 4, 2, 1), ("gpt2", 2, 2, 0)]
-    return [[Contender(package, *cell) for package in packages] for cell in cells]
+    cells = {2: [("llama", 2, 2, 0), ("gpt2", 2, 2, 0)], 4: [("llama", 4, 4, 0), ("llama", 4, 2, 1)]}
+    return [[Contender(package, *cell) for package in packages] for cell in cells[ranks]]
 
 
 def measure(group: list[Contender], arguments: argparse.Namespace, size: dict[str, int]) -> None:
@@ -197,7 +198,7 @@ def shape_text(size: dict[str, int]) -> str:
 
 def times(arguments: argparse.Namespace, size: dict[str, int]) -> ResultTable:
     """Measures step times."""
-    groups = contenders(bool(arguments.peer_python))
+    groups = contenders(arguments.ranks, bool(arguments.peer_python))
     for group in groups:
         measure(group, arguments, size)
     text = (
@@ -207,9 +208,11 @@ def times(arguments: argparse.Namespace, size: dict[str, int]) -> ResultTable:
         "over the vocabulary, query, key, value, gate and up over outputs, output and down over inputs, the head over the vocabulary with "
         "gathered logits. `parallelize_module` has no plan for GPT-2's `Conv1D`."
     )
-    command = "python -m benchmarks.tensor_parallel" + (" --peer-python /path/to/venv/bin/python" if arguments.peer_python else "")
+    command = f"python -m benchmarks.tensor_parallel --ranks {arguments.ranks}" + (
+        " --peer-python /path/to/venv/bin/python" if arguments.peer_python else ""
+    )
     columns = ["contender", "median s/step", "fastest", "hf_zero's time to its", "loss"]
-    return ResultTable("Tensor parallelism: step time", command, text, columns, time_rows(groups))
+    return ResultTable(f"Tensor parallelism: step time on {arguments.ranks} ranks", command, text, columns, time_rows(groups))
 
 
 def accounts() -> ResultTable:
@@ -232,6 +235,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--ranks", type=int, choices=[2, 4], default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="steps per contender and round")
     parser.add_argument("--warmup", type=int, default=1)

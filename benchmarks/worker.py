@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from processes import open_answers
 from torch import Tensor, nn
 
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
@@ -169,9 +169,7 @@ def main() -> None:
     parser.add_argument("shape", choices=["gpt2", "llama"])
     parser.add_argument("size", type=json.loads, help="JSON: layers, width, heads, vocab, length, batch")
     arguments = parser.parse_args()
-    # Libraries print to standard output; the answers need a channel of their own.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    answers = open_answers()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     serve(arguments.contender, arguments.shape, arguments.size, answers)

@@ -137,6 +137,7 @@ def train(setup: Setup, folder: Path, args: argparse.Namespace, checkpoint: Path
     command = [*launcher, str(FOLDER / "run_sft.py"), *words, "--disable_tqdm", "True"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
+        folder.mkdir(parents=True, exist_ok=True)
         log_file = folder / "log.txt"
         log_file.write_text(done.stdout + done.stderr, encoding="utf-8")
         last = next((line for line in reversed(done.stderr.splitlines()) if "Error: " in line and "ChildFailed" not in line), "")
