@@ -138,7 +138,7 @@ def write_tensor_file(path: Path, entries: Sequence[Entry], progress: Callable[[
 
 
 def _write_tensor_file(path: Path, entries: Sequence[Entry], progress: Callable[[int], object] | None) -> FileRecord:
-    ordered = in_file_order(entries)
+    ordered, staging = in_file_order(entries), _Staging()
     header = header_of(ordered, path.name)
     tensors, end = {}, len(header)
     # zlib and the file system both let other threads run, so a window is summed while it is written. A thread in the background has
@@ -149,7 +149,7 @@ def _write_tensor_file(path: Path, entries: Sequence[Entry], progress: Callable[
         for entry in ordered:
             checksum = _Checksum()
             offset = end
-            for window in _windows(entry.pieces, entry.dtype.itemsize):
+            for window in _windows(entry.pieces, entry.dtype.itemsize, staging):
                 if helper is None:
                     checksum.update(window)
                     _write_all(file.fileno(), window)
@@ -214,18 +214,36 @@ def header_of(tensors: Iterable[Described], file: str) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _windows(pieces: Iterable[Piece], itemsize: int) -> Iterator[memoryview]:
-    zeros = memoryview(bytes(_WINDOW_BYTES))
+class _Staging:
+    """One buffer for all windows of a file that are not in host memory: a new one each time leaves a heap several times as large."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """(numel,), at most a window; what it holds is undefined."""
+        if not self._buffer.numel():
+            self._buffer = torch.empty(_WINDOW_BYTES, dtype=torch.uint8)
+        return self._buffer[: numel * dtype.itemsize].view(dtype)
+
+
+def _windows(pieces: Iterable[Piece], itemsize: int, staging: _Staging) -> Iterator[memoryview]:
+    """The bytes of ``pieces``; a window is good until the next one is asked for."""
     step = _WINDOW_BYTES // itemsize
     for piece in pieces:
         if isinstance(piece, int):
+            zeros = memoryview(bytes(min(_WINDOW_BYTES, piece * itemsize)))
             for start in range(0, piece * itemsize, _WINDOW_BYTES):
-                yield zeros[: min(_WINDOW_BYTES, piece * itemsize - start)]
+                yield zeros[: piece * itemsize - start]
             continue
         flat = piece if isinstance(piece, Elsewhere) else piece.detach().reshape(-1)
         for start in range(0, flat.numel(), step):
             part = flat[start : start + step]
-            window = part.fetch() if isinstance(part, Elsewhere) else part.contiguous().to("cpu")
+            if isinstance(part, torch.Tensor) and part.device.type == "cpu":
+                window = part
+            else:
+                window = staging.of(part.numel(), part.dtype)
+                part.read(part.start, window) if isinstance(part, Elsewhere) else window.copy_(part)
             yield memoryview(window.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
