@@ -21,6 +21,7 @@ from hf_zero.offload.gradients import HostGradients
 from hf_zero.offload.residence import OffloadedResidence, OverlapPolicy
 from hf_zero.offload.shards import FileHome, HostHome, ReturningHome
 from hf_zero.offload.states import BufferPlan, FileStates, HostStates
+from hf_zero.ops.host_optimizer import HostOptimizer
 from hf_zero.optim.lots import state_types
 from hf_zero.sharding.gradients import GradientPlace
 from hf_zero.sharding.home import ON_DEVICE, ShardHome
@@ -84,6 +85,7 @@ class Offloading:
         self._kept_numel = 0  # elements of shards that `max_in_cpu` keeps in host memory
         self._left_numel = 0.0  # elements whose states may still stay on the device
         self._inward, self._outward = CopyLane(self._device), CopyLane(self._device)
+        self._mode = "none"  # of `offload_overlap`, settled by `prepare`
 
     # -- before units are made ----------------------------------------------------------------------------------------
 
@@ -103,6 +105,7 @@ class Offloading:
         world = self._collectives.world
         share = -(-trained_numel // world)
         offloads_optimizer = inner is not None and self._optimizer.device != "none"
+        self._mode = self._choose_mode(inner)
         types = state_types(inner, self._master_dtype(), torch.device("cpu")) if inner is not None and offloads_optimizer else {}
         need = self._need(types, share if offloads_optimizer else 0, -(-frozen_numel // world), -(-largest_numel // world))
         if any(need.values()):
@@ -130,8 +133,7 @@ class Offloading:
             need["buffers of optimizer states"] = min(self._optimizer.buffer_count * largest * master, offloaded * states)
         if offloaded and self._apart:
             need["gradients"] = offloaded * 4
-            lasting = self._config.hf_zero.offload_overlap != "none"
-            need["updated shards"] = (offloaded if lasting else 2 * largest) * param
+            need["updated shards"] = (2 * largest if self._mode == "none" else offloaded) * param
         if self._offloads_param and self._param.device == "cpu" and self._apart:
             need["parameters"] = (trained + frozen) * param
         if self._offloads_param and self._param.device == "nvme":
@@ -139,19 +141,25 @@ class Offloading:
             need["buffers of parameters"] = min(self._param.buffer_count * largest, trained + frozen) * param
         return need
 
+    def _choose_mode(self, inner: torch.optim.Optimizer | None) -> str:
+        """What `offload_overlap` comes to here: none, forward or full."""
+        wish = self._config.hf_zero.offload_overlap
+        if not isinstance(inner, HostOptimizer) or (self._offloads_param and self._param.device == "nvme"):
+            return "none"
+        if wish == "auto":
+            wish = "full" if self._apart else "none"
+        return "forward" if wish == "full" and self._optimizer.device == "nvme" else wish
+
     def _overlap(self, need: int) -> OverlapPolicy:
         """When units are updated; ``need``: bytes of host memory that this rank is about to allocate."""
-        wish = self._config.hf_zero.offload_overlap
         ranks = ranks_on_this_host(self._collectives.world)
-        threads = None
+        threads, free = None, None
         if self._apart:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             threads = max(int(self._optimizer.cpuadam_cores_perc * cores / ranks), torch.get_num_threads())
-        if wish == "none" or (wish == "auto" and not self._apart):
-            return OverlapPolicy(threads=threads)
-        copies = wish != "forward" and self._optimizer.device == "cpu"
-        free = free_bytes(torch.device("cpu"), ranks) if copies else None
-        return OverlapPolicy(forward=True, spare_bytes=max(0, (free or 0) - need) // 2, threads=threads)
+        if self._mode == "full":
+            free = free_bytes(torch.device("cpu"), ranks)
+        return OverlapPolicy(self._mode != "none", max(0, (free or 0) - need) // 2, threads)
 
     def _open_residence(self, types: dict[str, torch.dtype], share: int, overlap: OverlapPolicy) -> None:
         section, zero = self._optimizer, self._config.zero_optimization

@@ -14,7 +14,6 @@ from hf_zero.offload.buffers import HostMemory
 from hf_zero.offload.speculation import Spares, Speculator
 from hf_zero.offload.states import HostStates, Lot
 from hf_zero.offload.updates import Underway, UnitUpdate, UpdateThread, Work
-from hf_zero.ops.host_optimizer import HostOptimizer
 from hf_zero.optim.lots import LotStepper
 from hf_zero.optim.residence import Residence, as_gradient, move_to_huge_pages, scale_
 from hf_zero.optim.sharded import OwnedSegment, ShardedOptimizer
@@ -27,7 +26,8 @@ class OverlapPolicy:
     """When units are updated; what is computed is the same.
 
     Attributes:
-        forward: Updates of units that are not gathered go on after ``step``, while the next forward runs.
+        forward: Updates of units that are not gathered go on after ``step``, while the next forward runs. Only for optimizers whose
+            step changes nothing but tensors of its own unit (``HostOptimizer``), and homes whose ``outgoing`` is each unit's own.
         spare_bytes: Host memory for steps on copies during backward; 0 for none.
         threads: As in ``Residence``.
     """
@@ -88,15 +88,11 @@ class OffloadedResidence(Residence):
         return LotStepper(optimizer.inner, self._accumulation_dtype, self.threads)
 
     def _overlaps(self, optimizer: ShardedOptimizer) -> bool:
-        """Whether updates may run in the other thread: only those that change nothing but tensors of their own unit."""
+        """Whether this step's updates may run in the other thread: not the first, which makes the states, nor one with a rate in a tensor,
+        which a scheduler changes in place."""
         inner = optimizer.inner
-        return (
-            self.policy.forward
-            and isinstance(inner, HostOptimizer)
-            and bool(inner.state)  # the first step makes it
-            and not any(isinstance(value, torch.Tensor) for group in inner.param_groups for name, value in group.items())
-            and all(unit.home.lasting for unit in optimizer.units)
-        )
+        in_tensors = any(isinstance(value, torch.Tensor) for group in inner.param_groups for value in group.values())
+        return self.policy.forward and bool(inner.state) and not in_tensors
 
     def update(self, optimizer: ShardedOptimizer, grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         self.settle()

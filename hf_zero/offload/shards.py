@@ -87,18 +87,18 @@ class ReturningHome(ShardHome):
     Args:
         memory: Of the buffers.
         lane: Copies to the device.
-        lasting: One buffer per unit; else two for all, in turn.
+        lasting: One buffer per unit, so that updates of all may be under way at once; else two for all, in turn.
     """
 
     def __init__(self, memory: HostMemory, lane: CopyLane, lasting: bool = False) -> None:
-        self.lasting = lasting
+        self._lasting = lasting
         self._lane = lane
         self._memory = memory
         self._shared = _Frames(memory, 2)
         self._own: dict[int, _Frames] = {}  # by id of the unit
 
     def _frames(self, unit: Unit) -> _Frames:
-        return self._own.setdefault(id(unit), _Frames(self._memory, 1)) if self.lasting else self._shared
+        return self._own.setdefault(id(unit), _Frames(self._memory, 1)) if self._lasting else self._shared
 
     def outgoing(self, unit: Unit) -> torch.Tensor:
         return self._frames(unit).take(unit).view(unit)
@@ -185,7 +185,6 @@ class FileHome(ShardHome):
     """
 
     releasable = True
-    lasting = False
 
     def __init__(self, folder: SwapFolder, file: SwapFile, memory: HostMemory, lane: CopyLane, count: int) -> None:
         self.file = file

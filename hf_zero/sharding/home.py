@@ -17,11 +17,9 @@ class ShardHome:
 
     Attributes:
         releasable: Units are released between uses even if one rank owns all of them.
-        lasting: ``outgoing`` gives each unit memory of its own, so updates of all units may be under way at once.
     """
 
     releasable = False
-    lasting = True
 
     def rest(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
         """Takes the shard of a new unit, (shard_numel,) on the device; returns the tensor that stands for it from now on."""
