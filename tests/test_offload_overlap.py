@@ -15,6 +15,7 @@ import torch
 from hf_zero.observe import record_labels
 from hf_zero.offload import speculation, states, updates
 from hf_zero.offload.buffers import HostMemory
+from hf_zero.ops import HostAdam
 from tests import ranks
 from tests.models import CASES, Batch
 from tests.offload_runs import blocks_of, sections
@@ -34,7 +35,11 @@ def make(run: Run, blocks: dict[str, Any], mode: str) -> Any:
     torch.manual_seed(3)
     own = {"hf_zero": {"offload_overlap": mode}} if blocks else {}
     extra = {**run.extra, **sections(run.stage, {**blocks, **own})}
-    return initialize(CASES["odd_mlp"].build(), Run(**{**vars(run), "extra": extra}))
+
+    def optimizer(params: Any) -> HostAdam:  # where there is no native library, over the torch reference
+        return HostAdam(params, lr=run.lr, betas=(0.9, 0.99), eps=run.eps, weight_decay=run.weight_decay)
+
+    return initialize(CASES["odd_mlp"].build(), Run(**{**vars(run), "extra": extra}), optimizer=optimizer)
 
 
 def batch(run: Run, step: int) -> Batch:
