@@ -111,6 +111,26 @@ def test_masters_and_moments_survive_a_change_of_precision(tmp_path: Path, pair:
         assert wrong == []
 
 
+def _shards_of_padding(stage: int) -> None:
+    import hf_zero
+
+    model = torch.nn.Linear(2, 2)  # all of it lies in rank 0's shard
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    for param in model.parameters():
+        assert hf_zero.utils.safe_get_full_optimizer_state(param, "momentum_buffer") is None
+        value = hf_zero.utils.safe_get_full_optimizer_state(param, "exp_avg")
+        assert value is not None and value.ne(0).all()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_agree_on_states_that_are_not_there(stage: int) -> None:
+    ranks.run_ranks(_shards_of_padding, 3, stage)
+
+
 def _save_and_load_before_the_first_step(folder: str, stage: int) -> None:
     engine = start(stage)
     engine.save_checkpoint(folder)

@@ -155,8 +155,17 @@ def _state_flat(unit: Unit, key: str) -> torch.Tensor | None:
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
     """The whole state ``optim_state_key`` (``exp_avg``, ...) of ``param``; None before the first step. Collective."""
     owner = _find(param)
-    flat = _state_flat(owner[0], optim_state_key) if owner else None
-    return owner[0].gather_param(owner[1], flat, optim_state_key) if owner and flat is not None else None
+    if owner is None:
+        return None
+    unit, index = owner
+    flat = _state_flat(unit, optim_state_key)
+    if unit.layout.world > 1:
+        # A rank whose shard is padding alone has no state and cannot tell whether there is one.
+        known = flat is not None and bool(_training[unit].optimizer.segments_of(unit))
+        if not unit.collectives.any_rank(known, f"{unit.name}: {optim_state_key}"):
+            return None
+        flat = flat if flat is not None else torch.zeros_like(_master(unit))
+    return unit.gather_param(index, flat, optim_state_key) if flat is not None else None
 
 
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
