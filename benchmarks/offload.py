@@ -152,7 +152,8 @@ def run(arguments: argparse.Namespace, stage: int, size: dict[str, int], nvme: s
     running: list[Contender] = []
     failed: dict[str, str] = {}
     try:
-        for one in contenders(stage, nvme, bool(arguments.peer_python)):
+        everyone = contenders(stage, nvme, bool(arguments.peer_python))
+        for one in [*everyone[:1], *(one for one in everyone[1:] if arguments.only in one.name)]:
             print(f"building {one.name}", file=sys.stderr)
             try:
                 one.start(arguments.peer_python if one.package == "deepspeed" else sys.executable, size)
@@ -186,6 +187,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="steps per contender and round")
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--only", default="", help="beside the baseline only contenders whose name contains this")
     parser.add_argument("--peer-python", help="Python of a venv with deepspeed")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
