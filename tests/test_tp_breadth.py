@@ -8,8 +8,10 @@ import pytest
 
 from tests.tp_breadth import RESULTS, Row, buildable, measure_all
 
-# One of each kind: grouped heads, fused projections, ALiBi, shared position tables, experts, state space, norms over all heads.
+# One of each kind: grouped heads, fused projections, ALiBi, shared position tables, experts, state space, norms over all heads, a module
+# that hands its input through, code that asks which experts were chosen, code that counts values past a threshold.
 KINDS = ["BloomForCausalLM", "DebertaV2ForMaskedLM", "Olmo2ForCausalLM", "BambaForCausalLM", "Phi3ForCausalLM", "ApertusForCausalLM"]
+KINDS += ["MobileBertForMaskedLM", "SwitchTransformersForConditionalGeneration", "BltForCausalLM"]
 
 
 def test_kinds_of_architectures_are_exact_and_mostly_split() -> None:

@@ -114,19 +114,26 @@ def train_alone(folder: str, batch: int) -> tuple[list[float], list[float]]:
     return losses(trainer), norms(trainer)
 
 
-def generate() -> tuple[list[int], list[int]]:
+def generate(stage: int) -> tuple[list[int], list[int]]:
     case = CASES["llama"]
     whole = case.build().eval()
     engine = hf_zero.initialize(
-        model=case.build().eval(), config={"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": 2}}
+        model=case.build().eval(),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "tensor_parallel": {"autotp_size": 2},
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "AdamW"},
+        },
     )[0]
     tokens = case.rows(0, 0, 0)["input_ids"][:1, :4]
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     return engine.module.generate(tokens, **options)[0].tolist(), whole.generate(tokens, **options)[0].tolist()
 
 
-def test_generate() -> None:
-    for found, expected in ranks.run_ranks(generate, 2):
+@pytest.mark.parametrize("stage", [0, 3])
+def test_generate(stage: int) -> None:
+    for found, expected in ranks.run_ranks(generate, 2, stage):
         assert found == expected
 
 

@@ -21,7 +21,10 @@ def one_rank(folder: str, batch: int) -> tuple[list[float], list[float], float, 
     return losses(trainer), norms(trainer), trainer.evaluate()["eval_loss"], weights
 
 
-@pytest.mark.parametrize(("stage", "world"), [(1, 2), (2, 4), (3, 4)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("stage", "world"), [(1, 2), (3, 2), pytest.param(2, 4, marks=SLOW), pytest.param(3, 4, marks=SLOW)])
 def test_trainer_trains_like_one_rank_and_saves_the_whole_model(stage: int, world: int, tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
     found = ranks.run_ranks(train_and_save, world, stage, 2, saved, group=False)
@@ -37,7 +40,7 @@ def test_trainer_trains_like_one_rank_and_saves_the_whole_model(stage: int, worl
         torch.testing.assert_close(loaded[name], value, rtol=2e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize(("tp", "saved_with"), [(2, 2), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("tp", "saved_with"), [(2, 1), pytest.param(2, 2, marks=SLOW), pytest.param(1, 2, marks=SLOW)])
 def test_resuming_at_another_size_goes_on_as_if_nothing_had_happened(tp: int, saved_with: int, tmp_path: Path) -> None:
     for whole, again in ranks.run_ranks(resume, 2, 1, tp, saved_with, str(tmp_path), group=False):
         assert len(again) == 4  # the first two come from the checkpoint's log
