@@ -1,9 +1,12 @@
-"""What the C library's heap keeps while a sharded model is built.
+"""What the C library's heap keeps while a sharded model is built, and while it is trained on a host.
 
 [Note: what stays between what goes] While a sharded model is built and loaded, whole tensors come and go between shards that stay.
 The C library serves them from one heap after the first few, and cannot return what lies below a block that stays: a rank that should
 have held half of a model of 260 MiB held 290 MiB. Blocks of their own are returned at once; they cost page faults, so the library's
 usual limits come back when an engine is there. Limits that the user has set in the environment are left alone.
+
+[Note: what a step frees] On a host every step frees and asks again for the same temporary tensors. With the usual limit the heap gives its
+end back in between: 10,000 page faults and 30 ms of processor time in a step of 1 s, for a GPT-2 of 24 M parameters. So it keeps more.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 # Parameters of mallopt, and what the library sets itself once a few large blocks have come and gone.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _USUAL_TRIM, _USUAL_MMAP = 64 << 20, 32 << 20
+_TRAINING_TRIM = 256 << 20  # per process
 _BUILDING = 1 << 20
 
 _returning = False
@@ -28,17 +32,23 @@ def return_large_blocks() -> None:
     _set_limits(_BUILDING, _BUILDING)
 
 
-def keep_large_blocks() -> None:
-    """Undoes ``return_large_blocks``; does nothing if that was not called."""
+def keep_large_blocks(on_host: bool) -> None:
+    """Undoes ``return_large_blocks``.
+
+    Args:
+        on_host: The model runs in host memory, so keep what a step frees for the next one.
+    """
     global _returning
-    if _returning:
+    if on_host or _returning:
         _returning = False
-        _set_limits(_USUAL_MMAP, _USUAL_TRIM)
+        _set_limits(_USUAL_MMAP, _TRAINING_TRIM if on_host else _USUAL_TRIM)
 
 
 def _set_limits(mmap: int, trim: int) -> None:
     set_limit = _mallopt()
-    if set_limit is not None and not any(name in os.environ for name in ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")):
+    if set_limit is not None and not any(
+        name in os.environ for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+    ):
         set_limit(_M_MMAP_THRESHOLD, mmap)
         set_limit(_M_TRIM_THRESHOLD, trim)
 

@@ -220,7 +220,7 @@ class EngineBuilder:
         sinks = build_sinks(self.config) if self.collectives.rank == 0 and optimizer is not None else []
         self._persist_and_release(units, {id(unit) for block in blocks if block.name in self.lone for unit in block.units})
         runtime.attach()
-        heap.keep_large_blocks()
+        heap.keep_large_blocks(on_host=self.topology.device.type == "cpu")
         if schedule is not None:
             generation = Generation(runtime, units, self.collectives, self.config.hf_zero.gather_for_generation)
             generation.attach()
