@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_zero.config.read import read_config
 
+_CALLERS = ("_inner_training_loop", "_hp_search_setup")
 _DEPTH = 4  # frames between destroy() and the training loop, with room for a subclass
 
 
@@ -23,7 +24,8 @@ def let_go(engine: Any) -> None:
     """
     frame, module = sys._getframe(2), engine.module
     for _ in range(_DEPTH):
-        holder = frame.f_locals.get("self")
+        # Reading a frame's variables keeps them alive while it runs (before Python 3.13): the engine, in a caller that deletes it.
+        holder = frame.f_locals.get("self") if frame.f_code.co_name in _CALLERS else None
         held = getattr(holder, "__dict__", {})
         if held.get("model", engine) is module and held.get("model_wrapped") is engine:
             held["model_wrapped"] = module
