@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,6 +70,16 @@ def test_evaluate_before_train(in_json: tuple[str, ...], trainer_models: Path, t
     ranks.run_ranks(_evaluate_first, 2, trainer_models, tmp_path, in_json)
 
 
+class Trial(dict[str, Any]):
+    """What transformers takes for a trial where wandb is installed, with what it asks an optuna trial for."""
+
+    number = 0
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return dict(self)
+
+
 def _search(models: Path, folder: Path, stage: int) -> None:
     """Two trials as the back ends of ``hyperparameter_search`` run them: each equals a training of its own with those arguments.
 
@@ -93,7 +102,7 @@ def _search(models: Path, folder: Path, stage: int) -> None:
         trainer = Trainer(model_init=lambda: trainers.load(models), args=args, **data)
         trainer.hp_search_backend, trainer.hp_space = HPSearchBackend.OPTUNA, lambda trial: trial.params
         for (rate, rows), (logs, loss) in zip(trials, wanted, strict=True):
-            trainer.train(trial=SimpleNamespace(number=0, params={"learning_rate": rate, "per_device_train_batch_size": rows}))
+            trainer.train(trial=Trial({"learning_rate": rate, "per_device_train_batch_size": rows}))
             assert trainers.logs_of(trainer) == logs
             assert trainer.evaluate()["eval_loss"] == loss
             if ranks.rank() == 0:
