@@ -14,7 +14,8 @@ from hf_zero.native.library import ELEMENT_TYPES, announce, library
 from hf_zero.native.slices import for_slices
 
 _STATE_TYPES = (torch.float32, torch.bfloat16)
-_LOW_TYPES = (torch.bfloat16, torch.float16)
+LOW_TYPES = (torch.bfloat16, torch.float16)
+"""Types that a pass can write beside the master."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class PassTensors:
         for state in self.states[1:]:
             self._check("the second state", state, (self.states[0].dtype,))
         if self.low is not None:
-            self._check("low", self.low, _LOW_TYPES)
+            self._check("low", self.low, LOW_TYPES)
 
     def _check(self, role: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
         """Raises ``HfZeroError`` naming the tensor that does not fit."""

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_zero.native.passes import LOW_TYPES
 from hf_zero.ops.host_optimizer import HostOptimizer
 
 if TYPE_CHECKING:
     from hf_zero.optim.sharded import OwnedSegment
 
 _PROBE_NUMEL = 16
-_LOW_TYPES = (torch.bfloat16, torch.float16)  # which a host optimizer's pass can write beside the master
 
 
 class LotStepper:
@@ -95,7 +95,7 @@ def update_with_lows(
     threads: int,
 ) -> None:
     """``optimizer.update`` that writes to ``lows`` of any type: 16-bit ones in the same pass, others behind it."""
-    fused = [low if low is not None and low.dtype in _LOW_TYPES else None for low in lows]
+    fused = [low if low is not None and low.dtype in LOW_TYPES else None for low in lows]
     optimizer.update(params, grads, fused, factor, threads)
     _copy_to(params, [None if done is not None else low for done, low in zip(fused, lows, strict=True)])
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_zero import host_memory
+from hf_zero.native.passes import LOW_TYPES
 from hf_zero.ops.host_optimizer import HostOptimizer
 from hf_zero.sharding.layout import Range
 from hf_zero.sharding.unit import Unit
@@ -41,9 +42,11 @@ class Residence:
         """
         by_unit = {id(unit): grad for unit, grad in zip(optimizer.units, grads, strict=True)}
         fresh = not optimizer.inner.state
-        if isinstance(optimizer.inner, HostOptimizer) and factor.device.type == "cpu":
+        lows = {segment.tensor: low for segment in optimizer.segments if (low := _low_of(segment)) is not None}
+        # A shard that rests elsewhere has a master of its own in fp32 training too, which no pass writes.
+        fit = all(low.dtype in LOW_TYPES for low in lows.values())
+        if isinstance(optimizer.inner, HostOptimizer) and factor.device.type == "cpu" and fit:
             _give_gradients(optimizer, by_unit)
-            lows = {segment.tensor: low for segment in optimizer.segments if (low := _low_of(segment)) is not None}
             optimizer.inner.step(grad_factor=float(factor), lows=lows)
             self._wrote_shards = True
         else:
