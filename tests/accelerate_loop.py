@@ -79,7 +79,8 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any, 
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                record["norms"].append(float(norm))
+                # accelerate 1.6 returns None and leaves the norm with the engine
+                record["norms"].append(float(norm if norm is not None else model.get_global_grad_norm()))
                 record["lrs"].append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             scheduler.step()
