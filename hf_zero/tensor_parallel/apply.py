@@ -101,7 +101,7 @@ def _set_features(plan: TpPlan, modules: dict[str, nn.Module], rank: int) -> Non
     """``in_features``, ``out_features`` and ``padding_idx`` say what is true of this rank's weight."""
     for path, entry in plan.modules.items():
         module = modules[path]
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and slice_of(module.weight) is not None:
             module.out_features, module.in_features = module.weight.shape
         elif isinstance(module, nn.Embedding) and entry.split == VOCABULARY and module.padding_idx is not None:
             width = module.weight.shape[0]
