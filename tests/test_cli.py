@@ -128,7 +128,7 @@ def test_explain_strict(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_faults_are_printed_once_without_traceback(arguments: list[str], code: int, words: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "hf_zero.cli", *arguments], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-m", "hf_zero", *arguments], capture_output=True, text=True, timeout=240)
     assert done.returncode == code, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr
