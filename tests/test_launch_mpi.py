@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -70,8 +71,8 @@ def run(command: list[str], folder: Path) -> list[list[float]]:
     """What the ranks printed, by rank."""
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     out = start(command, cwd=folder, env=as_root, timeout=200)
-    lines = [line.split("RESULT ", 1)[1] for line in out.splitlines() if "RESULT " in line]
-    return sorted(json.loads(line) for line in lines)
+    # Words of two ranks may come between each other on one line; what is inside brackets comes in one piece.
+    return sorted(json.loads(result) for result in re.findall(r"\[\d+, \d+, [-+.\de]+\]", out))
 
 
 def need(kind: str) -> None:
