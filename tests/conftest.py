@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests import ranks
 
@@ -16,6 +17,13 @@ WATCHED_PREFIXES = ("ACCELERATE_", "DEEPSPEED_", "DS_", "FSDP_", "HF_ZERO", "LOC
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well (the full parity matrix)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The fast run repeats the same examples, so that a change alone can break it; the slow one draws new ones each time."""
+    settings.register_profile("repeat", derandomize=True, database=None)
+    settings.register_profile("explore", derandomize=False, print_blob=True)
+    settings.load_profile("explore" if config.getoption("--slow") else "repeat")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -117,6 +117,8 @@ def _words(schema: dict[str, Any]) -> str:
         return " or ".join(_words(option) for option in schema["anyOf"])
     if "enum" in schema:
         return "one of " + ", ".join(str(value) for value in schema["enum"])
+    if "const" in schema:
+        return str(schema["const"])
     kind = schema.get("type")
     if kind == "array":
         return f"a list ({_words(schema.get('items', {}))})"
