@@ -100,6 +100,7 @@ struct hfz_move_rule {
 // weight) + error; then, chunk by chunk, scale = mean magnitude, bit i of byte j is 1 where element 8 j + i is 0 or above, and error -=
 // scale * sign. decompress: the mean over workers of what they sent, scale * sign added up in their order; strides are in bytes of
 // bits and in scales. recompress: compress of error + decompress. Elements that are not alive are 0 in all of them.
+// crc32: CRC-32 as zlib's of each `chunk` bytes of `count`, the last chunk maybe shorter.
 // move: one update along a momentum. take: decompress of one worker into momentum, and move; momentum, master and variance begin at
 // element `first`.
 #define HFZ_DECLARE(isa)                                                                                                     \
@@ -123,7 +124,8 @@ struct hfz_move_rule {
                                     const struct hfz_move_rule* rule);                                                       \
   HFZ_EXPORT int32_t hfz_take_##isa(int64_t chunks, const int64_t* starts, const int64_t* counts, const uint8_t* bits,       \
                                     const float* scales, const uint8_t* alive, int64_t first, float* momentum,               \
-                                    float* master, const float* variance, const struct hfz_move_rule* rule);
+                                    float* master, const float* variance, const struct hfz_move_rule* rule);                 \
+  HFZ_EXPORT int32_t hfz_crc32_##isa(int64_t count, const void* bytes, int64_t chunk, uint32_t* sums);
 
 HFZ_DECLARE(baseline)
 HFZ_DECLARE(avx2)

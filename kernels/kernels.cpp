@@ -23,3 +23,5 @@ constexpr int64_t kStreamFrom = 1 << 16;
 #include "sums.inc"
 
 #include "codes.inc"
+
+#include "crc32.inc"

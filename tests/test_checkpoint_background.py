@@ -32,11 +32,11 @@ class Slowly:
 
         self.original = save.write_tensor_file
 
-        def write(path: Path, entries: Any) -> Any:
+        def write(path: Path, entries: Any, **options: Any) -> Any:
             time.sleep(self.seconds)
             if ranks.rank() in self.fails and "exp_avg" in path.name:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            return self.original(path, entries)
+            return self.original(path, entries, **options)
 
         save.write_tensor_file = write  # type: ignore[assignment]
 
@@ -169,7 +169,7 @@ def test_the_interpreter_waits_for_the_last_checkpoint(tmp_path: Path) -> None:
         config = {"train_batch_size": 1, "checkpoint": {"writer": {"decoupled": True}}}
         engine = hf_zero.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
         original = save.write_tensor_file
-        save.write_tensor_file = lambda path, entries: (time.sleep(0.5), original(path, entries))[1]
+        save.write_tensor_file = lambda path, entries, **options: (time.sleep(0.5), original(path, entries, **options))[1]
         engine.save_checkpoint("FOLDER", "t")
         """.replace("FOLDER", str(tmp_path))
     )

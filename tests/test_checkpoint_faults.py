@@ -158,10 +158,10 @@ def _disk_full(folder: str, failing_rank: int, stage: int) -> str:
     steps(engine, 0, 1, "bf16")
     original = save.write_tensor_file
 
-    def full(path: Path, entries: Any) -> Any:
+    def full(path: Path, entries: Any, **options: Any) -> Any:
         if ranks.rank() == failing_rank and "exp_avg" in path.name:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return original(path, entries)
+        return original(path, entries, **options)
 
     save.write_tensor_file = full
     try:
@@ -238,11 +238,11 @@ def _a_rank_dies(folder: str) -> str:
     engine.save_checkpoint(folder, "t")
     original = save.write_tensor_file
 
-    def dying(path: Path, entries: Any) -> Any:
+    def dying(path: Path, entries: Any, **options: Any) -> Any:
         if ranks.rank() == 1:
             os._exit(9)
         time.sleep(0.2)  # so that the others notice it where they wait
-        return original(path, entries)
+        return original(path, entries, **options)
 
     save.write_tensor_file = dying
     try:

@@ -12,7 +12,9 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from safetensors.torch import load_file
 
 from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.catalog import Catalog
+from hf_zero.checkpoint.checksum import Checksum, first_damaged
 from hf_zero.checkpoint.element_types import DTYPES
 from hf_zero.checkpoint.format import CHUNK_BYTES, FileRecord, Index, ParamRecord, TensorRecord, UnitRecord, shard_file
 from hf_zero.checkpoint.slices import Slice
@@ -46,6 +49,23 @@ def test_bytes_of_a_file_are_as_documented(tmp_path: Path) -> None:
     digits = f"{zlib.crc32((tmp_path / 'f').read_bytes()[:prefix]):08x}"
     expected = FileRecord(prefix + 10, prefix, digits, {"u": TensorRecord("I16", (5,), prefix, 10, f"{zlib.crc32(data):08x}")})
     assert record == expected
+
+
+@given(cuts=st.lists(st.integers(0, 3 * CHUNK_BYTES), max_size=6), seed=st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_checksums_do_not_depend_on_how_the_bytes_arrive(cuts: list[int], seed: int) -> None:
+    random = Random(seed)
+    data = memoryview(random.randbytes(random.choice([3 * CHUNK_BYTES, 3 * CHUNK_BYTES - 5])))
+    checksum = Checksum()
+    for start, stop in pairwise([0, *sorted(min(place, len(data)) for place in cuts), len(data)]):
+        checksum.update(data[start:stop])
+    digits = "".join(f"{zlib.crc32(data[start : start + CHUNK_BYTES]):08x}" for start in range(0, len(data), CHUNK_BYTES))
+    assert checksum.digits() == digits
+    assert first_damaged(data, digits) is None
+    position = random.randrange(len(data))
+    damaged = bytearray(data)
+    damaged[position] ^= 1
+    assert first_damaged(memoryview(damaged), digits) == position // CHUNK_BYTES * CHUNK_BYTES
 
 
 def test_safetensors_reads_every_element_type(tmp_path: Path) -> None:

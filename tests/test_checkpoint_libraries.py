@@ -118,9 +118,9 @@ class Watched:
 
         self.write, self.rmtree = save.write_tensor_file, shutil.rmtree
 
-        def slowly(path: Path, entries: Any) -> Any:
+        def slowly(path: Path, entries: Any, **options: Any) -> Any:
             time.sleep(0.1)
-            return self.write(path, entries)
+            return self.write(path, entries, **options)
 
         def rmtree(path: Any, *arguments: Any, **keywords: Any) -> None:
             if Path(path).name.startswith("checkpoint"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from hf_zero import native
 from hf_zero.errors import HfZeroError
+from hf_zero.native.crc32 import crc32_chunks, crc32_chunks_reference
+from hf_zero.native.library import Library
 from tests.native import isa, needs_library, same_bits, sizes, values
 
 __all__ = ["isa"]
@@ -193,3 +196,16 @@ def test_variable_chooses_and_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ZERO_NATIVE", "/nowhere/lib.so")
     with pytest.raises(HfZeroError, match=r"HF_ZERO_NATIVE is '/nowhere/lib.so': no lib.so in /nowhere"):
         native.status()
+
+
+@given(count=sizes(200_000), offset=st.integers(0, 17), chunk=st.sampled_from([1, 100, 127, 128, 4096, 65536]), seed=st.integers(0, 100))
+@settings(max_examples=25, **FIXED)
+def test_crc32_equals_zlib(isa: str, count: int, offset: int, chunk: int, seed: int) -> None:
+    count = count if chunk > 1 else count % 300
+    data = memoryview(random.Random(seed).randbytes(offset + count))[offset:]
+    assert crc32_chunks(data, chunk).tolist() == crc32_chunks_reference(data, chunk).tolist()
+
+
+def test_crc32_is_zlib_where_a_library_does_not_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Library, "has", lambda self, name: False)
+    assert crc32_chunks(memoryview(b"123456789"), 9).tolist() == [0xCBF43926]  # the check value of this CRC

@@ -31,6 +31,7 @@ from hf_zero.checkpoint.format import (
 from hf_zero.checkpoint.state import TrainingState
 from hf_zero.checkpoint.tensor_file import Entry, whole, write_tensor_file
 from hf_zero.checkpoint.values import Encoder
+from hf_zero.checkpoint.writeback import Unsynced
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import note, span
 
@@ -234,10 +235,12 @@ class _Save:
 
     def _write(self, files: Mapping[str, list[Entry]]) -> dict[str, FileRecord]:
         records = {}
-        for name, entries in files.items():
-            if entries:
-                records[name] = write_tensor_file(self.part / name, entries)
-                note("checkpoint_file", f"{self.request.tag}: {name}")
+        with Unsynced() as unsynced:
+            for name, entries in files.items():
+                if entries:
+                    records[name] = write_tensor_file(self.part / name, entries, unsynced=unsynced)
+                    note("checkpoint_file", f"{self.request.tag}: {name}")
+            unsynced.sync()
         return records
 
     def commit(self, parts: list[dict[str, Any]], written: list[dict[str, FileRecord]]) -> str:

@@ -5,24 +5,23 @@ from __future__ import annotations
 import json
 import math
 import os
-import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
 
+from hf_zero.checkpoint.checksum import Checksum, digits_of, digits_of_range, first_damaged
 from hf_zero.checkpoint.element_types import DTYPES, ITEM_BYTES, dtype_name
 from hf_zero.checkpoint.format import CHUNK_BYTES, FileRecord, TensorRecord
-from hf_zero.checkpoint.writeback import start_writeback
+from hf_zero.checkpoint.writeback import Unsynced, start_writeback
 from hf_zero.errors import CheckpointError
 
 # Bytes that travel at once: large enough for a disk, small beside a shard. A multiple of the chunk.
 _WINDOW_BYTES = 64 * CHUNK_BYTES
+# Bytes that are summed and written in turn: no more than a core's own cache holds.
+_SUMMED_BYTES = 8 * CHUNK_BYTES
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,9 @@ def cut(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def write_tensor_file(path: Path, entries: Sequence[Entry], progress: Callable[[int], object] | None = None) -> FileRecord:
+def write_tensor_file(
+    path: Path, entries: Sequence[Entry], progress: Callable[[int], object] | None = None, unsynced: Unsynced | None = None
+) -> FileRecord:
     """Writes a new safetensors file and forces it to the disk.
 
     Device tensors pass through the host a window of 4 MiB at a time; host tensors are written from where they are.
@@ -120,6 +121,7 @@ def write_tensor_file(path: Path, entries: Sequence[Entry], progress: Callable[[
         path: The file; must not exist.
         entries: What to write; names differ.
         progress: Told the bytes of each window that has been written.
+        unsynced: Takes the file instead of its being forced to the disk here: several files have less to wait for together.
 
     Returns:
         Where everything is, with checksums.
@@ -128,43 +130,36 @@ def write_tensor_file(path: Path, entries: Sequence[Entry], progress: Callable[[
         CheckpointError: An element type that safetensors lacks.
         OSError: The file system refuses; names the file. Nothing of it is left, so that a full disk has room for messages.
     """
-    try:
-        return _write_tensor_file(path, entries, progress)
-    except FileExistsError:
-        raise
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    with Unsynced() as own:
+        record = _write_tensor_file(path, entries, progress, own)
+        if unsynced is None:
+            own.sync()
+        else:
+            unsynced.take(own)
+    return record
 
 
-def _write_tensor_file(path: Path, entries: Sequence[Entry], progress: Callable[[int], object] | None) -> FileRecord:
+def _write_tensor_file(path: Path, entries: Sequence[Entry], progress: Callable[[int], object] | None, unsynced: Unsynced) -> FileRecord:
     ordered, staging = in_file_order(entries), _Staging()
     header = header_of(ordered, path.name)
     tensors, end = {}, len(header)
-    # zlib and the file system both let other threads run, so a window is summed while it is written. A thread in the background has
-    # others to share the processor with, and may outlive the main thread, when no pool takes work any more.
-    alone = threading.current_thread() is not threading.main_thread()
-    with open(path, "xb", buffering=0) as file, nullcontext() if alone else ThreadPoolExecutor(1) as helper:
-        _write_all(file.fileno(), memoryview(header))
+    with unsynced.writing(path) as descriptor:
+        _write_all(descriptor, memoryview(header))
         for entry in ordered:
-            checksum = _Checksum()
+            checksum = Checksum()
             offset = end
             for window in _windows(entry.pieces, entry.dtype.itemsize, staging):
-                if helper is None:
-                    checksum.update(window)
-                    _write_all(file.fileno(), window)
-                else:
-                    summed = helper.submit(checksum.update, window)
-                    _write_all(file.fileno(), window)
-                    summed.result()
-                start_writeback(file.fileno(), end, len(window))
+                for start in range(0, len(window), _SUMMED_BYTES):  # what has been summed is in the cache when it is written
+                    part = window[start : start + _SUMMED_BYTES]
+                    checksum.update(part)
+                    _write_all(descriptor, part)
+                start_writeback(descriptor, end, len(window))
                 end += len(window)
                 if progress is not None:
                     progress(len(window))
             name = dtype_name(entry.dtype, entry.name)
             tensors[entry.name] = TensorRecord(name, entry.shape, offset, end - offset, checksum.digits())
-        os.fsync(file.fileno())
-    return FileRecord(end, len(header), _hex(zlib.crc32(header)), tensors)
+    return FileRecord(end, len(header), digits_of(memoryview(header)), tensors)
 
 
 class Described(Protocol):
@@ -252,39 +247,6 @@ def _write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-class _Checksum:
-    """CRC-32 per chunk of a stream that arrives in pieces of any length."""
-
-    def __init__(self) -> None:
-        self._digits: list[str] = []
-        self._value = 0
-        self._filled = 0
-
-    def update(self, data: memoryview) -> None:
-        """Takes the next bytes."""
-        while data:
-            part = data[: CHUNK_BYTES - self._filled]
-            self._value = zlib.crc32(part, self._value)
-            self._filled += len(part)
-            if self._filled == CHUNK_BYTES:
-                self._close()
-            data = data[len(part) :]
-
-    def _close(self) -> None:
-        self._digits.append(_hex(self._value))
-        self._value = self._filled = 0
-
-    def digits(self) -> str:
-        """The checksums of all chunks, the last one maybe short."""
-        if self._filled:
-            self._close()
-        return "".join(self._digits)
-
-
-def _hex(crc: int) -> str:
-    return f"{crc:08x}"
-
-
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -357,7 +319,7 @@ class RangeReader:
             return
         record = self.files[name]
         header = self._pread(descriptor, memoryview(bytearray(record.header_nbytes)), 0, name)
-        if _hex(zlib.crc32(header)) != record.header_crc32:
+        if digits_of(header) != record.header_crc32:
             raise CheckpointError(f"{self.folder / name} is damaged: the checksum of its header does not match the index")
         self._verified.add(name)
 
@@ -392,13 +354,12 @@ class RangeReader:
 
     @staticmethod
     def _verify(data: memoryview, record: TensorRecord, start: int, what: str) -> None:
-        for position in range(0, len(data), CHUNK_BYTES):
-            chunk = (start + position) // CHUNK_BYTES
-            if _hex(zlib.crc32(data[position : position + CHUNK_BYTES])) != record.crc32[8 * chunk : 8 * chunk + 8]:
-                first = record.offset + start + position
-                raise CheckpointError(
-                    f"{what} is damaged: the checksum of the {CHUNK_BYTES} bytes from byte {first} on does not match the index"
-                )
+        position = first_damaged(data, digits_of_range(record.crc32, start, len(data)))
+        if position is not None:
+            first = record.offset + start + position
+            raise CheckpointError(
+                f"{what} is damaged: the checksum of the {CHUNK_BYTES} bytes from byte {first} on does not match the index"
+            )
 
 
 def _spans(copies: list[Copy], itemsize: int, nbytes: int) -> Iterator[tuple[int, int]]:

@@ -55,6 +55,10 @@ class Library:
     def _functions(self) -> dict[str, Callable[..., int]]:
         return {}
 
+    def has(self, name: str) -> bool:
+        """Whether it holds a kernel of that name."""
+        return hasattr(self.handle, f"{name}_{self.isa}")
+
     def call(self, name: str, *arguments: object) -> None:
         """Calls ``<name>_<isa>``; ctypes gives up the GIL meanwhile.
 
