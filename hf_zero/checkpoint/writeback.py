@@ -49,8 +49,8 @@ class Unsynced:
     def __enter__(self) -> Unsynced:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for _, descriptor in self._files:
+    def __exit__(self, *_outcome: object) -> None:
+        for _path, descriptor in self._files:
             os.close(descriptor)
         self._files = []
 
