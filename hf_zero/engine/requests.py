@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hf_zero.engine import checkpoints
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, StateError
 
 
 def empty_partition_cache(engine: Any) -> None:
@@ -105,6 +105,19 @@ def deepspeed_io(
     )
 
 
+def refuse_copy(engine: Any, memo: dict[int, Any]) -> Any:
+    """``copy.deepcopy`` of an engine.
+
+    Raises:
+        StateError: Always; its process groups, hooks and optimizer belong to one module.
+    """
+    raise StateError(
+        "copy.deepcopy of an engine: its hooks, process groups and optimizer belong to one module. Copy the module, "
+        "copy.deepcopy(engine.module), and give the copy to deepspeed.initialize or accelerator.prepare; to have whole weights, copy it "
+        "inside `with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):`"
+    )
+
+
 METHODS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
@@ -117,4 +130,5 @@ METHODS: dict[str, Callable[..., Any]] = {
     )
 }
 METHODS["wait_for_checkpoint"] = checkpoints.wait
+METHODS["__deepcopy__"] = refuse_copy
 METHODS["save_fp16_model"] = lambda engine, *args, **kwargs: engine.save_16bit_model(*args, **kwargs)

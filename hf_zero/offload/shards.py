@@ -135,6 +135,9 @@ class HostHome(ShardHome):
         kept.copy_(shard)
         return kept
 
+    def of_copies(self) -> ShardHome:
+        return self
+
     @contextmanager
     def bringing(self, unit: Unit, own: torch.Tensor) -> Iterator[torch.Tensor]:
         with self._lane.entered():
@@ -192,6 +195,7 @@ class FileHome(ShardHome):
         self._lane = lane
         self._frames = _Frames(memory, count)
         self._ahead = max(0, count - 1)
+        self._copies = HostHome(memory, lane)
         self._places: list[_Place] = []
         self._place_of: dict[int, _Place] = {}
         self._course = _Course()
@@ -256,6 +260,9 @@ class FileHome(ShardHome):
 
     def changed(self, unit: Unit) -> None:
         self._frames.drop(unit)
+
+    def of_copies(self) -> ShardHome:
+        return self._copies
 
     def close(self) -> None:
         self._frames.free()

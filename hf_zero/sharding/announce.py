@@ -10,11 +10,13 @@ from weakref import ref
 import torch
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.sharding.unit import OWNER, STATUS, ParamStatus, Unit, find_unit, is_released
+from hf_zero.sharding.twin import twin_of
+from hf_zero.sharding.unit import OWNER, STATUS, ParamStatus, Unit, UnitState, find_unit, is_released
 from hf_zero.sharding.unsaved import refusal
 
 _DS_METHODS = ("all_gather", "partition", "partition_numel", "ds_summary")
 _DS_VALUES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_process_group", "ds_active_sub_modules")
+_OURS = (OWNER, "__getstate__", "__deepcopy__", *_DS_METHODS, *_DS_VALUES)
 
 
 def own(unit: Unit, announced: bool) -> None:
@@ -26,6 +28,10 @@ def own(unit: Unit, announced: bool) -> None:
         setattr(param, OWNER, (unit, index))
         # torch.save of a parameter itself (`param.cpu()` is one, on a CPU) writes its attributes too, process groups with them.
         param.__getstate__ = partial(_foreign_state, ref(param))  # type: ignore[union-attr]
+        if unit.releasable:
+            param.__deepcopy__ = partial(_deep_copy, ref(param))  # type: ignore[union-attr]
+        else:
+            vars(param).pop("__deepcopy__", None)
         if announced:
             announce(param, slot.shape, unit.shard_part(index, unit.shard), unit.collectives)
             param.ds_status = STATUS[unit.state]  # type: ignore[union-attr]
@@ -38,7 +44,7 @@ def disown(param: torch.Tensor) -> None:
     if owner is None:
         return
     owner[0].forget(owner[1])
-    for name in (OWNER, "__getstate__", *_DS_METHODS, *_DS_VALUES):
+    for name in _OURS:
         vars(param).pop(name, None)
 
 
@@ -52,8 +58,27 @@ def _foreign_state(itself: ref[Any]) -> dict[str, Any] | None:
     owner = find_unit(param)
     if owner is not None and is_released(param):
         raise refusal(owner[0].layout.slots[owner[1]].name)
-    ours = {OWNER, "__getstate__", *_DS_METHODS, *_DS_VALUES}
-    return {name: value for name, value in vars(param).items() if name not in ours} or None
+    return {name: value for name, value in vars(param).items() if name not in _OURS} or None
+
+
+def _deep_copy(itself: ref[Any], memo: dict[int, Any]) -> Any:
+    """What ``copy.deepcopy`` makes of a parameter that is released between uses.
+
+    [Note: deep copies] People copy a model to average its weights or to compare with it. A parameter that is whole, inside a gather, becomes
+    an ordinary whole one, as in torch. A released one becomes a released one of a copy of its unit, with copies of all parameters of
+    that unit: nothing is sent, and the copy of a model can be gathered, saved and given to its own ``initialize``.
+    """
+    param = itself()
+    owner = find_unit(param)
+    if owner is None or owner[0].state is UnitState.GATHERED:
+        return type(param).__deepcopy__(param, memo)
+    unit, index = owner
+    twin = twin_of(unit)
+    own(twin, announced=True)
+    for original, copied in zip(unit.params, twin.params, strict=True):
+        if original is not None:
+            memo.setdefault(id(original), copied)
+    return twin.params[index]
 
 
 def announce(param: Any, shape: torch.Size, own: torch.Tensor, collectives: Collectives) -> None:

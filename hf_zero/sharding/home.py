@@ -51,6 +51,10 @@ class ShardHome:
     def changed(self, unit: Unit) -> None:
         """The shard was written to directly: forgets copies of it."""
 
+    def of_copies(self) -> ShardHome:
+        """Where the shards of a deep copy rest, which may outlive this home."""
+        return ON_DEVICE
+
     def close(self) -> None:
         """Lets go of files and buffers; the shards are not needed any more."""
 

@@ -22,6 +22,7 @@ from hf_zero.sharding.gathered import GatheredParameters
 from hf_zero.sharding.home import ON_DEVICE, ShardHome
 from hf_zero.sharding.layout import FROZEN
 from hf_zero.sharding.unit import UnitSpec, find_unit, shares_gathered_memory
+from hf_zero.sharding.unready import await_engine
 from hf_zero.sharding.unsaved import guard_state_dict
 
 _LARGE = 64 * 2**20  # bytes
@@ -94,8 +95,11 @@ class ModelInit:
             for inner in module.modules():
                 if isinstance(inner, ParametrizationList) and inner is module:
                     _initialize_if_skipped(inner)
-                if self._open.pop(id(inner), None) is not None:
+                # Constructors repeat a block by deep copies, which come with parameters that were never registered.
+                if self._open.pop(id(inner), None) is not None or any(_is_whole(param) for param in inner._parameters.values()):
                     self.shard(inner)
+                if "apply" in inner.__dict__:
+                    self._gathering.add(inner)
 
     def shard(self, module: nn.Module) -> None:
         """Shards the parameters that ``module`` itself registers; collective. On one rank it only casts them.
@@ -124,6 +128,7 @@ class ModelInit:
             module.__dict__["apply"] = MethodType(_apply_gathered, module)  # a method: a deep copy has its own
             self._gathering.add(module)
             guard_state_dict(module)
+            await_engine(module)
 
     def _cast(self, module: nn.Module) -> None:
         if self._dtype is None or isinstance(module, ParametrizationList):
@@ -136,6 +141,10 @@ class ModelInit:
         """Shards every parameter of an existing module; collective."""
         for inner in module.modules():
             self.shard(inner)
+
+
+def _is_whole(param: nn.Parameter | None) -> bool:
+    return param is not None and find_unit(param) is None
 
 
 def warn_if_built_whole(module: nn.Module) -> None:

@@ -15,6 +15,7 @@ from hf_zero.sharding.outputs import tensors_in
 from hf_zero.sharding.reducer import Reducer
 from hf_zero.sharding.schedule import Block, GatherSchedule
 from hf_zero.sharding.strays import Strays, add_external, outside_compile
+from hf_zero.sharding.unready import refuse_released, welcome_engine
 
 
 class IterationState(Enum):
@@ -63,10 +64,11 @@ class Runtime:
 
     def attach(self) -> None:
         """Puts the hooks on the module; ``detach`` takes them out."""
-        module_runtimes = self.module.__dict__.setdefault("_hf_zero_runtimes", [])
-        for former in list(module_runtimes):
-            former.detach()
-        module_runtimes.append(self)
+        for former in self.module.__dict__.pop("_hf_zero_runtimes", ()):
+            if former.module is self.module:  # else this module is a deep copy of its
+                former.detach()
+        welcome_engine(self.module)
+        self.module.__dict__["_hf_zero_runtimes"] = [self]
         self._hook(self.root.module, self.root)
         for block in self.blocks:
             self._hook(block.module, block)
@@ -117,10 +119,18 @@ class Runtime:
         return bool(self._handles)
 
     def _hook(self, module: nn.Module, block: Block) -> None:
-        pre = outside_compile(lambda *_: self.enter(block))
-        post = outside_compile(lambda _module, _args, output: self.leave(block, output))
-        self._handles.append(module.register_forward_pre_hook(pre, prepend=True))
-        self._handles.append(module.register_forward_hook(post, always_call=True))
+        def pre(called: nn.Module, *_: Any) -> None:
+            if called is module:
+                self.enter(block)
+            else:  # a deep copy
+                refuse_released(called)
+
+        def post(called: nn.Module, _args: Any, output: Any) -> None:
+            if called is module:
+                self.leave(block, output)
+
+        self._handles.append(module.register_forward_pre_hook(outside_compile(pre, module), prepend=True))
+        self._handles.append(module.register_forward_hook(outside_compile(post, module), always_call=True))
 
     # -- forward ------------------------------------------------------------------------------------------------------
 

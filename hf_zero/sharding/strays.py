@@ -13,6 +13,7 @@ from hf_zero.observe import logger
 from hf_zero.sharding.external import external_parameters, guard, unguard
 from hf_zero.sharding.schedule import Block
 from hf_zero.sharding.unit import find_unit
+from hf_zero.sharding.unready import HOOKED_MODULE, refuse_released
 from hf_zero.sharding.unsaved import guard_state_dict
 
 
@@ -37,8 +38,13 @@ class Follower(Protocol):
         """A released parameter of ``block`` is read."""
 
 
-def outside_compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps torch.compile out of a hook, without importing its machinery for those who do not use it."""
+def outside_compile(function: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
+    """Keeps torch.compile out of a hook, without importing its machinery for those who do not use it.
+
+    Args:
+        function: The hook.
+        module: The module it is a forward hook of.
+    """
     wrapped: Callable[..., Any] | None = None
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -50,6 +56,8 @@ def outside_compile(function: Callable[..., Any]) -> Callable[..., Any]:
         return wrapped(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    if module is not None:
+        setattr(call, HOOKED_MODULE, module)
     # torch.compile of a module that is entered through hooks would compile ``call`` as a frame of its own, once for all closures.
     frames = torch._C._dynamo.eval_frame
     frames.set_code_exec_strategy(call.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT))
@@ -107,7 +115,10 @@ class Strays:
     def _hook(self, module: nn.Module, block: Block, follower: Follower) -> None:
         alone: list[bool] = []
 
-        def pre(*_: Any) -> None:
+        def pre(called: nn.Module, *_: Any) -> None:
+            if called is not module:  # a deep copy
+                refuse_released(called)
+                return
             outside = not block.open and not follower.backward_begun
             alone.append(outside)
             if outside:
@@ -115,12 +126,12 @@ class Strays:
             elif not block.gathered:
                 follower.read(block)
 
-        def post(_module: nn.Module, _args: Any, output: Any) -> None:
-            if alone and alone.pop():
+        def post(called: nn.Module, _args: Any, output: Any) -> None:
+            if called is module and alone and alone.pop():
                 follower.leave(block, output)
 
-        self._handles.append(module.register_forward_pre_hook(outside_compile(pre), prepend=True))
-        self._handles.append(module.register_forward_hook(outside_compile(post), always_call=True))
+        self._handles.append(module.register_forward_pre_hook(outside_compile(pre, module), prepend=True))
+        self._handles.append(module.register_forward_hook(outside_compile(post, module), always_call=True))
 
     def _on_released_read(self, param: nn.Parameter, follower: Follower) -> None:
         owner = find_unit(param)

@@ -92,7 +92,7 @@ class Unit:
         state: Where the parameters are.
     """
 
-    def __init__(self, layout: UnitLayout, params: Sequence[nn.Parameter], spec: UnitSpec, buffer: torch.Tensor) -> None:
+    def __init__(self, layout: UnitLayout, params: Sequence[nn.Parameter | None], spec: UnitSpec, buffer: torch.Tensor) -> None:
         self.layout = layout
         self.params: list[nn.Parameter | None] = list(params)  # None: it has moved to another unit
         self.collectives = spec.collectives
