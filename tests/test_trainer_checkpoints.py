@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +89,15 @@ def test_load_best_model_at_end(stage: int, trainer_models: Path, tmp_path: Path
 
 
 def _other_world(models: Path, folder: Path, stage: int, resume: bool) -> trainers.Logs:
-    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    world = torch.distributed.get_world_size()
+    # Fewer ranks take more micro-steps: transformers 4 goes on with the checkpoint's batch size per device, whatever the arguments say.
+    accumulation = 4 // torch.distributed.get_world_size()
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": accumulation}
     with trainers.clean_state():
-        trainer = _trainer(models, folder, trainers.zero_config(stage), per_device_train_batch_size=4 // world, **options)
+        trainer = _trainer(models, folder, trainers.zero_config(stage), **options)
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
         return trainers.logs_of(trainer)
 
 
-@pytest.mark.skipif(metadata.version("transformers").startswith("4."), reason="compared with transformers 5 only")
 def test_resume_on_another_number_of_ranks(trainer_models: Path, tmp_path: Path) -> None:
     """No conversion: the same rows in the same order on one rank continue what two ranks began; at another stage too."""
     expected = ranks.run_ranks(_other_world, 2, trainer_models, tmp_path, 3, False)[0]
