@@ -64,9 +64,9 @@ def _foreign_state(itself: ref[Any]) -> dict[str, Any] | None:
 def _deep_copy(itself: ref[Any], memo: dict[int, Any]) -> Any:
     """What ``copy.deepcopy`` makes of a parameter that is released between uses.
 
-    [Note: deep copies] People copy a model to average its weights or to compare with it. A parameter that is whole, inside a gather, becomes
-    an ordinary whole one, as in torch. A released one becomes a released one of a copy of its unit, with copies of all parameters of
-    that unit: nothing is sent, and the copy of a model can be gathered, saved and given to its own ``initialize``.
+    [Note: deep copies] People copy a model to average its weights or to compare with it. A parameter that is whole, inside a gather,
+    becomes an ordinary whole one, as in torch. A released one becomes a released one of a copy of its unit, with copies of all
+    parameters of that unit: nothing is sent, and the copy of a model can be gathered, saved and given to its own ``initialize``.
     """
     param = itself()
     owner = find_unit(param)
