@@ -29,7 +29,7 @@ def own(unit: Unit, announced: bool) -> None:
         # torch.save of a parameter itself (`param.cpu()` is one, on a CPU) writes its attributes too, process groups with them.
         param.__getstate__ = partial(_foreign_state, ref(param))  # type: ignore[union-attr]
         if unit.releasable:
-            param.__deepcopy__ = partial(_deep_copy, ref(param))  # type: ignore[union-attr]
+            vars(param)["__deepcopy__"] = partial(_deep_copy, ref(param))
         else:
             vars(param).pop("__deepcopy__", None)
         if announced:
@@ -68,7 +68,7 @@ def _deep_copy(itself: ref[Any], memo: dict[int, Any]) -> Any:
     becomes an ordinary whole one, as in torch. A released one becomes a released one of a copy of its unit, with copies of all
     parameters of that unit: nothing is sent, and the copy of a model can be gathered, saved and given to its own ``initialize``.
     """
-    param = itself()
+    param: Any = itself()
     owner = find_unit(param)
     if owner is None or owner[0].state is UnitState.GATHERED:
         return type(param).__deepcopy__(param, memo)
