@@ -33,6 +33,7 @@ class Event:
 
 
 _ring: deque[Event] = deque(maxlen=_RING_SIZE)
+_phases: list[str] = []  # forward, backward or step of the engines that are in one, innermost last
 _listeners: list[Callable[[str], None]] = []
 
 
@@ -70,6 +71,21 @@ def record_labels() -> Iterator[list[str]]:
         yield labels
     finally:
         _listeners.remove(labels.append)
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Says what an engine is doing inside the ``with``: forward, backward or step."""
+    _phases.append(name)
+    try:
+        yield
+    finally:
+        _phases.pop()
+
+
+def current_phase() -> str:
+    """What the innermost engine is doing; empty outside of all."""
+    return _phases[-1] if _phases else ""
 
 
 def recent_events(count: int = 8) -> str:

@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "hf_zero.optim",
         "hf_zero.ops",
         "hf_zero.offload",
+        "hf_zero.profiling",
         "hf_zero.checkpoint",
     ),
     ("hf_zero.tensor_parallel",),

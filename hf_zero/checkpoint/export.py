@@ -11,7 +11,8 @@ from torch import nn
 from hf_zero.checkpoint import agreement
 from hf_zero.checkpoint.host_copies import HostCopies
 from hf_zero.checkpoint.model_files import MAX_SHARD_SIZE, ModelFiles, PlannedTensor, bytes_of
-from hf_zero.comm.collectives import Collectives, build_collectives
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.recorded import open_collectives
 from hf_zero.observe import warn_once
 from hf_zero.sharding.slices import slice_of
 from hf_zero.sharding.unit import Unit, find_unit, full_shape
@@ -69,7 +70,7 @@ def _planned(name: str, value: torch.Tensor) -> PlannedTensor:
 
 
 def _model_axis(collectives: Collectives) -> Collectives | None:
-    return build_collectives(collectives.topology.model) if collectives.topology.model is not None else None
+    return open_collectives(collectives.topology.model) if collectives.topology.model is not None else None
 
 
 def _joined(value: torch.Tensor, model: Collectives | None) -> torch.Tensor:

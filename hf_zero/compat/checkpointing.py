@@ -9,7 +9,8 @@ from typing import Any
 from hf_zero import activation_checkpointing
 from hf_zero.activation_checkpointing import CheckpointSettings, checkpoint, is_configured, random_states, reset, seed_model_parallel
 from hf_zero.activation_checkpointing import RandomStates as CudaRNGStatesTracker
-from hf_zero.comm.collectives import Collectives, build_collectives
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import build_topology
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
@@ -68,7 +69,7 @@ def configure(
         if value:
             warn_once(f"checkpointing.configure({name}={value!r}) has no effect: PyTorch's allocator places the checkpoints")
     group = next((getattr(mpu_, name)() for name in _GROUP_GETTERS if hasattr(mpu_, name)), None)
-    _model_axis = build_collectives(build_topology(group)) if group is not None else None
+    _model_axis = open_collectives(build_topology(group)) if group is not None else None
     activation_checkpointing.configure(_settings, _model_axis)
 
 

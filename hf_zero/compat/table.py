@@ -46,6 +46,7 @@ _COMM_TORCH = (
     "scatter",
     "send",
 )
+_UNIT_TEXTS = ("number_to_string", "flops_to_string", "macs_to_string", "params_to_string", "duration_to_string")
 _GATHERED = "hf_zero.compat.loading:GatheredParameters"
 _INIT = "hf_zero.compat.loading:Init"
 _ZERO = ("register_external_parameter", "unregister_external_parameter", "ZeroParamStatus")
@@ -83,6 +84,12 @@ _GROUPS = (
     "get_data_parallel_rank",
     "get_data_parallel_world_size",
 )
+_PROFILER = ("profiling.flops_profiler", "profiling.flops_profiler.profiler")
+_PROFILING = {
+    "FlopsProfiler": "hf_zero.profiling.flops_profiler:FlopsProfiler",
+    "get_model_profile": "hf_zero.profiling.model_profile:get_model_profile",
+    **{name: f"hf_zero.profiling.units:{name}" for name in _UNIT_TEXTS},
+}
 _SCHEDULES = ("VALID_LR_SCHEDULES", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 _CHECKPOINTING = (
     "CudaRNGStatesTracker",
@@ -116,6 +123,7 @@ PROVIDED: Final[dict[str, str]] = {
     # Processes and devices.
     **{f"deepspeed.comm.{name}": f"hf_zero.compat.comm:{name}" for name in _COMM_OWN},
     **{f"deepspeed.comm.{name}": f"torch.distributed:{name}" for name in _COMM_TORCH},
+    **{f"deepspeed.comm.{name}": f"hf_zero.compat.traffic:{name}" for name in ("configure", "log_summary")},
     "deepspeed.accelerator.get_accelerator": "hf_zero.compat.accelerator:get_accelerator",
     "deepspeed.get_accelerator": "hf_zero.compat.accelerator:get_accelerator",
     "deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME": "hf_zero.compat.command_line:DEEPSPEED_ENVIRONMENT_NAME",
@@ -172,6 +180,8 @@ PROVIDED: Final[dict[str, str]] = {
         f"deepspeed.runtime.activation_checkpointing.checkpointing.{name}": f"hf_zero.compat.checkpointing:{name}"
         for name in _CHECKPOINTING
     },
+    # Profiling.
+    **{f"deepspeed.{path}.{name}": target for path in _PROFILER for name, target in _PROFILING.items()},
     # Logging.
     "deepspeed.utils.logger": "hf_zero.observe:logger",
     "deepspeed.utils.log_dist": "hf_zero.compat.logs:log_dist",
@@ -249,7 +259,7 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.runtime.compiler": "use torch.compile or engine.compile()",
     "deepspeed.linear": "use peft for LoRA and quantized base weights",
     "deepspeed.compression": "compression is not implemented; use torchao or bitsandbytes",
-    "deepspeed.profiling": "use torch.profiler; phases appear in it as hf_zero::...",
+    "deepspeed.profiling": "only the flops profiler is provided; use torch.profiler, in which phases appear as hf_zero::...",
     "deepspeed.monitor": "track with accelerate (with_tracking, report_to) or with transformers' callbacks",
     "deepspeed.autotuning": "the autotuner is not implemented; `hf-zero explain` shows what a configuration does",
     "deepspeed.elasticity": "elastic training is not implemented; a checkpoint loads on any number of ranks",

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 NOT_YET: dict[str, str] = {
     "node_local_checkpoint": "not in this version: save to a folder that every node sees and leave it false",
-    "flops_profiler": "not in this version: use torch.utils.flop_counter.FlopCounterMode around one step",
-    "comms_logger": "not in this version: run one step under torch.profiler, the collectives carry the labels of their units",
     "elasticity": "not in this version: set train_batch_size or train_micro_batch_size_per_gpu for the number of ranks you start",
     "sequence_parallel": "not in this version: leave it at 1 and shard with zero_optimization.stage 3",
 }

@@ -12,8 +12,10 @@ from torch.utils.data import DataLoader
 
 from hf_zero import heap
 from hf_zero.activation_checkpointing import configure
-from hf_zero.comm.collectives import Collectives, build_collectives
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import Topology, build_topology, init_distributed, join_topologies, twin_topology
+from hf_zero.comm.traffic import TrafficSettings, operations_named, start_log
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import ResolvedConfig, resolve
 from hf_zero.config.schema.root import ZeroConfig
@@ -114,6 +116,7 @@ def initialize(
     sources = {"hidden_size": hidden_size} if hidden_size else None
     resolved = resolve(source, world_size=topology.world, sources=sources)
     _announce(resolved)
+    _record_traffic(resolved.config)
     model = split_model(model, source.get("tensor_parallel") or {}, topology)
     builder = EngineBuilder(model, resolved, topology)
     inner = builder.inner_optimizer(optimizer, list(model_parameters) if model_parameters is not None else None)
@@ -144,6 +147,14 @@ def _announce(resolved: ResolvedConfig) -> None:
             log_rank0("%s = %s (%s)", row.key, row.value, row.source)
 
 
+def _record_traffic(config: ZeroConfig) -> None:
+    """Turns the process' log of collectives on, if ``comms_logger`` asks for it."""
+    section = config.comms_logger
+    if section is not None and section.enabled:
+        operations = None if section.prof_all else operations_named(section.prof_ops)
+        start_log(TrafficSettings(operations, section.verbose, section.debug))
+
+
 class EngineBuilder:
     """Assembles one engine.
 
@@ -163,8 +174,8 @@ class EngineBuilder:
         self.config: ZeroConfig = resolved.config
         self.policy: StagePolicy = stage_policy(self.config.zero_optimization.stage)
         self.precision = precision_policy(self.config)
-        self.collectives: Collectives = build_collectives(topology)
-        self.model_collectives = build_collectives(topology.model) if topology.model is not None else None
+        self.collectives: Collectives = open_collectives(topology)
+        self.model_collectives = open_collectives(topology.model) if topology.model is not None else None
         self.topology = topology
         self.names = {id(param): name for name, param in module.named_parameters()}
         self.lone = lone_modules(module)
@@ -330,7 +341,7 @@ class EngineBuilder:
         if self.policy.shards_parameters and self.topology.world > 1:
             # [Note: two process groups] Gathers and reductions each have an order of their own; on one group their interleaving,
             # which may differ between ranks that skip a block, would have to agree too.
-            collectives = build_collectives(twin_topology(self.topology))
+            collectives = open_collectives(twin_topology(self.topology))
         patient = gathers_in_backward and collectives.blocks_host
         policy = replace(gradient_policy(self.config, self.precision, self.policy, self.topology.world), pollable=patient)
         if one_bit:

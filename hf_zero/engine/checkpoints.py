@@ -14,7 +14,8 @@ from hf_zero.checkpoint.load import LoadRequest, load_checkpoint
 from hf_zero.checkpoint.save import SaveRequest, save_checkpoint
 from hf_zero.checkpoint.slices import Slice
 from hf_zero.checkpoint.state import TensorAxis, TrainingState
-from hf_zero.comm.collectives import Collectives, build_collectives
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import group_timeout, joint_topology
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.engine.rotation import keeps_too_few
@@ -49,7 +50,7 @@ def _training_state(engine: Engine) -> TrainingState:
 
 def _everyone(engine: Engine) -> Collectives:
     joint = joint_topology(engine.collectives.topology)
-    return engine.collectives if joint is engine.collectives.topology else build_collectives(joint)
+    return engine.collectives if joint is engine.collectives.topology else open_collectives(joint)
 
 
 def _tensor_axis(engine: Engine) -> TensorAxis:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from hf_zero import observe
 from hf_zero.observe import log_rank0
 from hf_zero.offload.budget import gib
 
@@ -31,16 +32,18 @@ class Clock:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times one phase; free unless ``breakdown``."""
-        if not self.breakdown:
-            yield
-            return
-        start = self._now()
-        try:
-            yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
+        with observe.phase(name):
+            if not self.breakdown:
+                yield
+                return
+            start = self.now()
+            try:
+                yield
+            finally:
+                self._seconds[name] = self._seconds.get(name, 0.0) + self.now() - start
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Seconds, after all that was asked of the device is done."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return time.perf_counter()

@@ -18,12 +18,12 @@ from hf_zero.checkpoint.model_files import MAX_SHARD_SIZE
 from hf_zero.comm.collectives import Collectives
 from hf_zero.engine import checkpoints, getters, requests
 from hf_zero.engine.accumulation import Accumulation
-from hf_zero.engine.clock import Clock
 from hf_zero.engine.loss_scale import LossScaler, NullScaler
 from hf_zero.engine.offload_handle import OffloadHandle
 from hf_zero.engine.precision import PrecisionPolicy
 from hf_zero.engine.retrain import let_go
 from hf_zero.engine.step import Stepper, StepResult
+from hf_zero.engine.step_profile import build_clock
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.optim.sharded import ShardedOptimizer
@@ -125,7 +125,7 @@ class Engine(nn.Module):
         self.progress = Progress()
         self.destroyed = False
         self.accumulation = Accumulation(resolved.batch.accumulation, self.settings.managed_gradient_accumulation)
-        self.clock = Clock(parts.collectives.topology.device, self.settings.wall_clock_breakdown, self.settings.memory_breakdown)
+        self.clock = build_clock(self.settings, parts.collectives, module, self.progress)
         handle = OffloadHandle(module)
         self.optimizer: Any = parts.optimizer
         if parts.optimizer is not None:

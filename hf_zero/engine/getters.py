@@ -24,6 +24,15 @@ def _zero(key: str) -> Getter:
     return lambda engine: getattr(engine.settings.zero_optimization, key)
 
 
+def _profiler(key: str) -> Getter:
+    def get(engine: Any) -> Any:
+        from hf_zero.config.schema.tools import FlopsProfiler  # pydantic, which an engine has loaded and an isinstance need not
+
+        return getattr(engine.settings.flops_profiler or FlopsProfiler(), key)
+
+    return get
+
+
 def _dtype(engine: Any) -> torch.dtype:
     return engine.precision.param_dtype or next((param.dtype for param in engine.module.parameters()), torch.float32)
 
@@ -40,7 +49,14 @@ METHODS: dict[str, Getter] = {
     "get_batch_info": _batch_info,
     "gradient_clipping": lambda engine: engine.settings.gradient_clipping,
     "steps_per_print": lambda engine: engine.settings.steps_per_print,
-    "wall_clock_breakdown": lambda engine: engine.settings.wall_clock_breakdown,
+    "wall_clock_breakdown": lambda engine: engine.clock.breakdown,
+    "flops_profiler_enabled": _profiler("enabled"),
+    "flops_profiler_recompute_fwd_factor": _profiler("recompute_fwd_factor"),
+    "flops_profiler_profile_step": _profiler("profile_step"),
+    "flops_profiler_module_depth": _profiler("module_depth"),
+    "flops_profiler_top_modules": _profiler("top_modules"),
+    "flops_profiler_detailed": _profiler("detailed"),
+    "flops_profiler_output_file": _profiler("output_file"),
     "zero_optimization": lambda engine: engine.policy.stage > 0,
     "zero_optimization_stage": lambda engine: engine.policy.stage,
     "zero_optimization_partition_gradients": lambda engine: engine.policy.stage >= 2,
@@ -108,5 +124,6 @@ VALUES: dict[str, Getter] = {
     "basic_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),
     "client_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),
     "tput_timer": lambda engine: engine.clock,
+    "flops_profiler": lambda engine: getattr(engine.clock, "profiler", None),
     "dist_backend": lambda engine: torch.distributed.get_backend(engine.collectives.topology.group),
 }

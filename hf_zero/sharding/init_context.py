@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from torch.nn.utils.parametrize import ParametrizationList
 
 from hf_zero import heap
-from hf_zero.comm.collectives import build_collectives
+from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import build_topology
 from hf_zero.observe import warn_once
 from hf_zero.sharding.construct import NamedParam, build_unit
@@ -60,7 +60,7 @@ class ModelInit:
         if enabled:
             topology = build_topology(group, device)
             releasable = topology.world > 1 or home.releasable
-            self._spec = UnitSpec(build_collectives(topology), shards=True, releasable=releasable, announced=True, home=home)
+            self._spec = UnitSpec(open_collectives(topology), shards=True, releasable=releasable, announced=True, home=home)
         self._open: dict[int, nn.Module] = {}  # modules with parameters of their own that are not sharded yet
         self._gathering: WeakSet[nn.Module] = WeakSet()  # sharded modules whose ``apply`` gathers
         self._stack = ExitStack()

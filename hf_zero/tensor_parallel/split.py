@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.comm.collectives import Collectives, build_collectives
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import Topology, build_topology
 from hf_zero.config.read import read_config
 from hf_zero.errors import ConfigError
@@ -81,7 +82,7 @@ def split_model(
         )
     if axis is None or axis.world == 1 or present is not None:
         return module
-    collectives = build_collectives(axis)
+    collectives = open_collectives(axis)
     plan = _agree(module, section, collectives, plan)
     if fill is not None:
         fill(plan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from hf_zero.config.schema.fields import Bool, Float, Int, Section, later, part, refused, section
+from hf_zero.config.schema.fields import Bool, Int, NonNegative, Section, later, part, refused, section
 
 
 class Throughput(Section):
@@ -62,13 +62,17 @@ class FlopsProfiler(Section):
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Bool = later(False, "Turn the profiler on; also turns wall_clock_breakdown on", "flops_profiler")
-    recompute_fwd_factor: Float = part(0.0, "Extra forward cost of recomputation")
-    profile_step: Int = part(1, "Step that is profiled")
-    module_depth: Int = part(-1, "Depth of the report; -1 is full")
-    top_modules: Int = part(1, "Modules listed per depth")
-    detailed: Bool = part(True, "Print the per-module report")
-    output_file: str | None = part(None, "Report file; null prints")
+    enabled: Bool = later(
+        False, "Count operations and time of one training step on rank 0; wall_clock_breakdown goes on too", "flops_profiler"
+    )
+    recompute_fwd_factor: NonNegative = part(
+        0.0, "Part of forward that activation checkpointing computes again (1 for all): the report tells it apart from what was counted"
+    )
+    profile_step: Int = part(1, "Optimizer steps before the one that is profiled; 0 profiles the first, without warm-up")
+    module_depth: Int = part(-1, "Depth of the modules in the report; -1 is all")
+    top_modules: Int = part(1, "Classes of modules listed per depth, those with the most parameters, operations and time")
+    detailed: Bool = part(True, "Print a line for every module")
+    output_file: str | None = part(None, "File that the report is written to; null prints it")
 
 
 class CommsLogger(Section):
@@ -76,8 +80,10 @@ class CommsLogger(Section):
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Bool = later(False, "Record collectives", "comms_logger")
-    prof_all: Bool = part(True, "Record every operation")
-    prof_ops: list[str] = part(list, "Operations to record")
-    verbose: Bool = part(False, "Print each operation")
-    debug: Bool = part(False, "Add the caller name")
+    enabled: Bool = later(
+        False, "Count the engine's collectives, their bytes, latency and bandwidth for deepspeed.comm.log_summary()", "comms_logger"
+    )
+    prof_all: Bool = part(True, "Record every operation; false records those of prof_ops")
+    prof_ops: list[str] = part(list, "Names of the operations to record where prof_all is false: all_reduce, all_gather, ...")
+    verbose: Bool = part(False, "Log each operation on rank 0")
+    debug: Bool = part(False, "Tell operations apart by the unit they carry and the phase that asked for them")

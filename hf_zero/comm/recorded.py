@@ -1,0 +1,104 @@
+"""Collectives that are written down in a traffic log while another back end carries them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_zero.comm.collectives import Collectives, Pending, build_collectives
+from hf_zero.comm.topology import Topology
+from hf_zero.comm.traffic import Call, DeviceWatch, HostWatch, TrafficLog, Watch, current_log
+
+
+class _Stamp:
+    """Stands before the works of a collective and notes when somebody begins to wait for them."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def wait(self) -> None:
+        """Notes the moment."""
+        self._call.waits = self._call.watch.now()
+
+    def is_completed(self) -> bool:
+        """Never in the way."""
+        return True
+
+
+class RecordedCollectives(Collectives):
+    """Hands every call to ``inner`` and notes kind, bytes and times of those that go over the network.
+
+    Attributes:
+        inner: The back end.
+        log: Where calls are counted.
+    """
+
+    def __init__(self, inner: Collectives, log: TrafficLog) -> None:
+        self.inner = inner
+        self.topology = inner.topology
+        self.log = log
+        self.blocks_host = inner.blocks_host
+        self._watch: Watch = HostWatch() if inner.blocks_host or inner.topology.device.type == "cpu" else DeviceWatch(inner.topology.device)
+
+    @property
+    def sent_bytes(self) -> int:  # type: ignore[override]
+        """Bytes handed to the network so far."""
+        return self.inner.sent_bytes
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
+        return self._record("all_gather", unit, full, lambda: self.inner.all_gather(full, shard, unit))
+
+    def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str, pollable: bool = False) -> Pending:
+        return self._record("reduce_scatter", unit, full, lambda: self.inner.reduce_scatter(full, dtype, unit, pollable))
+
+    def exchange(self, messages: torch.Tensor, unit: str) -> Pending:
+        return self._record("all_to_all", unit, messages, lambda: self.inner.exchange(messages, unit))
+
+    def all_reduce_in_order(self, tensor: torch.Tensor, unit: str) -> Pending:
+        return self._record("all_reduce", unit, tensor, lambda: self.inner.all_reduce_in_order(tensor, unit))
+
+    def all_reduce(self, tensor: torch.Tensor, unit: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+        return self._record("all_reduce", unit, tensor, lambda: self.inner.all_reduce(tensor, unit, op))
+
+    def broadcast(self, tensor: torch.Tensor, source: int, unit: str) -> None:
+        self._record_blocking("broadcast", unit, tensor.nbytes, lambda: self.inner.broadcast(tensor, source, unit))
+
+    def broadcast_object(self, value: Any, source: int, unit: str) -> Any:
+        return self._record_blocking("broadcast_object", unit, 0, lambda: self.inner.broadcast_object(value, source, unit))
+
+    def gather_objects(self, value: Any, unit: str) -> list[Any]:
+        values: list[Any] = self._record_blocking("gather_objects", unit, 0, lambda: self.inner.gather_objects(value, unit))
+        return values
+
+    def _record(self, operation: str, unit: str, message: torch.Tensor, issue: Callable[[], Pending]) -> Pending:
+        call = self.log.begin(operation, unit, message.nbytes, self.world, self._watch) if self.world > 1 else None
+        pending = issue()
+        if call is None:
+            return pending
+        call.ended = self._watch.end_of(pending.works)
+        finish = pending.finish
+
+        def finish_and_note() -> torch.Tensor | None:
+            result = finish() if finish is not None else None
+            self.log.end(call)
+            return result
+
+        pending.works = [_Stamp(call), *pending.works]
+        pending.finish = finish_and_note
+        return pending
+
+    def _record_blocking(self, operation: str, unit: str, nbytes: int, run: Callable[[], Any]) -> Any:
+        call = self.log.begin(operation, unit, nbytes, self.world, self._watch) if self.world > 1 else None
+        result = run()
+        if call is not None:
+            self.log.end(call)
+        return result
+
+
+def open_collectives(topology: Topology) -> Collectives:
+    """The back end that fits the group, recorded where this process has a traffic log."""
+    inner, log = build_collectives(topology), current_log()
+    return inner if log is None else RecordedCollectives(inner, log)

@@ -1,0 +1,1 @@
+"""Operations, time and parameters of a model's modules."""

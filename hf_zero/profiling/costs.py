@@ -1,0 +1,195 @@
+"""Counts floating-point operations and time of every module of a model while the model runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
+
+from hf_zero.sharding.unit import full_shape
+
+
+class _Untracked(AbstractContextManager["_Untracked"]):
+    """In place of the counter's own tracker of modules, which hooks into autograd and loses its way under recomputation."""
+
+    parents = frozenset({"Global"})
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class OperationCounter(AbstractContextManager["OperationCounter"]):
+    """Operations that torch executes inside ``with``, backward's and recomputed ones included; may be entered again.
+
+    Counted as ``torch.utils.flop_counter`` does: products of matrices, convolutions and attention, a multiplication and an addition each.
+    """
+
+    def __init__(self) -> None:
+        self._before = 0
+        self._running: FlopCounterMode | None = None
+
+    @property
+    def total(self) -> int:
+        """Operations so far."""
+        return self._before + (self._running.get_total_flops() if self._running is not None else 0)
+
+    def __enter__(self) -> OperationCounter:
+        counter = FlopCounterMode(display=False)
+        counter.mod_tracker = _Untracked()  # type: ignore[assignment]
+        counter.__enter__()
+        self._running = counter
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        running, total = self._running, self.total
+        self._running = None
+        self._before = total
+        if running is not None:
+            running.__exit__(kind, error, trace)
+
+
+@dataclass
+class Cost:
+    """What calls of one module took, its submodules included.
+
+    Attributes:
+        calls: How often it ran.
+        flops: Floating-point operations.
+        seconds: Time, gathers of its parameters included.
+    """
+
+    calls: int = 0
+    flops: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class ModuleCost:
+    """A module in the tree of a report.
+
+    Attributes:
+        name: Its name in the module above.
+        kind: Name of its class.
+        params: Elements of its parameters, sharded ones whole, shared ones once.
+        cost: Its calls; of a container that is never called, the sum of its children's.
+        children: Its submodules.
+    """
+
+    name: str
+    kind: str
+    params: int
+    cost: Cost
+    children: list[ModuleCost] = field(default_factory=list)
+
+
+@dataclass
+class _Frame:
+    """A call under way: its module, and what had been counted when it began."""
+
+    module: nn.Module
+    counted: int
+    begin: float
+
+
+class CostRecorder:
+    """Records the forward calls of ``model`` and its submodules between ``start`` and ``stop``.
+
+    Calls that backward makes again (activation checkpointing) are no forward and not recorded.
+
+    Args:
+        model: Its root.
+        ignored: Classes of modules whose operations do not count.
+        counts: Count operations; without, only time is taken, which counting would slow down.
+    """
+
+    def __init__(self, model: nn.Module, ignored: Sequence[type[nn.Module]] = (), counts: bool = True) -> None:
+        self.model = model
+        self.total = Cost()
+        self._ignored = tuple(ignored)
+        self._counter = OperationCounter() if counts else None
+        self._left_out = 0  # operations of ignored modules
+        self._costs: dict[nn.Module, Cost] = {}
+        self._frames: list[_Frame] = []
+        self._hooks: list[RemovableHandle] = []
+
+    def start(self) -> None:
+        """Begins to record."""
+        for module in self.model.modules():
+            self._hooks.append(module.register_forward_pre_hook(self._enter, prepend=True))
+            self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        if self._counter is not None:
+            self._counter.__enter__()
+
+    def stop(self) -> None:
+        """Ends recording; ``start`` goes on with it."""
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._frames.clear()
+
+    def cost_of(self, module: nn.Module) -> Cost:
+        """Of the calls of ``module`` itself."""
+        return self._costs.get(module, Cost())
+
+    def take_times(self, other: CostRecorder) -> None:
+        """Replaces all times by those that ``other`` took of the same calls."""
+        self.total.seconds = other.total.seconds
+        for module, cost in self._costs.items():
+            cost.seconds = other.cost_of(module).seconds
+
+    def tree(self) -> ModuleCost:
+        """Everything recorded, from the root down."""
+        return self._node(type(self.model).__name__, self.model)
+
+    def _node(self, name: str, module: nn.Module) -> ModuleCost:
+        children = [self._node(child_name, child) for child_name, child in module.named_children()]
+        cost = self.cost_of(module)
+        if not cost.calls and children:
+            cost = Cost(0, sum(child.cost.flops for child in children), sum(child.cost.seconds for child in children))
+        return ModuleCost(name, type(module).__name__, count_params(module), cost, children)
+
+    def _counted(self) -> int:
+        return (self._counter.total if self._counter is not None else 0) - self._left_out
+
+    def _enter(self, module: nn.Module, _arguments: Any) -> None:
+        if not _in_backward():
+            self._frames.append(_Frame(module, self._counted(), _now()))
+
+    def _leave(self, module: nn.Module, _arguments: Any, _output: Any) -> None:
+        if _in_backward() or not self._frames or self._frames[-1].module is not module:
+            return
+        frame = self._frames.pop()
+        if isinstance(module, self._ignored):
+            self._left_out += self._counted() - frame.counted
+        cost = self._costs.setdefault(module, Cost())
+        flops, seconds = self._counted() - frame.counted, _now() - frame.begin
+        for entry in (cost, self.total) if not self._frames else (cost,):
+            entry.calls += 1
+            entry.flops += flops
+            entry.seconds += seconds
+
+
+def count_params(module: nn.Module) -> int:
+    """Elements of all parameters, sharded ones whole, shared ones once."""
+    return sum(full_shape(param).numel() for param in module.parameters())
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _now() -> float:
+    """Seconds, after all that was asked of the device is done."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()

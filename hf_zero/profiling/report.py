@@ -1,0 +1,131 @@
+"""The text of a profile: figures of a step, the costliest modules of each depth, and the tree of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from hf_zero.profiling.costs import ModuleCost
+from hf_zero.profiling.units import duration_to_string, flops_to_string, macs_to_string, number_to_string, params_to_string
+
+_LINE = "-" * 100
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """How much is printed.
+
+    Attributes:
+        depth: Deepest modules listed; -1 is all.
+        top: Classes of modules listed per depth.
+        detailed: Print the tree too.
+        output_file: File to write to; None prints.
+    """
+
+    depth: int = -1
+    top: int = 1
+    detailed: bool = True
+    output_file: str | None = None
+
+
+def write_report(text: str, output_file: str | None) -> None:
+    """Prints ``text``, or writes it to a file."""
+    if output_file is None:
+        print(text, flush=True)
+        return
+    with open(output_file, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+
+
+def report_text(title: str, figures: Sequence[tuple[str, str]], root: ModuleCost, options: ReportOptions) -> str:
+    """The whole report.
+
+    Args:
+        title: What was profiled.
+        figures: Names and values that stand at the head.
+        root: The modules.
+        options: How much of them.
+    """
+    width = max((len(name) for name, _ in figures), default=0)
+    lines = [_LINE, title, _LINE]
+    lines += [f"{name.ljust(width)}  {value}" for name, value in figures]
+    lines += ["", *aggregated_lines(root, options.depth, options.top)]
+    if options.detailed:
+        lines += [
+            "",
+            "Modules: parameters, multiplications with addition, time of forward, operations per second; shares of the whole model.",
+            "Time includes that of counting and of waiting for parameters. A module that is called outside of the model's forward, or by",
+            "a function of its own, stands with what its forward took.",
+            *tree_lines(root, options.depth),
+        ]
+    return "\n".join([*lines, _LINE])
+
+
+def aggregated_lines(root: ModuleCost, depth: int, top: int) -> list[str]:
+    """For each depth the classes of modules with the most parameters, operations and time."""
+    levels = list(_levels(root))
+    deepest = len(levels) - 1 if depth < 0 else min(depth, len(levels) - 1)
+    lines = [f"Costliest {top} class(es) of modules by depth, forward:"]
+    columns: tuple[tuple[str, Callable[[ModuleCost], float], Callable[[float], str]], ...] = (
+        ("parameters", lambda node: node.params, params_to_string),
+        ("MACs", lambda node: node.cost.flops / 2, macs_to_string),
+        ("time", lambda node: node.cost.seconds, duration_to_string),
+    )
+    for number, nodes in enumerate(levels[: deepest + 1]):
+        lines.append(f"depth {number}:")
+        for name, value_of, shown in columns:
+            sums: dict[str, float] = {}
+            for node in nodes:
+                sums[node.kind] = sums.get(node.kind, 0) + value_of(node)
+            best = sorted(sums.items(), key=lambda item: -item[1])[: max(top, 0)]
+            lines.append(f"    {name.ljust(10)}  {', '.join(f'{kind} {shown(value)}' for kind, value in best)}")
+    return lines
+
+
+def tree_lines(root: ModuleCost, depth: int) -> list[str]:
+    """One line per module, indented."""
+    lines: list[str] = []
+
+    def visit(node: ModuleCost, level: int) -> None:
+        head = node.kind if level == 0 else f"({node.name}) {node.kind}"
+        lines.append(f"{'  ' * level}{head}  {_figures(node, root)}")
+        if depth < 0 or level < depth:
+            for child in node.children:
+                visit(child, level + 1)
+
+    visit(root, 0)
+    return lines
+
+
+def _figures(node: ModuleCost, root: ModuleCost) -> str:
+    cost = node.cost
+    parts = [
+        f"{params_to_string(node.params)} ({_share(node.params, root.params)})",
+        f"{macs_to_string(cost.flops / 2)} ({_share(cost.flops, root.cost.flops)})",
+        f"{duration_to_string(cost.seconds)} ({_share(cost.seconds, root.cost.seconds)})",
+        rate_text(cost.flops, cost.seconds),
+    ]
+    if not cost.calls and not cost.flops:
+        return f"{parts[0]}, not called"
+    return ", ".join(parts)
+
+
+def rate_text(flops: float, seconds: float) -> str:
+    """Operations per second, for example ``5.8 TFLOPS``."""
+    return f"{number_to_string(flops / seconds if seconds > 0 else 0.0)}FLOPS"
+
+
+def flops_text(flops: float) -> str:
+    """Operations and half of them, multiplications with addition."""
+    return f"{flops_to_string(flops)} ({macs_to_string(flops / 2)})"
+
+
+def _share(value: float, whole: float) -> str:
+    return f"{100 * value / whole:.3g} %" if whole else "-"
+
+
+def _levels(root: ModuleCost) -> Iterator[list[ModuleCost]]:
+    level = [root]
+    while level:
+        yield level
+        level = [child for node in level for child in node.children]
