@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+import hf_zero.compat
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.profiling.costs import CostRecorder, OperationCounter
 from hf_zero.profiling.flops_profiler import FlopsProfiler
@@ -20,6 +21,8 @@ from hf_zero.profiling.model_profile import get_model_profile
 from hf_zero.profiling.units import duration_to_string, flops_to_string, macs_to_string, number_to_string, params_to_string
 from tests import ranks
 from tests.models import CASES
+
+hf_zero.compat.install_as_deepspeed()  # before other libraries look whether there is one
 
 ROWS, WIDTHS = 3, (8, 16, 4)
 STACK_FLOPS = sum(2 * ROWS * before * after for before, after in zip(WIDTHS, WIDTHS[1:], strict=False))
@@ -147,9 +150,6 @@ def test_a_forward_that_fails_leaves_nothing_behind() -> None:
 
 
 def test_api_under_deepspeeds_names(capsys: pytest.CaptureFixture[str]) -> None:
-    import hf_zero
-
-    hf_zero.install_as_deepspeed()
     package = importlib.import_module("deepspeed.profiling.flops_profiler")
     module = importlib.import_module("deepspeed.profiling.flops_profiler.profiler")
     assert package.FlopsProfiler is module.FlopsProfiler is FlopsProfiler and package.get_model_profile is get_model_profile

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+import hf_zero.compat
 from hf_zero.comm import traffic
 from hf_zero.comm.traffic import DeviceWatch, HostWatch, Kind, Tally, TrafficLog, TrafficRow, TrafficSettings, operations_named, table_text
 from hf_zero.errors import ConfigError
 from tests import ranks
 from tests.models import CASES
+
+hf_zero.compat.install_as_deepspeed()  # before other libraries look whether there is one
 
 MIB = 2**20
 
@@ -214,9 +217,6 @@ def test_chosen_operations_by_caller_and_rank() -> None:
 
 
 def test_configured_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    import hf_zero
-
-    hf_zero.install_as_deepspeed()
     comm = importlib.import_module("deepspeed.comm")
     monkeypatch.setattr(traffic, "_current", None)
     comm.configure(enabled=True, prof_all=False, prof_ops=["broadcast"], verbose=True)
