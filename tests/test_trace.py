@@ -13,8 +13,8 @@ from tests import ranks
 _FORWARD = ["pre_forward (root)", "pre_forward (layers.0)", "pre_forward (layers.1)", "backward"]
 _STEP = ["finish_reduce", "norm"]
 _NORM = ["all_reduce (gradient norm)"]
-_UPDATE = ["clip", "update", "publish"]
-_SPREAD = ["all_gather (root)", "all_gather (layers.0)", "all_gather (layers.1)"]
+_UPDATE = ["clip", "update"]
+_SPREAD = ["all_gather (root)", "all_gather (layers.0)", "all_gather (layers.1)", "spread"]
 _SHARDED_GRADIENTS = ["reduce_scatter (layers.1)", "reduce_scatter (layers.0)", "reduce_scatter (root)", "end_backward"]
 _STAGE_3 = """
     pre_forward (root), all_gather (root), gathering (root), gathered (root),
@@ -35,10 +35,11 @@ EXPECTED = {
         *("all_reduce (layers.1)", "all_reduce (layers.0)", "all_reduce (root)", "end_backward"),
         *_STEP,
         *_UPDATE,
+        "spread",
     ],
     1: [*_FORWARD, *_SHARDED_GRADIENTS, *_STEP, *_NORM, *_UPDATE, *_SPREAD],
     2: [*_FORWARD, *_SHARDED_GRADIENTS, *_STEP, *_NORM, *_UPDATE, *_SPREAD],
-    3: [*(label.strip() for label in _STAGE_3.split(",")), *_STEP, *_NORM, *_UPDATE],
+    3: [*(label.strip() for label in _STAGE_3.split(",")), *_STEP, *_NORM, *_UPDATE, "spread"],
 }
 
 

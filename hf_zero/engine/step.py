@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.engine.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.engine.loss_scale import LossScaler, NullScaler
 from hf_zero.observe import log_rank0, span
@@ -42,7 +42,7 @@ class StepResult:
 
 
 class Stepper:
-    """Takes optimizer steps: finish reductions, norm, check, clip, update, publish, spread."""
+    """Takes optimizer steps: finish reductions, norm, check, clip, update, spread."""
 
     def __init__(
         self,
@@ -93,21 +93,15 @@ class Stepper:
                 factor = clip_factor(norm, self.settings.max_norm) / self.scaler.scale
             with span("update"):
                 self.runtime.release_for_update()
-                self.optimizer.update(shards, factor)
-            with span("publish"):
-                self._publish()
+                spreads: list[Pending | None] = []
+                self.optimizer.update(shards, factor, lambda unit: spreads.append(unit.start_spread()))
+            with span("spread"):
+                for spread in spreads:
+                    if spread is not None:
+                        spread.wait()
         self.optimizer.overflow, self.optimizer.norm = overflow, norm
         self.reducer.clear()
         if overflow:
             log_rank0("step skipped: the gradient of %s is not finite at loss scale %g", culprit, self.scaler.scale)
         self.scaler.update(overflow)
         return StepResult(norm, overflow, culprit)
-
-    def _publish(self) -> None:
-        pending = []
-        for unit in self.optimizer.units:
-            self.optimizer.residence.publish(unit)
-            pending.append(unit.start_spread())
-        for entry in pending:
-            if entry is not None:
-                entry.wait()

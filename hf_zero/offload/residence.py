@@ -94,7 +94,18 @@ class OffloadedResidence(Residence):
         in_tensors = any(isinstance(value, torch.Tensor) for group in inner.param_groups for value in group.values())
         return self.policy.forward and bool(inner.state) and not in_tensors
 
-    def update(self, optimizer: ShardedOptimizer, grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    def update(
+        self, optimizer: ShardedOptimizer, grads: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]
+    ) -> None:
+        self._update(optimizer, grads, factor)
+        for unit in optimizer.units:
+            if not self.holds(unit):
+                unit.publish()
+            elif unit.state is UnitState.GATHERED:
+                unit.settle()
+            updated(unit)
+
+    def _update(self, optimizer: ShardedOptimizer, grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         self.settle()
         by_unit = {id(unit): grad for unit, grad in zip(optimizer.units, grads, strict=True)}
         stepper, fresh = self._stepper(optimizer), not optimizer.inner.state
@@ -150,12 +161,6 @@ class OffloadedResidence(Residence):
             unit.settle()
         if last is not None:
             last.result()
-
-    def publish(self, unit: Unit) -> None:
-        if not self.holds(unit):
-            unit.publish()
-        elif unit.state is UnitState.GATHERED:
-            unit.settle()
 
     def _update_device(
         self, optimizer: ShardedOptimizer, stepper: LotStepper, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor

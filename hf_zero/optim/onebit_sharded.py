@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -49,18 +49,22 @@ class OneBitSharded(ShardedOptimizer):
         """Whether the coming step is one of the compressed phase."""
         return self.one_bit.frozen_at is not None
 
-    def update(self, shards: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-        """One update of the masters; collective in the compressed phase.
+    def update(self, shards: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
+        """One update of masters and shards; collective in the compressed phase.
 
         Args:
             shards: Warm-up: reduced gradients, (shard_numel,) per unit. Compressed phase: this rank's own, (padded_numel,) per unit.
             factor: 0-dim; what the gradients are multiplied with first.
+            updated: Called with each unit, in order, when its shard has its new value.
         """
         if self.compresses:
             scale_(shards, factor)
             self._update_compressed(shards)
+            for unit in self.units:
+                unit.publish()
+                updated(unit)
             return
-        super().update(shards, factor)
+        super().update(shards, factor, updated)
         if self._is_over():
             self.one_bit.freeze()
 

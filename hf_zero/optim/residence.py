@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,8 +10,9 @@ import torch
 from hf_zero import host_memory
 from hf_zero.native.passes import LOW_TYPES
 from hf_zero.ops.host_optimizer import HostOptimizer
+from hf_zero.optim.lots import LotStepper
 from hf_zero.sharding.layout import Range
-from hf_zero.sharding.unit import Unit
+from hf_zero.sharding.unit import Unit, UnitState
 
 if TYPE_CHECKING:
     from hf_zero.optim.sharded import OwnedSegment, ShardedOptimizer
@@ -26,51 +27,71 @@ class Residence:
 
     threads: int | None = None
 
-    _wrote_shards = False  # the last update wrote the 16-bit shards in the same pass
-
     def ranges(self, unit: Unit) -> Sequence[Range]:
         """The parts of ``unit``'s shard that are updated at a time; segments do not reach across their bounds."""
         return [Range(0, unit.layout.shard_numel)]
 
-    def update(self, optimizer: ShardedOptimizer, grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-        """Updates the masters; local.
+    def update(
+        self, optimizer: ShardedOptimizer, grads: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]
+    ) -> None:
+        """Updates masters and shards; local but for what ``updated`` does.
 
         Args:
             optimizer: Its inner optimizer does the arithmetic.
             grads: This rank's gradients, (shard_numel,) per unit; may be overwritten.
             factor: 0-dim; what the gradients are multiplied with first.
+            updated: Called with each unit in order, the same on every rank, when its shard has its new value. A unit that is not
+                gathered may still be under way then.
         """
         by_unit = {id(unit): grad for unit, grad in zip(optimizer.units, grads, strict=True)}
         fresh = not optimizer.inner.state
-        lows = {segment.tensor: low for segment in optimizer.segments if (low := _low_of(segment)) is not None}
-        # A shard that rests elsewhere has a master of its own in fp32 training too, which no pass writes.
-        fit = all(low.dtype in LOW_TYPES for low in lows.values())
-        if isinstance(optimizer.inner, HostOptimizer) and factor.device.type == "cpu" and fit:
-            _give_gradients(optimizer, by_unit)
-            optimizer.inner.step(grad_factor=float(factor), lows=lows)
-            self._wrote_shards = True
-        else:
-            scale_(grads, factor)
-            _give_gradients(optimizer, by_unit)
-            optimizer.inner.step()
-            self._wrote_shards = False
+        if not fresh and _pays_in_turn(optimizer, factor):
+            self._update_in_turn(optimizer, by_unit, factor, updated)
+            return
+        self._update_at_once(optimizer, by_unit, factor)
         if fresh:
             move_to_huge_pages(optimizer)
+        for unit in optimizer.units:
+            updated(unit)
+
+    def _update_at_once(self, optimizer: ShardedOptimizer, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor) -> None:
+        """One step of the inner optimizer itself."""
+        inner = optimizer.inner
+        if isinstance(inner, HostOptimizer) and _writes_shards(optimizer, factor):
+            lows = {segment.tensor: low for segment in optimizer.segments if (low := _low_of(segment)) is not None}
+            _give_gradients(optimizer, by_unit)
+            inner.step(grad_factor=float(factor), lows=lows)
+            for unit in optimizer.units:
+                unit.home.changed(unit)
+        else:
+            scale_(list(by_unit.values()), factor)
+            _give_gradients(optimizer, by_unit)
+            inner.step()
+            for unit in optimizer.units:
+                unit.publish()
         for segment in optimizer.segments:
             segment.tensor.grad = None
+
+    def _update_in_turn(
+        self, optimizer: ShardedOptimizer, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]
+    ) -> None:
+        """Unit by unit, so that one travels while the next is updated."""
+        stepper = LotStepper(optimizer.inner, next(iter(by_unit.values())).dtype, self.threads)
+        writes_shards = _writes_shards(optimizer, factor)
+        for unit in optimizer.units:
+            segments = optimizer.segments_of(unit)
+            if segments:
+                grads = [as_gradient(by_unit[id(unit)], segment) for segment in segments]
+                stepper.step(segments, grads, float(factor), [_low_of(segment) for segment in segments] if writes_shards else None)
+            unit.home.changed(unit) if writes_shards else unit.publish()
+            updated(unit)
+        stepper.finish()
 
     def expect(self, optimizer: ShardedOptimizer, scale: float | None) -> None:
         """A backward begins whose gradients complete a step and carry the loss scale ``scale``; None: another backward follows it."""
 
     def settle(self) -> None:
         """Waits for updates that are still under way, of all units."""
-
-    def publish(self, unit: Unit) -> None:
-        """Brings ``unit``'s updated masters into its shard; local. One that is not gathered may still be updated when this returns."""
-        if self._wrote_shards:
-            unit.home.changed(unit)
-        else:
-            unit.publish()
 
     def new_state(self, segment: OwnedSegment, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Zeros for the state ``name`` of a segment, of its shape, where such states rest."""
@@ -109,6 +130,20 @@ def scale_(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 def _give_gradients(optimizer: ShardedOptimizer, by_unit: Mapping[int, torch.Tensor]) -> None:
     for segment in optimizer.segments:
         segment.tensor.grad = as_gradient(by_unit[id(segment.unit)], segment)
+
+
+def _writes_shards(optimizer: ShardedOptimizer, factor: torch.Tensor) -> bool:
+    """Whether native passes unscale, update and write the 16-bit shards at once."""
+    # A shard that rests elsewhere has a master of its own in fp32 training too, which no pass writes.
+    fits = all(low is None or low.dtype in LOW_TYPES for low in map(_low_of, optimizer.segments))
+    return isinstance(optimizer.inner, HostOptimizer) and factor.device.type == "cpu" and fits
+
+
+def _pays_in_turn(optimizer: ShardedOptimizer, factor: torch.Tensor) -> bool:
+    """Whether units are spread after the update, by a network that the host drives; on a device one launch for all is faster."""
+    hooks = optimizer.inner._optimizer_step_pre_hooks or optimizer.inner._optimizer_step_post_hooks  # these expect one step of all
+    spreads = any(unit.layout.world > 1 and unit.state is UnitState.GATHERED for unit in optimizer.units)
+    return factor.device.type == "cpu" and spreads and not hooks
 
 
 def _low_of(segment: OwnedSegment) -> torch.Tensor | None:

@@ -120,9 +120,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group in self.inner.param_groups:
             group["params"] = []
 
-    def update(self, shards: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-        """One update of the masters with this rank's gradients, (shard_numel,) per unit, times ``factor`` (0-dim); local."""
-        self.residence.update(self, shards, factor)
+    def update(self, shards: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
+        """One update of masters and shards with this rank's gradients, (shard_numel,) per unit, times ``factor`` (0-dim).
+
+        ``updated`` is called with each unit, in order, when its shard has its new value; all else is local.
+        """
+        self.residence.update(self, shards, factor, updated)
         # What torch's schedulers look at before they warn that they were stepped before the optimizer.
         self._opt_called = True
 
