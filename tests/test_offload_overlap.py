@@ -329,7 +329,7 @@ def test_readers_between_step_and_forward_wait(tmp_path: Any) -> None:
 # -- failure and memory -----------------------------------------------------------------------------------------------
 
 
-def _failure() -> str:
+def _failure(forward: bool) -> str:
     run = Run(stage=3, dtype="bf16")
     with blocks_of(WAYS["apart, parameters too"]) as blocks:
         engine = make(run, blocks, "forward")
@@ -339,7 +339,8 @@ def _failure() -> str:
         with mock.patch.object(states.HostStates, "open", side_effect=OSError("the disk is gone")):
             engine.step()
             try:
-                backward(engine, run, 2)
+                if forward:
+                    backward(engine, run, 2)
                 text = "nothing was raised"
             except OSError as error:
                 text = str(error)
@@ -350,7 +351,11 @@ def _failure() -> str:
 
 
 def test_an_update_that_fails_is_told_by_the_next_forward() -> None:
-    assert ranks.run_ranks(_failure, 1) == ["the disk is gone"]
+    assert ranks.run_ranks(_failure, 1, True) == ["the disk is gone"]
+
+
+def test_an_engine_whose_update_fails_can_be_destroyed() -> None:
+    assert ranks.run_ranks(_failure, 1, False) == ["nothing was raised"]
 
 
 def _memory_line(mode: str) -> str:

@@ -474,9 +474,9 @@ class Engine(nn.Module):
         self.sinks = []
         if self.stepper is not None:
             self.runtime.stop_training()
+            self.optimizer.dismiss()  # first: it waits for updates under way, failed ones too
             for unit in self.units:
                 unit.drop_master()
-            self.optimizer.dismiss()
         self.stepper = None
         self.optimizer = None
         self.lr_scheduler = None

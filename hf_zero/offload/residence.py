@@ -196,10 +196,16 @@ class OffloadedResidence(Residence):
         return {self.states.tier: self.states.nbytes(optimizer, self.lots(optimizer)) + self._spares.nbytes}
 
     def close(self) -> None:
-        try:
-            self.settle()
-        except Exception as error:  # nobody needs the states any more, and an engine must go whatever has happened
-            logger.warning("an update that was under way has failed: %s", error)
+        waits = [unit.settle for unit in self._underway] + ([self._last.result] if self._last is not None else [])
+        self._underway, self._last = [], None
+        failures = []
+        for wait in waits:
+            try:
+                wait()
+            except Exception as error:  # nobody needs the states any more, and an engine must go whatever has happened
+                failures.append(error)
+        if failures:
+            logger.warning("an update that was under way has failed: %s", failures[0])
         if self._speculator is not None:
             self._speculator.forget()
         self._thread.close()

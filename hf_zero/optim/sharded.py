@@ -113,8 +113,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def dismiss(self) -> None:
         """Frees state and segments; the groups stay, empty."""
         self.connect(None, None)
-        self.state.clear()
         self.residence.close()
+        self.inner.state.clear()
         self.segments, self.units = [], []
         self._segments_of.clear()
         for group in self.inner.param_groups:
