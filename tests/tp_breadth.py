@@ -1,13 +1,17 @@
-"""Splits a tiny model of every text architecture over 2 ranks and compares it with one rank; what ``test_tp_breadth`` asserts.
+"""Splits a tiny model of every text architecture over 2 and over 4 ranks and compares it with one rank; what ``test_tp_breadth`` asserts.
 
-``python -m tests.tp_breadth`` measures all and writes the table of ``docs/tensor-parallel.md`` (a few minutes).
+python -m tests.tp_breadth                         # over 2 ranks (a few minutes); writes the table of docs/tensor-parallel.md
+python -m tests.tp_breadth --ranks 4 --part 1/3    # a third of them over 4; the rows of the others stay
+python -m tests.tp_breadth LlamaForCausalLM        # prints its row
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +21,9 @@ from torch import nn
 
 from tests import ranks, zoo
 
-WORLD = 2
+WORLDS = (2, 4)
 LOSS, GRAD, DOUBLE = 1e-5, 1e-4, 1e-9
-RESULTS = Path(__file__).resolve().parent / "data" / "tp_breadth.json"
+RESULTS = Path(__file__).resolve().parent / "data" / "tp_breadth.json"  # over 2 ranks; see ``results_of``
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "tensor-parallel.md"
 START, STOP = "<!-- breadth: made by python -m tests.tp_breadth -->", "<!-- end of breadth -->"
 
@@ -94,7 +98,7 @@ def measure(name: str, changes: dict[str, Any] | None = None, dtype: torch.dtype
     except RuntimeError as error:
         row.error = f"does not train on one rank: {str(error).splitlines()[0][:80]}"
         return row
-    plan = TpPlan.from_dict(group.collectives.broadcast_object(make_plan(split, ranks.world()).to_dict(), 0, "plan"))
+    plan = TpPlan.from_dict(_made_once(group.collectives, lambda: make_plan(split, ranks.world()).to_dict()))
     linear = {path: child.weight.numel() for path, child in split.named_modules() if is_linear(type(child))}
     row.share = plan.split_share(linear)
     along = sum(numel for path, numel in linear.items() if path in plan.modules and plan.modules[path].split in (COLUMN, ROW))
@@ -121,6 +125,20 @@ def measure(name: str, changes: dict[str, Any] | None = None, dtype: torch.dtype
     return row
 
 
+def _made_once(collectives: Any, make: Callable[[], Any]) -> Any:
+    """What ``make`` returns or raises on rank 0, on every rank."""
+    made: tuple[Any, Exception | None] = (None, None)
+    if collectives.rank == 0:
+        try:
+            made = (make(), None)
+        except Exception as error:  # every rank's error
+            made = (None, error)
+    value, error = collectives.broadcast_object(made, 0, "plan")
+    if error is not None:
+        raise error
+    return value
+
+
 def measure_each(names: list[str]) -> list[Row]:
     """On a rank of the pool: every architecture, errors noted."""
     from transformers.utils import logging
@@ -137,17 +155,17 @@ def measure_each(names: list[str]) -> list[Row]:
     return rows
 
 
-def measure_all(names: list[str], at_once: int = 4) -> list[Row]:
+def measure_all(names: list[str], at_once: int = 4, world: int = 2) -> list[Row]:
     """The worse of the ranks' rows for every name."""
     rows: list[Row] = []
     for start in range(0, len(names), at_once):
         some = names[start : start + at_once]
-        outcomes = ranks.observe_ranks(measure_each, WORLD, some, timeout=150, group_timeout=30)
+        outcomes = ranks.observe_ranks(measure_each, world, some, timeout=75 * world, group_timeout=15 * world)
         broken = any(outcome.ok and any("CollectiveError" in row.error for row in outcome.value) for outcome in outcomes)
         if all(outcome.ok for outcome in outcomes) and not (broken and len(some) > 1):
-            rows.extend(max(pair, key=lambda row: (bool(row.error), row.grad)) for pair in zip(*[o.value for o in outcomes], strict=True))
+            rows.extend(max(row, key=lambda row: (bool(row.error), row.grad)) for row in zip(*[o.value for o in outcomes], strict=True))
         elif len(some) > 1:
-            rows.extend(measure_all(some, 1))
+            rows.extend(measure_all(some, 1, world))
         else:
             rows.append(Row(some[0], zoo.architecture(some[0]).model_type, error="the ranks did not finish"))
         print(f"{len(rows)} of {len(names)}", file=sys.stderr, flush=True)
@@ -166,26 +184,51 @@ def buildable() -> list[str]:
     return found
 
 
-def table(rows: list[Row]) -> str:
-    """The generated part of the page."""
+def results_of(world: int) -> Path:
+    """Where the rows over that many ranks stand."""
+    return RESULTS if world == 2 else RESULTS.with_name(f"{RESULTS.stem}_{world}.json")
+
+
+def saved(world: int) -> list[Row]:
+    """The rows that were measured last."""
+    path = results_of(world)
+    return [Row(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
+
+
+def summary(rows: list[Row], world: int) -> str:
+    """One sentence about the rows over ``world`` ranks."""
     exact = [row for row in rows if row.exact]
     good = [row for row in exact if row.share >= 0.4]
+    return f"TP = {world}: **{len(exact)} of {len(rows)} exact**, {len(good)} of them with at least 40 % of their linear weights split."
+
+
+def table(by_world: dict[int, list[Row]]) -> str:
+    """The generated part of the page."""
+    two, four = (by_world[world] for world in WORLDS)
     lines = [
         START,
-        f"{len(rows)} architectures of transformers {_version()}, TP = {WORLD} on gloo, fp32, against one rank: **{len(exact)} exact** "
-        f"(loss, logits and every gradient), {len(good)} of them with at least 40 % of their linear weights split.",
+        f"{len(two)} architectures of transformers {_version()}, tiny, on gloo, fp32, against one rank (loss, logits and every gradient).",
         "",
-        "| architecture | split | along the data flow | loss | gradients | |",
-        "|---|---:|---:|---:|---:|---|",
+        *(f"- {summary(rows, world)}" for world, rows in by_world.items() if rows),
+        "",
+        "| architecture | split | along the data flow | loss | gradients | TP 2 | split | TP 4 |",
+        "|---|---:|---:|---:|---:|---|---:|---|",
     ]
-    for row in sorted(rows, key=lambda row: row.name):
-        if row.error:
-            lines.append(f"| {row.name} | | | | | {row.error.replace('|', '/')} |")
-        else:
-            rounding = f" (rounding of a gradient near zero: {row.double:.0e} in float64)" if row.exact and row.grad >= GRAD else ""
-            result = f"exact{rounding}" if row.exact else "differs"
-            lines.append(f"| {row.name} | {row.share:.0%} | {row.flow:.0%} | {row.loss:.0e} | {row.grad:.0e} | {result} |")
+    others = {row.name: row for row in four}
+    for row in sorted(two, key=lambda row: row.name):
+        errors = f"{row.share:.0%} | {row.flow:.0%} | {row.loss:.0e} | {row.grad:.0e}" if not row.error else " | | | "
+        other = others.get(row.name)
+        share = f"{other.share:.0%}" if other and not other.error else ""
+        lines.append(f"| {row.name} | {errors} | {_result(row)} | {share} | {_result(other) if other else ''} |")
     return "\n".join([*lines, STOP])
+
+
+def _result(row: Row) -> str:
+    if row.error:
+        return row.error.replace("|", "/")
+    if not row.exact:
+        return "differs"
+    return "exact" + (f" (rounding of a gradient near zero: {row.double:.0e} in float64)" if row.grad >= GRAD else "")
 
 
 def _version() -> str:
@@ -194,22 +237,35 @@ def _version() -> str:
     return str(transformers.__version__)
 
 
-def write(rows: list[Row]) -> None:
-    """Writes the results and the page."""
-    RESULTS.write_text(json.dumps([asdict(row) for row in rows], indent=0) + "\n", encoding="utf-8")
+def write(rows: list[Row], world: int) -> None:
+    """Puts ``rows`` among the results over ``world`` ranks, and writes the page."""
+    merged = {row.name: row for row in (*saved(world), *rows)}
+    text = json.dumps([asdict(row) for row in merged.values()], indent=0)
+    results_of(world).write_text(text + "\n", encoding="utf-8")
     page = PAGE.read_text(encoding="utf-8")
     before, after = page.split(START)[0], page.split(STOP)[1]
-    PAGE.write_text(before + table(rows) + after, encoding="utf-8")
+    PAGE.write_text(before + table({world: saved(world) for world in WORLDS}) + after, encoding="utf-8")
 
 
-def main(arguments: list[str]) -> Any:
-    """Measures the named architectures, or all and writes the page."""
-    if arguments:
-        for row in measure_all(arguments):
+def part_of(names: list[str], part: str) -> list[str]:
+    """The names of ``part``: "2/3" is the second third."""
+    index, count = map(int, part.split("/"))
+    return names[(index - 1) * len(names) // count : index * len(names) // count]
+
+
+def main() -> None:
+    """Measures the named architectures and prints them, or all or a part of them and writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="architectures to print; none: all, for the page")
+    parser.add_argument("--ranks", type=int, default=2, choices=WORLDS)
+    parser.add_argument("--part", default="1/1", help="which part of all, as 2/3")
+    arguments = parser.parse_args()
+    if arguments.names:
+        for row in measure_all(arguments.names, world=arguments.ranks):
             print(row)
-        return
-    write(measure_all(buildable()))
+    else:
+        write(measure_all(part_of(buildable(), arguments.part), world=arguments.ranks), arguments.ranks)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -92,6 +92,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "markuplm": {"xpath_unit_hidden_size": 8, "max_depth": 4},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "n_groups": 2, "mamba_head_dim": 16},
     "neomme": {"head_dim": 16, "embedding_rank": 8},
+    # Over 4 ranks it convolves one channel, where oneDNN writes past its buffers if the kernel is longer than the rows.
+    "nystromformer": {"conv_kernel_size": 9},
     "perceiver": {"max_position_embeddings": LENGTH, "d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 2},
     "phi4_multimodal": {
         "audio_config": {"num_blocks": 1, "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 32},

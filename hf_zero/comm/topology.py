@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -34,6 +35,11 @@ class Topology:
     world: int
     device: torch.device
     model: Topology | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the axis, as the default group counts them."""
+        return tuple(dist.get_process_group_ranks(self.group))
 
 
 def default_device() -> torch.device:
@@ -163,9 +169,38 @@ def build_topology(group: dist.ProcessGroup | None = None, device: torch.device 
     if world % model_parallel:
         usable = ", ".join(str(size) for size in range(1, world + 1) if world % size == 0)
         raise ConfigError(f"tensor_parallel.autotp_size is {model_parallel}, which does not divide the {world} ranks; {usable} would")
-    data, model = _cross(group, model_parallel)
+    return _remember(_cross(group, model_parallel), device)
+
+
+def topology_around(model: Sequence[int]) -> Topology:
+    """The axes of all ranks where ``model``, this rank among them, hold one model together; collective.
+
+    The ranks with the same place in their groups form the data-parallel axis.
+
+    Args:
+        model: Ranks of the default group.
+
+    Raises:
+        ConfigError: The groups of all ranks are not of one size, or overlap.
+    """
+    init_distributed()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, list(model))
+    lines = [list(line) for line in dict.fromkeys(tuple(line) for line in everyone)]
+    size = len(lines[0])
+    if any(len(line) != size for line in lines) or sorted(rank for line in lines for rank in line) != list(range(len(everyone))):
+        raise ConfigError(f"the ranks that hold one model together must be groups of one size that do not overlap; they are {lines}")
+    group = dist.group.WORLD
+    if group is None or sum(lines, []) == list(range(len(everyone))):
+        return build_topology(model_parallel=size)
+    data = [[line[place] for line in lines] for place in range(size)]
+    return _remember(_divided(group, tuple(map(tuple, lines)), data, lines), default_device())
+
+
+def _remember(groups: tuple[dist.ProcessGroup, dist.ProcessGroup], device: torch.device) -> Topology:
+    """The axes over this rank's data- and model-parallel groups, as ``latest_topology`` returns them."""
     global _latest
-    _latest = replace(_axis(data, device), model=_axis(model, device))
+    _latest = replace(_axis(groups[0], device), model=_axis(groups[1], device))
     return _latest
 
 
@@ -192,20 +227,27 @@ def _axis(group: dist.ProcessGroup, device: torch.device) -> Topology:
     return Topology(group, dist.get_rank(group), dist.get_world_size(group), device)
 
 
-# Groups of the axes of one group, by that group and the size of the model axis: two engines share them.
-_crossed: dict[tuple[dist.ProcessGroup, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+# Groups of the axes of one group, by that group and how its ranks are divided: two engines share them.
+_crossed: dict[tuple[dist.ProcessGroup, Any], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def _cross(group: dist.ProcessGroup, model_parallel: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's data-parallel and model-parallel groups; every rank of the default group creates all of them."""
+    """This rank's data-parallel and model-parallel groups where adjacent ranks hold one model together."""
+    ranks = dist.get_process_group_ranks(group)
+    data = [ranks[place::model_parallel] for place in range(model_parallel)]
+    model = [ranks[start : start + model_parallel] for start in range(0, len(ranks), model_parallel)]
+    return _divided(group, model_parallel, data, model)
+
+
+def _divided(
+    group: dist.ProcessGroup, how: Any, data: list[list[int]], model: list[list[int]]
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's groups of the two axes, made once; every rank of the default group creates all of them."""
     for known in [key for key in _crossed if not _exists(key[0])]:
         del _crossed[known]  # of a default group that was destroyed
-    if (group, model_parallel) not in _crossed:
-        ranks = dist.get_process_group_ranks(group)
-        data = [ranks[place::model_parallel] for place in range(model_parallel)]
-        model = [ranks[start : start + model_parallel] for start in range(0, len(ranks), model_parallel)]
-        _crossed[group, model_parallel] = (_divide(group, data), _divide(group, model))
-    return _crossed[group, model_parallel]
+    if (group, how) not in _crossed:
+        _crossed[group, how] = (_divide(group, data), _divide(group, model))
+    return _crossed[group, how]
 
 
 def _divide(group: dist.ProcessGroup, lines: list[list[int]]) -> dist.ProcessGroup:

@@ -65,6 +65,12 @@ def get_model_parallel_rank() -> int:
     return topology.model.rank if topology is not None and topology.model is not None else 0
 
 
+def get_tensor_model_parallel_src_rank() -> int:
+    """The first of them, as the default group counts ranks; this rank itself where nothing is split."""
+    topology = _split()
+    return topology.model.ranks[0] if topology is not None and topology.model is not None else get_rank()
+
+
 # DeepSpeed's names carry an underscore, older ones none; without sequence parallelism both axes are the same.
 _get_data_parallel_group = _get_sequence_data_parallel_group = get_data_parallel_group
 _get_data_parallel_world_size = _get_sequence_data_parallel_world_size = get_data_parallel_world_size

@@ -77,6 +77,7 @@ _GROUPS = (
     "get_tensor_model_parallel_group",
     "get_tensor_model_parallel_world_size",
     "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_src_rank",
     "_get_sequence_data_parallel_group",
     "_get_sequence_data_parallel_rank",
     "_get_sequence_data_parallel_world_size",
@@ -90,6 +91,7 @@ _PROFILING = {
     "get_model_profile": "hf_zero.profiling.model_profile:get_model_profile",
     **{name: f"hf_zero.profiling.units:{name}" for name in _UNIT_TEXTS},
 }
+_TP_MODE = ("set_autotp_mode", "is_autotp_training_mode")
 _SCHEDULES = ("VALID_LR_SCHEDULES", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 _CHECKPOINTING = (
     "CudaRNGStatesTracker",
@@ -109,6 +111,7 @@ PROVIDED: Final[dict[str, str]] = {
     # The calls every script makes.
     "deepspeed.initialize": "hf_zero:initialize",
     "deepspeed.tp_model_init": "hf_zero.tensor_parallel.split:tp_model_init",
+    **{f"deepspeed.module_inject.layers.{name}": f"hf_zero.compat.tensor_parallel:{name}" for name in _TP_MODE},
     "deepspeed.DeepSpeedEngine": "hf_zero.engine.engine:Engine",
     "deepspeed.runtime.engine.DeepSpeedEngine": "hf_zero.engine.engine:Engine",
     "deepspeed.DeepSpeedOptimizer": "hf_zero.optim.sharded:ShardedOptimizer",
@@ -214,7 +217,7 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.DeepSpeedInferenceConfig": _INFERENCE,
     "deepspeed.inference": _INFERENCE,
     "deepspeed.model_implementations": _INFERENCE,
-    "deepspeed.module_inject": _INFERENCE,
+    "deepspeed.module_inject": f"{_INFERENCE}; layers split for training are the model's own: tensor_parallel.autotp_size",
     "deepspeed.replace_transformer_layer": _INFERENCE,
     "deepspeed.revert_transformer_layer": _INFERENCE,
     "deepspeed.DeepSpeedHybridEngine": _HYBRID,

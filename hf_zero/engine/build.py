@@ -52,7 +52,7 @@ from hf_zero.sharding.runtime import Runtime
 from hf_zero.sharding.schedule import Block, GatherLimits, GatherSchedule
 from hf_zero.sharding.stages import StagePolicy, stage_policy
 from hf_zero.sharding.unit import Unit, UnitSpec, find_unit, full_shape
-from hf_zero.tensor_parallel.split import count_groups_once, requested_ranks, split_model
+from hf_zero.tensor_parallel.split import count_groups_once, is_split, model_topology, requested_ranks, split_model
 
 _MODEL_GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group")  # as the field's mpu objects name it
 
@@ -110,14 +110,15 @@ def initialize(
         raise ConfigError("initialize() needs config= (a path, a dict or JSON text), or args.deepspeed_config")
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     source = read_config(source)
-    topology = _topology(mpu, requested_ranks(source))
+    topology = _topology(mpu, model, requested_ranks(source))
     source = count_groups_once(source, topology.world, topology.model.world if topology.model is not None else 1)
     hidden_size = hidden_size_of(model)
     sources = {"hidden_size": hidden_size} if hidden_size else None
     resolved = resolve(source, world_size=topology.world, sources=sources)
     _announce(resolved)
     _record_traffic(resolved.config)
-    model = split_model(model, source.get("tensor_parallel") or {}, topology)
+    if requested_ranks(source) > 1 or is_split(model):
+        model = split_model(model, source.get("tensor_parallel") or {}, topology)
     builder = EngineBuilder(model, resolved, topology)
     inner = builder.inner_optimizer(optimizer, list(model_parameters) if model_parameters is not None else None)
     engine = builder.build(inner, lr_scheduler)
@@ -128,13 +129,24 @@ def initialize(
     return engine, engine.optimizer if inner is not None else None, loader, engine.lr_scheduler
 
 
-def _topology(mpu: Any, model_parallel: int) -> Topology:
-    """The axes: those of the ``mpu`` object if one is given, else ``model_parallel`` adjacent ranks hold one model together."""
+def _topology(mpu: Any, model: nn.Module, model_parallel: int) -> Topology:
+    """The axes: those of the ``mpu`` object if one is given, else ``model_parallel`` adjacent ranks hold one model together.
+
+    Raises:
+        ConfigError: The ``mpu`` object and the configuration disagree.
+    """
     if mpu is None:
-        return build_topology(model_parallel=model_parallel)
-    model = next((getattr(mpu, name)() for name in _MODEL_GROUPS if hasattr(mpu, name)), None)
+        return model_topology(model, model_parallel)
+    found = next((getattr(mpu, name)() for name in _MODEL_GROUPS if hasattr(mpu, name)), None)
+    size = found.size() if found is not None else 1
+    if model_parallel not in (1, size):
+        names = " or ".join(f"{name}()" for name in _MODEL_GROUPS)
+        raise ConfigError(
+            f"tensor_parallel.autotp_size is {model_parallel}, and the model-parallel group of the mpu object has {size} rank(s) "
+            f"({names}); make them equal, or leave mpu out: {model_parallel} adjacent ranks then hold one model together"
+        )
     data = mpu.get_data_parallel_group()
-    return build_topology(data) if model is None or model.size() == 1 else join_topologies(data, model)
+    return build_topology(data) if found is None or size == 1 else join_topologies(data, found)
 
 
 def _announce(resolved: ResolvedConfig) -> None:

@@ -18,13 +18,19 @@ from hf_zero.tensor_parallel.functions import ModelGroup, Part
 from hf_zero.tensor_parallel.numbers import set_attribute
 from hf_zero.tensor_parallel.plan import VOCABULARY, SplitParameter, TpPlan
 
-_PLAN = "_hf_zero_tp_plan"
+_PLAN, _RANKS = "_hf_zero_tp_plan", "_hf_zero_tp_ranks"
 
 
 def plan_of(model: nn.Module) -> TpPlan | None:
     """The plan that ``model`` was split with; None for a whole model."""
     found = getattr(model, _PLAN, None)
     return found if isinstance(found, TpPlan) else None
+
+
+def ranks_of(model: nn.Module) -> tuple[int, ...]:
+    """The ranks of the default group that hold ``model`` together, this one among them; empty for a whole model."""
+    found: tuple[int, ...] = getattr(model, _RANKS, ())
+    return found
 
 
 def apply_plan(model: nn.Module, plan: TpPlan, group: ModelGroup) -> nn.Module:
@@ -54,6 +60,7 @@ def apply_plan(model: nn.Module, plan: TpPlan, group: ModelGroup) -> nn.Module:
     for path in dict.fromkeys((*plan.borders, *plan.rows, *plan.random)):
         ModuleBorder(modules[path], path, plan, group)
     setattr(model, _PLAN, plan)
+    setattr(model, _RANKS, group.global_ranks)
     return model
 
 
@@ -165,9 +172,7 @@ def example_inputs(model: nn.Module, length: int = 16, values: bool = False) -> 
         size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
         inputs["pixel_values"] = torch.zeros((2, getattr(config, "num_channels", 3), *size), device=device)
     if not inputs:
-        raise ConfigError(
-            f"{type(model).__name__}.forward takes neither input_ids nor pixel_values; pass inputs= to hf_zero.tensor_parallel.make_plan"
-        )
+        raise ConfigError(f"{type(model).__name__}.forward takes neither input_ids nor pixel_values, so no call that runs it is known")
     return inputs
 
 

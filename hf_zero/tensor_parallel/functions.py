@@ -33,6 +33,11 @@ class ModelGroup:
         """How many ranks."""
         return self.collectives.world
 
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """The ranks as the default group counts them."""
+        return self.collectives.topology.ranks
+
     def sum(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """The sum over ranks, a new tensor of the same shape."""
         total = tensor.contiguous().clone()

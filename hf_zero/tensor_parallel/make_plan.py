@@ -9,9 +9,11 @@ from torch import nn
 
 from hf_zero.errors import ConfigError
 from hf_zero.tensor_parallel.apply import example_inputs
+from hf_zero.tensor_parallel.by_name import plan_by_name
 from hf_zero.tensor_parallel.infer import Findings, infer
 from hf_zero.tensor_parallel.own_plan import note_source, own_styles, preferences
 from hf_zero.tensor_parallel.plan import TpPlan
+from hf_zero.tensor_parallel.solve import is_linear
 from hf_zero.tensor_parallel.trace import Inputs, have_values, skeleton
 from hf_zero.tensor_parallel.wishes import Wishes
 from hf_zero.tensor_parallel.write_plan import write_plan
@@ -26,10 +28,11 @@ def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, wishes
         model: Any model; values and device of its parameters do not matter.
         ranks: Size of a tensor-parallel group.
         inputs: A call that runs all of the model; None makes one up for transformers' models.
-        wishes: What the user wants; a layer that the model's data flow splits otherwise is then split by itself.
+        wishes: What the user wants; a layer that the model's data flow splits otherwise is then split by itself. Of a model that cannot
+            be traced, what they name is split, each layer by itself.
 
     Raises:
-        ConfigError: Nothing of the model can be split over so many ranks.
+        ConfigError: Nothing of the model can be split over so many ranks, or the model cannot be traced and nothing is named.
     """
     wishes = wishes or Wishes()
     copy = skeleton(model).train()
@@ -37,7 +40,12 @@ def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, wishes
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]
     forced: dict[str, str] = {}
-    plan = write_plan(_infer(copy, ranks, inputs, wishes.whole, forced), copy, ranks, wishes.source)
+    try:
+        plan = write_plan(_infer(copy, ranks, inputs, wishes.whole, forced), copy, ranks, wishes.source)
+    except _Untraceable as error:
+        if wishes.families:
+            return plan_by_name(model, ranks, wishes, str(error))
+        raise ConfigError(f"{error}. {_remedy(copy, ranks)}") from error.__cause__
     styles = own_styles(model)
     preferred = {path: how for path, how in preferences(plan, styles).items() if path not in {*wishes.whole, *wishes.families}}
     if preferred:
@@ -71,14 +79,34 @@ def _require(plan: TpPlan, wishes: Wishes, model: nn.Module, ranks: int) -> None
         )
 
 
+class _Untraceable(Exception):
+    """The model does not run without values, or nothing is known to run it with."""
+
+
+def _remedy(model: nn.Module, ranks: int) -> str:
+    linear = [path for path, module in model.named_modules() if is_linear(type(module))]
+    call = f"tp_model_init(model, tp_size={ranks}, inputs={{...}}) before initialize, with the tensors that its forward takes"
+    if not linear:
+        return f"Make a call that runs it known: {call}"
+    shown = ", ".join(linear[:3]) + (", ..." if len(linear) > 3 else "")
+    return (
+        f"Either make a call that runs it known: {call}; or name layers to split, each by itself ({shown}), in "
+        "tensor_parallel.partition_config.layer_specs, as patterns with partition_type 'column' or 'row'; or give tp_model_init a saved "
+        "plan (plan=TpPlan.load(file))"
+    )
+
+
 def _infer(copy: nn.Module, ranks: int, inputs: Inputs | None, kept: set[str], forced: dict[str, str]) -> Findings:
     error: Exception | None = None
-    for chosen in _calls(copy, inputs):
-        try:
-            return infer(copy, chosen, ranks, kept, forced)
-        except Exception as found:  # the model's own errors, of any kind
-            error = error or found
-    raise ConfigError(f"{type(copy).__name__} does not run on tensors without values ({type(error).__name__}: {error})") from error
+    try:
+        for chosen in _calls(copy, inputs):
+            try:
+                return infer(copy, chosen, ranks, kept, forced)
+            except Exception as found:  # the model's own errors, of any kind
+                error = error or found
+    except ConfigError as unknown:
+        raise _Untraceable(str(unknown)) from None
+    raise _Untraceable(f"{type(copy).__name__} does not run on tensors without values ({type(error).__name__}: {error})") from error
 
 
 def _calls(copy: nn.Module, inputs: Inputs | None) -> Iterator[Inputs]:

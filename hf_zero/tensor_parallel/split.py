@@ -6,20 +6,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.recorded import open_collectives
-from hf_zero.comm.topology import Topology, build_topology
+from hf_zero.comm.topology import Topology, build_topology, topology_around
 from hf_zero.config.read import read_config
 from hf_zero.errors import ConfigError
 from hf_zero.host_memory import mapped_files
 from hf_zero.observe import log_rank0, warn_once
-from hf_zero.tensor_parallel.apply import apply_plan, plan_of
+from hf_zero.tensor_parallel.apply import apply_plan, plan_of, ranks_of
 from hf_zero.tensor_parallel.functions import ModelGroup
 from hf_zero.tensor_parallel.make_plan import make_plan
 from hf_zero.tensor_parallel.plan import WHOLE, TpPlan
 from hf_zero.tensor_parallel.same_data import SameData
+from hf_zero.tensor_parallel.trace import Inputs
 from hf_zero.tensor_parallel.wishes import wishes_of
 
 _WINDOWS, _WINDOW = 4, 256  # what is looked at of a weight that is still in its file
@@ -55,12 +57,29 @@ def count_groups_once(config: dict[str, Any], groups: int, ranks: int) -> dict[s
     return config
 
 
+def is_split(module: nn.Module) -> bool:
+    """Whether ``module`` was divided over ranks."""
+    return plan_of(module) is not None
+
+
+def model_topology(module: nn.Module, requested: int) -> Topology:
+    """The axes of an engine for ``module``: those it is split over already, else ``requested`` adjacent ranks hold it; collective.
+
+    Args:
+        module: The model.
+        requested: ``tensor_parallel.autotp_size`` of the configuration; 1 where it says nothing.
+    """
+    ranks = ranks_of(module)
+    return build_topology(model_parallel=requested) if not ranks else topology_around(ranks)
+
+
 def split_model(
     module: nn.Module,
     section: Mapping[str, Any],
     topology: Topology,
     plan: TpPlan | Mapping[str, str] | None = None,
     fill: Callable[[TpPlan], None] | None = None,
+    inputs: Inputs | None = None,
 ) -> nn.Module:
     """Splits ``module`` in place over the model axis of ``topology``; collective. A module that is split already stays as it is.
 
@@ -70,39 +89,51 @@ def split_model(
         topology: The engine's axes.
         plan: What to follow: a plan, or patterns of paths with splits ("model.layers.*.mlp.down_proj": "row"); None makes one.
         fill: Gives an empty module its slices' values.
+        inputs: A call that runs the module, by argument; None makes one up for transformers' models.
 
     Raises:
         ConfigError: The model does not divide, or is split over another number of ranks.
     """
     axis = topology.model
-    present = plan_of(module)
-    if present is not None and present.ranks != (axis.world if axis is not None else 1):
-        raise ConfigError(
-            f"the model is split over {present.ranks} ranks, tensor_parallel.autotp_size asks for {axis.world if axis else 1}"
-        )
-    if axis is None or axis.world == 1 or present is not None:
+    if plan_of(module) is not None:
+        _require_same(module, section, axis)
+        return module
+    if axis is None or axis.world == 1:
         return module
     collectives = open_collectives(axis)
-    plan = _agree(module, section, collectives, plan)
+
+    def make() -> TpPlan:
+        if isinstance(plan, TpPlan) and not plan.edited:
+            return plan
+        return make_plan(module, axis.world, inputs, wishes_of(section, plan, module))
+
+    agreed = _agree(collectives, make)
     if fill is not None:
-        fill(plan)
+        fill(agreed)
     elif not any(param.is_meta or hasattr(param, "ds_id") for param in module.parameters()):
         equal_weights(module, collectives)
-    apply_plan(module, plan, ModelGroup(collectives))
+    apply_plan(module, agreed, ModelGroup(collectives))
     equal_random_state(collectives)
     SameData(module, collectives)
-    log_rank0("%s", summary(module, plan))
+    log_rank0("%s", summary(module, agreed))
     return module
 
 
-def _agree(module: nn.Module, section: Mapping[str, Any], collectives: Collectives, plan: TpPlan | Mapping[str, str] | None) -> TpPlan:
-    """The plan of rank 0, on every rank; an error in making it is every rank's error."""
+def _require_same(module: nn.Module, section: Mapping[str, Any], axis: Topology | None) -> None:
+    ranks, asked = ranks_of(module), section.get("autotp_size")
+    if asked is not None and requested_ranks({"tensor_parallel": section}) != len(ranks):
+        raise ConfigError(f"the model is split over {len(ranks)} ranks, tensor_parallel.autotp_size asks for {asked}")
+    if axis is None or axis.ranks != ranks:
+        others = f"the mpu object says {list(axis.ranks)}" if axis is not None else "the mpu object names no model-parallel group"
+        raise ConfigError(f"ranks {list(ranks)} hold the model together since tp_model_init, and {others}")
+
+
+def _agree(collectives: Collectives, make: Callable[[], TpPlan]) -> TpPlan:
+    """What ``make`` gives on rank 0, on every rank; an error in it is every rank's error."""
     made: tuple[str, Any] = ("", None)
     if collectives.rank == 0:
         try:
-            if not isinstance(plan, TpPlan) or plan.edited:
-                plan = make_plan(module, collectives.world, wishes=wishes_of(section, plan, module))
-            made = ("plan", plan.to_dict())
+            made = ("plan", make().to_dict())
         except ConfigError as error:
             made = ("error", str(error))
     kind, content = collectives.broadcast_object(made, 0, "tensor-parallel plan")
@@ -177,9 +208,11 @@ def tp_model_init(
     dtype: torch.dtype | None = None,
     config: Any = None,
     plan: TpPlan | Mapping[str, str] | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    inputs: Inputs | None = None,
     **kwargs: Any,
 ) -> nn.Module:
-    """Splits ``model`` over groups of ``tp_size`` adjacent ranks before ``initialize``; collective. DeepSpeed's function of that name.
+    """Splits ``model`` over groups of ``tp_size`` ranks before ``initialize``; collective. DeepSpeed's function of that name.
 
     Args:
         model: Any model, the same on every rank.
@@ -188,14 +221,23 @@ def tp_model_init(
             configuration that says nothing of precision, which means fp32.
         config: Configuration, or its ``tensor_parallel`` section.
         plan: What to follow, as in ``split_model``; None makes one.
+        tp_group: This rank's group; None takes adjacent ranks.
+        inputs: A call that runs all of the model, by argument (``{"x": torch.empty(2, 16)}``; values do not matter); None makes one up
+            for transformers' models.
         **kwargs: Accepted.
 
     Returns:
         The same model.
+
+    Raises:
+        ConfigError: ``tp_size`` does not fit the ranks, or the model does not divide.
     """
+    if tp_group is not None and tp_group.size() != tp_size:
+        raise ConfigError(f"tp_model_init: tp_size is {tp_size}, and tp_group has {tp_group.size()} ranks")
     section = read_config(config) if config is not None else {}
-    section = section.get("tensor_parallel") or section
-    split_model(model, section, build_topology(model_parallel=tp_size), plan)
+    section = {"autotp_size": tp_size, **(section.get("tensor_parallel") or section)}
+    topology = build_topology(model_parallel=tp_size) if tp_group is None else topology_around(dist.get_process_group_ranks(tp_group))
+    split_model(model, section, topology, plan, inputs=inputs)
     return model.to(dtype) if dtype is not None and config is None else model
 
 

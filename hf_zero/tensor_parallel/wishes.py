@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,12 +11,14 @@ from typing import Any
 from torch import nn
 
 from hf_zero.errors import ConfigError
+from hf_zero.observe import warn_once
 from hf_zero.tensor_parallel.alone import GATHERED, SCATTERED
 from hf_zero.tensor_parallel.own_plan import family as family_of
 from hf_zero.tensor_parallel.plan import COLUMN, ROW, VOCABULARY, WHOLE, TpPlan, starred
 from hf_zero.tensor_parallel.solve import is_linear
 
 _FAMILY = {COLUMN: COLUMN, GATHERED: COLUMN, ROW: ROW, SCATTERED: ROW, VOCABULARY: VOCABULARY}
+HEADS = ("lm_head", "embed_out")  # what models call the layer that makes logits
 _ALONE = {COLUMN: GATHERED, ROW: SCATTERED, VOCABULARY: VOCABULARY}
 
 
@@ -52,10 +54,26 @@ def wishes_of(section: Mapping[str, Any], base: TpPlan | Mapping[str, str] | Non
         return _from_patterns(base, linear)
     if base is not None and base.edited:
         return _from_plan(base, linear)
-    rules = section.get("partition_config") if isinstance(section, Mapping) else None
+    rules = section.get("partition_config")
+    wishes = Wishes()
     if isinstance(rules, Mapping) and rules.get("layer_specs"):
-        return _from_rules(rules, linear, getattr(getattr(module, "config", None), "model_type", None))
-    return Wishes()
+        wishes = _from_rules(rules, linear, getattr(getattr(module, "config", None), "model_type", None))
+    if section.get("vocab_parallel_lm_head"):
+        _ask_for_parts_of_logits(wishes, linear, (rules or {}).get("lm_head_patterns") or HEADS)
+    return wishes
+
+
+def _ask_for_parts_of_logits(wishes: Wishes, linear: list[str], names: Iterable[str]) -> None:
+    heads = [path for path in linear if path.rpartition(".")[2] in names]
+    if not heads:
+        raise ConfigError(
+            f"tensor_parallel.vocab_parallel_lm_head is true, and no linear layer is named {' or '.join(names)}; name the head in "
+            'tensor_parallel.partition_config.layer_specs with "partition_type": "vocabulary"'
+        )
+    wishes.whole.difference_update(heads)
+    wishes.families.update(dict.fromkeys(heads, VOCABULARY))
+    if wishes.source == "inferred":
+        wishes.source = "vocab_parallel_lm_head"
 
 
 def _from_plan(base: TpPlan, linear: list[str]) -> Wishes:
@@ -92,8 +110,12 @@ def _from_rules(rules: Mapping[str, Any], linear: list[str], model_type: str | N
     wishes = Wishes(source="partition_config")
     key = "tensor_parallel.partition_config.layer_specs"
     parsed = [_rule(f"{key}[{position}]", spec) for position, spec in enumerate(rules["layer_specs"])]
+    meant = [(matches, kind) for matches, kind, types in parsed if not types or str(model_type).lower() in types]
+    for position, (matches, kind, types) in enumerate(parsed):
+        if kind != "skip" and not any(map(matches, linear)) and (not types or str(model_type).lower() in types):
+            warn_once(f"{key}[{position}]: its patterns match no linear layer of the model, such as {', '.join(linear[:3])}")
     for path in linear:
-        found = next((kind for matches, kind, types in parsed if matches(path) and (not types or model_type in types)), None)
+        found = next((kind for matches, kind in meant if matches(path)), None)
         if found == "skip" or (found is None and rules.get("use_default_specs") is False):
             wishes.whole.add(path)
         elif found is not None:
@@ -104,11 +126,13 @@ def _from_rules(rules: Mapping[str, Any], linear: list[str], model_type: str | N
 
 
 def _rule(where: str, spec: Mapping[str, Any]) -> tuple[Callable[[str], bool], str, list[str]]:
-    kind = spec.get("partition_type", COLUMN)
+    given = spec.get("partition_type", COLUMN)
+    kind = str(given).lower()
     if kind not in (COLUMN, ROW, VOCABULARY, "skip"):
-        raise ConfigError(f"{where}.partition_type is {kind!r}; 'column', 'row', 'vocabulary' and 'skip' are allowed")
+        raise ConfigError(f"{where}.partition_type is {given!r}; 'column', 'row', 'vocabulary' and 'skip' are allowed")
     try:
         patterns = [re.compile(pattern) for pattern in spec.get("patterns") or []]
     except re.error as error:
         raise ConfigError(f"{where}.patterns: {error.pattern!r} is no regular expression: {error}") from None
-    return (lambda path: any(pattern.search(f"{path}.weight") for pattern in patterns)), kind, list(spec.get("model_types") or [])
+    types = [str(name).lower() for name in spec.get("model_types") or []]
+    return (lambda path: any(pattern.search(f"{path}.weight") or pattern.search(path) for pattern in patterns)), kind, types

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -27,7 +27,7 @@ from hf_zero.tensor_parallel.plan import (
 )
 from hf_zero.tensor_parallel.solve import COPY, GATHER, GATHER_BOTH, LOGITS, NORM, REDUCE, SLICE, SPLIT, is_linear
 
-_SPLITS = {lone.GATHERED: GATHERED, lone.SCATTERED: SCATTERED, lone.VOCABULARY: VOCABULARY}
+SPLITS = {lone.GATHERED: GATHERED, lone.SCATTERED: SCATTERED, lone.VOCABULARY: VOCABULARY}
 
 
 def write_plan(findings: Findings, model: nn.Module, ranks: int, source: str) -> TpPlan:
@@ -39,6 +39,34 @@ def write_plan(findings: Findings, model: nn.Module, ranks: int, source: str) ->
     plan.summed = [name for name in plan.summed if name not in plan.parameters]
     writer.rows_of_table(plan)
     return plan
+
+
+def add_alone(plan: TpPlan, module: nn.Module, layer: lone.Alone, names: Mapping[int, str], ranks: int) -> None:
+    """Puts ``module``, a layer that is split by itself, into ``plan``; ``names``: of parameters by their id."""
+    conv1d = type(module).__name__ == "Conv1D"
+    weight = module.weight
+    dim = int((layer.how == lone.SCATTERED) != conv1d)
+    width = layer.size // ranks
+    ranges: Ranges = [[(rank * width, (rank + 1) * width)] for rank in range(ranks)]
+    plan.parameters[names[id(weight)]] = SplitParameter(list(weight.shape), dim, ranges)  # type: ignore[arg-type]
+    bias = getattr(module, "bias", None)
+    head = layer.how == lone.VOCABULARY and is_linear(type(module))
+    if bias is not None and (head or layer.how == lone.GATHERED):
+        plan.parameters[names[id(bias)]] = SplitParameter([layer.size], 0, ranges)
+    borders = plan.borders.setdefault(layer.path, [])
+    if layer.how == lone.GATHERED:
+        if not layer.partial:
+            borders.append(Border("in", "", COPY))
+        borders.append(Border("out", "", GATHER_BOTH if layer.partial else GATHER, -1, ranges, layer.size))
+    elif head:
+        borders.append(Border("in", "", COPY))
+        borders.append(Border("out", "", LOGITS, -1, ranges, layer.size))
+    elif layer.how == lone.SCATTERED:
+        borders.append(Border("in", "", SLICE, -1, ranges, layer.size))
+        borders.append(Border("out", "", REDUCE))
+        plan.rows.append(layer.path)
+    else:
+        borders.append(Border("in", layer.key, "vocabulary both" if layer.partial else "vocabulary", 0, ranges, layer.size))
 
 
 class _Writer:
@@ -91,31 +119,7 @@ class _Writer:
     def by_themselves(self, plan: TpPlan) -> None:
         """Layers that are split alone."""
         for path, layer in self.findings.alone.items():
-            module = self.modules[path]
-            conv1d = type(module).__name__ == "Conv1D"
-            weight = module.weight
-            dim = int((layer.how == lone.SCATTERED) != conv1d)
-            width = layer.size // self.ranks
-            ranges: Ranges = [[(rank * width, (rank + 1) * width)] for rank in range(self.ranks)]
-            plan.parameters[self.names[id(weight)]] = SplitParameter(list(weight.shape), dim, ranges)  # type: ignore[arg-type]
-            bias = getattr(module, "bias", None)
-            head = layer.how == lone.VOCABULARY and is_linear(type(module))
-            if bias is not None and (head or layer.how == lone.GATHERED):
-                plan.parameters[self.names[id(bias)]] = SplitParameter([layer.size], 0, ranges)
-            borders = plan.borders.setdefault(path, [])
-            if layer.how == lone.GATHERED:
-                if not layer.partial:
-                    borders.append(Border("in", "", COPY))
-                borders.append(Border("out", "", GATHER_BOTH if layer.partial else GATHER, -1, ranges, layer.size))
-            elif head:
-                borders.append(Border("in", "", COPY))
-                borders.append(Border("out", "", LOGITS, -1, ranges, layer.size))
-            elif layer.how == lone.SCATTERED:
-                borders.append(Border("in", "", SLICE, -1, ranges, layer.size))
-                borders.append(Border("out", "", REDUCE))
-                plan.rows.append(path)
-            else:
-                borders.append(Border("in", layer.key, "vocabulary both" if layer.partial else "vocabulary", 0, ranges, layer.size))
+            add_alone(plan, self.modules[path], layer, self.names, self.ranks)
 
     def rows_of_table(self, plan: TpPlan) -> None:
         """How each linear, embedding or otherwise divided module is split, and why."""
@@ -135,7 +139,7 @@ class _Writer:
             table = "the tokens are whole on every rank"
             by_rows = head if is_linear(type(self.modules[path])) else table
             why = by_rows if layer.how == lone.VOCABULARY else self._why_alone(path)
-            return ModulePlan(_SPLITS[layer.how], why)
+            return ModulePlan(SPLITS[layer.how], why)
         module = self.modules[path]
         if not is_linear(type(module)) or not name:
             if name:

@@ -61,7 +61,7 @@ class PartitionConfig(Section):
     use_default_specs: Bool = part(True, "Layers that no rule matches are split as the data flow allows; false keeps them whole")
     strict_mode: Bool = part(False, "Raise for linear layers no rule matches")
     embedding_partition_dim: Int = accepted(1, "Split dimension of embeddings", "embeddings are split over the vocabulary")
-    lm_head_patterns: list[str] = accepted(lambda: ["lm_head", "embed_out"], "Names of output heads", _FOUND)
+    lm_head_patterns: list[str] = part(lambda: ["lm_head", "embed_out"], "Names of output heads, for vocab_parallel_lm_head")
     layer_specs: list[LayerSpec] | None = section(None, "Ordered rules", each="[]")
 
 
@@ -82,6 +82,10 @@ class TensorParallel(Section):
     autotp_size: Size = later(0, "Ranks that hold one model together; 0 and 1 are off", "tensor_parallel", passes=(1,))
     dtype: str = accepted("float16", "Type the model is converted to", "bf16 and fp16 say it")
     tp_overlap_comm: Bool = accepted(False, "Overlap the all-reduce", "collectives are waited for where their result is read")
+    vocab_parallel_lm_head: Bool | None = part(
+        None, "Compute the loss from each rank's part of the logits; the output head is found by its name"
+    )
+    vocab_parallel_ce_backend: str = accepted("torch", "torch or liger", "the loss from parts of the logits is hf_zero's own")
     preset_model: str | None = accepted(None, "llama bloom chatglm mixtral deepseek_v2 qwen2 phi3", _FOUND)
     partition_config: PartitionConfig | None = section(None, "Custom partitioning")
     tp: TpGroup | None = section(None, "Group options", also=("tensor_parallel",))
