@@ -1,12 +1,10 @@
-"""Every text architecture of transformers, split over two ranks, equals one rank: a few kinds in `make test`, all in the slow part."""
+"""Every text architecture of transformers, split over two and four ranks, equals one rank: a few kinds in `make test`, all in the slow part."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from tests.tp_breadth import RESULTS, Row, buildable, measure_all
+from tests.tp_breadth import WORLDS, buildable, measure_all, saved
 
 # One of each kind: grouped heads, fused projections, ALiBi, shared position tables, experts, state space, norms over all heads, a module
 # that hands its input through, code that asks which experts were chosen, code that counts values past a threshold.
@@ -22,10 +20,11 @@ def test_kinds_of_architectures_are_exact_and_mostly_split() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_every_architecture_that_the_page_calls_exact() -> None:
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_architecture_that_the_page_calls_exact(world: int) -> None:
     """And no new wrong number: what cannot be split says so."""
-    expected = {entry["name"]: Row(**entry) for entry in json.loads(RESULTS.read_text(encoding="utf-8"))}
-    rows = measure_all(buildable())
+    expected = {row.name: row for row in saved(world)}
+    rows = measure_all(buildable(), world=world)
     worse = [row for row in rows if row.name in expected and expected[row.name].exact and not row.exact]
     assert not worse
     known = {name for name, row in expected.items() if not row.error and not row.exact}
