@@ -1,4 +1,4 @@
-"""Every text architecture of transformers, split over two and four ranks, equals one rank: a few kinds in `make test`, all in the slow part."""
+"""Every text architecture of transformers, split over 2 and over 4 ranks, equals one rank: a few kinds in `make test`, all when slow."""
 
 from __future__ import annotations
 
