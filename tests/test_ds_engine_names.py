@@ -67,6 +67,24 @@ def test_questions_about_the_optimizer_of_an_engine_without_one(stage: int) -> N
     ranks.run_ranks(_no_optimizer, 2, stage)
 
 
+def _places() -> None:
+    """With tensor parallelism 2 on 4 ranks: which process this is, and how many there are, not its place on the data axis."""
+    import hf_zero
+
+    config = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}
+    engine = hf_zero.initialize(model=CASES["llama"].build(), config=config)[0]
+    assert (engine.world_size, engine.dp_world_size, engine.mp_world_size) == (4, 2, 2)
+    assert engine.global_rank == engine.local_rank == ranks.rank()
+    with engine.no_sync():
+        assert engine.inside_no_sync_ctxt
+    assert not engine.inside_no_sync_ctxt and not engine.pipeline_parallelism and not engine.eigenvalue_enabled()
+    assert engine.param_names[engine.module.model.norm.weight] == "model.norm.weight"
+
+
+def test_an_engine_knows_its_place() -> None:
+    ranks.run_ranks(_places, 4)
+
+
 def _batch_sizes() -> None:
     world = ranks.world()
     engine = initialize(MLP.build(), Run(1))

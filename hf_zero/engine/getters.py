@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,23 @@ def _batch_info(engine: Any) -> tuple[int, int, int]:
     return batch.total, batch.micro, batch.accumulation
 
 
+# Questions about features that are not provided.
+_NEVER = (
+    "amp_enabled",
+    "autotuning_enabled",
+    "curriculum_enabled_legacy",
+    "eigenvalue_enabled",
+    "elasticity_enabled",
+    "flops_profiler_enabled",
+    "has_moe_layers",
+    "load_universal_checkpoint",
+    "pld_enabled",
+    "random_ltd_enabled",
+    "sparse_gradients_enabled",
+)
+
 METHODS: dict[str, Getter] = {
+    **{name: lambda engine: False for name in _NEVER},
     "train_batch_size": lambda engine: engine.resolved.batch.total,
     "train_micro_batch_size_per_gpu": lambda engine: engine.resolved.batch.micro,
     "gradient_accumulation_steps": lambda engine: engine.accumulation.steps,
@@ -83,7 +100,6 @@ METHODS: dict[str, Getter] = {
     "fp16_enabled": lambda engine: engine.settings.fp16.enabled,
     "bfloat16_enabled": lambda engine: engine.settings.bf16.enabled,
     "fp16_auto_cast": lambda engine: engine.settings.fp16.auto_cast,
-    "amp_enabled": lambda engine: False,
     "torch_autocast_enabled": lambda engine: engine.settings.torch_autocast.enabled,
     "torch_autocast_dtype": lambda engine: engine.precision.autocast_dtype,
     "dynamic_loss_scale": lambda engine: engine.scaler.dynamic,
@@ -92,7 +108,6 @@ METHODS: dict[str, Getter] = {
     "communication_data_type": lambda engine: engine.precision.message_dtype or _dtype(engine),
     "postscale_gradients": lambda engine: not engine.settings.prescale_gradients,
     "gradient_predivide_factor": lambda engine: engine.settings.gradient_predivide_factor,
-    "sparse_gradients_enabled": lambda engine: False,
     "dataloader_drop_last": lambda engine: engine.settings.dataloader_drop_last,
     "optimizer_name": lambda engine: engine.settings.optimizer.type if engine.settings.optimizer else None,
     "optimizer_params": lambda engine: (engine.resolved.resolved.get("optimizer") or {}).get("params"),
@@ -104,8 +119,6 @@ METHODS: dict[str, Getter] = {
     "is_gradient_accumulation_boundary": lambda engine: engine.accumulation.current_is_boundary(),
     "was_step_applied": lambda engine: engine.progress.last_step_applied,
     "dump_state": lambda engine: engine.settings.dump_state,
-    "load_universal_checkpoint": lambda engine: False,
-    "has_moe_layers": lambda engine: False,
 }
 
 VALUES: dict[str, Getter] = {
@@ -115,10 +128,14 @@ VALUES: dict[str, Getter] = {
     "micro_steps": lambda engine: engine.accumulation.micro_steps,
     "device": lambda engine: engine.collectives.topology.device,
     "dp_world_size": lambda engine: engine.collectives.world,
-    "world_size": lambda engine: engine.collectives.world,
-    "mp_world_size": lambda engine: 1,
-    "global_rank": lambda engine: engine.collectives.rank,
-    "local_rank": lambda engine: engine.collectives.topology.device.index or 0,
+    "world_size": lambda engine: torch.distributed.get_world_size(),
+    "mp_world_size": lambda engine: engine.collectives.topology.model.world if engine.collectives.topology.model else 1,
+    "global_rank": lambda engine: torch.distributed.get_rank(),
+    "local_rank": lambda engine: int(os.environ.get("LOCAL_RANK", engine.collectives.topology.device.index or 0)),
+    "enable_backward_allreduce": lambda engine: True,
+    "inside_no_sync_ctxt": lambda engine: engine.accumulation.in_no_sync,
+    "param_names": lambda engine: {param: name for name, param in engine.module.named_parameters()},
+    "pipeline_parallelism": lambda engine: False,
     "data_parallel_group": lambda engine: engine.collectives.topology.group,
     "seq_data_parallel_group": lambda engine: engine.collectives.topology.group,
     "basic_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),
