@@ -18,6 +18,7 @@ import torch
 from hf_zero.checkpoint import agreement, folders, optimizer_state
 from hf_zero.checkpoint.background import Background, Task
 from hf_zero.checkpoint.contents import contents_of
+from hf_zero.checkpoint.disk import Disk
 from hf_zero.checkpoint.element_types import dtype_name
 from hf_zero.checkpoint.format import (
     CHUNK_BYTES,
@@ -31,7 +32,6 @@ from hf_zero.checkpoint.format import (
 from hf_zero.checkpoint.state import TrainingState
 from hf_zero.checkpoint.tensor_file import Entry, whole, write_tensor_file
 from hf_zero.checkpoint.values import Encoder
-from hf_zero.checkpoint.writeback import Unsynced
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import note, span
 
@@ -46,6 +46,7 @@ class SaveRequest:
         client_state: The caller's values on this rank.
         latest: Point ``latest`` at it.
         exclude_frozen: Leave frozen parameters out.
+        direct: Bypass the page cache where the file system lets that be.
     """
 
     save_dir: str
@@ -53,6 +54,7 @@ class SaveRequest:
     client_state: Mapping[str, Any]
     latest: bool = True
     exclude_frozen: bool = False
+    direct: bool = True
 
 
 def save_checkpoint(state: TrainingState, request: SaveRequest, background: Background | None = None) -> Path:
@@ -235,12 +237,12 @@ class _Save:
 
     def _write(self, files: Mapping[str, list[Entry]]) -> dict[str, FileRecord]:
         records = {}
-        with Unsynced() as unsynced:
+        with Disk(self.request.direct) as disk:
             for name, entries in files.items():
                 if entries:
-                    records[name] = write_tensor_file(self.part / name, entries, unsynced=unsynced)
+                    records[name] = write_tensor_file(self.part / name, entries, disk=disk)
                     note("checkpoint_file", f"{self.request.tag}: {name}")
-            unsynced.sync()
+            disk.sync()
         return records
 
     def commit(self, parts: list[dict[str, Any]], written: list[dict[str, FileRecord]]) -> str:

@@ -13,9 +13,9 @@ from typing import Protocol, TypeVar
 import torch
 
 from hf_zero.checkpoint.checksum import Checksum, digits_of, digits_of_range, first_damaged
+from hf_zero.checkpoint.disk import Disk
 from hf_zero.checkpoint.element_types import DTYPES, ITEM_BYTES, dtype_name
 from hf_zero.checkpoint.format import CHUNK_BYTES, FileRecord, TensorRecord
-from hf_zero.checkpoint.writeback import Unsynced, start_writeback
 from hf_zero.errors import CheckpointError
 
 # Bytes that travel at once: large enough for a disk, small beside a shard. A multiple of the chunk.
@@ -111,17 +111,17 @@ def cut(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
 
 
 def write_tensor_file(
-    path: Path, entries: Sequence[Entry], progress: Callable[[int], object] | None = None, unsynced: Unsynced | None = None
+    path: Path, entries: Sequence[Entry], progress: Callable[[int], object] | None = None, disk: Disk | None = None
 ) -> FileRecord:
     """Writes a new safetensors file and forces it to the disk.
 
-    Device tensors pass through the host a window of 4 MiB at a time; host tensors are written from where they are.
+    Tensors pass through a window of 4 MiB at a time; none is copied whole.
 
     Args:
         path: The file; must not exist.
         entries: What to write; names differ.
         progress: Told the bytes of each window that has been written.
-        unsynced: Takes the file instead of its being forced to the disk here: several files have less to wait for together.
+        disk: The save that the file belongs to: its ``sync`` forces the file to the disk, with all others.
 
     Returns:
         Where everything is, with checksums.
@@ -130,21 +130,20 @@ def write_tensor_file(
         CheckpointError: An element type that safetensors lacks.
         OSError: The file system refuses; names the file. Nothing of it is left, so that a full disk has room for messages.
     """
-    with Unsynced() as own:
+    if disk is not None:
+        return _write_tensor_file(path, entries, progress, disk)
+    with Disk() as own:
         record = _write_tensor_file(path, entries, progress, own)
-        if unsynced is None:
-            own.sync()
-        else:
-            unsynced.take(own)
+        own.sync()
     return record
 
 
-def _write_tensor_file(path: Path, entries: Sequence[Entry], progress: Callable[[int], object] | None, unsynced: Unsynced) -> FileRecord:
+def _write_tensor_file(path: Path, entries: Sequence[Entry], progress: Callable[[int], object] | None, disk: Disk) -> FileRecord:
     ordered, staging = in_file_order(entries), _Staging()
     header = header_of(ordered, path.name)
     tensors, end = {}, len(header)
-    with unsynced.writing(path) as descriptor:
-        _write_all(descriptor, memoryview(header))
+    with disk.writing(path, end + sum(entry.nbytes for entry in ordered)) as file:
+        file.write(memoryview(header))
         for entry in ordered:
             checksum = Checksum()
             offset = end
@@ -152,8 +151,8 @@ def _write_tensor_file(path: Path, entries: Sequence[Entry], progress: Callable[
                 for start in range(0, len(window), _SUMMED_BYTES):  # what has been summed is in the cache when it is written
                     part = window[start : start + _SUMMED_BYTES]
                     checksum.update(part)
-                    _write_all(descriptor, part)
-                start_writeback(descriptor, end, len(window))
+                    file.write(part)
+                file.start_writeback()
                 end += len(window)
                 if progress is not None:
                     progress(len(window))
@@ -240,11 +239,6 @@ def _windows(pieces: Iterable[Piece], itemsize: int, staging: _Staging) -> Itera
                 window = staging.of(part.numel(), part.dtype)
                 part.read(part.start, window) if isinstance(part, Elsewhere) else window.copy_(part)
             yield memoryview(window.view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

@@ -72,7 +72,9 @@ def save(engine: Engine, save_dir: str | os.PathLike[str], tag: Any, client_stat
     if engine.stepper is not None and any(entry.has_local or entry.shard is not None for entry in engine.stepper.reducer.gradients):
         warn_once("save_checkpoint() between backward and step: the gradients accumulated so far are not part of a checkpoint")
     start = time.monotonic()
-    request = SaveRequest(os.fspath(save_dir), name, client_state, latest, trained)
+    writer = engine.settings.checkpoint.writer
+    direct = writer is None or writer.type.lower() != "python"
+    request = SaveRequest(os.fspath(save_dir), name, client_state, latest, trained, direct)
     folder = save_checkpoint(_training_state(engine), request, engine.background)
     how = "saved to"
     if engine.background is not None:

@@ -1,0 +1,262 @@
+"""How the files of one save reach the disk: past the page cache where the file system lets them, and forced to it together at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+try:
+    import fcntl
+except ImportError:  # no such system has O_DIRECT
+    fcntl = None  # type: ignore[assignment]
+
+# Smaller files go through the page cache.
+DIRECT_FROM = 8 << 20
+_BLOCK_BYTES = 4096  # positions, sizes and addresses of direct writes are multiples of this
+_BUFFER_BYTES = 4 << 20
+_BUFFERS = 3  # two on their way to the disk while the third is filled
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+class Disk:
+    """The files of one save, until ``sync``. Those that it has not seen are closed at the end of the ``with``.
+
+    [Note: past the page cache] A checkpoint is not read again soon, and copying it into the page cache takes the processor longer than
+    a fast disk takes to store it. Large files are therefore written with O_DIRECT: from buffers of 4 MiB that are filled and summed
+    while others are on their way. Where the file system does not take that, and for small files, writes go through the page cache,
+    and the kernel is asked to start storing them at once.
+
+    A file that the file system refuses is removed, so that a full disk has room for messages.
+
+    Args:
+        direct: Bypass the page cache where that can be.
+    """
+
+    def __init__(self, direct: bool = True) -> None:
+        self._direct = direct and fcntl is not None and hasattr(os, "O_DIRECT")
+        self._files: list[DiskFile] = []
+        self._free: list[mmap.mmap] | None = None
+        self._pending: list[tuple[Future[None], mmap.mmap]] = []
+        # A thread in the background has others to share the processor with, and may outlive the main thread, when no pool takes work
+        # any more: it waits for each of its writes.
+        alone = threading.current_thread() is not threading.main_thread()
+        self._helpers = None if alone else ThreadPoolExecutor(_BUFFERS - 1, thread_name_prefix="hf_zero disk")
+
+    def __enter__(self) -> Disk:
+        return self
+
+    def __exit__(self, *_outcome: object) -> None:
+        for future, _ in self._pending:
+            with contextlib.suppress(OSError):
+                future.result()
+        if self._helpers is not None:
+            self._helpers.shutdown()
+        for file in self._files:
+            os.close(file.descriptor)
+        self._files, self._pending, self._free = [], [], None
+
+    @contextmanager
+    def writing(self, path: Path, nbytes: int) -> Iterator[DiskFile]:
+        """The new file ``path``, which will have ``nbytes``; it is one of these from then on.
+
+        Raises:
+            FileExistsError: It is there.
+            OSError: The file system refuses; names the file.
+        """
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        file = DiskFile(self, path, descriptor, self._direct and nbytes >= DIRECT_FROM and _make_direct(descriptor))
+        self._files.append(file)
+        with file.named():
+            yield file
+            file.flush()
+
+    def sync(self) -> None:
+        """Forces all files to the disk and closes them.
+
+        Raises:
+            OSError: The file system refuses; names the file.
+        """
+        self._drain()
+        while self._files:
+            file = self._files.pop(0)
+            try:
+                with file.named():
+                    file.end()
+                    os.fsync(file.descriptor)
+            finally:
+                os.close(file.descriptor)
+
+    # -- buffers
+
+    def buffer(self) -> mmap.mmap:
+        """One that nothing is written from any more."""
+        if self._free is None:
+            self._free = [mmap.mmap(-1, _BUFFER_BYTES) for _ in range(_BUFFERS if self._helpers is not None else 1)]
+        while not self._free:
+            future, buffer = self._pending.pop(0)
+            self._free.append(buffer)
+            future.result()
+        return self._free.pop()
+
+    def store(self, buffer: mmap.mmap, work: Callable[[], None]) -> None:
+        """Has ``work`` write what is in ``buffer``, which is free afterwards."""
+        if self._helpers is not None:
+            self._pending.append((self._helpers.submit(work), buffer))
+            return
+        self.give_back(buffer)
+        work()
+
+    def give_back(self, buffer: mmap.mmap) -> None:
+        """Takes a buffer that nothing is to be written from."""
+        if self._free is not None:
+            self._free.append(buffer)
+
+    def _drain(self) -> None:
+        while self._pending:
+            future, buffer = self._pending.pop(0)
+            self.give_back(buffer)
+            future.result()
+
+
+@dataclass
+class DiskFile:
+    """A new file that is written front to back.
+
+    Attributes:
+        disk: Where it belongs.
+        path: Its name.
+        descriptor: Open for writing.
+        direct: It bypasses the page cache.
+    """
+
+    disk: Disk
+    path: Path
+    descriptor: int
+    direct: bool
+
+    def __post_init__(self) -> None:
+        self._position = 0  # of what the buffer begins with
+        self._begun = 0  # bytes that the kernel was asked to store
+        self._buffer: mmap.mmap | None = None
+        self._filled = 0
+        self._tail = b""  # less than a block
+
+    def write(self, data: memoryview) -> None:
+        """Appends ``data``, which may change afterwards."""
+        if not self.direct:
+            _put(self.descriptor, data, self._position)
+            self._position += len(data)
+            return
+        while data:
+            if self._buffer is None:
+                self._buffer, self._filled = self.disk.buffer(), 0
+            part = data[: _BUFFER_BYTES - self._filled]
+            place = np.frombuffer(self._buffer, np.uint8, len(part), self._filled)
+            np.copyto(place, np.frombuffer(part, np.uint8))  # the only copy, and other threads run meanwhile
+            self._filled += len(part)
+            if self._filled == _BUFFER_BYTES:
+                self._store(self._buffer, self._filled)
+            data = data[len(part) :]
+
+    def start_writeback(self) -> None:
+        """Has the kernel begin to store what has been written so far: ``fsync`` has less to wait for. Advice, no more."""
+        function = _sync_file_range()
+        if not self.direct and function is not None:
+            function(self.descriptor, self._begun, self._position - self._begun, _SYNC_FILE_RANGE_WRITE)
+            self._begun = self._position
+
+    def flush(self) -> None:
+        """Sends what is left to the disk, but for the end that fills no block; that waits for ``end``."""
+        if self._buffer is None:
+            return
+        whole = self._filled // _BLOCK_BYTES * _BLOCK_BYTES
+        self._tail = self._buffer[whole : self._filled]
+        if whole:
+            self._store(self._buffer, whole)
+        else:
+            self.disk.give_back(self._buffer)
+            self._buffer = None
+
+    def end(self) -> None:
+        """Writes the end of the file, after everything else has been."""
+        if self._tail:
+            _through_the_cache(self.descriptor)
+            _put(self.descriptor, memoryview(self._tail), self._position)
+
+    def _store(self, buffer: mmap.mmap, nbytes: int) -> None:
+        position = self._position
+        self._buffer, self._position = None, position + nbytes
+
+        def work() -> None:
+            with self.named():
+                _put(self.descriptor, memoryview(buffer)[:nbytes], position)
+
+        self.disk.store(buffer, work)
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Gives an ``OSError`` the name of the file, and removes that."""
+        try:
+            yield
+        except OSError as error:
+            if error.filename is None:  # else it is another file's
+                self.path.unlink(missing_ok=True)
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
+            raise
+
+
+def _put(descriptor: int, data: memoryview, position: int) -> None:
+    """Writes all of ``data`` at ``position``."""
+    refused = False
+    while data:
+        try:
+            count = os.pwrite(descriptor, data, position)
+        except OSError as error:
+            if error.errno != errno.EINVAL or refused:
+                raise
+            refused = True  # some file systems take the flag and refuse the writes
+            _through_the_cache(descriptor)
+            continue
+        data, position = data[count:], position + count
+
+
+def _make_direct(descriptor: int) -> bool:
+    """Has writes bypass the page cache; whether the file system takes that."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError:
+        return False
+    return True
+
+
+def _through_the_cache(descriptor: int) -> None:
+    """Has writes go through the page cache again."""
+    if fcntl is not None and hasattr(os, "O_DIRECT"):
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
+@cache
+def _sync_file_range() -> Any:
+    """Linux's call of that name; None elsewhere."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        function = ctypes.CDLL(None).sync_file_range
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return function
