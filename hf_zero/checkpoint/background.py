@@ -34,6 +34,29 @@ _POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
+class Written:
+    """What a rank has written.
+
+    Attributes:
+        files: Records by file name.
+        client_state: Its client state, encoded; None where that is rank 0's.
+    """
+
+    files: dict[str, FileRecord]
+    client_state: Any = None
+
+    def to_json(self) -> str:
+        """For a note to rank 0."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str, where: str) -> Written:
+        """From ``to_json``; ``where`` is for messages."""
+        data = json.loads(text)
+        return Written({name: read_file_record(record, f"{where}: {name}") for name, record in data["files"].items()}, data["client_state"])
+
+
+@dataclass(frozen=True)
 class Task:
     """One save in the background.
 
@@ -42,14 +65,14 @@ class Task:
         part: The hidden folder.
         process: This one.
         write: Writes this rank's files.
-        commit: Completes the checkpoint, on rank 0; gets what every rank told before and its records.
+        commit: Completes the checkpoint, on rank 0; gets what every rank told before and what it has written.
     """
 
     what: str
     part: Path
     process: Process
-    write: Callable[[], dict[str, FileRecord]]
-    commit: Callable[[list[dict[str, Any]], list[dict[str, FileRecord]]], str]
+    write: Callable[[], Written]
+    commit: Callable[[list[dict[str, Any]], list[Written]], str]
 
 
 class Background:
@@ -131,25 +154,25 @@ class Background:
 
     def _run(self, task: Task, parts: list[dict[str, Any]]) -> None:
         try:
-            records = task.write()
+            written = task.write()
             if self._rank == 0:
-                task.commit(parts, [records, *self._others(task, [part["process"] for part in parts])])
+                task.commit(parts, [written, *self._others(task, [part["process"] for part in parts])])
             else:
-                folders.write_text(task.part / _note_of(self._rank), json.dumps({name: asdict(record) for name, record in records.items()}))
+                folders.write_text(task.part / _note_of(self._rank), written.to_json())
         except Exception as error:  # kept for ``finish``, which tells all ranks
             self._error = error
             logger.error("%s: %s: %s. The former checkpoint stays", task.what, type(error).__name__, error)
             if self._rank != 0:
                 _tell(task.part / _failure_of(self._rank), error)
 
-    def _others(self, task: Task, processes: list[Process]) -> list[dict[str, FileRecord]]:
-        """The records of all other ranks, as soon as they are there.
+    def _others(self, task: Task, processes: list[Process]) -> list[Written]:
+        """What all other ranks have written, as soon as they are there.
 
         Raises:
             CheckpointError: A rank failed, died, or makes no progress.
         """
         waiting = set(range(1, len(processes)))
-        found: dict[int, dict[str, FileRecord]] = {}
+        found: dict[int, Written] = {}
         sizes: dict[str, int] = {}
         last = time.monotonic()
         while waiting:
@@ -157,8 +180,7 @@ class Background:
             for rank in sorted(waiting):
                 path = task.part / _note_of(rank)
                 if path.is_file():
-                    data = json.loads(path.read_text(encoding="utf-8"))
-                    found[rank] = {name: read_file_record(record, f"{path}: {name}") for name, record in data.items()}
+                    found[rank] = Written.from_json(path.read_text(encoding="utf-8"), str(path))
                     path.unlink()
                     waiting.discard(rank)
                 elif (task.part / _failure_of(rank)).is_file():

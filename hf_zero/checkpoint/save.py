@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint import agreement, folders, optimizer_state
-from hf_zero.checkpoint.background import Background, Task
+from hf_zero.checkpoint.background import Background, Task, Written
 from hf_zero.checkpoint.contents import contents_of
 from hf_zero.checkpoint.disk import Disk
 from hf_zero.checkpoint.element_types import dtype_name
@@ -77,27 +77,40 @@ def save_checkpoint(state: TrainingState, request: SaveRequest, background: Back
     if background is not None:
         background.finish(net)
     with span("save_checkpoint", request.tag):
-        what = f"saving checkpoint {request.tag!r} to {request.save_dir}"
-        values = _Values()
-        found = agreement.on_all(net, what, lambda: _check(state, request, values))
-        request = replace(request, **found[0]["request"])
-        part = folders.part_of(Path(request.save_dir), request.tag)
-        what = f"saving checkpoint {request.tag!r} to {request.save_dir}"
-        save = _Save(state, request, values, part, differs=found[net.rank]["digest"] != found[0]["digest"])
+        save = _Save(state)
+        parts = _agree(state, save, request)
+        request = save.request
+        what = _what(request)
         try:
             if background is None or background.limited:  # files are written before this returns, so the folder must be there
                 agreement.on_first(net, what, save.begin)
             if background is not None:
-                parts = agreement.on_all(net, what, lambda: save.copy(background))
-                background.start(Task(what, part, folders.Process.own(), save.write_files, save.commit), parts)
+                agreement.quickly(net, what, lambda: save.copy(background))
+                background.start(Task(what, save.part, folders.Process.own(), save.write_files, save.commit), parts)
                 return Path(request.save_dir) / request.tag
-            parts = agreement.on_all(net, what, lambda: {**save.describe(), "written": save.write_files()})
-            agreement.on_first(net, what, lambda: save.commit(parts, [part.pop("written") for part in parts]))
+            written = agreement.on_all(net, what, save.write_files)
+            agreement.on_first(net, what, lambda: save.commit(parts, written))
         except CheckpointError:
             if net.rank == 0:
-                shutil.rmtree(part, ignore_errors=True)
+                shutil.rmtree(save.part, ignore_errors=True)
             raise
     return Path(request.save_dir) / request.tag
+
+
+def _what(request: SaveRequest) -> str:
+    return f"saving checkpoint {request.tag!r} to {request.save_dir}"
+
+
+def _agree(state: TrainingState, save: _Save, request: SaveRequest) -> list[dict[str, Any]]:
+    """Prepares a save on every rank; returns what each tells of its part. Collective: all that ranks must exchange, in one message."""
+    net = state.everyone
+    parts = agreement.on_all(net, _what(request), lambda: save.prepare(request))
+    asked = parts[0]["request"]
+    if any(part["request"]["exclude_frozen"] != asked["exclude_frozen"] for part in parts):  # one has prepared another checkpoint
+        mended = replace(request, exclude_frozen=asked["exclude_frozen"])
+        parts = agreement.on_all(net, _what(request), lambda: save.prepare(mended))
+    save.settle(replace(request, **asked), differs=parts[net.rank]["digest"] != parts[0]["digest"])
+    return parts
 
 
 # -- before a byte is written -------------------------------------------------------------------------------------------
@@ -171,69 +184,74 @@ class _Save:
     """One rank's part of one save.
 
     Args:
-        state: What is saved.
+        state: What is saved; let go by ``settle``.
+
+    Attributes:
         request: Rank 0's, with this rank's client state.
-        values: Encoded values of this rank.
         part: The hidden folder.
-        differs: This rank's client state is not rank 0's.
+        files: What is to be written.
+        head: The index without what the other ranks add; on rank 0.
     """
 
-    def __init__(self, state: TrainingState, request: SaveRequest, values: _Values, part: Path, differs: bool) -> None:
-        self.request = request
-        self.part = part
-        self.rank = state.everyone.rank
+    request: SaveRequest
+    part: Path
+    head: Index | None
+
+    def __init__(self, state: TrainingState) -> None:
         self.files: dict[str, list[Entry]] = {}
-        self._state: TrainingState | None = state  # until it is planned
-        self._values = values
-        self._differs = differs
+        self._state: TrainingState | None = state
+        self._client_state: Any = None
         self._direct: dict[str, FileRecord] = {}
 
-    def _plan(self) -> None:
+    def prepare(self, request: SaveRequest) -> dict[str, Any]:
+        """Refuses what cannot be saved, encodes values, plans the files; writes nothing. Returns what the other ranks must know."""
         if self._state is None:
-            raise CheckpointError("a save is planned once")
-        state, self._state = self._state, None
-        contents = contents_of(state, self.request.exclude_frozen)
-        self.files = contents.files
-        tensors = self._values.client.tensors if self._differs or self.rank == 0 else {}
-        self.files[values_file(self.rank)] = [whole(name, tensor) for name, tensor in tensors.items()]
-        self.contents = replace(contents, files={})  # what is described does not hold the arrays
-        self._client_state = self._values.client_state if self._differs else None
-        self.head = _head(state, self.request, self._values) if self.rank == 0 else None
+            raise CheckpointError("a save is prepared once")
         self._values = _Values()
+        told = _check(self._state, request, self._values)
+        self._contents = contents_of(self._state, request.exclude_frozen)
+        return {
+            **told,
+            "units": self._contents.units,
+            "loose": self._contents.loose,
+            "buffers": self._contents.buffers,
+            "scalars": self._contents.scalars,
+            "states": self._contents.states,
+            "dropped": self._contents.dropped,
+            "process": folders.Process.own(),
+        }
+
+    def settle(self, request: SaveRequest, differs: bool) -> None:
+        """Takes the request that holds; ``differs``: this rank's client state is not rank 0's."""
+        state, self._state = self._state, None
+        if state is None:
+            raise CheckpointError("a save is prepared once")
+        rank = state.everyone.rank
+        self.request = request
+        self.part = folders.part_of(Path(request.save_dir), request.tag)
+        tensors = self._values.client.tensors if differs or rank == 0 else {}
+        self.files = {**self._contents.files, values_file(rank): [whole(name, tensor) for name, tensor in tensors.items()]}
+        self._client_state = self._values.client_state if differs else None
+        self.head = _head(state, request, self._values) if rank == 0 else None
+        del self._contents, self._values  # they hold the arrays
 
     def begin(self) -> None:
         """Makes the hidden folder; on rank 0."""
         folders.begin(Path(self.request.save_dir), self.request.tag)
         note("checkpoint_begun", self.request.tag)
 
-    def copy(self, background: Background) -> dict[str, Any]:
+    def copy(self, background: Background) -> None:
         """Takes the copy; what it has no room for goes to the disk before this returns."""
-        if self.rank == 0 and not background.limited:
+        if self.head is not None and not background.limited:
             self.begin()
-        told = self.describe()
         direct, self.files = background.copy(self.files)
         self._direct = self._write(direct)
-        return told
 
-    def describe(self) -> dict[str, Any]:
-        """Plans what this rank writes; returns what rank 0 must know of it."""
-        self._plan()
-        return {
-            "units": self.contents.units,
-            "loose": self.contents.loose,
-            "buffers": self.contents.buffers,
-            "scalars": self.contents.scalars,
-            "states": self.contents.states,
-            "dropped": self.contents.dropped,
-            "client_state": self._client_state,
-            "process": folders.Process.own(),
-        }
-
-    def write_files(self) -> dict[str, FileRecord]:
+    def write_files(self) -> Written:
         """Writes this rank's files and forces them to the disk."""
         records = {**self._direct, **self._write(self.files)}
         self.files = {}
-        return records
+        return Written(records, self._client_state)
 
     def _write(self, files: Mapping[str, list[Entry]]) -> dict[str, FileRecord]:
         records = {}
@@ -245,7 +263,7 @@ class _Save:
             disk.sync()
         return records
 
-    def commit(self, parts: list[dict[str, Any]], written: list[dict[str, FileRecord]]) -> str:
+    def commit(self, parts: list[dict[str, Any]], written: list[Written]) -> str:
         """Index, marker, name, and last of all ``latest``; on rank 0."""
         if self.head is None:
             raise CheckpointError("only rank 0 completes a checkpoint")
@@ -290,7 +308,7 @@ def _head(state: TrainingState, request: SaveRequest, values: _Values) -> Index:
     )
 
 
-def _index(head: Index, parts: list[dict[str, Any]], written: list[dict[str, FileRecord]]) -> Index:
+def _index(head: Index, parts: list[dict[str, Any]], written: list[Written]) -> Index:
     """The whole index, from what every rank has told of its part."""
     optimizer = head.optimizer
     if optimizer is not None:
@@ -306,8 +324,8 @@ def _index(head: Index, parts: list[dict[str, Any]], written: list[dict[str, Fil
         buffers={name: file for part in parts for name, file in part["buffers"].items()},
         excluded=tuple(dict.fromkeys(name for part in parts for name in part["dropped"])),
         optimizer=optimizer,
-        client_states={str(rank): part["client_state"] for rank, part in enumerate(parts) if part["client_state"] is not None},
-        files={name: record for files in written for name, record in files.items()},
+        client_states={str(rank): own.client_state for rank, own in enumerate(written) if own.client_state is not None},
+        files={name: record for own in written for name, record in own.files.items()},
     )
 
 
