@@ -4,10 +4,12 @@
     python benchmarks/checkpoint.py --peer-python /path/to/venv-with-deepspeed/bin/python
     python benchmarks/checkpoint.py --layers 2 --width 128 --rounds 1  # does it run?
 
-In each round every contender saves, loads, and saves in the background once, in turn; beside them, in one round before and in the next
-after the save, as many bytes are written plainly in windows of 4 MiB and forced to the disk (the disk's sequential rate), and the
-shards are copied to memory that is there already. Times are the slowest rank's; ratios are medians of the rounds' ratios. hf_zero and
-torch.distributed.checkpoint force their files to the disk, DeepSpeed does not. Loading reads what is still in the page cache.
+In each round every contender saves, loads, and saves in the background once, in an order that turns from round to round. Right before
+and right after each save of hf_zero the same processes write as many bytes plainly in windows of 4 MiB and force them to the disk (the
+disk's sequential rate), through the page cache and past it; around each save in the background they copy the shards to memory that
+is there already. A round's ratio is the mean of both over the save; ratios are medians over rounds, with the smallest and largest.
+Times are the slowest rank's. hf_zero and torch.distributed.checkpoint force their files to the disk, DeepSpeed does not. Loading
+reads what a save left in the page cache: all of the others' files, of hf_zero's those that were written through it.
 """
 
 from __future__ import annotations
@@ -112,36 +114,44 @@ def bytes_below(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def one_turn(contender: Ranks, folder: Path, disk_first: bool) -> None:
+def one_turn(contender: Ranks, folder: Path) -> None:
     """Everything that is timed of a contender, once."""
     place = str(folder / contender.name)
     if contender.name.endswith("background"):
         contender.ask(do="copy")
         contender.ask(do="stall", folder=place)
         contender.ask(do="rest")
+        contender.ask(do="copy")
         return
     beside = contender.name.startswith("hf_zero")
-    if beside and disk_first:
-        contender.ask(do="disk", folder=f"{place}-plain", nbytes=contender.nbytes // WORLD)
+    _write_beside(contender, place, beside)
     contender.ask(do="save", folder=place)
     contender.nbytes = bytes_below(Path(place))
+    _write_beside(contender, place, beside)
     contender.ask(do="load", folder=place)
-    if beside and not disk_first:
-        contender.ask(do="disk", folder=f"{place}-plain", nbytes=contender.nbytes // WORLD)
     if contender.name == "dcp":
         contender.ask(do="stall", folder=f"{place}-background")
         contender.ask(do="rest")
 
 
+def _write_beside(contender: Ranks, place: str, wanted: bool) -> None:
+    """Writes as many bytes as the last save did, both ways."""
+    for way in ("disk", "direct") if wanted else ():
+        contender.ask(do=way, folder=f"{place}-{way}", nbytes=contender.nbytes // WORLD)
+        for path in Path(place).parent.glob(f"{Path(place).name}-{way}-*"):
+            path.unlink()
+
+
 def measure(contenders: list[Ranks], folder: Path, rounds: int, console: Console) -> None:
     """Runs all rounds, then looks at each contender's memory and reads."""
     for number in range(rounds + 1):  # the first one warms up
-        for contender in contenders:
-            one_turn(contender, folder, disk_first=number % 2 == 1)
+        first = number % len(contenders)
+        for contender in contenders[first:] + contenders[:first]:
+            one_turn(contender, folder)
             _empty(folder)
         console.print(f"[dim]round {number} of {rounds}[/dim]")
     for contender in contenders:
-        contender.seconds = {kind: taken[1:] for kind, taken in contender.seconds.items()}
+        contender.seconds = {kind: taken[len(taken) // (rounds + 1) :] for kind, taken in contender.seconds.items()}
         if contender.nbytes:
             contender.seen = contender.ask(do="inspect", folder=str(folder / contender.name))
             _empty(folder)
@@ -159,8 +169,9 @@ COLUMNS = {
     "rest": "rest s",
     "copy": "copy s",
     "disk": "disk s",
+    "direct": "direct s",
 }
-TARGETS = ("stall / copy (<= 1.20)", "disk / save (>= 0.90)", "extra MiB in a save (<= 64)", "read / share (<= 1.1)")
+TARGETS = ("stall / copy (<= 1.20)", "disk / save (>= 0.90)", "direct / save", "extra MiB in a save (<= 64)", "read / share (<= 1.1)")
 
 
 def rows_of(contenders: list[Ranks]) -> list[list[str]]:
@@ -170,25 +181,35 @@ def rows_of(contenders: list[Ranks]) -> list[list[str]]:
         seconds = contender.seconds
         row = [contender.name, f"{contender.nbytes / 2**20:.0f}" if contender.nbytes else ""]
         row += [f"{statistics.median(seconds[kind]):.3f}" if kind in seconds else "" for kind in COLUMNS]
-        row.append(f"{_ratio(seconds['stall'], seconds['copy']):.2f}" if "copy" in seconds else "")
-        row.append(f"{_ratio(seconds['disk'], seconds['save']):.2f}" if "disk" in seconds else "")
+        row.append(_ratio(seconds["stall"], _around(seconds["copy"])) if "copy" in seconds else "")
+        row += [_ratio(_around(seconds[way]), seconds["save"]) if way in seconds else "" for way in ("disk", "direct")]
         row.append(f"{contender.seen['grown'] / 2**20:.0f}" if contender.seen else "")
         row.append(f"{contender.seen['read'] * WORLD / contender.nbytes:.2f}" if contender.seen else "")
         rows.append(row)
     return rows
 
 
-def _ratio(first: list[float], second: list[float]) -> float:
-    return statistics.median(one / other for one, other in zip(first, second, strict=True))
+def _around(taken: list[float]) -> list[float]:
+    """For each round the mean of what was taken before and after."""
+    return [(before + after) / 2 for before, after in zip(taken[::2], taken[1::2], strict=True)]
+
+
+def _ratio(first: list[float], second: list[float]) -> str:
+    """Median, smallest and largest of the rounds' ratios."""
+    ratios = [one / other for one, other in zip(first, second, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 TEXT = """Seconds of the slowest rank, medians of {rounds} rounds; GPT-2 with {layers} layers of width {width} and vocabulary {vocab},
 trained in bf16 with fp32 masters and both moments of Adam, {world} gloo ranks. **save** returns when everything is on the disk; **stall**
 is how long a save in the background holds training up, **rest** how long it then takes until it is on the disk with nothing else to do;
-**load** reads what is still in the page cache. **disk** writes as many bytes in windows of 4 MiB and forces them to the disk; **copy**
-copies a rank's masters and moments to memory that is there already. hf_zero and torch.distributed.checkpoint (dcp) force their files to
-the disk, DeepSpeed does not. The last two columns: anonymous host memory that a save adds on the rank that takes most, and bytes that
-system calls read while a rank loads, beside its part of the checkpoint (what is mapped does not count there). Targets in parentheses."""
+**load** reads what is still in the page cache. **disk** writes as many bytes in windows of 4 MiB and forces them to the disk, **direct** does
+so past the page cache, both right before and right after each save; **copy** copies a rank's masters and moments to memory that is there
+already, before and after each save in the background. Ratios are medians of the rounds' ratios, with the smallest and largest.
+hf_zero and torch.distributed.checkpoint (dcp) force their files to the disk, DeepSpeed does not; hf_zero writes past the page cache, so
+it loads from the disk what the others find in memory. The last two columns: anonymous host memory that a save adds on the rank that
+takes most, and bytes that system calls read while a rank loads, beside its part of the checkpoint (what is mapped does not count there).
+Targets in parentheses."""
 
 
 def parse() -> argparse.Namespace:
