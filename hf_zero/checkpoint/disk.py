@@ -105,7 +105,7 @@ class Disk:
     def buffer(self) -> mmap.mmap:
         """One that nothing is written from any more."""
         if self._free is None:
-            self._free = [mmap.mmap(-1, _BUFFER_BYTES) for _ in range(_BUFFERS if self._helpers is not None else 1)]
+            self._free = [_aligned() for _ in range(_BUFFERS if self._helpers is not None else 1)]
         while not self._free:
             future, buffer = self._pending.pop(0)
             self._free.append(buffer)
@@ -217,6 +217,11 @@ class DiskFile:
                 self.path.unlink(missing_ok=True)
                 raise OSError(error.errno, error.strerror, str(self.path)) from error
             raise
+
+
+def _aligned() -> mmap.mmap:
+    """Memory that begins at a page."""
+    return mmap.mmap(-1, _BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _put(descriptor: int, data: memoryview, position: int) -> None:
