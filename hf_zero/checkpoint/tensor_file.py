@@ -22,6 +22,8 @@ from hf_zero.errors import CheckpointError
 _WINDOW_BYTES = 64 * CHUNK_BYTES
 # Bytes that are summed and written in turn: no more than a core's own cache holds.
 _SUMMED_BYTES = 8 * CHUNK_BYTES
+# Windows that are fetched while one is verified and copied.
+_AHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -283,10 +285,19 @@ class RangeReader:
             try:
                 with open(path, "rb", buffering=0) as file:
                     self._check_header(file.fileno(), name)
-                    for tensor, parts in tensors.items():
-                        self._read_tensor(file.fileno(), name, tensor, sorted(parts, key=lambda copy: copy.start))
+                    ordered = {tensor: sorted(parts, key=lambda copy: copy.start) for tensor, parts in tensors.items()}
+                    ahead = _ReadAhead(file.fileno(), self._ranges(name, ordered))
+                    for tensor, parts in ordered.items():
+                        self._read_tensor(file.fileno(), name, tensor, parts, ahead)
             except OSError as error:
                 raise CheckpointError(f"cannot read {path}: {error}") from error
+
+    def _ranges(self, file: str, copies: Mapping[str, list[Copy]]) -> Iterator[tuple[int, int]]:
+        """(position, bytes) of all windows of ``file`` that will be read, in order."""
+        for tensor, parts in copies.items():
+            record = self.record(file, tensor)
+            for start, stop in _spans(parts, ITEM_BYTES[record.dtype], record.nbytes):
+                yield record.offset + start, stop - start
 
     def whole(self, file: str, tensor: str) -> torch.Tensor:
         """A new host tensor with all of ``tensor``."""
@@ -317,7 +328,7 @@ class RangeReader:
             raise CheckpointError(f"{self.folder / name} is damaged: the checksum of its header does not match the index")
         self._verified.add(name)
 
-    def _read_tensor(self, descriptor: int, file: str, tensor: str, copies: list[Copy]) -> None:
+    def _read_tensor(self, descriptor: int, file: str, tensor: str, copies: list[Copy], ahead: _ReadAhead) -> None:
         record = self.record(file, tensor)
         itemsize, dtype = ITEM_BYTES[record.dtype], DTYPES[record.dtype]
         numel = record.nbytes // itemsize
@@ -328,6 +339,7 @@ class RangeReader:
         if len(self._window) < min(_WINDOW_BYTES, record.nbytes):
             self._window = bytearray(min(_WINDOW_BYTES, record.nbytes))
         for start, stop in _spans(copies, itemsize, record.nbytes):
+            ahead.advance()
             data = self._pread(descriptor, memoryview(self._window)[: stop - start], record.offset + start, file)
             self._verify(data, record, start, f"{self.folder / file}: tensor {tensor!r}")
             values = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
@@ -354,6 +366,22 @@ class RangeReader:
             raise CheckpointError(
                 f"{what} is damaged: the checksum of the {CHUNK_BYTES} bytes from byte {first} on does not match the index"
             )
+
+
+class _ReadAhead:
+    """Has the kernel fetch windows of a file before they are asked for; advice, no more."""
+
+    def __init__(self, descriptor: int, ranges: Iterator[tuple[int, int]]) -> None:
+        self._descriptor = descriptor
+        self._ranges = ranges
+        for _ in range(_AHEAD):
+            self.advance()
+
+    def advance(self) -> None:
+        """One window is being read."""
+        offset, nbytes = next(self._ranges, (0, 0))
+        if nbytes and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def _spans(copies: list[Copy], itemsize: int, nbytes: int) -> Iterator[tuple[int, int]]:
