@@ -142,8 +142,12 @@ def _trainer_rotates(models: Path, folder: Path, limit: int) -> list[str]:
     from transformers import Trainer
 
     def others(deleted: Path) -> bool:
-        newest = newest_trainer_checkpoint(deleted.parent)
-        return newest is not None and Path(newest) != deleted
+        for _ in range(100):  # Trainer's rank 0 deletes without waiting for the random states of the others
+            newest = newest_trainer_checkpoint(deleted.parent)
+            if newest is not None and Path(newest) != deleted:
+                return True
+            time.sleep(0.05)
+        return False
 
     with trainers.clean_state():
         options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "save_total_limit": limit}
