@@ -56,20 +56,24 @@ def norms(trainer: Any) -> list[float]:
     return [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
 
 
-def train_and_save(stage: int, tp: int, folder: str) -> tuple[list[float], list[float], float]:
-    """Losses, norms and evaluation loss; the saved model is in ``folder``."""
+EVALUATED = 9  # rows: no multiple of what the ranks evaluate at once
+
+
+def train_and_save(stage: int, tp: int, folder: str) -> tuple[list[float], list[float], float, Any]:
+    """Losses, norms, evaluation loss and predictions; the saved model is in ``folder``."""
     from transformers import Trainer
 
     with tempfile.TemporaryDirectory() as own:
         args = arguments(own, zero_config(stage, tp))
         model = CASES["gpt2"].build() if stage < 3 else built_sharded()
-        trainer = Trainer(model=model, args=args, train_dataset=rows(), eval_dataset=rows(8))
+        trainer = Trainer(model=model, args=args, train_dataset=rows(), eval_dataset=rows(EVALUATED))
         trainer.train()
         found = losses(trainer), norms(trainer)
         evaluated = trainer.evaluate()["eval_loss"]
+        predicted = trainer.predict(rows(EVALUATED)).predictions
         trainer.save_model(folder)
         dist.barrier()
-    return (*found, evaluated)
+    return (*found, evaluated, predicted)
 
 
 def built_sharded() -> Any:

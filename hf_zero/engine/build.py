@@ -26,6 +26,7 @@ from hf_zero.engine.full_values import Training, register_training
 from hf_zero.engine.generation import Generation
 from hf_zero.engine.idle_saves import IdleSaves
 from hf_zero.engine.loss_scale import LossScaler, NullScaler
+from hf_zero.engine.metrics_once import count_samples_once
 from hf_zero.engine.offloading import Offloading, describe_offload
 from hf_zero.engine.onebit_step import OneBitStepper, check_topology, local_policy, max_norm_of
 from hf_zero.engine.precision import PrecisionPolicy, cast_and_move, cast_param
@@ -119,6 +120,8 @@ def initialize(
     _record_traffic(resolved.config)
     if requested_ranks(source) > 1 or is_split(model):
         model = split_model(model, source.get("tensor_parallel") or {}, topology)
+    if topology.model is not None:
+        count_samples_once(topology.model.world)
     builder = EngineBuilder(model, resolved, topology)
     inner = builder.inner_optimizer(optimizer, list(model_parameters) if model_parameters is not None else None)
     engine = builder.build(inner, lr_scheduler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from hf_zero.tensor_parallel.functions import ModelGroup, Part
 from hf_zero.tensor_parallel.numbers import set_attribute
 from hf_zero.tensor_parallel.plan import VOCABULARY, SplitParameter, TpPlan
 
+_READ = {"input_ids", "pixel_values"}  # what models are known to read
 _PLAN, _RANKS = "_hf_zero_tp_plan", "_hf_zero_tp_ranks"
 
 
@@ -159,7 +161,7 @@ def example_inputs(model: nn.Module, length: int = 16, values: bool = False) -> 
         ConfigError: The model's inputs are not known.
     """
     config: Any = getattr(model, "config", None)
-    names = set(_forward_names(model))
+    names = set(_argument_names(model))
     inputs: dict[str, torch.Tensor] = {}
     device = "cpu" if values else "meta"
     if "input_ids" in names:
@@ -186,7 +188,11 @@ def _plain_token(config: Any) -> int:
     return next(token for token in range(len(special) + 1) if token not in special)
 
 
-def _forward_names(model: nn.Module) -> list[str]:
-    import inspect
-
-    return list(inspect.signature(model.forward).parameters)
+def _argument_names(model: nn.Module) -> list[str]:
+    """What ``model.forward`` takes by name; of a wrapper that hands on all keywords (PEFT's), what the model in it takes."""
+    for module in model.modules():
+        parameters = inspect.signature(module.forward).parameters.values()
+        names = [item.name for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
+        if _READ.intersection(names) or not any(item.kind is item.VAR_KEYWORD for item in parameters):
+            return names
+    return []
