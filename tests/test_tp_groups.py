@@ -114,6 +114,20 @@ def test_what_disagrees_is_named() -> None:
     assert "ranks [0, 1] hold the model together since tp_model_init, and the mpu object names no model-parallel group" in first[3]
 
 
+def adapters_after_the_split() -> str:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(tp_model_init(CASES["llama"].build(), 2), LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ConfigError) as error:
+        hf_zero.initialize(model=model, config=config(2))
+    return str(error.value)
+
+
+def test_layers_that_are_wrapped_after_the_split_are_named() -> None:
+    for text in ranks.run_ranks(adapters_after_the_split, 2):
+        assert "layers.0.self_attn.q_proj.base_layer was split by tp_model_init and wrapped in Linear after it" in text
+
+
 def not_ours() -> int:
     """An mpu object of a model that is model-parallel by itself, and no autotp_size: nothing is split."""
     model = CASE.build()

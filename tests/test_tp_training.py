@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -69,3 +71,25 @@ def test_different_data_in_a_group_is_an_error_that_names_the_ranks() -> None:
     texts = ranks.run_ranks(_different_data, 4)
     assert texts[0] == texts[1] and "rank 0 and rank 1 were given different input_ids" in texts[0]
     assert texts[2] == texts[3] and "rank 2 and rank 3 were given different input_ids" in texts[2]
+
+
+def _seeds_by_rank(folder: str) -> tuple[list[float], float]:
+    """Losses with dropout where each rank sets a seed of its own after the split, and again after a checkpoint was loaded."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(1)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=16)).train()
+    engine = parity.initialize(model, Run(stage=1, extra={"tensor_parallel": {"autotp_size": 2}}))
+    losses = []
+    for step in range(2):
+        if step:
+            engine.save_checkpoint(folder)
+            engine.load_checkpoint(folder)
+        torch.manual_seed(7 * step + ranks.rank())
+        losses.append(parity.micro_step(engine, CASES["gpt2"].rows(step, 0, 0), CASES["gpt2"].forward, 0))
+    return losses, float(torch.rand(()))
+
+
+def test_ranks_of_a_group_draw_the_same_whatever_seeds_they_have(tmp_path: Path) -> None:
+    first, second = ranks.run_ranks(_seeds_by_rank, 2, str(tmp_path))
+    assert first == second

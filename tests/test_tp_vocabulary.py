@@ -9,9 +9,12 @@ import torch
 from torch.nn import functional
 
 import hf_zero
+from hf_zero.errors import ConfigError
 from hf_zero.tensor_parallel.functions import ModelGroup, Part
 from hf_zero.tensor_parallel.logits import VocabularyLogits
+from hf_zero.tensor_parallel.make_plan import make_plan
 from hf_zero.tensor_parallel.plan import TpPlan
+from hf_zero.tensor_parallel.wishes import wishes_of
 from tests import ranks, zoo
 from tests.parity import Run
 from tests.tp_breadth import perturb
@@ -154,10 +157,26 @@ def test_models_compute_their_loss_from_parts(name: str) -> None:
     ranks.run_ranks(model_losses, 2, name)
 
 
-def test_plan_says_so() -> None:
-    from hf_zero.tensor_parallel.make_plan import make_plan
-    from hf_zero.tensor_parallel.wishes import wishes_of
+def test_key_finds_the_head_by_its_name() -> None:
+    model = zoo.build("LlamaForCausalLM")
+    plan = make_plan(model, 2, wishes=wishes_of({"vocab_parallel_lm_head": True}, None, model))
+    assert plan.to_dict()["borders"] == make_plan(model, 2, wishes=wishes_of(config("lm_head"), None, model)).to_dict()["borders"]
+    assert plan.modules["lm_head"].source == "vocab_parallel_lm_head"
+    rules = {"use_default_specs": False, "layer_specs": [{"patterns": ["down_proj"], "partition_type": "row"}]}
+    plan = make_plan(model, 2, wishes=wishes_of({"vocab_parallel_lm_head": True, "partition_config": rules}, None, model))
+    assert {path for path, entry in plan.modules.items() if entry.split not in ("whole", "vocabulary")} <= {
+        f"model.layers.{index}.mlp.down_proj" for index in range(2)
+    }
+    assert plan.modules["lm_head"].split == "vocabulary"
+    encoder = zoo.build("BertForMaskedLM")
+    with pytest.raises(ConfigError, match="no linear layer is named lm_head or embed_out; name the head in"):
+        wishes_of({"vocab_parallel_lm_head": True}, None, encoder)
+    names = {"lm_head_patterns": ["decoder"]}
+    plan = make_plan(encoder, 2, wishes=wishes_of({"vocab_parallel_lm_head": True, "partition_config": names}, None, encoder))
+    assert plan.modules["cls.predictions.decoder"].split == "vocabulary"
 
+
+def test_plan_says_so() -> None:
     model = zoo.build("LlamaForCausalLM")
     data = make_plan(model, 2).to_dict()
     assert data["modules"]["lm_head"]["split"] == "column, gathered"

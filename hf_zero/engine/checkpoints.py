@@ -22,6 +22,7 @@ from hf_zero.engine.rotation import keeps_too_few
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.sharding.slices import slice_of
+from hf_zero.tensor_parallel.same_data import SameData
 
 if TYPE_CHECKING:
     from hf_zero.engine.engine import Engine
@@ -126,6 +127,11 @@ def load(
         progress.skipped_steps = counters.get("skipped_steps", 0)
         progress.global_samples = counters.get("global_samples", 0)
         engine.accumulation.micro_steps = counters.get("micro_steps", 0)
+    model_axis = engine.collectives.topology.model
+    if model_axis is not None:
+        SameData(
+            engine.module, open_collectives(model_axis)
+        )  # what else is resumed, loaders and random states, may be that of other groups
     log_rank0("checkpoint loaded from %s", loaded.path)
     return str(loaded.path), loaded.client_state
 

@@ -1,7 +1,8 @@
-"""The ranks that hold one model together must be fed the same samples: looked at in the first training step."""
+"""The ranks that hold one model together must have the same samples and random numbers: looked at in the first training step."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from typing import Any
 
@@ -14,7 +15,10 @@ from hf_zero.tensor_parallel.trace import named_arguments
 
 
 class SameData:
-    """Compares a checksum of the model's arguments over the ranks of a group, once.
+    """Compares a checksum of the model's arguments over the ranks of a group, once, and makes their random states one.
+
+    Seeds by rank that were set after the model was split, and states that a checkpoint of other groups brings back, would give the
+    ranks of a group other masks of dropout for what all of them hold.
 
     Attributes:
         collectives: The group.
@@ -31,7 +35,10 @@ class SameData:
             return
         self._handle.remove()
         mine = {name: checksum(tensor) for name, tensor in named_arguments(module, args, kwargs)}
-        everyone = self.collectives.gather_objects(mine, "same data")
+        gathered = self.collectives.gather_objects((mine, self._random_state()), "same data")
+        everyone = [data for data, _ in gathered]
+        if len({state for _, state in gathered}) > 1:
+            equal_random_state(self.collectives)
         if all(other == everyone[0] for other in everyone):
             return
         shared = [name for name in mine if all(name in other for other in everyone)]
@@ -45,6 +52,27 @@ class SameData:
             "and must see the same samples. Give the data loader one sampler per group: rank = global rank // tensor_parallel.autotp_size, "
             f"replicas = ranks / tensor_parallel.autotp_size (here {self.collectives.world} ranks per group)"
         )
+
+    def _random_state(self) -> str:
+        device = self.collectives.topology.device
+        states = [torch.get_rng_state()]
+        if device.type != "cpu":
+            states.append(getattr(torch, device.type).get_rng_state(device).cpu())
+        return hashlib.sha256(b"".join(bytes(state.numpy()) for state in states)).hexdigest()
+
+
+def equal_random_state(collectives: Collectives) -> None:
+    """Gives the ranks of the group one random stream, so that dropout outside of split tensors is the same; collective."""
+    state = torch.get_rng_state()
+    device = collectives.topology.device
+    shared = state.to(device)
+    collectives.broadcast(shared, 0, "random state")
+    torch.set_rng_state(shared.cpu())
+    if device.type != "cpu":
+        module = getattr(torch, device.type)
+        shared = module.get_rng_state(device).to(device)
+        collectives.broadcast(shared, 0, "random state")
+        module.set_rng_state(shared.cpu(), device)
 
 
 def checksum(tensor: torch.Tensor) -> tuple[Any, ...]:

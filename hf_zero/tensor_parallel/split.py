@@ -16,11 +16,12 @@ from hf_zero.config.read import read_config
 from hf_zero.errors import ConfigError
 from hf_zero.host_memory import mapped_files
 from hf_zero.observe import log_rank0, warn_once
+from hf_zero.sharding.slices import slice_of
 from hf_zero.tensor_parallel.apply import apply_plan, plan_of, ranks_of
 from hf_zero.tensor_parallel.functions import ModelGroup
 from hf_zero.tensor_parallel.make_plan import make_plan
 from hf_zero.tensor_parallel.plan import WHOLE, TpPlan
-from hf_zero.tensor_parallel.same_data import SameData
+from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
 from hf_zero.tensor_parallel.trace import Inputs
 from hf_zero.tensor_parallel.wishes import wishes_of
 
@@ -95,8 +96,10 @@ def split_model(
         ConfigError: The model does not divide, or is split over another number of ranks.
     """
     axis = topology.model
-    if plan_of(module) is not None:
+    present = plan_of(module)
+    if present is not None:
         _require_same(module, section, axis)
+        _require_unwrapped(module, present)
         return module
     if axis is None or axis.world == 1:
         return module
@@ -126,6 +129,20 @@ def _require_same(module: nn.Module, section: Mapping[str, Any], axis: Topology 
     if axis is None or axis.ranks != ranks:
         others = f"the mpu object says {list(axis.ranks)}" if axis is not None else "the mpu object names no model-parallel group"
         raise ConfigError(f"ranks {list(ranks)} hold the model together since tp_model_init, and {others}")
+
+
+def _require_unwrapped(module: nn.Module, plan: TpPlan) -> None:
+    """Split layers are where the plan says, but for what stands before: inside another module (an adapter) their sums do not add up."""
+    for path, child in module.named_modules():
+        names = path.split(".")
+        if not any(slice_of(param) is not None for param in child.parameters(recurse=False)):
+            continue
+        if not any(".".join(names[start:]) in plan.modules for start in range(len(names))):
+            parent = module.get_submodule(path.rpartition(".")[0])
+            raise ConfigError(
+                f"{path} was split by tp_model_init and wrapped in {type(parent).__name__} after it; change the model (adapters, quantization) "
+                "before it is split"
+            )
 
 
 def _agree(collectives: Collectives, make: Callable[[], TpPlan]) -> TpPlan:
@@ -170,20 +187,6 @@ def _mark(tensor: torch.Tensor, in_file: bool) -> float:
         step = (values.numel() - _WINDOW) // (_WINDOWS - 1)
         values = values.as_strided((_WINDOWS, _WINDOW), (step, 1))
     return float(values.sum(dtype=torch.float64))
-
-
-def equal_random_state(collectives: Collectives) -> None:
-    """Gives the ranks of the group one random stream, so that dropout outside of split tensors is the same; collective."""
-    state = torch.get_rng_state()
-    device = collectives.topology.device
-    shared = state.to(device)
-    collectives.broadcast(shared, 0, "random state")
-    torch.set_rng_state(shared.cpu())
-    if device.type != "cpu":
-        module = getattr(torch, device.type)
-        shared = module.get_rng_state(device).to(device)
-        collectives.broadcast(shared, 0, "random state")
-        module.set_rng_state(shared.cpu(), device)
 
 
 def summary(module: nn.Module, plan: TpPlan) -> str:
