@@ -140,8 +140,8 @@ def _require_unwrapped(module: nn.Module, plan: TpPlan) -> None:
         if not any(".".join(names[start:]) in plan.modules for start in range(len(names))):
             parent = module.get_submodule(path.rpartition(".")[0])
             raise ConfigError(
-                f"{path} was split by tp_model_init and wrapped in {type(parent).__name__} after it; change the model (adapters, quantization) "
-                "before it is split"
+                f"{path} was split by tp_model_init and wrapped in {type(parent).__name__} after it; change the model (adapters, "
+                "quantization) before it is split"
             )
 
 
