@@ -197,7 +197,7 @@ def test_transformers_arange_guard_restores_the_wrapper() -> None:
     from transformers.integrations import deepspeed as integration
 
     if not hasattr(integration, "prevent_arange_dtype_change"):
-        pytest.skip("transformers 4 has no such guard")
+        pytest.skip("transformers before 5 has no such guard")
     module = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
     with integration.prevent_arange_dtype_change():
         guarded = module.zero_wrapper_for_fp_tensor_constructor
