@@ -38,6 +38,13 @@ def test_offloading_changes_no_bit(world: int, stage: int, names: list[str]) -> 
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize(("stage", "ways"), [(2, "no overlap"), (3, "apart")])
+def test_a_model_of_one_unit(stage: int, ways: str) -> None:
+    """ALBERT is one block: two buffers in turn then hold two shards of the same unit, an old one and a new one."""
+    wrong = [text for rank in ranks.run_ranks(compare, 2, "albert", Run(dtype="bf16", stage=stage), ways) for text in rank]
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])

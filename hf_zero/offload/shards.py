@@ -50,6 +50,9 @@ class _Frames:
         """The buffer that was taken longest ago, free and large enough for ``unit``'s shard."""
         frame = self._frames.pop(0)
         self._frames.append(frame)
+        for other in self._frames:  # what it held of ``unit`` is outdated: the only unit of a model comes around before it is overwritten
+            if other.unit is unit:
+                other.unit = None
         frame.unit = None
         frame.settle()
         nbytes = -(-unit.shard.nbytes // ALIGNMENT) * ALIGNMENT
