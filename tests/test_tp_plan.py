@@ -124,6 +124,18 @@ def test_wish_that_does_not_divide_names_layer_size_and_usable_ranks() -> None:
         make_plan(model, 3, wishes=wishes_of(section, None, model))
 
 
+def test_layers_that_do_not_divide_are_told_with_usable_numbers_of_ranks() -> None:
+    plan = make_plan(zoo.build("LlamaForCausalLM"), 3)
+    assert plan.notes == [
+        "14 linear layers do not divide by 3 and stay whole on every rank, such as model.layers.0.self_attn.q_proj (32, 32); "
+        "usable numbers of ranks are [2, 4, 8, 16, 32]"
+    ]
+    assert not make_plan(zoo.build("LlamaForCausalLM"), 2).notes
+    model = zoo.build("GPT2LMHeadModel", changes={"vocab_size": 97})
+    reason = make_plan(model, 2).modules["lm_head"].reason
+    assert reason == "97 outputs do not divide by 2, and a tied weight is split over outputs only"
+
+
 def test_command_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     zoo.small_config("LlamaForCausalLM").save_pretrained(tmp_path)
     assert main(["explain", "--model", str(tmp_path), "--tp", "2", "--save-plan", str(tmp_path / "plan.json")]) == 0

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-_PREPARES, _GATHERS = "_prepare_deepspeed", "gather_for_metrics"
+_PREPARES = "_prepare_deepspeed"
+_GATHER = ("gather_for_metrics", "evaluation_loop")  # Accelerator's method; Trainer's, whose seq2seq kind gathers by itself
 
 
 def count_samples_once(group: int) -> None:
@@ -17,7 +18,7 @@ def count_samples_once(group: int) -> None:
     accelerate divides samples over groups of ranks where the configuration has ``autotp_size``, but ``gather_for_metrics`` (which
     Trainer evaluates and predicts with) joins what all ranks have: each sample would come once per rank of its group, and the rows that
     pad the last batch would be cut off at the wrong place. So the Accelerator that is preparing an engine gets a ``gather`` that keeps,
-    for that one caller, what the first rank of each group has. All else gathers from every rank as before; Trainer reckons with it.
+    for those who evaluate, what the first rank of each group has. All else gathers from every rank as before; Trainer reckons with it.
 
     Called by ``initialize``. Looks at the callers' frames, because nothing else leads from an engine to its Accelerator.
 
@@ -32,7 +33,7 @@ def count_samples_once(group: int) -> None:
 
     def gather(tensor: Any) -> Any:
         found = every_rank(tensor)
-        if sys._getframe(1).f_code.co_name != _GATHERS:
+        if sys._getframe(1).f_code.co_name not in _GATHER:
             return found
         return pytree.tree_map(lambda leaf: _of_first_ranks(leaf, ranks, group), found)
 

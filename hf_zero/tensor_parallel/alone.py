@@ -156,6 +156,8 @@ def _judge(
         return "", [Alone(path, how[path], outputs, partial, next(iter(keys.get(path) or [""]))) for path in paths]
     if inputs % ranks == 0 and wish != GATHERED and not partial and len(paths) == 1 and is_linear(type(modules[paths[0]])):
         return "", [Alone(paths[0], SCATTERED, inputs)]
+    if inputs % ranks == 0 and len(paths) > 1:
+        return f"{outputs} outputs do not divide by {ranks}, and a tied weight is split over outputs only", []
     return f"{outputs} outputs and {inputs} inputs do not divide by {ranks}", []
 
 

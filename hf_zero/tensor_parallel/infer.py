@@ -58,9 +58,10 @@ def infer(
         graph = trace(copy, inputs, norms)
     forced = dict(forced or {})
     for name, value in graph.parameters.items():
-        if name.rpartition(".")[0] in keep_whole or name.rpartition(".")[0] in forced:
+        layer = name.rpartition(".")[0]
+        if layer in keep_whole or layer in forced:
             for atom in value.dims:
-                block(atom, "kept whole by the plan")
+                block(atom, "split by itself as the plan says" if layer in forced else "kept whole by the plan")
     read = {value for op in graph.ops() for value in op.inputs}
     for value in graph.parameters.values():
         if value not in read:

@@ -12,12 +12,13 @@ from hf_zero.tensor_parallel.apply import example_inputs
 from hf_zero.tensor_parallel.by_name import plan_by_name
 from hf_zero.tensor_parallel.infer import Findings, infer
 from hf_zero.tensor_parallel.own_plan import note_source, own_styles, preferences
-from hf_zero.tensor_parallel.plan import TpPlan
+from hf_zero.tensor_parallel.plan import WHOLE, TpPlan
 from hf_zero.tensor_parallel.solve import is_linear
 from hf_zero.tensor_parallel.trace import Inputs, have_values, skeleton
 from hf_zero.tensor_parallel.wishes import Wishes
 from hf_zero.tensor_parallel.write_plan import write_plan
 
+_USABLE = range(2, 65)  # numbers of ranks that messages try
 _LENGTHS = (16, 64, 512)
 
 
@@ -61,6 +62,7 @@ def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, wishes
         if path in plan.modules:
             plan.modules[path].source = wishes.source
     note_source(plan, styles)
+    _note_undivided(plan, copy, ranks)
     if ranks > 1 and not plan.parameters:
         sizes = sorted({size for param in model.parameters() if param.dim() > 1 for size in getattr(param, "ds_shape", param.shape)})
         raise ConfigError(
@@ -69,10 +71,24 @@ def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, wishes
     return plan
 
 
+def _note_undivided(plan: TpPlan, model: nn.Module, ranks: int) -> None:
+    """Says which linear layers no split fits, and over how many ranks they would divide."""
+    whole = [path for path, entry in plan.modules.items() if entry.split == WHOLE]
+    weights = {path: tuple(model.get_parameter(f"{path}.weight").shape) for path in whole if is_linear(type(model.get_submodule(path)))}
+    odd = {path: shape for path, shape in weights.items() if all(size % ranks for size in shape)}
+    if odd:
+        usable = [number for number in _USABLE if all(any(size % number == 0 for size in shape) for shape in odd.values())]
+        path, shape = next(iter(odd.items()))
+        plan.notes.append(
+            f"{len(odd)} linear layers do not divide by {ranks} and stay whole on every rank, such as {path} {shape}; "
+            + (f"usable numbers of ranks are {usable}" if usable else "no number of ranks divides them all")
+        )
+
+
 def _require(plan: TpPlan, wishes: Wishes, model: nn.Module, ranks: int) -> None:
     for path in wishes.unmet(plan):
         weight = dict(model.named_parameters(remove_duplicate=False))[f"{path}.weight"]
-        sizes = [number for number in range(2, 65) if all(size % number == 0 for size in weight.shape)]
+        sizes = [number for number in _USABLE if all(size % number == 0 for size in weight.shape)]
         raise ConfigError(
             f"{path} cannot be split by {wishes.families[path]} over {ranks} ranks: its weight is {tuple(weight.shape)} "
             f"({plan.modules[path].reason}); usable numbers of ranks are {sizes}"

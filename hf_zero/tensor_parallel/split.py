@@ -118,7 +118,7 @@ def split_model(
     apply_plan(module, agreed, ModelGroup(collectives))
     equal_random_state(collectives)
     SameData(module, collectives)
-    log_rank0("%s", summary(module, agreed))
+    log_rank0("%s", "; ".join((summary(module, agreed), *agreed.notes)))
     return module
 
 
