@@ -135,12 +135,12 @@ def test_an_average_of_the_weights() -> None:
 
 
 class Repeating(nn.Module):
-    """Its constructor repeats a block by deep copies, as torch's own transformer does: of layers within layers, and of one layer."""
+    """Its constructor repeats a block by deep copies: torch's transformer does, and one layer by hand."""
 
     def __init__(self) -> None:
         super().__init__()
-        block = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)))
-        self.blocks = nn.ModuleList(copy.deepcopy(block) for _ in range(2))
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         linear = nn.Linear(8, 8)
         self.more = nn.ModuleList(copy.deepcopy(linear) for _ in range(2))
         self.apply(self._initialise)
@@ -150,8 +150,8 @@ class Repeating(nn.Module):
             nn.init.constant_(module.weight, 0.25)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = inputs
-        for layer in (*self.blocks, *self.more):
+        hidden = self.encoder(inputs)
+        for layer in self.more:
             hidden = layer(hidden).tanh()
         return hidden.sum()
 

@@ -91,7 +91,8 @@ class ModelInit:
             self._open[id(module)] = module
 
     def _on_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        if module is not None:
+        # Attention writes to its output layer at the end of its constructor: both are sharded when attention is assigned.
+        if module is not None and not isinstance(parent, nn.MultiheadAttention):
             for inner in module.modules():
                 if isinstance(inner, ParametrizationList) and inner is module:
                     _initialize_if_skipped(inner)
