@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests import ranks
-from tests.models import CASES
-from tests.parity import Run, initialize, micro_step
+from tests.models import CASES, class_loss
+from tests.parity import Run, check, initialize, micro_step, reference, train
 
 MLP = CASES["mlp"]
 
@@ -166,3 +166,39 @@ def _saved_parameters(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_parameters_are_saved_as_ordinary_ones(stage: int) -> None:
     ranks.run_ranks(_saved_parameters, 2, stage)
+
+
+def _other_data(threshold: int) -> None:
+    """``param.data = value`` inside a gather, as PEFT's initialisations of a base weight do it: rank 0's value counts everywhere."""
+    import hf_zero
+    from hf_zero.errors import StateError
+
+    def change(model: nn.Module, factor: float) -> None:
+        for param in (model.blocks[0].up.weight, model.head.bias):
+            param.data = param.data * factor + 0.25
+
+    section = {"stage": 3, "stage3_param_persistence_threshold": threshold}
+    run = Run(3, extra={"zero_optimization": section})
+    with hf_zero.zero.Init():
+        model = MLP.build()
+    for build in (lambda: model, lambda: initialize(model, run).module):
+        module = build()
+        with hf_zero.zero.GatheredParameters([module.blocks[0].up.weight, module.head.bias], modifier_rank=0):
+            change(module, 2.0 if ranks.rank() == 0 else -3.0)
+    plain = MLP.build()
+    change(plain, 2.0)
+    change(plain, 2.0)
+    assert all(torch.equal(value, whole(model)[name]) for name, value in plain.named_parameters())
+    engine = initialize(model, run)
+    trace = train(engine, MLP.rows, class_loss, run)
+    if ranks.rank() == 0:
+        check(trace, reference(plain, MLP.rows, class_loss, run, ranks.world()), run, "data replaced in a gather")
+    with pytest.raises(StateError, match=r"head\.bias has shape \(4,\).*shape \(5,\)"):
+        with hf_zero.zero.GatheredParameters(engine.module.head.bias, modifier_rank=0):
+            engine.module.head.bias.data = torch.zeros(5)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("threshold", [0, 10**6])
+def test_data_replaced_inside_a_gather(threshold: int) -> None:
+    ranks.run_ranks(_other_data, 2, threshold)

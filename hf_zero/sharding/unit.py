@@ -294,6 +294,7 @@ class Unit:
 
     def take_full(self) -> None:
         """Copies this rank's part of the gathered buffer into shard and master, after the parameters were written to; local."""
+        self._whole.adopt(self.params)
         if self.releasable:
             self.shard.copy_(self.full[self.owned.start : self.owned.stop])
             self.home.changed(self)
@@ -309,6 +310,7 @@ class Unit:
 
     def broadcast_from(self, source: int) -> None:
         """Makes the gathered buffer equal to rank ``source``'s on all ranks, and shards and masters with it; collective."""
+        self._whole.adopt(self.params)
         self.collectives.broadcast(self.full, source, self.name)
         self.take_full()
 

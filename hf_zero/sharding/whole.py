@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from hf_zero.errors import StateError
 from hf_zero.host_memory import on_huge_pages
 from hf_zero.sharding.layout import UnitLayout
 
@@ -43,6 +44,23 @@ class WholeBuffer:
         for param, view in zip(params, self._views, strict=True):
             if param is not None:
                 param.data = view
+
+    def adopt(self, params: Iterable[nn.Parameter | None]) -> None:
+        """Takes the values of parameters that were given other memory (``param.data = value``), and shows them their views again.
+
+        Raises:
+            StateError: The other memory has another shape.
+        """
+        for param, view, slot in zip(params, self._views, self._layout.slots, strict=True):
+            if param is None or (param.data_ptr() == view.data_ptr() and param.shape == view.shape):
+                continue
+            if param.shape != view.shape:
+                raise StateError(
+                    f"parameter {slot.name} has shape {tuple(view.shape)}, and was given data of shape {tuple(param.shape)} while it was "
+                    "gathered; a divided parameter keeps its shape: register a new one in its place"
+                )
+            view.copy_(param.data)
+            param.data = view
 
     def free(self, params: Iterable[nn.Parameter | None], leave: bool) -> None:
         """Empties the parameters and gives the memory back.
