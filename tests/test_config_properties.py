@@ -116,7 +116,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     """A valid configuration: some used and accepted keys, some of them "auto", some null."""
     config: dict[str, Any] = {}
     for path in draw(st.lists(st.sampled_from(HARMLESS), max_size=12, unique=True)):
-        if path in BATCH_KEYS or path.startswith("bf16.bf16_"):
+        if path in BATCH_KEYS or path.startswith(("bf16.bf16_", "elasticity.")):
             continue
         put(config, path, draw(st.one_of(values_of(path), st.just("auto"), st.none())))
     for name, kind in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):

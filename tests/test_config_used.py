@@ -13,6 +13,7 @@ from hf_zero.config.keys import all_keys
 
 PACKAGE = Path(hf_zero.__file__).parent
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if "config" not in path.relative_to(PACKAGE).parts]
+FILES.append(PACKAGE / "config" / "elastic.py")  # the one consumer that the batch identity needs before there is an engine
 CODE = "\n".join(path.read_text(encoding="utf-8") for path in FILES)
 PLAIN = [key for key in all_keys().values() if not key.is_section and "*" not in key.path]
 

@@ -91,6 +91,7 @@ _PROFILING = {
     "get_model_profile": "hf_zero.profiling.model_profile:get_model_profile",
     **{name: f"hf_zero.profiling.units:{name}" for name in _UNIT_TEXTS},
 }
+_ELASTIC = ("compute_elastic_config", "elasticity_enabled", "ElasticityError", "ElasticityConfigError", "ElasticityIncompatibleWorldSize")
 _TP_MODE = ("set_autotp_mode", "is_autotp_training_mode")
 _SCHEDULES = ("VALID_LR_SCHEDULES", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 _CHECKPOINTING = (
@@ -123,6 +124,7 @@ PROVIDED: Final[dict[str, str]] = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "hf_zero.optim.sharded:ShardedOptimizer",
     "deepspeed.init_distributed": "hf_zero.compat.comm:init_distributed",
     "deepspeed.add_config_arguments": "hf_zero.compat.command_line:add_config_arguments",
+    **{f"deepspeed.elasticity.{name}": f"hf_zero.config.elastic:{name}" for name in _ELASTIC},
     # Processes and devices.
     **{f"deepspeed.comm.{name}": f"hf_zero.compat.comm:{name}" for name in _COMM_OWN},
     **{f"deepspeed.comm.{name}": f"torch.distributed:{name}" for name in _COMM_TORCH},
@@ -265,7 +267,7 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.profiling": "only the flops profiler is provided; use torch.profiler, in which phases appear as hf_zero::...",
     "deepspeed.monitor": "track with accelerate (with_tracking, report_to) or with transformers' callbacks",
     "deepspeed.autotuning": "the autotuner is not implemented; `hf-zero explain` shows what a configuration does",
-    "deepspeed.elasticity": "elastic training is not implemented; a checkpoint loads on any number of ranks",
+    "deepspeed.elasticity": "only the computation of batch sizes is provided; a checkpoint loads on any number of ranks",
     "deepspeed.nebula": "Nebula is not implemented; checkpoints are written to a directory",
     "deepspeed.io": "checkpoint writers are not pluggable; checkpoints are written to a directory",
     "deepspeed.checkpoint": "only clone_tensors_for_torch_save is provided; a checkpoint loads on any number of ranks without conversion",

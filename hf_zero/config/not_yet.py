@@ -8,6 +8,5 @@ from __future__ import annotations
 
 NOT_YET: dict[str, str] = {
     "node_local_checkpoint": "not in this version: save to a folder that every node sees and leave it false",
-    "elasticity": "not in this version: set train_batch_size or train_micro_batch_size_per_gpu for the number of ranks you start",
     "sequence_parallel": "not in this version: leave it at 1 and shard with zero_optimization.stage 3",
 }

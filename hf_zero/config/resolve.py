@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from hf_zero.config.auto import AUTO_RULES, SOURCE_NAMES
 from hf_zero.config.batch import ACCUMULATION, MICRO, TOTAL, Batch, solve
 from hf_zero.config.checks import check_refusals, check_values
+from hf_zero.config.elastic import take_elastic_batch
 from hf_zero.config.keys import adapter_of, default_of, extra_of, nested_of, type_text
 from hf_zero.config.names import nearest
 from hf_zero.config.problems import Problems, show
@@ -229,6 +230,7 @@ def _build(data: dict[str, Any], problems: Problems) -> ZeroConfig | None:
 
 
 def _solve_batch(data: dict[str, Any], world_size: int, origin: dict[str, str], problems: Problems) -> Batch:
+    take_elastic_batch(data, world_size, origin, problems)
     batch = solve(data.get(TOTAL), data.get(MICRO), data.get(ACCUMULATION), world_size, problems)
     known = [key for key in (TOTAL, MICRO, ACCUMULATION) if key in data]
     for key, value in ((TOTAL, batch.total), (MICRO, batch.micro), (ACCUMULATION, batch.accumulation)):

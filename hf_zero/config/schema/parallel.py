@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from hf_zero.config.schema.fields import Bool, Float, FreeSection, Int, Section, Size, accepted, later, part, refused, section
+from hf_zero.config.schema.fields import Bool, Float, FreeSection, Int, Section, Size, accepted, later, part, refused, section, used
 
 _FOUND = "found from the model's own data flow"
 
@@ -22,22 +22,25 @@ class Pipeline(FreeSection):
 
 
 class Elasticity(Section):
-    """`elasticity`. Batch size computed for a range of world sizes; other batch keys then raise."""
+    """`elasticity`. Batch size computed for a range of world sizes; other batch keys then raise. Resuming needs no more: any checkpoint
+    loads on any number of ranks."""
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Bool = later(False, "Compute batch sizes for many world sizes", "elasticity")
+    enabled: Bool = used(False, "Compute the three batch keys so that many numbers of ranks share one global batch")
     max_train_batch_size: Int = part(2000, "Largest global batch")
     micro_batch_sizes: list[Int] = part(lambda: [2, 4, 6], "Allowed micro batches")
     min_gpus: Int = part(1, "Fewest ranks")
     max_gpus: Int = part(10000, "Most ranks")
-    min_time: Int = part(0, "Minutes between scaling events (v0.1)")
+    min_time: Int = accepted(0, "Minutes between scaling events (v0.1)", "for schedulers of clusters; checked, not used in training")
     prefer_larger_batch: Bool = part(True, "Prefer batches near the maximum")
     version: Float = part(0.2, "Algorithm version")
     ignore_non_elastic_batch_info: Bool = part(False, "Ignore the other batch keys instead of raising")
     num_gpus_per_node: Int = part(1, "Ranks per node (v0.2)")
     model_parallel_size: Int = part(1, "Model parallel degree (v0.2)")
-    prefer_large_batch: Bool = part(True, "Documented name of prefer_larger_batch")
+    prefer_large_batch: Bool = accepted(
+        True, "Documented name of prefer_larger_batch", "DeepSpeed does not read it; write prefer_larger_batch"
+    )
 
 
 class LayerSpec(Section):

@@ -1,0 +1,232 @@
+"""Elastic batch sizes: one global batch that many numbers of ranks can share evenly, as the ``elasticity`` section asks for it.
+
+Algorithm: DeepSpeed's documentation of elasticity (https://www.deepspeed.ai/docs/config-json/#elastic-training-config-v01-and-v02).
+A global batch fits a number of ranks if some allowed micro batch divides the share of each rank. The candidates are the micro
+batches and their least common multiple, each times the largest highly composite number that stays below the maximum (such
+numbers have more divisors than any smaller one); taken is the candidate that fits most numbers of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from hf_zero.config.batch import ACCUMULATION, MICRO, TOTAL
+from hf_zero.config.problems import Problems
+from hf_zero.config.schema.parallel import Elasticity
+from hf_zero.errors import ConfigError
+
+LATEST_VERSION = 0.2
+
+# https://oeis.org/A002182, up to 720720.
+_HIGHLY_COMPOSITE = (
+    *(1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160, 25200),
+    *(27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760, 277200, 332640, 498960, 554400, 665280, 720720),
+)
+
+
+class ElasticityError(ConfigError):
+    """An elastic batch size cannot be computed. Names the key, the value and what is allowed."""
+
+
+class ElasticityConfigError(ElasticityError):
+    """The ``elasticity`` section is missing, switched off or wrong."""
+
+
+class ElasticityIncompatibleWorldSize(ElasticityError):
+    """No micro batch divides the elastic batch over this many ranks."""
+
+
+@dataclass(frozen=True)
+class ElasticBatch:
+    """What elasticity settles.
+
+    Attributes:
+        total: Global batch, samples.
+        ranks: Numbers of data-parallel ranks that can share it, rising.
+        micro: Largest (or, if asked, first) allowed micro batch for the present number of ranks; None if that is not known.
+    """
+
+    total: int
+    ranks: list[int]
+    micro: int | None
+
+
+def elastic_batch(section: Elasticity, world_size: int) -> ElasticBatch:
+    """The batch that ``section`` settles for ``world_size`` ranks (0: not known).
+
+    Raises:
+        ElasticityError: The section's values do not go together, or the number of ranks is none of the possible ones.
+    """
+    _check(section)
+    found = _by_ranks(section, world_size) if section.version <= 0.1 else _by_nodes(section, world_size)
+    if world_size and found.micro is None:
+        raise ElasticityIncompatibleWorldSize(
+            f"elasticity: {world_size} data-parallel ranks cannot share a batch of {found.total} in micro batches of "
+            f"{section.micro_batch_sizes}; possible are {found.ranks}"
+        )
+    return found
+
+
+def _check(section: Elasticity) -> None:
+    sizes = section.micro_batch_sizes
+    if not sizes or min(sizes) < 1:
+        raise ElasticityConfigError(f"elasticity.micro_batch_sizes is {sizes}; allowed: a list of whole numbers, at least 1")
+    if max(sizes) > section.max_train_batch_size:
+        raise ElasticityConfigError(
+            f"elasticity.micro_batch_sizes is {sizes}; none may be larger than max_train_batch_size {section.max_train_batch_size}"
+        )
+    for name in ("min_gpus", "max_gpus", "model_parallel_size", "num_gpus_per_node"):
+        if getattr(section, name) < 1:
+            raise ElasticityConfigError(f"elasticity.{name} is {getattr(section, name)}; allowed: at least 1")
+    if section.max_gpus < section.min_gpus:
+        raise ElasticityConfigError(f"elasticity.max_gpus is {section.max_gpus}; allowed: at least min_gpus, {section.min_gpus}")
+    if section.min_time < 0:
+        raise ElasticityConfigError(f"elasticity.min_time is {section.min_time}; allowed: at least 0")
+    if section.version > LATEST_VERSION:
+        raise ElasticityConfigError(f"elasticity.version is {section.version}; allowed: up to {LATEST_VERSION}")
+    if section.version <= 0.1 and section.model_parallel_size > 1:
+        raise ElasticityConfigError("elasticity.model_parallel_size is above 1, which needs elasticity.version 0.2")
+    if section.num_gpus_per_node % section.model_parallel_size:
+        raise ElasticityConfigError(
+            f"elasticity.num_gpus_per_node is {section.num_gpus_per_node}, no multiple of model_parallel_size {section.model_parallel_size}"
+        )
+
+
+def _by_ranks(section: Elasticity, world_size: int) -> ElasticBatch:
+    """Version 0.1: any number of ranks."""
+    total, ranks = _most_flexible(section, section.max_train_batch_size, section.min_gpus, section.max_gpus)
+    if world_size and world_size not in ranks:
+        return ElasticBatch(total, ranks, None)
+    micro = _fitting(sorted(section.micro_batch_sizes, reverse=True), total, world_size) if world_size else None
+    return ElasticBatch(total, ranks, micro)
+
+
+def _by_nodes(section: Elasticity, world_size: int) -> ElasticBatch:
+    """Version 0.2: whole nodes come and go, each with ranks that hold one model together."""
+    per_node = section.num_gpus_per_node // section.model_parallel_size
+    nodes = (section.min_gpus // section.num_gpus_per_node, section.max_gpus // section.num_gpus_per_node)
+    share, fitting_nodes = _most_flexible(section, section.max_train_batch_size // per_node, *nodes)
+    total, ranks = share * per_node, [count * per_node for count in fitting_nodes]
+    if not world_size:
+        return ElasticBatch(total, ranks, None)
+    if world_size not in ranks:  # the present ranks are served by a batch of their own
+        ranks = [world_size]
+        totals = [section.max_train_batch_size // (micro * world_size) * micro * world_size for micro in section.micro_batch_sizes]
+        total = max(totals) if section.prefer_larger_batch else min(totals)
+        if total == 0:
+            return ElasticBatch(total, ranks, None)
+    wanted = sorted(section.micro_batch_sizes, reverse=True) if section.prefer_larger_batch else section.micro_batch_sizes
+    return ElasticBatch(total, ranks, _fitting(wanted, total, world_size))
+
+
+def _most_flexible(section: Elasticity, largest: int, fewest: int, most: int) -> tuple[int, list[int]]:
+    """The candidate batch that fits most numbers of ranks from ``fewest`` to ``most``, and these numbers."""
+    sizes = section.micro_batch_sizes
+    if largest < max(sizes):
+        raise ElasticityConfigError(
+            f"elasticity.max_train_batch_size leaves {largest} samples per rank of a node, less than the largest micro batch {max(sizes)}"
+        )
+    total, ranks = min(sizes), list[int]()
+    for candidate in sorted({_scaled(base, largest) for base in (*sizes, math.lcm(*sizes))}):
+        fitting = _ranks_for(candidate, sizes, fewest, most)
+        if len(fitting) > len(ranks) or (len(fitting) == len(ranks) and section.prefer_larger_batch):
+            total, ranks = candidate, fitting
+    return total, ranks
+
+
+def _scaled(base: int, largest: int) -> int:
+    if base >= largest:
+        return base
+    return base * _HIGHLY_COMPOSITE[bisect_right(_HIGHLY_COMPOSITE, largest // base) - 1]
+
+
+def _ranks_for(total: int, sizes: Sequence[int], fewest: int, most: int) -> list[int]:
+    """Numbers of ranks whose share of ``total`` some micro batch divides."""
+    shares = {total // size for size in sizes if total % size == 0}
+    return [count for count in range(max(1, fewest), min(most, max(shares, default=0)) + 1) if any(share % count == 0 for share in shares)]
+
+
+def _fitting(sizes: Sequence[int], total: int, world_size: int) -> int | None:
+    return next((size for size in sizes if (total // world_size) % size == 0), None)
+
+
+def take_elastic_batch(data: dict[str, Any], world_size: int, origin: dict[str, str], problems: Problems) -> None:
+    """Where `elasticity` is on, the batch keys are its result; others in the file contradict it unless it says to ignore them."""
+    values = data.get("elasticity") or {}
+    if not values.get("enabled"):
+        return
+    try:
+        section = Elasticity.model_validate(values)
+        found = elastic_batch(section, world_size)
+    except (ElasticityError, ValidationError) as error:
+        problems.error("elasticity", str(error))
+        return
+    micro = found.micro or 1
+    for key, value in ((TOTAL, found.total), (MICRO, micro), (ACCUMULATION, found.total // (micro * world_size))):
+        if data.get(key, value) != value and not section.ignore_non_elastic_batch_info:
+            text = f"is {data[key]}, and elasticity makes it {value}; remove it or set elasticity.ignore_non_elastic_batch_info"
+            problems.error(key, text)
+        data[key], origin[key] = value, "derived <- elasticity and data-parallel size"
+
+
+# -- the functions of deepspeed.elasticity ----------------------------------------------------------------------------
+
+
+def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
+    """Whether a configuration dictionary switches elasticity on."""
+    return bool((ds_config.get("elasticity") or {}).get("enabled", False))
+
+
+def compute_elastic_config(
+    ds_config: Mapping[str, Any], target_deepspeed_version: str = "", world_size: int = 0, return_microbatch: bool = False
+) -> tuple[int, list[int]] | tuple[int, list[int], int | None]:
+    """The elastic batch of a configuration.
+
+    Args:
+        ds_config: Dictionary with an ``elasticity`` section that is switched on.
+        target_deepspeed_version: Not needed: every version has the same arithmetic.
+        world_size: Number of data-parallel ranks; 0 is not known (version 0.2 then reads ``WORLD_SIZE``).
+        return_microbatch: Give the micro batch although ``world_size`` is 0.
+
+    Returns:
+        Global batch in samples, numbers of ranks that can share it, and with a world size or ``return_microbatch`` the micro batch.
+
+    Raises:
+        ElasticityConfigError: The section is missing, switched off or wrong.
+        ElasticityIncompatibleWorldSize: ``world_size`` ranks cannot share the batch.
+    """
+    if not isinstance(ds_config, Mapping):
+        raise ValueError(f"compute_elastic_config needs the configuration as a dictionary, got {type(ds_config).__name__}")
+    if "elasticity" not in ds_config:
+        raise ElasticityConfigError("the configuration has no `elasticity` section")
+    section = _read(ds_config["elasticity"])
+    if not section.enabled:
+        raise ElasticityConfigError("elasticity.enabled is false; set it to true")
+    ranks_now = world_size
+    if not ranks_now and (section.version > 0.1 or return_microbatch):
+        ranks_now = int(os.environ.get("WORLD_SIZE") or 0) // section.model_parallel_size
+        if not ranks_now and section.version > 0.1:
+            raise ElasticityConfigError("elasticity.version 0.2 needs the number of ranks: pass world_size or set WORLD_SIZE")
+    found = elastic_batch(section, ranks_now)
+    if world_size or return_microbatch:
+        return found.total, found.ranks, found.micro
+    return found.total, found.ranks
+
+
+def _read(values: Mapping[str, Any]) -> Elasticity:
+    for name in ("max_train_batch_size", "micro_batch_sizes"):
+        if values.get("enabled") and name not in values:
+            raise ElasticityConfigError(f"elasticity.{name} is missing")
+    try:
+        return TypeAdapter(Elasticity).validate_python(dict(values))
+    except ValidationError as failure:
+        first = failure.errors()[0]
+        key = ".".join(str(step) for step in first["loc"])
+        raise ElasticityConfigError(f"elasticity.{key} is {first['input']!r}: {first['msg']}") from None
