@@ -24,7 +24,6 @@ def _import_from(module: str, name: str) -> Callable[[], None]:
     [
         (lambda: deepspeed.init_inference, AttributeError, "vLLM"),
         (lambda: deepspeed.runtime.zero.stage3.unwrap_model_for_generation, AttributeError, "engine.optimizer"),
-        (_import_from("deepspeed", "OnDevice"), ImportError, "torch.device\\('meta'\\)"),
         (_import_from("deepspeed.pipe", "PipelineModule"), ImportError, "ZeRO stage 3"),
         (_import_from("deepspeed.utils.groups", "_get_sequence_parallel_group"), ImportError, "cp_size"),
         (_import_from("deepspeed.runtime.sequence_parallel.ulysses_sp", "UlyssesSPAttentionHF"), ImportError, "cp_size"),

@@ -91,6 +91,7 @@ _PROFILING = {
     "get_model_profile": "hf_zero.profiling.model_profile:get_model_profile",
     **{name: f"hf_zero.profiling.units:{name}" for name in _UNIT_TEXTS},
 }
+_NEEDS = ("model_states_mem_needs", "model_states_mem_needs_all_live", "model_states_mem_needs_all_cold")
 _ELASTIC = ("compute_elastic_config", "elasticity_enabled", "ElasticityError", "ElasticityConfigError", "ElasticityIncompatibleWorldSize")
 _TP_MODE = ("set_autotp_mode", "is_autotp_training_mode")
 _SCHEDULES = ("VALID_LR_SCHEDULES", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
@@ -124,6 +125,14 @@ PROVIDED: Final[dict[str, str]] = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "hf_zero.optim.sharded:ShardedOptimizer",
     "deepspeed.init_distributed": "hf_zero.compat.comm:init_distributed",
     "deepspeed.add_config_arguments": "hf_zero.compat.command_line:add_config_arguments",
+    **{
+        f"deepspeed.{path}": "hf_zero.compat.on_device:OnDevice" for path in ("OnDevice", "utils.OnDevice", "utils.init_on_device.OnDevice")
+    },
+    **{f"deepspeed.runtime.zero.stage3.estimate_zero3_{name}": f"hf_zero.compat.memory_needs:estimate_zero3_{name}" for name in _NEEDS},
+    **{
+        f"deepspeed.runtime.zero.stage_1_and_2.estimate_zero2_{name}": f"hf_zero.compat.memory_needs:estimate_zero2_{name}"
+        for name in _NEEDS
+    },
     **{f"deepspeed.elasticity.{name}": f"hf_zero.config.elastic:{name}" for name in _ELASTIC},
     # Processes and devices.
     **{f"deepspeed.comm.{name}": f"hf_zero.compat.comm:{name}" for name in _COMM_OWN},
@@ -188,6 +197,13 @@ PROVIDED: Final[dict[str, str]] = {
     # Profiling.
     **{f"deepspeed.{path}.{name}": target for path in _PROFILER for name, target in _PROFILING.items()},
     # Logging.
+    "deepspeed.logger": "hf_zero.observe:logger",
+    "deepspeed.log_dist": "hf_zero.compat.logs:log_dist",
+    "deepspeed.version.version": "hf_zero.compat.table:DEEPSPEED_VERSION",
+    "deepspeed.version.__version__": "hf_zero.compat.table:DEEPSPEED_VERSION",
+    "deepspeed.git_version_info.version": "hf_zero.compat.table:DEEPSPEED_VERSION",
+    "deepspeed.dist": "deepspeed.comm",
+    "deepspeed.comm.comm": "deepspeed.comm",
     "deepspeed.utils.logger": "hf_zero.observe:logger",
     "deepspeed.utils.log_dist": "hf_zero.compat.logs:log_dist",
     "deepspeed.utils.logging.logger": "hf_zero.observe:logger",
@@ -256,8 +272,6 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.zero.MiCS_Init": "MiCS is not implemented; use deepspeed.zero.Init",
     "deepspeed.runtime.zero.mics": "MiCS is not implemented; use deepspeed.zero.Init",
     "deepspeed.zero.ZeroParamType": "use the parameter's ds_status and deepspeed.zero.ZeroParamStatus",
-    "deepspeed.OnDevice": "build the model under torch.device('meta') or under deepspeed.zero.Init()",
-    "deepspeed.utils.OnDevice": "build the model under torch.device('meta') or under deepspeed.zero.Init()",
     "deepspeed.runtime.dataloader": "pass training_data to deepspeed.initialize, or a torch DataLoader to accelerate",
     "deepspeed.runtime.data_pipeline": "data efficiency is not implemented; do it in the dataset or the sampler",
     "deepspeed.runtime.progressive_layer_drop": "progressive layer drop is not implemented; use the model's own layerdrop",
