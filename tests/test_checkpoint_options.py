@@ -288,6 +288,22 @@ def test_zero_to_fp32_gives_the_masters(tmp_path: Path, stage: int) -> None:
     assert set(joined) == set(weights) - {"twin.weight"} and all(torch.equal(joined[name], weights[name]) for name in joined)
 
 
+def test_names_of_the_output_and_errors_of_zero_to_fp32(tmp_path: Path) -> None:
+    from hf_zero.checkpoint.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+
+    expected = ranks.run_ranks(_save_for_script, 1, str(tmp_path), 2, "bf16")[0]
+    for number, (output, written) in enumerate(
+        [("pytorch_model.bin", "model.safetensors"), ("new/w.pt", "new/w.safetensors"), ("folder", "folder/model.safetensors")]
+    ):
+        convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / str(number) / output, max_shard_size=None)
+        assert [str(path.relative_to(tmp_path / str(number))) for path in (tmp_path / str(number)).rglob("*.*")] == [written]
+        assert torch.equal(load_file(tmp_path / str(number) / written)["entry.weight"], expected["master entry.weight"])
+    command = [sys.executable, str(tmp_path / "zero_to_fp32.py"), str(tmp_path), str(tmp_path / "out"), "--tag", "absent"]
+    failed = subprocess.run(command, capture_output=True, text=True)
+    assert failed.returncode == 1 and "absent is no complete checkpoint" in failed.stderr and "Traceback" not in failed.stderr
+    assert "Traceback" in subprocess.run([*command, "-d"], capture_output=True, text=True).stderr
+
+
 def test_zero_to_fp32_stands_alone_and_notices_damage(tmp_path: Path) -> None:
     expected = ranks.run_ranks(_save_for_script, 2, str(tmp_path), 3, "bf16")[0]
     script = "import sys, runpy; sys.modules['hf_zero'] = None; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"

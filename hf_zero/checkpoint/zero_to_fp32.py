@@ -231,7 +231,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],
-    max_shard_size: str | int = "5GB",
+    max_shard_size: str | int | None = "5GB",
     safe_serialization: bool = True,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
@@ -240,8 +240,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
     Args:
         checkpoint_dir: As above.
-        output_dir: A folder, made when it does not exist; or the name of one file that ends in `.safetensors`.
-        max_shard_size: Size of one output file, such as "5GB".
+        output_dir: A folder, made when it does not exist; or the name of one file. One that ends as pickles do (`pytorch_model.bin`)
+            gets the name that safetensors have (`model.safetensors`).
+        max_shard_size: Size of one output file, such as "5GB"; None writes one file.
         safe_serialization: Has no effect: safetensors are written in any case, never a pickle.
         tag: As above.
         exclude_frozen_parameters: As above.
@@ -250,14 +251,14 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         FileNotFoundError, ValueError: There is no such checkpoint, or it is damaged.
     """
     checkpoint = Checkpoint(checkpoint_dir, tag)
-    output = os.fspath(output_dir)
+    output = _file_or_folder(os.fspath(output_dir))
     names = checkpoint.names(exclude_frozen_parameters)
     if output.endswith(".safetensors"):
         os.makedirs(os.path.dirname(output) or ".", exist_ok=True)
         _save(checkpoint, names, output)
         return
     os.makedirs(output, exist_ok=True)
-    shards = list(_divide(checkpoint, names, _bytes_of(max_shard_size)))
+    shards = [names] if max_shard_size is None else list(_divide(checkpoint, names, _bytes_of(max_shard_size)))
     if len(shards) <= 1:
         _save(checkpoint, names, os.path.join(output, "model.safetensors"))
         return
@@ -282,6 +283,15 @@ def load_state_dict_from_zero_checkpoint(
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
+
+
+def _file_or_folder(output: str) -> str:
+    """``output``, with the ending of safetensors where it has that of a pickle and is no folder."""
+    stem, ending = os.path.splitext(output)
+    if ending not in (".bin", ".pt", ".pth", ".ckpt") or os.path.isdir(output):
+        return output
+    folder, name = os.path.split(stem)
+    return os.path.join(folder, ("model" if name == "pytorch_model" else name) + ".safetensors")
 
 
 def _save(checkpoint: Checkpoint, names: list[str], path: str) -> None:
@@ -314,20 +324,26 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint_dir", help="folder with `latest` and the folders of the checkpoints")
-    parser.add_argument("output_dir", help="folder for the weights, or a file name that ends in .safetensors")
+    parser.add_argument("output_dir", help="folder for the weights, or the name of one file")
     parser.add_argument("-t", "--tag", default=None, help="name of the checkpoint (what `latest` names)")
     parser.add_argument("--max_shard_size", default="5GB", help="size of one output file (5GB)")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what no optimizer trained")
     parser.add_argument("--safe_serialization", action="store_true", help="no effect: safetensors are written in any case")
+    parser.add_argument("-d", "--debug", action="store_true", help="print the whole traceback of an error")
     arguments = parser.parse_args()
-    convert_zero_checkpoint_to_fp32_state_dict(
-        arguments.checkpoint_dir,
-        arguments.output_dir,
-        max_shard_size=arguments.max_shard_size,
-        tag=arguments.tag,
-        exclude_frozen_parameters=arguments.exclude_frozen_parameters,
-    )
-    print(f"fp32 weights written to {arguments.output_dir}")
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(
+            arguments.checkpoint_dir,
+            arguments.output_dir,
+            max_shard_size=arguments.max_shard_size,
+            tag=arguments.tag,
+            exclude_frozen_parameters=arguments.exclude_frozen_parameters,
+        )
+    except (OSError, ValueError) as error:
+        if arguments.debug:
+            raise
+        parser.exit(1, f"zero_to_fp32.py: {error}\n")
+    print(f"fp32 weights written to {_file_or_folder(arguments.output_dir)}")
 
 
 if __name__ == "__main__":

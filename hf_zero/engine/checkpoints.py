@@ -74,7 +74,7 @@ def save(engine: Engine, save_dir: str | os.PathLike[str], tag: Any, client_stat
         warn_once("save_checkpoint() between backward and step: the gradients accumulated so far are not part of a checkpoint")
     start = time.monotonic()
     writer = engine.settings.checkpoint.writer
-    direct = writer is None or writer.type.lower() != "python"
+    direct = writer is None or writer.type != "python"
     request = SaveRequest(os.fspath(save_dir), name, client_state, latest, trained, direct)
     folder = save_checkpoint(_training_state(engine), request, engine.background)
     how = "saved to"

@@ -44,8 +44,9 @@ _OWN_WRITER = "files are written in windows of 4 MiB straight from the shards"
 class Writer(Section):
     """`checkpoint.writer`. Fast checkpoint writer."""
 
-    type: str = used(
-        "FAST", "`fast` writes past the page cache where the file system lets it, as without this section; `python` through it"
+    type: Annotated[Literal["fast", "python", "mock"], BeforeValidator(lower_choice)] = used(
+        "fast",
+        "`fast` and `mock` write past the page cache where the file system lets them, as without this section; `python` through it",
     )
     io_buffer_size: Int = accepted(67108864, "Buffer bytes", _OWN_WRITER)
     io_buffer_double: Bool = accepted(True, "Two buffers", _OWN_WRITER)
