@@ -288,7 +288,6 @@ def test_values_that_do_not_fit(config: dict[str, Any], key: str, allowed: str) 
         ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, "optimizer.params.max_grad_norm"),
         ({"optimizer": {"type": "AdamW", "params": {"freeze_step": 400}}}, "optimizer.params.freeze_step"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
-        ({"checkpoint": {"use_node_local_storage": True}}, "checkpoint.use_node_local_storage"),
         ({"amp": {"enabled": True, "opt_level": "O2"}}, "amp.enabled"),
         ({"msamp": {"opt_level": "O1"}}, "msamp.enabled"),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),

@@ -51,22 +51,83 @@ def _former(save_dir: Path, tag: str) -> Path:
 
 def begin(save_dir: Path, tag: str) -> Path:
     """Makes the empty hidden folder that a checkpoint is written into; what killed saves left in ``save_dir`` goes away."""
-    part, final = part_of(save_dir, tag), save_dir / tag
-    if final.exists() and not is_complete(final) and not _is_ours(final):
-        raise CheckpointError(f"{final} exists and is no checkpoint of ours; choose another tag, or move it away")
+    part = part_of(save_dir, tag)
+    clear(save_dir, tag)
     if part.exists():
         shutil.rmtree(part)
+    drop_formers(save_dir)
+    part.mkdir()
+    _sign(part, {})
+    return part
+
+
+def clear(save_dir: Path, tag: str) -> None:
+    """Makes ``save_dir`` ready for a save: hidden folders of killed ones go away.
+
+    Raises:
+        CheckpointError: What has the name of the tag is no checkpoint.
+    """
+    final = save_dir / tag
+    if final.exists() and not is_complete(final) and not _is_ours(final):
+        raise CheckpointError(f"{final} exists and is no checkpoint of ours; choose another tag, or move it away")
     save_dir.mkdir(parents=True, exist_ok=True)
     for other in sorted(save_dir.glob(".*.part")):
         if other.is_dir() and _is_abandoned(other):
             logger.warning("%s was left by a save that did not finish; it is removed", other)
             shutil.rmtree(other, ignore_errors=True)
+
+
+def offer(save_dir: Path, tag: str, number: str, rank: int) -> None:
+    """Makes the hidden folder unless another rank was first; ``read_writer`` tells who was.
+
+    Args:
+        save_dir: Folder of all checkpoints.
+        tag: Of this one.
+        number: Of the save; a folder of another save is in the way, and goes away.
+        rank: Who offers.
+    """
+    part, own = part_of(save_dir, tag), save_dir / f".{tag}.{rank}.part"
+    if part.exists() and read_writer(part).get("save") != number:
+        shutil.rmtree(part, ignore_errors=True)
+    shutil.rmtree(own, ignore_errors=True)
+    own.mkdir()
+    _sign(own, {"save": number, "leader": rank})
+    try:
+        os.rename(own, part)  # whole with its file, or not at all: the name may be another rank's
+    except OSError:
+        shutil.rmtree(own, ignore_errors=True)
+        if not part.is_dir():
+            raise
+
+
+def _sign(part: Path, more: dict[str, Any]) -> None:
+    (part / WRITER_FILE).write_text(json.dumps({**Process.own().as_json(), **more}), encoding="utf-8")
+
+
+def read_writer(part: Path) -> dict[str, Any]:
+    """What a hidden folder says of its writer; empty when it says nothing."""
+    try:
+        found = json.loads((part / WRITER_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def drop_formers(save_dir: Path) -> None:
+    """Removes what complete checkpoints have replaced: a save that was killed may have left it."""
     for other in save_dir.glob(".*.former"):
-        if is_complete(save_dir / other.name[1 : -len(".former")]):  # killed before it was removed
+        if is_complete(save_dir / other.name[1 : -len(".former")]):
             shutil.rmtree(other, ignore_errors=True)
-    part.mkdir()
-    (part / WRITER_FILE).write_text(json.dumps(Process.own().as_json()), encoding="utf-8")
-    return part
+
+
+def take_back(save_dir: Path, tag: str, wanted: set[tuple[str, str]]) -> None:
+    """Gives the former checkpoint of ``tag`` its name back where it is ``wanted``, by tag and digest, and the present one is not."""
+    final, former = save_dir / tag, _former(save_dir, tag)
+    if is_complete(former) and (tag, _marker(former)) in wanted and (not is_complete(final) or (tag, _marker(final)) not in wanted):
+        if final.exists():
+            shutil.rmtree(final)
+        os.rename(former, final)
+        sync_folder(save_dir)
 
 
 def _is_ours(folder: Path) -> bool:
@@ -78,8 +139,8 @@ def _is_ours(folder: Path) -> bool:
 def _is_abandoned(part: Path) -> bool:
     """Whether nobody writes into a hidden folder any more: its writer is dead, or on another machine and silent for a day."""
     try:
-        writer = Process.of_json(json.loads((part / WRITER_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
+        writer = Process.of_json(read_writer(part))
+    except (ValueError, KeyError, TypeError):
         writer = None
     alive = writer.is_alive() if writer is not None else None
     if alive is None:
@@ -174,8 +235,8 @@ def seal(part: Path, index: str) -> None:
     sync_folder(part)
 
 
-def publish(part: Path, save_dir: Path, tag: str) -> Path:
-    """Gives a sealed folder its name; a checkpoint of that name stays complete under a hidden one until then."""
+def publish(part: Path, save_dir: Path, tag: str, keep_former: bool = False) -> Path:
+    """Gives a sealed folder its name; a checkpoint of that name stays complete under a hidden one until then, or until ``drop_formers``."""
     final, former = save_dir / tag, _former(save_dir, tag)
     if is_complete(final):
         if former.exists():
@@ -187,7 +248,7 @@ def publish(part: Path, save_dir: Path, tag: str) -> Path:
     os.rename(part, final)
     sync_folder(save_dir)
     note("checkpoint_named", tag)
-    if former.exists():
+    if former.exists() and not keep_former:
         shutil.rmtree(former)
     return final
 
@@ -269,19 +330,34 @@ def is_complete(folder: Path) -> bool:
 
 def newest_complete(load_dir: Path) -> Path | None:
     """The complete checkpoint in ``load_dir`` with the highest number at the end of its tag, else the one finished last."""
-    if not load_dir.is_dir():
-        return None
-    found: dict[str, Path] = {}
-    for folder in load_dir.iterdir():
+    return next(iter(complete_ones(load_dir).values()), None)
+
+
+def complete_ones(load_dir: Path) -> dict[tuple[str, str], Path]:
+    """All complete checkpoints in ``load_dir`` by tag and digest, the newest first, those that were replaced behind all others."""
+    present: list[tuple[str, Path]] = []
+    replaced: list[tuple[str, Path]] = []
+    for folder in load_dir.iterdir() if load_dir.is_dir() else ():
         former = re.fullmatch(r"\.(.+)\.former", folder.name)
         if is_complete(folder) and (former or not folder.name.startswith(".")):
             tag = former[1] if former else folder.name
-            if not former or tag not in found:
-                found[tag] = folder
-    numbers = {tag: re.search(r"(\d+)$", tag) for tag in found}
-    if found and all(numbers.values()) and len({re.sub(r"\d+$", "", tag) for tag in found}) == 1:
-        return found[max(found, key=lambda tag: int(numbers[tag][1]))]  # type: ignore[index]
-    return max(found.values(), key=lambda folder: (folder / MARKER_FILE).stat().st_mtime_ns, default=None)
+            (replaced if former and is_complete(load_dir / tag) else present).append((tag, folder))
+    return {(tag, _marker(folder)): folder for tag, folder in [*_newest_first(present), *_newest_first(replaced)]}
+
+
+def _newest_first(found: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
+    numbers = {tag: re.search(r"(\d+)$", tag) for tag, _ in found}
+    if all(numbers.values()) and len({re.sub(r"\d+$", "", tag) for tag in numbers}) == 1:
+        return sorted(found, key=lambda item: int(numbers[item[0]][1]), reverse=True)  # type: ignore[index]
+    return sorted(found, key=lambda item: (item[1] / MARKER_FILE).stat().st_mtime_ns, reverse=True)
+
+
+def _marker(folder: Path) -> str:
+    """The digest of the index of a complete checkpoint; empty when it is being removed."""
+    try:
+        return (folder / MARKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def newest_trainer_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.checkpoint import agreement, folders
+from hf_zero.checkpoint import agreement, folders, node_local
 from hf_zero.checkpoint.catalog import Catalog, Located
 from hf_zero.checkpoint.element_types import DTYPES
 from hf_zero.checkpoint.format import INDEX_FILE, Index, values_file
@@ -42,6 +42,7 @@ class LoadRequest:
         module_only: Restore nothing but the module.
         masters_from_fp32: Without optimizer states, take masters from the saved fp32 values; else from the training type.
         custom: Called with ``src=`` (whole state dict) and ``dst=`` (the module) in place of loading parameters by name.
+        node_local: Every node has a disk of its own, and ``load_dir`` is this rank's.
     """
 
     load_dir: str
@@ -52,6 +53,7 @@ class LoadRequest:
     module_only: bool = False
     masters_from_fp32: bool = True
     custom: Callable[..., Any] | None = None
+    node_local: bool = False
 
 
 def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None:
@@ -69,15 +71,21 @@ def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None
     net = state.everyone
     with span("load_checkpoint", request.load_dir):
         what = f"loading a checkpoint from {request.load_dir}"
-        found = agreement.on_first(net, what, lambda: _find(request))
+        if request.node_local:
+            here = node_local.find(net, what, Path(request.load_dir), request.tag)
+            found = (str(here), "") if here is not None else None
+        else:
+            found = agreement.on_first(net, what, lambda: _find(request))
         if found is None:
             log_rank0("nothing loaded: %s has no file 'latest' and no complete checkpoint, and no tag was given", request.load_dir)
             return None
         folder, text = Path(found[0]), found[1]
         what = f"loading {folder}"
         box: list[_Plan] = []
-        agreement.on_all(net, what, lambda: box.append(_Plan(state, request, folder, text)))
+        agreement.on_all(net, what, lambda: box.append(_Plan(state, request, folder, text or folders.read_index(folder))))
         plan = box[0]
+        if request.node_local:
+            agreement.on_all(net, what, lambda: node_local.check_parts(folder, plan.index.files, plan.files()))
         agreement.on_all(net, what, plan.read)
         if request.custom is not None:
             _load_custom(state, plan, request.custom, what)
@@ -207,6 +215,10 @@ class _Plan:
         return copy
 
     # -- carrying out
+
+    def files(self) -> set[str]:
+        """Names of the files that hold the model and the optimizer state of this rank."""
+        return {copy.file for copy in self._copies + (self._optimizer.copies if self._optimizer is not None else [])}
 
     def read(self) -> None:
         """Reads all this rank needs and installs it; local.

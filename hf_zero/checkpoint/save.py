@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint import agreement, folders, optimizer_state
+from hf_zero.checkpoint import agreement, folders, node_local, optimizer_state
 from hf_zero.checkpoint.background import Background, Task, Written
 from hf_zero.checkpoint.contents import contents_of
 from hf_zero.checkpoint.disk import Disk
@@ -47,6 +47,7 @@ class SaveRequest:
         latest: Point ``latest`` at it.
         exclude_frozen: Leave frozen parameters out.
         direct: Bypass the page cache where the file system lets that be.
+        node_local: Every node has a disk of its own, and ``save_dir`` is this rank's.
     """
 
     save_dir: str
@@ -55,6 +56,7 @@ class SaveRequest:
     latest: bool = True
     exclude_frozen: bool = False
     direct: bool = True
+    node_local: bool = False
 
 
 def save_checkpoint(state: TrainingState, request: SaveRequest, background: Background | None = None) -> Path:
@@ -81,6 +83,8 @@ def save_checkpoint(state: TrainingState, request: SaveRequest, background: Back
         parts = _agree(state, save, request)
         request = save.request
         what = _what(request)
+        if request.node_local:
+            return _save_on_nodes(state, save, parts)
         try:
             if background is None or background.limited:  # files are written before this returns, so the folder must be there
                 agreement.on_first(net, what, save.begin)
@@ -98,7 +102,23 @@ def save_checkpoint(state: TrainingState, request: SaveRequest, background: Back
 
 
 def _what(request: SaveRequest) -> str:
-    return f"saving checkpoint {request.tag!r} to {request.save_dir}"
+    return f"saving checkpoint {request.tag!r} to {request.save_dir}{' on every node' if request.node_local else ''}"
+
+
+def _save_on_nodes(state: TrainingState, save: _Save, parts: list[dict[str, Any]]) -> Path:
+    """Writes what has been agreed on to every node's disk; see [Note: node-local checkpoints]."""
+    net, request = state.everyone, save.request
+    what, place = _what(request), (Path(request.save_dir), request.tag)
+    try:
+        disks = node_local.begin(net, what, *place)
+        written = agreement.on_all(net, what, save.write_files)
+        node_local.share(net, disks, what, save.part, [own.files for own in written])
+        text = agreement.on_first(net, what, lambda: save.index(parts, written).to_json())
+        node_local.complete(net, disks, what, place, text, request.latest)
+    except CheckpointError:
+        node_local.abandon(*place)
+        raise
+    return place[0] / place[1]
 
 
 def _agree(state: TrainingState, save: _Save, request: SaveRequest) -> list[dict[str, Any]]:
@@ -109,6 +129,8 @@ def _agree(state: TrainingState, save: _Save, request: SaveRequest) -> list[dict
     if any(part["request"]["exclude_frozen"] != asked["exclude_frozen"] for part in parts):  # one has prepared another checkpoint
         mended = replace(request, exclude_frozen=asked["exclude_frozen"])
         parts = agreement.on_all(net, _what(request), lambda: save.prepare(mended))
+    if request.node_local:
+        asked = {**asked, "save_dir": request.save_dir}
     save.settle(replace(request, **asked), differs=parts[net.rank]["digest"] != parts[0]["digest"])
     return parts
 
@@ -263,12 +285,16 @@ class _Save:
             disk.sync()
         return records
 
-    def commit(self, parts: list[dict[str, Any]], written: list[Written]) -> str:
-        """Index, marker, name, and last of all ``latest``; on rank 0."""
+    def index(self, parts: list[dict[str, Any]], written: list[Written]) -> Index:
+        """The whole index, from what every rank has told and written; on rank 0."""
         if self.head is None:
             raise CheckpointError("only rank 0 completes a checkpoint")
+        return _index(self.head, parts, written)
+
+    def commit(self, parts: list[dict[str, Any]], written: list[Written]) -> str:
+        """Index, marker, name, and last of all ``latest``; on rank 0."""
         save_dir, tag = Path(self.request.save_dir), self.request.tag
-        index = _index(self.head, parts, written)
+        index = self.index(parts, written)
         note("checkpoint_written", tag)
         folders.seal(self.part, index.to_json())
         note("checkpoint_sealed", tag)

@@ -7,6 +7,5 @@ while the row stands here, and used as soon as the row is deleted. Building a fe
 from __future__ import annotations
 
 NOT_YET: dict[str, str] = {
-    "node_local_checkpoint": "not in this version: save to a folder that every node sees and leave it false",
     "sequence_parallel": "not in this version: leave it at 1 and shard with zero_optimization.stage 3",
 }

@@ -75,7 +75,8 @@ def save(engine: Engine, save_dir: str | os.PathLike[str], tag: Any, client_stat
     start = time.monotonic()
     writer = engine.settings.checkpoint.writer
     direct = writer is None or writer.type != "python"
-    request = SaveRequest(os.fspath(save_dir), name, client_state, latest, trained, direct)
+    node_local = engine.settings.checkpoint.use_node_local_storage
+    request = SaveRequest(os.fspath(save_dir), name, client_state, latest, trained, direct, node_local)
     folder = save_checkpoint(_training_state(engine), request, engine.background)
     how = "saved to"
     if engine.background is not None:
@@ -93,6 +94,9 @@ def background_of(settings: ZeroConfig, collectives: Collectives) -> Background 
     """What writes checkpoints behind the training loop, when the configuration asks for it."""
     writer, cache = settings.checkpoint.writer, settings.datastates_ckpt
     if not ((writer is not None and writer.decoupled) or cache is not None):
+        return None
+    if settings.checkpoint.use_node_local_storage:
+        log_rank0("checkpoints on each node's own disk are written before save_checkpoint returns, not in the background")
         return None
     gigabytes = cache.host_cache_size if cache is not None else None
     limit = None if gigabytes is None else int(gigabytes * 2**30)
@@ -116,7 +120,8 @@ def load(
     wait(engine)
     engine.runtime.release_for_update()
     from_fp32 = engine.settings.zero_optimization.load_from_fp32_weights
-    request = LoadRequest(os.fspath(load_dir), None if tag is None else str(tag), masters_from_fp32=from_fp32, custom=custom, **wanted)
+    name, nodes = None if tag is None else str(tag), engine.settings.checkpoint.use_node_local_storage
+    request = LoadRequest(os.fspath(load_dir), name, masters_from_fp32=from_fp32, custom=custom, node_local=nodes, **wanted)
     loaded = load_checkpoint(_training_state(engine), request)
     if loaded is None:
         return None, None

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from hf_zero.config.schema.fields import Bool, Float, Int, Section, accepted, later, lower_choice, part, refused, section, used
+from hf_zero.config.schema.fields import Bool, Float, Int, Section, accepted, lower_choice, part, refused, section, used
 
 
 class ActivationCheckpointing(Section):
@@ -63,7 +63,9 @@ class Checkpoint(Section):
         "warn", "ignore warn or fail when ranks disagree on the tag", "rank 0 names the folder and every rank writes to that one"
     )
     load_universal: Bool = accepted(False, "Load the universal format", "every checkpoint loads on any number of ranks")
-    use_node_local_storage: Bool = later(False, "Each node writes its own files", "node_local_checkpoint")
+    use_node_local_storage: Bool = used(
+        False, "Each node writes the files of its ranks to its own disk, and loads them from there; with save_on_each_node of Trainer"
+    )
     parallel_write: ParallelWrite | None = accepted(None, "Parallel writing", "every rank writes its own file")
     checkpoint_serialization: Bool = accepted(True, "Serialise with the torch zip format", "files are safetensors and JSON, never pickle")
     writer: Writer | None = section(None, "Fast checkpoint writer")

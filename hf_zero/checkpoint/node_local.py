@@ -1,0 +1,256 @@
+"""Checkpoints on disks that every node has of its own: who writes where, what every node gets, and which one all nodes have.
+
+[Note: node-local checkpoints] Every node's folder holds the same index, the files of its own ranks, and a copy of those few that every
+rank reads (values, buffers, parameters without unit). Put together, the folders of all nodes are an ordinary checkpoint. Which ranks
+share a disk is found out and not asked: on each node a rank with LOCAL_RANK 0 offers to make the hidden folder, the first one that
+does is the *leader* of all ranks that see it. Names move in steps that all nodes take together, and what is replaced stays until the
+last one; so when a save is killed, there is one that all nodes have, and loading takes that.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_zero.checkpoint import agreement, folders
+from hf_zero.checkpoint.format import LATEST_FILE, MODULE, FileRecord, values_file
+from hf_zero.comm.collectives import Collectives
+from hf_zero.errors import CheckpointError
+from hf_zero.observe import logger, note
+
+_WINDOW_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Disks:
+    """Which ranks see one disk.
+
+    Attributes:
+        leaders: For each rank the one that makes and completes the folder it writes into.
+        rank: This one.
+    """
+
+    leaders: tuple[int, ...]
+    rank: int
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is a leader."""
+        return self.leaders[self.rank] == self.rank
+
+    def only(self, work: Callable[[], object]) -> Callable[[], object]:
+        """``work`` on leaders, nothing elsewhere."""
+        return work if self.leads else lambda: None
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------
+
+
+def begin(net: Collectives, what: str, save_dir: Path, tag: str) -> Disks:
+    """Makes the hidden folder on every node's disk; collective.
+
+    Raises:
+        CheckpointError: A disk refuses, or a rank sees no folder; on every rank.
+    """
+    offers = os.environ.get("LOCAL_RANK", "0") == "0"
+    # The number of this save: what another one left is not taken for its folder.
+    number = agreement.on_first(net, what, lambda: os.urandom(8).hex())
+    complete = agreement.on_all(net, what, lambda: _prepare(save_dir, tag) if offers else None)
+    agreement.quickly(net, what, lambda: _repair(save_dir, tag, complete) if offers else None)
+    agreement.quickly(net, what, lambda: folders.offer(save_dir, tag, number, net.rank) if offers else None)
+    leaders = agreement.on_all(net, what, lambda: _leader(save_dir, tag, number))
+    if net.rank in leaders:
+        note("checkpoint_begun", tag)
+    return Disks(tuple(leaders), net.rank)
+
+
+def _prepare(save_dir: Path, tag: str) -> list[tuple[str, str]]:
+    folders.clear(save_dir, tag)
+    shutil.rmtree(folders.part_of(save_dir, tag), ignore_errors=True)
+    return [key for key in folders.complete_ones(save_dir) if key[0] == tag]
+
+
+def _repair(save_dir: Path, tag: str, complete: list[list[tuple[str, str]] | None]) -> None:
+    """Undoes a save that was killed when some nodes had replaced their checkpoint of this tag and some had not."""
+    sets = [set(keys) for keys in complete if keys is not None]
+    folders.take_back(save_dir, tag, set.intersection(*sets))
+
+
+def _leader(save_dir: Path, tag: str, number: str) -> int:
+    writer = folders.read_writer(folders.part_of(save_dir, tag))
+    if writer.get("save") != number or not isinstance(writer.get("leader"), int):
+        raise CheckpointError(
+            f"no rank with LOCAL_RANK 0 has made {folders.part_of(save_dir, tag)} on {platform.node()}; "
+            "start the processes of each node with LOCAL_RANK 0, 1, ..., as torchrun does"
+        )
+    return int(writer["leader"])
+
+
+def share(net: Collectives, disks: Disks, what: str, part: Path, written: list[Mapping[str, FileRecord]]) -> None:
+    """Copies the files that every rank may read to the disks that lack them; collective.
+
+    Args:
+        net: All ranks.
+        disks: Who sees which.
+        what: For messages.
+        part: The hidden folder.
+        written: Every rank's files.
+    """
+    if len(set(disks.leaders)) == 1:
+        return
+    for owner, files in enumerate(written):
+        for name, record in files.items():
+            if not (name.startswith(f"{MODULE}-") or name == values_file(0)):
+                continue
+            place = part / name if disks.leads and disks.leaders[owner] != disks.rank else None
+            _copy_file(net, owner, part / name, place, record.nbytes, what)
+
+
+def _copy_file(net: Collectives, owner: int, source: Path, target: Path | None, nbytes: int, what: str) -> None:
+    """Sends ``source`` of rank ``owner``, ``nbytes`` long, to the ranks that have a ``target``. An error is told after the last window."""
+    problem: OSError | None = None
+    name = source if net.rank == owner else target
+    mode = "rb" if net.rank == owner else "xb"
+    with ExitStack() as stack:
+        file: Any = None
+        try:
+            file = stack.enter_context(open(name, mode)) if name is not None else None
+        except OSError as error:
+            problem = error
+        for _ in range(0, nbytes, _WINDOW_BYTES):
+            data = file.read(_WINDOW_BYTES) if file is not None and net.rank == owner else b""
+            data = net.broadcast_object(data, owner, f"checkpoint: {source.name}")
+            try:
+                if target is not None and problem is None:
+                    file.write(data)
+            except OSError as error:
+                problem = error
+        try:
+            if target is not None and problem is None:
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            problem = error
+    agreement.quickly(net, what, lambda: _raise(problem))
+
+
+def _raise(problem: OSError | None) -> None:
+    if problem is not None:
+        raise problem
+
+
+def complete(net: Collectives, disks: Disks, what: str, place: tuple[Path, str], index: str, latest: bool) -> None:
+    """Index, marker, name, and last of all ``latest`` on every disk, each step on all of them before the next; collective.
+
+    Args:
+        net: All ranks.
+        disks: Who sees which.
+        what: For messages.
+        place: The folder of all checkpoints here, and the tag.
+        index: The text of the index.
+        latest: Point ``latest`` at it.
+    """
+    save_dir, tag = place
+    part = folders.part_of(save_dir, tag)
+
+    def seal() -> None:
+        note("checkpoint_written", tag)
+        folders.write_script(save_dir)
+        folders.seal(part, index)
+        note("checkpoint_sealed", tag)
+
+    def finish() -> None:
+        if latest:
+            note("checkpoint_latest", tag)
+            folders.write_text(save_dir / LATEST_FILE, tag)
+        note("checkpoint_done", tag)
+
+    agreement.quickly(net, what, disks.only(seal))
+    agreement.quickly(net, what, disks.only(lambda: folders.publish(part, save_dir, tag, keep_former=True)))
+    agreement.quickly(net, what, disks.only(finish))
+    agreement.quickly(net, what, disks.only(lambda: folders.drop_formers(save_dir)))
+
+
+def abandon(save_dir: Path, tag: str) -> None:
+    """Removes the hidden folder after a failure; every rank may call it."""
+    shutil.rmtree(folders.part_of(save_dir, tag), ignore_errors=True)
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def find(net: Collectives, what: str, load_dir: Path, tag: str | None) -> Path | None:
+    """The complete checkpoint of ``tag``, or the newest one, that every node has; collective.
+
+    Returns:
+        The folder on this rank's disk; None when no tag is given and no node has anything.
+
+    Raises:
+        CheckpointError: There is none that all nodes have; on every rank, naming what each node has.
+    """
+    here: dict[tuple[str, str], Path] = {}
+
+    def look() -> dict[str, Any]:
+        here.update({key: folder for key, folder in folders.complete_ones(load_dir).items() if tag in (None, key[0])})
+        wanted = folders.read_latest(load_dir) if tag is None else tag
+        return {"node": platform.node(), "wanted": wanted, "complete": [list(key) for key in here]}
+
+    found = agreement.on_all(net, what, look)
+    everywhere = [key for key in map(tuple, found[0]["complete"]) if all(list(key) in other["complete"] for other in found)]
+    wanted = found[0]["wanted"]
+    chosen = next((key for key in everywhere if key[0] == wanted), None)
+    if chosen is None and tag is None:
+        chosen = next(iter(everywhere), None)
+        if chosen is not None and net.rank == 0:
+            logger.warning(
+                "%r names %s, which not every node has complete; the newest one that all have is loaded in its place: %s",
+                LATEST_FILE,
+                "nothing" if wanted is None else repr(wanted),
+                load_dir / str(chosen[0]),
+            )
+    if chosen is not None:
+        return here[chosen]  # type: ignore[index]
+    if tag is None and not any(other["complete"] or other["wanted"] for other in found):
+        return None
+    raise CheckpointError(f"{what}: {_missing(load_dir, tag, found)}")
+
+
+def _missing(load_dir: Path, tag: str | None, found: list[dict[str, Any]]) -> str:
+    nodes: dict[tuple[str, str], list[int]] = {}
+    for rank, other in enumerate(found):
+        has = ", ".join(sorted({repr(name) for name, _ in other["complete"]})) or "none"
+        nodes.setdefault((other["node"], has), []).append(rank)
+    lines = "; ".join(f"{node} (rank {', '.join(map(str, ranks))}) has {has}" for (node, has), ranks in nodes.items())
+    subject = "checkpoint" if tag is None else f"checkpoint {tag!r}"
+    return (
+        f"{load_dir} holds no {subject} that is complete on every node: {lines}. Start on the nodes that saved it, or put the folders of "
+        "all nodes together where every node sees them and set checkpoint.use_node_local_storage to false"
+    )
+
+
+def check_parts(folder: Path, files: Mapping[str, FileRecord], needed: set[str]) -> None:
+    """Sizes of the files that are here, and whether all that this rank needs are.
+
+    Raises:
+        CheckpointError: One is missing or has another size.
+    """
+    absent = []
+    for name, record in files.items():
+        path = folder / name
+        if not path.is_file():
+            absent += [name] if name in needed else []
+        elif path.stat().st_size != record.nbytes:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, the index says {record.nbytes}: it was truncated or replaced")
+    if absent:
+        more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+        raise CheckpointError(
+            f"{folder} on {platform.node()} lacks {', '.join(absent[:3])}{more}, which another node wrote. Start as many ranks as saved "
+            "it, the same ones on each node; or put the folders of all nodes together where every node sees them and set "
+            "checkpoint.use_node_local_storage to false, then any number loads"
+        )
