@@ -45,7 +45,7 @@ class Writer(Section):
     """`checkpoint.writer`. Fast checkpoint writer."""
 
     type: Annotated[Literal["fast", "python", "mock"], BeforeValidator(lower_choice)] = used(
-        "fast",
+        "FAST",
         "`fast` and `mock` write past the page cache where the file system lets them, as without this section; `python` through it",
     )
     io_buffer_size: Int = accepted(67108864, "Buffer bytes", _OWN_WRITER)
