@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch.distributed as dist
 import hf_zero
 from hf_zero.compat import groups
 from hf_zero.errors import ConfigError
+from hf_zero.tensor_parallel.make_plan import make_plan
+from hf_zero.tensor_parallel.plan import TpPlan
 from hf_zero.tensor_parallel.split import tp_model_init
 from tests import ranks
 from tests.models import CASES
@@ -86,6 +90,26 @@ def test_ranks_that_are_not_adjacent(how: str) -> None:
 
 def test_a_split_model_needs_no_section() -> None:
     assert ranks.run_ranks(adjacent, 2, False) == ranks.run_ranks(adjacent, 2, True)
+
+
+def edited(path: str) -> list[float]:
+    engine = hf_zero.initialize(model=tp_model_init(CASE.build(), 2, plan=TpPlan.load(path)), config=config(2))[0]
+    return train(engine, dist.get_rank() // 2)
+
+
+def test_saved_and_edited_plan_is_followed(tmp_path: Path) -> None:
+    plan = make_plan(CASE.build(), 2)
+    plan.modules["transformer.h.0.mlp.c_fc"].split = "whole"
+    plan.modules["transformer.h.1.mlp.c_proj"].split = "column"
+    data = plan.to_dict() | {"digest": make_plan(CASE.build(), 2).to_dict()["digest"]}  # as a user's editor leaves it
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    expected = ranks.run_ranks(adjacent, 2, True)
+    for losses, whole in zip(ranks.run_ranks(edited, 2, str(path)), expected, strict=True):
+        assert losses == pytest.approx(whole, rel=1e-5)
+    make_plan(CASE.build(), 4).save(path)
+    for outcome in ranks.observe_ranks(edited, 2, str(path)):
+        assert "the plan is for 4 ranks, tensor_parallel.autotp_size is 2" in outcome.text
 
 
 def errors() -> list[str]:

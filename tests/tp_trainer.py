@@ -6,9 +6,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from hf_zero.errors import StateError
 from tests.models import CASES, LENGTH, VOCAB
 
 
@@ -39,7 +41,7 @@ def arguments(folder: str, config: dict[str, Any] | None, **extra: Any) -> Any:
 
 def zero_config(stage: int, tp: int) -> dict[str, Any]:
     return {
-        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "zero_optimization": {"stage": stage} | ({"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}),
         "tensor_parallel": {"autotp_size": tp},
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -71,6 +73,8 @@ def train_and_save(stage: int, tp: int, folder: str) -> tuple[list[float], list[
         found = losses(trainer), norms(trainer)
         evaluated = trainer.evaluate()["eval_loss"]
         predicted = trainer.predict(rows(EVALUATED)).predictions
+        with pytest.raises(StateError, match="this rank has slices of the model only"):
+            trainer.model.save_pretrained(folder)
         trainer.save_model(folder)
         dist.barrier()
     return (*found, evaluated, predicted)

@@ -251,6 +251,7 @@ class EngineBuilder:
             generation = Generation(runtime, units, self.collectives, self.config.hf_zero.gather_for_generation)
             generation.attach()
             runtime.keep(generation)
+        if schedule is not None or self.topology.model is not None:
             runtime.keep(IdleSaves(self.module))
         parts = EngineParts(runtime, units, self.collectives, self.policy, self.precision, scaler, optimizer, stepper, scheduler, sinks)
         engine = Engine(self.module, self.resolved, parts)

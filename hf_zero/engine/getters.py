@@ -78,7 +78,10 @@ METHODS: dict[str, Getter] = {
     "zero_optimization_stage": lambda engine: engine.policy.stage,
     "zero_optimization_partition_gradients": lambda engine: engine.policy.stage >= 2,
     "zero_optimization_partition_weights": lambda engine: engine.policy.stage >= 3,
-    "zero_gather_16bit_weights_on_model_save": lambda engine: engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save,
+    # Below stage 3 a whole model is at hand, or slices of it are, of which the key, off by default, says nothing.
+    "zero_gather_16bit_weights_on_model_save": lambda engine: (
+        not engine.policy.shards_parameters or engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
+    ),
     "zero_offload_optimizer": lambda engine: engine.settings.zero_optimization.offload_optimizer,
     "zero_offload_param": lambda engine: engine.settings.zero_optimization.offload_param,
     "zero_cpu_offload": lambda engine: engine.settings.zero_optimization.offload_optimizer.device == "cpu",

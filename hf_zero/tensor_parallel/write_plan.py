@@ -49,6 +49,8 @@ def add_alone(plan: TpPlan, module: nn.Module, layer: lone.Alone, names: Mapping
     width = layer.size // ranks
     ranges: Ranges = [[(rank * width, (rank + 1) * width)] for rank in range(ranks)]
     plan.parameters[names[id(weight)]] = SplitParameter(list(weight.shape), dim, ranges)  # type: ignore[arg-type]
+    if conv1d and dim == 1:
+        plan.attributes.setdefault(layer.path, {})["nf"] = width  # Conv1D shapes its result by it
     bias = getattr(module, "bias", None)
     head = layer.how == lone.VOCABULARY and is_linear(type(module))
     if bias is not None and (head or layer.how == lone.GATHERED):
