@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -350,9 +350,24 @@ def watching(model: nn.Module, tracer: Tracer) -> Iterator[None]:
 
 
 @contextmanager
+def _autocast_without_values() -> Iterator[None]:
+    """Lets ``torch.autocast`` do nothing on the device "meta", which it refuses: transformers 4 switches it off around rotary tables."""
+    original = torch.autocast
+
+    def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return nullcontext() if device_type == "meta" else original(device_type, *args, **kwargs)
+
+    torch.autocast = autocast  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        torch.autocast = original  # type: ignore[misc]
+
+
+@contextmanager
 def valueless(functions: TorchFunctionMode, tracer: Tracer | None, values: bool = False) -> Iterator[None]:
     """Everything inside runs on tensors without values, watched by the two modes; ``values`` as in [Note: values]."""
-    with torch.device("cpu" if values else "meta"), _Operations(tracer, values), functions:
+    with _autocast_without_values(), torch.device("cpu" if values else "meta"), _Operations(tracer, values), functions:
         yield
 
 
