@@ -94,21 +94,19 @@ def built_sharded() -> Any:
 
 
 def resume(stage: int, tp: int, saved_with: int, folder: str) -> tuple[list[float], list[float]]:
-    """Losses of an uninterrupted run over ``saved_with`` ranks, and of one that is resumed half-way over ``tp`` ranks."""
+    """Losses of an uninterrupted run over ``saved_with`` ranks, and of one that is resumed half-way over ``tp`` ranks.
+
+    The same rows go into a step: transformers 4 takes the batch size per device from the checkpoint, so it is accumulation that differs.
+    """
     from transformers import Trainer
 
-    whole = Trainer(
-        model=CASES["gpt2"].build(),
-        args=arguments(folder, zero_config(stage, saved_with), max_steps=4, save_strategy="steps", save_steps=2, batch=2 * saved_with),
-        train_dataset=rows(),
-    )
+    def trainer(ranks_together: int, seed: int, **options: Any) -> Any:
+        args = arguments(folder, zero_config(stage, ranks_together), max_steps=4, gradient_accumulation_steps=ranks_together, **options)
+        return Trainer(model=CASES["gpt2"].build(seed=seed), args=args, train_dataset=rows())
+
+    whole = trainer(saved_with, 0, save_strategy="steps", save_steps=2)
     whole.train()
     dist.barrier()
-    checkpoint = str(Path(folder) / "checkpoint-2")
-    again = Trainer(
-        model=CASES["gpt2"].build(seed=9),
-        args=arguments(folder, zero_config(stage, tp), max_steps=4, batch=2 * tp),
-        train_dataset=rows(),
-    )
-    again.train(resume_from_checkpoint=checkpoint)
+    again = trainer(tp, 9)
+    again.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2"))
     return losses(whole), losses(again)
