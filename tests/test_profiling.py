@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -49,7 +50,8 @@ class Attention(nn.Module):
 
 
 def counted_by_torch(run: Any) -> int:
-    with FlopCounterMode(display=False) as counter:
+    """By torch's own counter, with CPU attention through the products of matrices that it knows."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         run()
     return counter.get_total_flops()
 
@@ -67,19 +69,38 @@ def test_attention_by_formula() -> None:
     assert flops == projections + 2 * (2 * batch * length * length * width)
 
 
+def test_fused_attention_counts_like_its_products() -> None:
+    """On CPUs too; in backward the fused kernel computes the scores once more."""
+    shape, width = (2, 4, 6, 8), 8
+    scores = 2 * 2 * 4 * 6 * 6 * width
+    counts = []
+    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        query, key, value = (torch.randn(shape, requires_grad=True) for _ in range(3))
+        forward, backward = OperationCounter(), OperationCounter()
+        with sdpa_kernel(backend):
+            with forward:
+                mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            with backward:
+                mixed.sum().backward()
+        counts.append((forward.total, backward.total))
+    assert counts == [(2 * scores, 4 * scores), (2 * scores, 5 * scores)]
+
+
 @pytest.mark.parametrize("name", ["gpt2", "t5", "albert", "mixtral", "vit"])
 def test_forward_and_backward_equal_torchs_counter(name: str) -> None:
     case = CASES[name]
     model, batch = case.build(), case.rows(1)
     wanted = [counted_by_torch(lambda: case.forward(model, batch)), 0]
-    loss = case.forward(model, batch)
+    with sdpa_kernel(SDPBackend.MATH):
+        loss = case.forward(model, batch)
     wanted[1] = counted_by_torch(loss.backward)
     recorder, backward = CostRecorder(model), OperationCounter()
-    recorder.start()
-    loss = case.forward(model, batch)
-    recorder.stop()
-    with backward:
-        loss.backward()
+    with sdpa_kernel(SDPBackend.MATH):
+        recorder.start()
+        loss = case.forward(model, batch)
+        recorder.stop()
+        with backward:
+            loss.backward()
     assert [recorder.total.flops, backward.total] == wanted and min(wanted) > 0
 
 
@@ -235,7 +256,7 @@ def _profile_of_an_engine(stage: int, section: dict[str, Any] | None) -> tuple[l
     }
     engine, *_ = hf_zero.initialize(model=case.build(), config=config)
     losses, rank, printed = [], torch.distributed.get_rank(), io.StringIO()
-    with redirect_stdout(printed):
+    with redirect_stdout(printed), sdpa_kernel(SDPBackend.MATH):
         for step in range(3):
             for micro in range(2):
                 batch = case.rows(step, micro, rank)
@@ -258,7 +279,8 @@ def test_profile_of_a_training_step(stage: int) -> None:
     model = case.build()
     batches = [case.rows(1, micro, 0) for micro in range(2)]
     forward = sum(counted_by_torch(lambda batch=batch: case.forward(model, batch)) for batch in batches)
-    backward = sum(counted_by_torch(case.forward(model, batch).backward) for batch in batches)
+    with sdpa_kernel(SDPBackend.MATH):
+        backward = sum(counted_by_torch(case.forward(model, batch).backward) for batch in batches)
     params = sum(param.numel() for param in model.parameters())
 
     section = {"enabled": True, "profile_step": 1, "module_depth": 2, "recompute_fwd_factor": 0.5}

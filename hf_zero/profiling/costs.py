@@ -11,10 +11,33 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.sharding.unit import full_shape
+
+
+def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    """Operations of attention, from shapes (batch, heads, length, width): scores, and values by them."""
+    batch, heads, length, width = query
+    return 2 * batch * heads * length * key[-2] * (width + value[-1])
+
+
+def _attention_backward(_grad: Sequence[int], query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    """Scores once more, and the gradients of scores, values, queries and keys."""
+    batch, heads, length, width = query
+    return 2 * batch * heads * length * key[-2] * (3 * width + 2 * value[-1])
+
+
+# torch's counter knows the attention kernels of GPUs (as of 2.13) and would take that of CPUs for nothing.
+_FORMULAS = {
+    packet: formula
+    for name, formula in (
+        ("_scaled_dot_product_flash_attention_for_cpu", _attention),
+        ("_scaled_dot_product_flash_attention_for_cpu_backward", _attention_backward),
+    )
+    if (packet := getattr(torch.ops.aten, name, None)) is not None and packet not in flop_registry
+}
 
 
 class _Untracked(AbstractContextManager["_Untracked"]):
@@ -42,7 +65,7 @@ class OperationCounter(AbstractContextManager["OperationCounter"]):
         return self._before + (self._running.get_total_flops() if self._running is not None else 0)
 
     def __enter__(self) -> OperationCounter:
-        counter = FlopCounterMode(display=False)
+        counter = FlopCounterMode(display=False, custom_mapping=dict(_FORMULAS))
         counter.mod_tracker = _Untracked()  # type: ignore[assignment]
         counter.__enter__()
         self._running = counter
