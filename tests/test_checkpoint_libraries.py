@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from hf_zero.engine import rotation
+from hf_zero.errors import CheckpointError
 from hf_zero.utils import newest_trainer_checkpoint
 from tests import ranks, trainers
 from tests.models import CASES
@@ -101,6 +104,51 @@ def test_a_state_of_accelerate_loads_on_other_ranks_stages_and_sizes(
     (world, stage), (other_world, other_stage, tp) = saved, loaded
     expected = ranks.run_ranks(_save_state, world, str(tmp_path / "state"), stage)[0]
     ranks.run_ranks(_load_state, other_world, str(tmp_path / "state"), other_stage, tp, expected)
+
+
+class Registered:
+    """An object of the script's own."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def _save_objects(folder: str) -> None:
+    with trainers.clean_state():
+        accelerator, model, optimizer = _prepared(2, 1, seed=0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer.inner, lambda step: 1 / (1 + step))
+        registered = Registered({"best": torch.arange(3.0), "seen": {1, 2}})
+        accelerator.register_for_checkpointing(registered, schedule)
+        for _ in range(2):
+            _step(accelerator, model, optimizer)
+            schedule.step()
+        random.seed(3)
+        accelerator.save_state(f"{folder}/state", client_state={"epoch": 1, "pair": (1, {"x"})})
+        drawn = (random.random(), torch.rand(2), np.random.rand(2))
+        with pytest.raises(CheckpointError, match=r"client_state\['hook'\] is a builtins.function"):
+            accelerator.save_state(f"{folder}/refused", client_state={"hook": _step})
+        assert not list(Path(folder, "refused").rglob("*.safetensors"))
+
+        registered.value, state = None, schedule.state_dict()
+        schedule.step()
+        accelerator.load_state(f"{folder}/state")
+        assert torch.equal(registered.value["best"], torch.arange(3.0)) and registered.value["seen"] == {1, 2}
+        assert schedule.state_dict() == state
+        again = (random.random(), torch.rand(2), np.random.rand(2))
+        assert again[0] == drawn[0] and torch.equal(again[1], drawn[1]) and (again[2] == drawn[2]).all()
+        _, client_state = model.load_checkpoint(f"{folder}/state", "pytorch_model")
+        assert client_state == {"epoch": 1, "pair": (1, {"x"})}
+        model.destroy()
+
+
+def test_registered_objects_and_client_state_of_accelerate(tmp_path: Path) -> None:
+    ranks.run_ranks(_save_objects, 2, str(tmp_path))
 
 
 # -- rotation ---------------------------------------------------------------------------------------------------------------

@@ -144,3 +144,9 @@ def test_command_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert TpPlan.load(tmp_path / "plan.json").ranks == 2
     with pytest.raises(SystemExit):
         main(["explain", "--tp", "2"])
+
+
+def test_a_conv1d_that_is_split_by_itself_is_told_its_width() -> None:
+    plan = make_plan(CASES["gpt2"].build(), 4)  # 2 heads: attention is not split by them
+    assert plan.modules["transformer.h.0.attn.c_attn"].split == "column, gathered"
+    assert plan.attributes["transformer.h.0.attn.c_attn"] == {"nf": 12}

@@ -60,6 +60,8 @@ def add_alone(plan: TpPlan, module: nn.Module, layer: lone.Alone, names: Mapping
         if not layer.partial:
             borders.append(Border("in", "", COPY))
         borders.append(Border("out", "", GATHER_BOTH if layer.partial else GATHER, -1, ranges, layer.size))
+        if conv1d:  # gives its result the shape that this attribute says
+            plan.attributes.setdefault(layer.path, {})["nf"] = width
     elif head:
         borders.append(Border("in", "", COPY))
         borders.append(Border("out", "", LOGITS, -1, ranges, layer.size))
