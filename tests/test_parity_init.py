@@ -98,6 +98,24 @@ def _from_config(run: Run, name: str) -> None:
     check_from_here(model, case, run, f"from_config {name}")
 
 
+def _initial_values(name: str) -> None:
+    """Those of the model's own initialisation; transformers 5 draws them in another order than without sharding."""
+    import transformers
+
+    plain = CASES[name].build()
+    torch.manual_seed(0)
+    wanted = dict(type(plain)._from_config(copy.deepcopy(plain.config)).named_parameters())
+    with transformers_zero3(Run(3)):
+        torch.manual_seed(ranks.rank())
+        model = type(plain)._from_config(copy.deepcopy(plain.config))
+    assert not any({"apply", "smart_apply"} & module.__dict__.keys() for module in model.modules())
+    for label, value in gather(model).items():
+        if transformers.__version__.startswith("4."):
+            assert torch.equal(value, wanted[label]), label
+        elif value.numel() >= 512:
+            torch.testing.assert_close(value.std(), wanted[label].std(), rtol=0.2, atol=1e-6, msg=label)
+
+
 def _from_pretrained(run: Run, name: str, folder: str) -> None:
     """Loading into shards gives the file's values exactly."""
     case = CASES[name]
@@ -397,6 +415,12 @@ def test_zero_init(name: str, dtype: str) -> None:
 
 def test_zero_init_takes_the_weights_of_rank_zero() -> None:
     ranks.run_ranks(_ranks_build_different_weights, 3, Run(stage=3))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "bart"])
+def test_transformers_initialises_a_sharded_model_as_a_plain_one(name: str) -> None:
+    """gpt2 and t5 initialise weights of a module's children, bart writes to a row of its embedding."""
+    ranks.run_ranks(_initial_values, 2, name)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import MethodType, TracebackType
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -37,7 +38,8 @@ class ModelInit:
 
     [Note: apply inside a constructor] ``self.apply(init_weights)`` at the end of a model's constructor meets layers that are sharded
     already, and would write to empty tensors. So until exit the ``apply`` of a sharded layer gathers its parameters and
-    keeps what rank 0 writes. It is an attribute of the layer; ``nn.Module.apply`` itself is not touched.
+    keeps what rank 0 writes. It is an attribute of the layer; ``nn.Module.apply`` itself is not touched. transformers has a variant of its
+    own, ``smart_apply``, whose function also writes to the children of the module it is given; version 4 calls it without a gather.
 
     Args:
         group: Data-parallel process group; None is all ranks.
@@ -83,7 +85,8 @@ class ModelInit:
                 self.shard(module)
         self._open.clear()
         for module in self._gathering:
-            module.__dict__.pop("apply", None)
+            for name in _STAND_INS:
+                module.__dict__.pop(name, None)
         self._gathering.clear()
 
     def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -99,8 +102,11 @@ class ModelInit:
                 # Constructors repeat a block by deep copies, which come with parameters that were never registered.
                 if self._open.pop(id(inner), None) is not None or any(_is_whole(param) for param in inner._parameters.values()):
                     self.shard(inner)
-                if "apply" in inner.__dict__:
+                if any(name in inner.__dict__ for name in _STAND_INS):
                     self._gathering.add(inner)
+            if self._spec is not None and self._spec.releasable:
+                parent.__dict__["smart_apply"] = MethodType(_smart_apply_gathered, parent)
+                self._gathering.add(parent)
 
     def shard(self, module: nn.Module) -> None:
         """Shards the parameters that ``module`` itself registers; collective. On one rank it only casts them.
@@ -165,6 +171,25 @@ def _apply_gathered(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Mo
     with GatheredParameters(list(module._parameters.values()), modifier_rank=0):
         return type(module).apply(module, fn)
 
+
+def _smart_apply_gathered(module: Any, fn: Callable[..., None], *args: Any) -> Any:
+    """``module.smart_apply(fn)``, which transformers gives all modules, with what ``fn`` may write to whole; collective."""
+    return type(module).smart_apply(module, fn if isinstance(fn, _Gathering) else _Gathering(fn), *args)
+
+
+class _Gathering:
+    """Calls ``fn(module, ...)`` with the parameters that ``module`` and its children register whole, and keeps what rank 0 writes."""
+
+    def __init__(self, fn: Callable[..., None]) -> None:
+        self._fn = fn
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        params = [param for part in (module, *module.children()) for param in part._parameters.values()]
+        with GatheredParameters(params, modifier_rank=0):
+            self._fn(module, *args)
+
+
+_STAND_INS = ("apply", "smart_apply")
 
 # The real function: transformers puts empty ones into torch.nn.init while it builds a model whose weights it will fill itself.
 _kaiming_uniform_ = nn.init.kaiming_uniform_
