@@ -6,6 +6,7 @@ import copy
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -100,8 +101,6 @@ def _from_config(run: Run, name: str) -> None:
 
 def _initial_values(name: str) -> None:
     """Those of the model's own initialisation; transformers 5 draws them in another order than without sharding."""
-    import transformers
-
     plain = CASES[name].build()
     torch.manual_seed(0)
     wanted = dict(type(plain)._from_config(copy.deepcopy(plain.config)).named_parameters())
@@ -110,7 +109,7 @@ def _initial_values(name: str) -> None:
         model = type(plain)._from_config(copy.deepcopy(plain.config))
     assert not any({"apply", "smart_apply"} & module.__dict__.keys() for module in model.modules())
     for label, value in gather(model).items():
-        if transformers.__version__.startswith("4."):
+        if metadata.version("transformers").startswith("4."):
             assert torch.equal(value, wanted[label]), label
         elif value.numel() >= 512:
             torch.testing.assert_close(value.std(), wanted[label].std(), rtol=0.2, atol=1e-6, msg=label)
@@ -436,6 +435,8 @@ def test_transformers_from_pretrained_under_zero3(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["wav2vec2", "hubert", "sew", "patchtst", "distilbert"])
 def test_models_that_gather_while_they_build(name: str) -> None:
+    if name == "distilbert" and metadata.version("transformers").startswith("4."):
+        pytest.skip("transformers 4 freezes its position embeddings on rank 0 alone")
     ranks.run_ranks(_speech_and_others, 2, name)
 
 
