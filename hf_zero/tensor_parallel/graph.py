@@ -24,6 +24,7 @@ class Value:
         needs_grad: A gradient reaches it.
         floating: Its elements are floating point numbers.
         name: Of a parameter or buffer.
+        mask: Its elements are true or false.
     """
 
     dims: tuple[Atom, ...]
@@ -32,6 +33,7 @@ class Value:
     needs_grad: bool = False
     floating: bool = True
     name: str = ""
+    mask: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

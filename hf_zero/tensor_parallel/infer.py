@@ -62,11 +62,14 @@ def infer(
         if layer in keep_whole or layer in forced:
             for atom in value.dims:
                 block(atom, "split by itself as the plan says" if layer in forced else "kept whole by the plan")
-    read = {value for op in graph.ops() for value in op.inputs}
-    for value in graph.parameters.values():
-        if value not in read:
-            for atom in value.dims:
-                block(atom, "not used in the traced forward")
+    for value in unread(graph):
+        for atom in value.dims:
+            block(atom, "not used in the traced forward")
+    for op in graph.ops():
+        if op.name in _PRODUCTS and any(0 in value.shape for value in op.outputs):
+            # Rows that values choose, and made-up values chose none: where the product goes is not known.
+            for atom in (atom for value in op.inputs for atom in value.dims):
+                block(atom, "multiplies rows that values choose")
     solution, rehearsal = solve(graph, ranks), Rehearsal()
     for attempt in range(_MOST_ROUNDS):
         rehearsal = rehearse(copy, inputs, graph, solution, ranks)
@@ -78,6 +81,12 @@ def infer(
         solution = solve(graph, ranks)
     alone, reasons = split_alone(graph, solution, copy, ranks, keep_whole, forced)
     return Findings(graph, solution, rehearsal.attributes, alone, reasons)
+
+
+def unread(graph: Graph) -> list[Value]:
+    """Parameters that no operation reads."""
+    read = {value for op in graph.ops() for value in op.inputs}
+    return [value for value in graph.parameters.values() if value not in read]
 
 
 def _blocking_norms(graph: Graph, model: nn.Module) -> frozenset[str]:

@@ -10,7 +10,7 @@ from torch import nn
 from hf_zero.errors import ConfigError
 from hf_zero.tensor_parallel.apply import example_inputs
 from hf_zero.tensor_parallel.by_name import plan_by_name
-from hf_zero.tensor_parallel.infer import Findings, infer
+from hf_zero.tensor_parallel.infer import Findings, infer, unread
 from hf_zero.tensor_parallel.own_plan import note_source, own_styles, preferences
 from hf_zero.tensor_parallel.plan import WHOLE, TpPlan
 from hf_zero.tensor_parallel.solve import is_linear
@@ -113,15 +113,27 @@ def _remedy(model: nn.Module, ranks: int) -> str:
 
 
 def _infer(copy: nn.Module, ranks: int, inputs: Inputs | None, kept: set[str], forced: dict[str, str]) -> Findings:
+    """What the first call that runs shows; where that does not run all of the model (every expert), what one with tokens shows."""
     error: Exception | None = None
+    partly: Findings | None = None
     try:
         for chosen in _calls(copy, inputs):
+            if partly is not None and not have_values(chosen):
+                continue
             try:
-                return infer(copy, chosen, ranks, kept, forced)
-            except Exception as found:  # the model's own errors, of any kind
-                error = error or found
+                found = infer(copy, chosen, ranks, kept, forced)
+            except Exception as raised:  # the model's own errors, of any kind
+                error = error or raised
+                continue
+            if partly is not None:
+                return min(partly, found, key=lambda findings: len(unread(findings.graph)))
+            if not unread(found.graph) or have_values(chosen):
+                return found
+            partly = found
     except ConfigError as unknown:
         raise _Untraceable(str(unknown)) from None
+    if partly is not None:
+        return partly
     raise _Untraceable(f"{type(copy).__name__} does not run on tensors without values ({type(error).__name__}: {error})") from error
 
 

@@ -14,6 +14,7 @@ from hf_zero.tensor_parallel.atoms import Atom, block, cut, product, regroup, to
 from hf_zero.tensor_parallel.graph import ADDITIVE, NONE, PRODUCT_LIKE, UNARY, Value
 
 Shape = Sequence[int]
+FAKE_COUNT = 2  # how many places ``nonzero`` and masks choose on tensors without values
 
 
 @dataclass
@@ -423,12 +424,11 @@ def pick(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]
 
 
 def index(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Indexing with tensors: dimensions without an index pass."""
+    """Indexing with tensors: dimensions without an index pass. A mask is an index into each of its dimensions."""
     source: Value = args[0]
-    places = list(args[1]) + [None] * (len(source.dims) - len(args[1]))
+    places = [item for place in args[1] for item in (_chosen_by(place) if place is not None and place.mask else [place])]
+    places += [None] * (len(source.dims) - len(places))
     tensors = [place for place in places if place is not None]
-    if any(not value.floating and value.name == "mask" for value in tensors):
-        return opaque(name, args, kwargs, shapes)
     for place, atom in zip(places, source.dims, strict=True):
         if place is not None:
             block(atom, "taken by index")
@@ -445,6 +445,11 @@ def index(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape
             broadcast([Value(taken, ""), stored], [atom.size for atom in taken])
         return Rule([source.dims])
     return Rule([taken], UNARY)
+
+
+def _chosen_by(mask: Value) -> list[Value]:
+    indices = Value((Atom(FAKE_COUNT),), "", floating=False)
+    return [indices] * len(mask.dims)
 
 
 def _broadcast_shape(shapes: Sequence[Shape]) -> list[int]:

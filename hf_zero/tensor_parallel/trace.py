@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from hf_zero.tensor_parallel import rules
 from hf_zero.tensor_parallel.graph import BUFFER, CONSTANT, INPUT, PARAMETER, RESULT, UNIFORM, Call, FunctionCall, Graph, Op, Value
 
-_FAKE_COUNT = 2  # how many indices ``nonzero`` finds on tensors without values
+_MASKS = (torch.bool, torch.uint8)
 _WHOLE_FUNCTIONS = {
     torch.nn.functional.linear: "linear",
     torch.nn.functional.scaled_dot_product_attention: "scaled_dot_product_attention",
@@ -89,7 +89,9 @@ class Tracer:
             value = self._register(param, Value(rules.fresh(param.shape), PARAMETER, (), True, param.is_floating_point(), name))
             self.graph.parameters[name] = value
         for name, buffer in model.named_buffers():
-            value = self._register(buffer, Value(rules.fresh(buffer.shape), BUFFER, (), False, buffer.is_floating_point(), name))
+            value = self._register(
+                buffer, Value(rules.fresh(buffer.shape), BUFFER, (), False, buffer.is_floating_point(), name, buffer.dtype in _MASKS)
+            )
             self.graph.buffers[name] = value
 
     def _register(self, tensor: torch.Tensor, value: Value) -> Value:
@@ -102,12 +104,14 @@ class Tracer:
         found = self._values.get(id(tensor))
         if found is None or found.shape != tuple(tensor.shape):
             found = Value(rules.fresh(tensor.shape), CONSTANT, tuple(self.stack), False, tensor.is_floating_point())
+            found.mask = tensor.dtype in _MASKS
             self._register(tensor, found)
         return found
 
     def input(self, tensor: torch.Tensor) -> None:
         """Notes an argument of the model."""
-        self._register(tensor, Value(rules.fresh(tensor.shape), INPUT, (), False, tensor.is_floating_point()))
+        value = Value(rules.fresh(tensor.shape), INPUT, (), False, tensor.is_floating_point(), mask=tensor.dtype in _MASKS)
+        self._register(tensor, value)
 
     def record(self, name: str, args: Any, kwargs: dict[str, Any], outputs: list[torch.Tensor], mutates: bool, pointwise: bool) -> None:
         """Writes down one operation."""
@@ -127,7 +131,7 @@ class Tracer:
         for output, dims in zip(outputs, rule.dims, strict=True):
             floating = output.is_floating_point()
             origin = UNIFORM if name in rules.UNIFORM_NAMES else RESULT
-            value = Value(dims, origin, tuple(self.stack), needs_grad and floating, floating)
+            value = Value(dims, origin, tuple(self.stack), needs_grad and floating, floating, mask=output.dtype in _MASKS)
             made.append(self._register(output, value))
         random = name in rules.RANDOM_NAMES
         op = Op(name, inputs, made, tuple(self.stack), rule.partial, rule.contracted, rule.bias, random, gathers)
@@ -203,7 +207,9 @@ def _computed(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if name == "nonzero":  # all of a list, such as the experts that were chosen
         source = args[0]
-        return torch.arange(source.numel())[:, None] if source.dim() == 1 else torch.zeros((_FAKE_COUNT, source.dim()), dtype=torch.long)
+        return (
+            torch.arange(source.numel())[:, None] if source.dim() == 1 else torch.zeros((rules.FAKE_COUNT, source.dim()), dtype=torch.long)
+        )
     bare_args, bare_kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
     result = _answer(name, func, bare_args, bare_kwargs)
     if name in ("gt", "lt", "ge", "le") and bare_args[0].is_floating_point():
@@ -226,13 +232,13 @@ def _answer(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     if name == "equal":
         return True
     if name == "nonzero":
-        return torch.empty(_FAKE_COUNT, max(args[0].dim(), 1), dtype=torch.long, device="meta")
+        return torch.empty(rules.FAKE_COUNT, max(args[0].dim(), 1), dtype=torch.long, device="meta")
     if name == "_grouped_mm":
         rows, weights = args[0], args[1]
         shape = (rows.shape[0], weights.shape[-1]) if weights.dim() == 3 and rows.dim() == 2 else None
         return torch.empty(shape, dtype=rows.dtype, device="meta") if shape else func(*args, **kwargs)
     if name in ("masked_select",):
-        return torch.empty(_FAKE_COUNT, dtype=args[0].dtype, device="meta")
+        return torch.empty(rules.FAKE_COUNT, dtype=args[0].dtype, device="meta")
     if name == "bincount":
         return torch.empty(max(kwargs.get("minlength", 0), args[2] if len(args) > 2 else 0, 1), dtype=torch.long, device="meta")
     if name in ("index", "index_put_", "index_put"):
@@ -244,9 +250,9 @@ def _answer(name: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _indices_of(index: torch.Tensor) -> Any:
-    if index.dtype not in (torch.bool, torch.uint8):
+    if index.dtype not in _MASKS:
         return index
-    return [torch.empty(_FAKE_COUNT, dtype=torch.long, device="meta") for _ in range(index.dim())]
+    return [torch.empty(rules.FAKE_COUNT, dtype=torch.long, device="meta") for _ in range(index.dim())]
 
 
 class _Functions(TorchFunctionMode):
