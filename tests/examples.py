@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from tests import processes
+from tests import processes, ranks
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 EXAMPLES = REPOSITORY / "examples"
@@ -84,7 +84,8 @@ def run(command: Sequence[str], *, cache: Path, on_cpu: bool = False, seconds: f
 
 def launch(config: Path, script: Path, *flags: str, cache: Path) -> str:
     """Run a script under ``accelerate launch``; see `run`."""
-    words = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config), "--main_process_port", "0"]
+    port = str(ranks._free_port())  # 0 means a free one to newer accelerate only
+    words = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config), "--main_process_port", port]
     return run([*words, str(script), *flags], cache=cache, on_cpu="MULTI_GPU" in config.read_text())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -30,13 +31,20 @@ NAMES = ("llava", "qwen2_5_vl", "qwen3_vl")
 STAGES = (1, 2, 3)
 
 
+def _require_its_configuration(name: str) -> None:
+    if name.startswith("qwen") and metadata.version("transformers").startswith("4."):
+        pytest.skip(f"the tiny configuration of {name} is written with the rotary keys of transformers 5")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_images_on_one_rank(name: str) -> None:
+    _require_its_configuration(name)
     ranks.run_ranks(check_stages, 2, name, False)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_with_activation_checkpointing(reentrant: bool) -> None:
+    _require_its_configuration("qwen2_5_vl")
     ranks.run_ranks(check_checkpointing, 2, "qwen2_5_vl", reentrant)
 
 

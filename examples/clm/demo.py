@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -50,10 +51,17 @@ def launch_command(ranks: int, on_gpus: bool, further_flags: Sequence[str] = ())
         further_flags: Flags of the training script; they come last, so they win.
     """
     launcher = Path(sys.executable).with_name("accelerate")
-    launch = [str(launcher), "launch", "--config_file", "examples/clm/accelerate_zero3.yaml", "--main_process_port", "0"]
+    launch = [str(launcher), "launch", "--config_file", "examples/clm/accelerate_zero3.yaml", "--main_process_port", free_port()]
     launch += ["--num_processes", str(ranks), "--mixed_precision", "bf16" if on_gpus else "no"]
     flags = [word for flag in TRAINING_FLAGS.items() for word in flag]
     return [*launch, "examples/clm/run_clm_no_trainer.py", *flags, *further_flags]
+
+
+def free_port() -> str:
+    """A port that nobody listens on; asking the launcher for port 0 does this with newer versions of Accelerate only."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def launch_environment(ranks: int, cores: int) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -119,12 +120,19 @@ def write_launcher_files(folder: Path, stage: int | None, ranks: int, args: argp
     return path
 
 
+def free_port() -> str:
+    """A port that nobody listens on; asking the launcher for port 0 does this with newer versions of Accelerate only."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
 def launch_command(config: Path, ranks: int) -> list[str]:
     """First words of a launch; the precision is that of the launch around it, else bf16 on accelerators and fp32 elsewhere."""
     on_accelerator = torch.accelerator.is_available()
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION") or ("bf16" if on_accelerator else "no")
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config)]
-    return [*command, "--num_processes", str(ranks), "--main_process_port", "0", "--mixed_precision", precision]
+    return [*command, "--num_processes", str(ranks), "--main_process_port", free_port(), "--mixed_precision", precision]
 
 
 def launch(command: Sequence[str], log: Path) -> int:
