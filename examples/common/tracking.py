@@ -38,9 +38,7 @@ class CsvTracker(GeneralTracker):
     @on_main_process
     def start(self) -> None:
         """Create the file with its header, unless it is there."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if not self.path.exists():
-            self._append([("step", "name", "value")])
+        self._append([])
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -73,6 +71,9 @@ class CsvTracker(GeneralTracker):
             csv.writer(file).writerows([["step", *columns], *([step, *row] for row in data)])
 
     def _append(self, rows: list[tuple[Any, ...]]) -> None:
+        if not self.path.exists():  # older versions of accelerate do not call start()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            rows = [("step", "name", "value"), *rows]
         with self.path.open("a", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(rows)
 
