@@ -30,6 +30,7 @@ from hf_zero.engine.metrics_once import count_samples_once
 from hf_zero.engine.offloading import Offloading, describe_offload
 from hf_zero.engine.onebit_step import OneBitStepper, check_topology, local_policy, max_norm_of
 from hf_zero.engine.precision import PrecisionPolicy, cast_and_move, cast_param
+from hf_zero.engine.same_model import require_same_model
 from hf_zero.engine.step import Stepper, StepSettings
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.metrics import build_sinks
@@ -271,6 +272,7 @@ class EngineBuilder:
     def _blocks(self, inner: torch.optim.Optimizer | None) -> tuple[Block, list[Block]]:
         groups = group_of_params(inner, self.names) if inner is not None else {}
         members = [NamedParam(name, param, groups.get(id(param), FROZEN)) for name, param in self.module.named_parameters()]
+        require_same_model(self.module, members, self.collectives)
         in_units = [member for member in members if self._belongs_in_unit(member)]
         specs = build_blocks(self.module, in_units, self._leaves())
         sizes = [sum(full_shape(member.param).numel() for member in spec.members) for spec in specs]
