@@ -476,7 +476,7 @@ class Engine(nn.Module):
             self.runtime.stop_training()
             self.optimizer.dismiss()  # first: it waits for updates under way, failed ones too
             for unit in self.units:
-                unit.drop_master()
+                unit.own.drop_master()
         self.stepper = None
         self.optimizer = None
         self.lr_scheduler = None

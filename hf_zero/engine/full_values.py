@@ -61,10 +61,21 @@ def _write(unit: Unit, index: int, flat: torch.Tensor, value: torch.Tensor) -> N
         flat[part.start - unit.owned.start : part.stop - unit.owned.start].copy_(source)
 
 
+def _gather(unit: Unit, index: int, flat: torch.Tensor, what: str) -> torch.Tensor:
+    """The full value of parameter ``index`` in a sharded (shard_numel,) tensor such as a moment; a new tensor. Collective."""
+    slot = unit.layout.slots[index]
+    flat = flat.to(unit.collectives.topology.device)
+    if unit.layout.world > 1:
+        whole = torch.empty(unit.layout.padded_numel, dtype=flat.dtype, device=flat.device)
+        unit.collectives.all_gather(whole, flat.contiguous(), f"{unit.name}: {what}").wait()
+        flat = whole
+    return flat[slot.range.start : slot.range.stop].view(slot.shape).clone()
+
+
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """The whole master of ``param``, of its full shape; None if no engine trains it. Collective."""
     owner = _find(param)
-    return owner[0].gather_param(owner[1], _master(owner[0]), "master") if owner else None
+    return _gather(*owner, _master(owner[0]), "master") if owner else None
 
 
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
@@ -97,7 +108,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     held = training.gradients.held()
     if held is None:
         return None
-    grad = owner[0].gather_param(owner[1], held, "gradient")
+    grad = _gather(*owner, held, "gradient")
     return grad if training.scaler.scale == 1.0 else grad / training.scaler.scale
 
 
@@ -165,7 +176,7 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
         if not unit.collectives.any_rank(known, f"{unit.name}: {optim_state_key}"):
             return None
         flat = flat if flat is not None else torch.zeros_like(_master(unit))
-    return unit.gather_param(index, flat, optim_state_key) if flat is not None else None
+    return _gather(unit, index, flat, optim_state_key) if flat is not None else None
 
 
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:

@@ -39,7 +39,7 @@ class HostGradients(GradientPlace):
         self._marks: dict[int, Mark] = {}
 
     def add(self, unit: Unit, total: torch.Tensor | None, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        unit.settle()  # the last update reads the buffer
+        unit.own.settle()  # the last update reads the buffer
         with self._outward.entered():
             self._outward.use(received)
             if total is not None:
@@ -59,7 +59,7 @@ class HostGradients(GradientPlace):
         return known[: numel * dtype.itemsize].view(dtype)
 
     def zeros(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
-        unit.settle()
+        unit.own.settle()
         return self._buffer(unit, dtype).zero_()
 
     def settle(self, unit: Unit) -> None:

@@ -102,7 +102,7 @@ class OffloadedResidence(Residence):
             if not self.holds(unit):
                 unit.publish()
             elif unit.state is UnitState.GATHERED:
-                unit.settle()
+                unit.own.settle()
             updated(unit)
 
     def _update(self, optimizer: ShardedOptimizer, grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
@@ -146,7 +146,7 @@ class OffloadedResidence(Residence):
         for update in updates:
             work: Work = (self._speculator.take(update) if self._speculator is not None else None) or update
             work.begin()
-            update.unit.expect(Underway(self._thread.submit(partial(self._run, work)), work.finish))
+            update.unit.own.expect(Underway(self._thread.submit(partial(self._run, work)), work.finish))
         self._underway = [update.unit for update in updates]
         self._last = self._thread.submit(self.states.settle)
 
@@ -158,7 +158,7 @@ class OffloadedResidence(Residence):
         units, self._underway = self._underway, []
         last, self._last = self._last, None
         for unit in units:
-            unit.settle()
+            unit.own.settle()
         if last is not None:
             last.result()
 
@@ -196,7 +196,7 @@ class OffloadedResidence(Residence):
         return {self.states.tier: self.states.nbytes(optimizer, self.lots(optimizer)) + self._spares.nbytes}
 
     def close(self) -> None:
-        waits = [unit.settle for unit in self._underway] + ([self._last.result] if self._last is not None else [])
+        waits = [unit.own.settle for unit in self._underway] + ([self._last.result] if self._last is not None else [])
         self._underway, self._last = [], None
         failures = []
         for wait in waits:

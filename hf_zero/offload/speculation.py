@@ -193,7 +193,7 @@ class Speculation:
         unit, old = self.unit, [self.master]
         if self.low is not None:
             old = [self._read[1][0]]
-            unit.master = self.master
+            unit.own.master = self.master
             for shadow in self.shadows:
                 shadow.segment.tensor.data = shadow.tensor.data
         for shadow in self.shadows:

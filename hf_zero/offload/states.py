@@ -49,7 +49,7 @@ class HostStates:
         if unit.master is not None and self._apart:
             master = self._memory.empty(unit.master.numel(), unit.master.dtype)
             master.copy_(unit.master)
-            unit.master = master
+            unit.own.master = master
 
     def ranges(self, unit: Unit) -> Sequence[Range]:
         """The lots that ``unit``'s shard is cut into."""
@@ -230,7 +230,7 @@ class FileStates(HostStates):
             frame.view(MASTER, part.numel, region.dtype).copy_(unit.master[part.start : part.stop])
             self.file.write(region.offset + part.start * region.dtype.itemsize, slot).wait()
         frame.slots.clear()  # sized for this; updates size their own
-        unit.master = region.mapped
+        unit.own.master = region.mapped
 
     def ranges(self, unit: Unit) -> Sequence[Range]:
         tensors = len(self._types) + self._has_masters

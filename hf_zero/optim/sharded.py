@@ -196,7 +196,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def refresh_fp32_params(self) -> None:
         """Takes the masters from the 16-bit weights, after a script wrote to the module (``load_state_dict``) at stages 0 to 2; local."""
         for unit in self.units:
-            unit.refresh_master()
+            unit.own.refresh_master()
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """This rank's part of the state; checkpoints are written by ``save_checkpoint``, which any number of ranks can read."""

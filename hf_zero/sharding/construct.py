@@ -61,7 +61,7 @@ def build_unit(name: str, members: Sequence[NamedParam], dtype: torch.dtype, spe
         master_dtype = spec.master_dtype or dtype
         # From the 16-bit values, as DeepSpeed does: a model that zero.Init cast at construction gives the same masters.
         own_master = master_dtype == dtype and spec.home is ON_DEVICE
-        unit.master = unit.shard if own_master else host_memory.cast(unit.shard, master_dtype)
+        unit.own.master = unit.shard if own_master else host_memory.cast(unit.shard, master_dtype)
     own(unit, spec.announced)
     return unit
 

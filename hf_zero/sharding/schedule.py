@@ -78,7 +78,7 @@ class Block:
     @property
     def settled(self) -> bool:
         """Whether a gather would not wait for an update that is under way."""
-        return all(unit.settled for unit in self.units)
+        return all(unit.own.settled for unit in self.units)
 
     def start_gather(self) -> None:
         """Starts the all-gathers; collective."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -18,6 +18,7 @@ from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.errors import StateError
 from hf_zero.sharding.home import ON_DEVICE, ShardHome
 from hf_zero.sharding.layout import FROZEN, Range, UnitLayout
+from hf_zero.sharding.own_part import OwnPart
 from hf_zero.sharding.whole import WholeBuffer
 
 
@@ -42,16 +43,6 @@ STATUS = {
     UnitState.GATHERING: ParamStatus.INFLIGHT,
     UnitState.GATHERED: ParamStatus.AVAILABLE,
 }
-
-
-class Arriving(Protocol):
-    """New values of a shard and its master that another thread may still be computing."""
-
-    def ready(self) -> bool:
-        """Whether ``wait`` would return at once."""
-
-    def wait(self) -> None:
-        """Blocks until shard and master hold the new values."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +74,7 @@ class Unit:
     Attributes:
         layout: Offsets and division over ranks.
         params: The parameters, in the order of ``layout.slots``; None where one has moved to another unit.
-        shard: This rank's part, (shard_numel,), of the parameters' dtype. A view of the buffer unless ``releasable``.
-        master: This rank's part in the master dtype, (shard_numel,); the shard itself when the types agree; None when frozen.
+        own: This rank's shard and master. The shard is a view of the buffer unless ``releasable``.
         rank: This rank's position among the owners (0 at stage 0).
         trainable: Whether an optimizer updates it.
         releasable: Whether the full buffer goes away between uses.
@@ -100,14 +90,12 @@ class Unit:
         self.releasable = spec.releasable
         self.trainable = any(slot.group != FROZEN for slot in layout.slots)
         self.state = UnitState.GATHERED
-        self._master: torch.Tensor | None = None
-        self._arriving: Arriving | None = None
         self._whole = WholeBuffer(layout, buffer)  # emptied while SHARDED, by release() only
         self._whole.show(self.params)
         own = buffer[self.owned.start : self.owned.stop]
         self.home = spec.home
-        self._shard = host_memory.empty(own.numel(), own.dtype, own.device).copy_(own) if self.releasable else own
-        self._shard = spec.home.rest(self, self._shard)
+        shard = host_memory.empty(own.numel(), own.dtype, own.device).copy_(own) if self.releasable else own
+        self.own = OwnPart(spec.home.rest(self, shard))
         self._pending: Pending | None = None
         self._pins: list[int | None] = []  # one entry per holder: the rank whose changes it will broadcast, or None
 
@@ -137,46 +125,15 @@ class Unit:
         """Bytes that gathering it now would allocate."""
         return self._whole.nbytes if self.state is UnitState.SHARDED else 0
 
-    # -- an update that is under way ----------------------------------------------------------------------------------
-
-    def expect(self, values: Arriving) -> None:
-        """Whoever reads shard or master from now on waits for ``values`` first.
-
-        [Note: updates under way] An offloaded unit may still be updated when ``step`` has returned. Nobody sees half of it: a gather, a
-        checkpoint and everything else come to the values through ``shard`` and ``master``, which wait for this unit alone.
-        """
-        self._arriving = values
-
-    def settle(self) -> None:
-        """Waits for the update that is under way, if there is one."""
-        arriving, self._arriving = self._arriving, None
-        if arriving is not None:
-            arriving.wait()
-
-    @property
-    def settled(self) -> bool:
-        """Whether shard and master can be read at once."""
-        return self._arriving is None or self._arriving.ready()
-
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's part, (shard_numel,), where it rests."""
-        self.settle()
-        return self._shard
-
-    @shard.setter
-    def shard(self, value: torch.Tensor) -> None:
-        self._shard = value
+        """This rank's part, (shard_numel,), where it rests; waits for an update that is under way."""
+        return self.own.shard
 
     @property
     def master(self) -> torch.Tensor | None:
-        """The fp32 copy that the optimizer updates, (shard_numel,); None where nothing is trained."""
-        self.settle()
-        return self._master
-
-    @master.setter
-    def master(self, value: torch.Tensor | None) -> None:
-        self._master = value
+        """This rank's part in the master dtype, (shard_numel,); the shard itself when the types agree; None when frozen."""
+        return self.own.master
 
     # -- gather and release -------------------------------------------------------------------------------------------
 
@@ -189,7 +146,7 @@ class Unit:
         self._enter(UnitState.GATHERING)
 
     def _all_gather(self) -> Pending:
-        self.settle()
+        self.own.settle()
         own = self._whole.flat[self.owned.start : self.owned.stop]
         with self.home.bringing(self, own) as source:
             pending = self.collectives.all_gather(self._whole.flat, source, self.name)
@@ -277,8 +234,7 @@ class Unit:
 
     def publish(self) -> None:
         """Casts the master into the 16-bit shard, after an update; local. In fp32 they are the same memory."""
-        if self.master is not None and self.master is not self.shard:
-            self.shard.copy_(self.master)
+        self.own.cast_master()
         self.home.changed(self)
 
     def start_spread(self) -> Pending | None:
@@ -287,26 +243,13 @@ class Unit:
             return None
         return self._all_gather()
 
-    def drop_master(self) -> None:
-        """Frees the master; the unit is not trained any more."""
-        self.settle()
-        self.master = None
-
     def take_full(self) -> None:
         """Copies this rank's part of the gathered buffer into shard and master, after the parameters were written to; local."""
         self._whole.adopt(self.params)
         if self.releasable:
             self.shard.copy_(self.full[self.owned.start : self.owned.stop])
             self.home.changed(self)
-        self.refresh_master()
-
-    def refresh_master(self) -> None:
-        """Carries changes of the shard into the master; elements whose 16-bit value is unchanged keep their fp32 bits; local."""
-        if self.master is None or self.master is self.shard:
-            return
-        shard = self.shard.to(self.master.device)
-        changed = self.master.to(shard.dtype) != shard
-        self.master.copy_(torch.where(changed, shard.to(self.master.dtype), self.master))
+        self.own.refresh_master()
 
     def broadcast_from(self, source: int) -> None:
         """Makes the gathered buffer equal to rank ``source``'s on all ranks, and shards and masters with it; collective."""
@@ -318,20 +261,6 @@ class Unit:
         """The part of parameter ``index`` that lies in ``flat``, a (shard_numel,) tensor of this rank; 1D, maybe empty."""
         part = self.layout.slots[index].range.intersect(self.owned).shift(-self.owned.start)
         return flat[part.start : part.stop] if part.numel else flat[:0]
-
-    def gather_param(self, index: int, flat: torch.Tensor, what: str) -> torch.Tensor:
-        """The full value of parameter ``index`` in a sharded (shard_numel,) tensor such as a moment; collective.
-
-        Returns:
-            A new tensor of the parameter's shape and ``flat``'s dtype.
-        """
-        slot = self.layout.slots[index]
-        flat = flat.to(self.collectives.topology.device)
-        if self.layout.world == 1:
-            return flat[slot.range.start : slot.range.stop].view(slot.shape).clone()
-        whole = torch.empty(self.layout.padded_numel, dtype=flat.dtype, device=flat.device)
-        self.collectives.all_gather(whole, flat.contiguous(), f"{self.name}: {what}").wait()
-        return whole[slot.range.start : slot.range.stop].view(slot.shape).clone()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a view of the buffer."""

@@ -1,0 +1,82 @@
+"""What one rank owns of a unit: its shard and its master, which an update may still be writing."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Arriving(Protocol):
+    """New values of a shard and its master that another thread may still be computing."""
+
+    def ready(self) -> bool:
+        """Whether ``wait`` would return at once."""
+
+    def wait(self) -> None:
+        """Blocks until shard and master hold the new values."""
+
+
+class OwnPart:
+    """The shard, (shard_numel,) of the parameters' dtype, and the master, (shard_numel,) of the master dtype.
+
+    [Note: updates under way] An offloaded unit may still be updated when ``step`` has returned. Nobody sees half of it: a gather, a
+    checkpoint and everything else come to the values through ``shard`` and ``master``, which wait for this unit alone.
+
+    Args:
+        shard: Where it rests.
+    """
+
+    def __init__(self, shard: torch.Tensor) -> None:
+        self._shard = shard
+        self._master: torch.Tensor | None = None
+        self._arriving: Arriving | None = None
+
+    def expect(self, values: Arriving) -> None:
+        """Whoever reads shard or master from now on waits for ``values`` first."""
+        self._arriving = values
+
+    def settle(self) -> None:
+        """Waits for the update that is under way, if there is one."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            arriving.wait()
+
+    @property
+    def settled(self) -> bool:
+        """Whether shard and master can be read at once."""
+        return self._arriving is None or self._arriving.ready()
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's part of the parameters, where it rests."""
+        self.settle()
+        return self._shard
+
+    @property
+    def master(self) -> torch.Tensor | None:
+        """What the optimizer updates: the shard itself when the types agree; None where nothing is trained."""
+        self.settle()
+        return self._master
+
+    @master.setter
+    def master(self, value: torch.Tensor | None) -> None:
+        self._master = value
+
+    def drop_master(self) -> None:
+        """Frees the master; nothing is trained any more."""
+        self.settle()
+        self._master = None
+
+    def cast_master(self) -> None:
+        """Casts the master into the shard, after an update; local. In fp32 they are the same memory."""
+        if self.master is not None and self.master is not self.shard:
+            self.shard.copy_(self.master)
+
+    def refresh_master(self) -> None:
+        """Carries changes of the shard into the master; elements whose 16-bit value is unchanged keep their fp32 bits; local."""
+        if self.master is None or self.master is self.shard:
+            return
+        shard = self.shard.to(self.master.device)
+        changed = self.master.to(shard.dtype) != shard
+        self.master.copy_(torch.where(changed, shard.to(self.master.dtype), self.master))
