@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,9 +55,11 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """Fail a test that leaves launcher variables or a process group behind in the test process."""
-    before = _watched()
+    """Fail a test that leaves launcher variables or a process group behind; the log's level, which libraries set, is put back."""
+    before, log = _watched(), logging.getLogger("hf_zero")
+    level = log.level
     yield
+    log.setLevel(level)
     import torch.distributed as dist
 
     after = _watched()

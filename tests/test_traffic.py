@@ -58,6 +58,7 @@ class Clock(HostWatch):
 
 def test_latency_and_wait_are_told_apart(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("hf_zero"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="hf_zero")
     log, clock = TrafficLog(TrafficSettings(frozenset({"all_gather"}), verbose=True, debug=True)), Clock()
     assert log.begin("all_reduce", "norm", 8, 2, clock) is None, "not among the operations"
     call = log.begin("all_gather", "layers.0", 4 * MIB, 2, clock)
