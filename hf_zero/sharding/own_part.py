@@ -53,6 +53,10 @@ class OwnPart:
         self.settle()
         return self._shard
 
+    @shard.setter
+    def shard(self, value: torch.Tensor) -> None:
+        self._shard = value
+
     @property
     def master(self) -> torch.Tensor | None:
         """What the optimizer updates: the shard itself when the types agree; None where nothing is trained."""

@@ -95,7 +95,8 @@ class Unit:
         own = buffer[self.owned.start : self.owned.stop]
         self.home = spec.home
         shard = host_memory.empty(own.numel(), own.dtype, own.device).copy_(own) if self.releasable else own
-        self.own = OwnPart(spec.home.rest(self, shard))
+        self.own = OwnPart(shard)
+        self.own.shard = spec.home.rest(self, shard)
         self._pending: Pending | None = None
         self._pins: list[int | None] = []  # one entry per holder: the rank whose changes it will broadcast, or None
 
