@@ -247,8 +247,10 @@ def main() -> int:
     from benchmarks.tables import ResultTable
 
     table = ResultTable(
-        title="Checkpoints",
-        command="python benchmarks/checkpoint.py --peer-python /path/to/venv/bin/python --json benchmarks/results/checkpoint.json",
+        title=f"Checkpoints, {arguments.layers} layers of width {arguments.width}",
+        command="python benchmarks/checkpoint.py --rounds {rounds} --layers {layers} --width {width} {whose}".format(
+            **vars(arguments), whose=f"--only {' '.join(arguments.only)}" if arguments.only else "--peer-python /path/to/venv/bin/python"
+        ),
         text=TEXT.format(**size, rounds=arguments.rounds, world=WORLD),
         columns=["contender", "MiB", *COLUMNS.values(), *TARGETS],
         rows=rows_of(contenders),
