@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from hf_zero.c_library import linux_function
 
 _HUGE_PAGE = 2 << 20  # bytes; x86-64 and aarch64 with 4 KiB pages
 _MADV_HUGEPAGE = 14
@@ -67,14 +68,7 @@ def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
 @cache
 def _advise() -> Any:
     """The C library's madvise; None where there is none or it has no such advice."""
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        function = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return function
+    return linux_function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def mapped_files() -> list[tuple[int, int]]:

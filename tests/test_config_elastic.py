@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_zero.config.elastic import ElasticityConfigError, ElasticityError, ElasticityIncompatibleWorldSize, compute_elastic_config
 from hf_zero.config.resolve import resolve
 from hf_zero.errors import ConfigError
+from tests import ranks
 
 SECTION = {"enabled": True, "max_train_batch_size": 10000, "micro_batch_sizes": [8, 12, 16, 17], "min_gpus": 32, "max_gpus": 1500}
 
@@ -102,3 +104,21 @@ def test_other_batch_keys_contradict_it() -> None:
     assert resolve(source, world_size=2).batch.total == 48
     with pytest.raises(ConfigError, match="7 data-parallel ranks cannot share"):
         resolve(source, world_size=7)
+
+
+def _of_engine() -> tuple[int, int, int, bool, bool]:
+    import hf_zero
+
+    section = {"enabled": True, "max_train_batch_size": 64, "micro_batch_sizes": [2, 4], "version": 0.1}
+    found = []
+    for source in ({"elasticity": section}, {"train_batch_size": 2}):
+        model = torch.nn.Linear(2, 1)
+        engine, *_ = hf_zero.initialize(model=model, config={**source, "optimizer": {"type": "AdamW"}})
+        found.append(engine.elasticity_enabled())
+        if source.get("elasticity"):
+            sizes = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    return (*sizes, *found)
+
+
+def test_an_engine_takes_it() -> None:
+    assert ranks.run_ranks(_of_engine, 2) == [(48, 4, 6, True, False)] * 2

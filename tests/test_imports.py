@@ -16,7 +16,16 @@ FRAMEWORKS = ("transformers", "accelerate", "peft", "trl", "datasets", "lightnin
 
 # Layers of the package: a module imports only from its own row and the rows above it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("hf_zero", "hf_zero.errors", "hf_zero.heap", "hf_zero.host_memory", "hf_zero.launch", "hf_zero.observe", "hf_zero.native"),
+    (
+        "hf_zero",
+        "hf_zero.c_library",
+        "hf_zero.errors",
+        "hf_zero.heap",
+        "hf_zero.host_memory",
+        "hf_zero.launch",
+        "hf_zero.observe",
+        "hf_zero.native",
+    ),
     (
         "hf_zero.metrics",
         "hf_zero.activation_checkpointing",

@@ -7,7 +7,6 @@ import ctypes
 import errno
 import mmap
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from hf_zero.c_library import linux_function
 
 try:
     import fcntl
@@ -257,11 +258,4 @@ def _through_the_cache(descriptor: int) -> None:
 @cache
 def _sync_file_range() -> Any:
     """Linux's call of that name; None elsewhere."""
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        function = ctypes.CDLL(None).sync_file_range
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return function
+    return linux_function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)

@@ -7,12 +7,15 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_zero.errors import ConfigError
 from hf_zero.observe import current_phase, log_rank0
+
+if TYPE_CHECKING:
+    from hf_zero.config.schema.tools import CommsLogger
 
 # Every operation that is recorded, with the other names users know it by, and the share of its bytes that crosses a rank's link in the
 # best algorithm: (n - 1) / n times this. Bandwidth is counted as in nccl-tests (doc/PERFORMANCE.md), DeepSpeed's own page refers to it.
@@ -57,6 +60,16 @@ class TrafficSettings:
     operations: frozenset[str] | None = None
     verbose: bool = False
     debug: bool = False
+
+    @staticmethod
+    def of(section: CommsLogger) -> TrafficSettings:
+        """What the configuration's section asks for.
+
+        Raises:
+            ConfigError: It names an operation that is no collective.
+        """
+        operations = None if section.prof_all else operations_named(section.prof_ops)
+        return TrafficSettings(operations, section.verbose, section.debug)
 
 
 @dataclass(frozen=True)

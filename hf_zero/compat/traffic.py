@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from hf_zero.comm.collectives import build_collectives
 from hf_zero.comm.topology import build_topology
-from hf_zero.comm.traffic import TrafficRow, TrafficSettings, current_log, operations_named, start_log, stop_log, table_text
+from hf_zero.comm.traffic import TrafficRow, TrafficSettings, current_log, start_log, stop_log, table_text
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
 from hf_zero.observe import global_rank, warn_once
@@ -42,7 +42,7 @@ def configure(
     if section is None or not section.enabled:
         stop_log()
         return
-    start_log(TrafficSettings(None if section.prof_all else operations_named(section.prof_ops), section.verbose, section.debug))
+    start_log(TrafficSettings.of(section))
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from hf_zero.config.batch import ACCUMULATION, MICRO, TOTAL
 from hf_zero.config.problems import Problems
@@ -225,7 +225,7 @@ def _read(values: Mapping[str, Any]) -> Elasticity:
         if values.get("enabled") and name not in values:
             raise ElasticityConfigError(f"elasticity.{name} is missing")
     try:
-        return TypeAdapter(Elasticity).validate_python(dict(values))
+        return Elasticity.model_validate(dict(values))
     except ValidationError as failure:
         first = failure.errors()[0]
         key = ".".join(str(step) for step in first["loc"])

@@ -15,7 +15,7 @@ from hf_zero.activation_checkpointing import configure
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import Topology, build_topology, init_distributed, join_topologies, twin_topology
-from hf_zero.comm.traffic import TrafficSettings, operations_named, start_log
+from hf_zero.comm.traffic import TrafficSettings, start_log
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import ResolvedConfig, resolve
 from hf_zero.config.schema.root import ZeroConfig
@@ -167,8 +167,7 @@ def _record_traffic(config: ZeroConfig) -> None:
     """Turns the process' log of collectives on, if ``comms_logger`` asks for it."""
     section = config.comms_logger
     if section is not None and section.enabled:
-        operations = None if section.prof_all else operations_named(section.prof_ops)
-        start_log(TrafficSettings(operations, section.verbose, section.debug))
+        start_log(TrafficSettings.of(section))
 
 
 class EngineBuilder:

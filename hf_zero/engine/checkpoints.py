@@ -134,9 +134,8 @@ def load(
         engine.accumulation.micro_steps = counters.get("micro_steps", 0)
     model_axis = engine.collectives.topology.model
     if model_axis is not None:
-        SameData(
-            engine.module, open_collectives(model_axis)
-        )  # what else is resumed, loaders and random states, may be that of other groups
+        # What else is resumed, loaders and random states, may be that of other groups.
+        SameData(engine.module, open_collectives(model_axis))
     log_rank0("checkpoint loaded from %s", loaded.path)
     return str(loaded.path), loaded.client_state
 

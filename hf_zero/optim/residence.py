@@ -135,8 +135,11 @@ def _give_gradients(optimizer: ShardedOptimizer, by_unit: Mapping[int, torch.Ten
 def _writes_shards(optimizer: ShardedOptimizer, factor: torch.Tensor) -> bool:
     """Whether native passes unscale, update and write the 16-bit shards at once."""
     # A shard that rests elsewhere has a master of its own in fp32 training too, which no pass writes.
-    fits = all(low is None or low.dtype in LOW_TYPES for low in map(_low_of, optimizer.segments))
-    return isinstance(optimizer.inner, HostOptimizer) and factor.device.type == "cpu" and fits
+    return (
+        isinstance(optimizer.inner, HostOptimizer)
+        and factor.device.type == "cpu"
+        and all(low is None or low.dtype in LOW_TYPES for low in map(_low_of, optimizer.segments))
+    )
 
 
 def _pays_in_turn(optimizer: ShardedOptimizer, factor: torch.Tensor) -> bool:
