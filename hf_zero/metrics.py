@@ -1,4 +1,4 @@
-"""Where training records go: TensorBoard, Weights & Biases, Comet and CSV files, as their sections of the config say.
+"""Where training records go: TensorBoard, Weights & Biases, Comet, Trackio and CSV files, as their sections of the config say.
 
 Only one rank writes. The caller builds sinks on rank 0 and hands them records; names go out as they come in, so that dashboards made for
 DeepSpeed keep working when the caller uses its names (`Train/Samples/train_loss`, `Train/Samples/lr`, `Train/Samples/loss_scale`).
@@ -9,15 +9,40 @@ from __future__ import annotations
 import csv
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from hf_zero.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hf_zero.config.schema import ZeroConfig
-    from hf_zero.config.schema.monitors import Comet, CsvMonitor, Tensorboard, Wandb
+    from hf_zero.config.schema.monitors import Comet, CsvMonitor, Tensorboard, Trackio, Wandb
+
+
+class EventWriter:
+    """Writes records of a script's own to sinks; ``engine.monitor`` is one.
+
+    Args:
+        sinks: Where to; none on ranks that do not write.
+
+    Attributes:
+        enabled: Whether there is a sink.
+    """
+
+    def __init__(self, sinks: list[Sink]) -> None:
+        self.sinks = sinks
+        self.enabled = bool(sinks)
+
+    def write_events(self, event_list: Sequence[tuple[Any, ...]], flush: bool = True) -> None:
+        """Writes events.
+
+        Args:
+            event_list: Triples (name, value, step); what follows in a tuple is ignored.
+            flush: Ignored: every record is flushed.
+        """
+        for name, value, step, *_ in event_list:
+            for sink in self.sinks:
+                sink.write({name: float(value)}, int(step))
 
 
 class Sink(ABC):
@@ -37,8 +62,32 @@ class Sink(ABC):
         """Flush and release what the sink holds. A second call does nothing."""
 
 
-def build_sinks(config: ZeroConfig) -> list[Sink]:
-    """The sinks whose sections are enabled, in the order tensorboard, wandb, comet, csv_monitor. Call it on one rank only.
+class MonitorSections(Protocol):
+    """What holds the sections: a whole configuration, or DeepSpeed's view of its monitors."""
+
+    @property
+    def tensorboard(self) -> Tensorboard:
+        """TensorBoard's."""
+
+    @property
+    def wandb(self) -> Wandb:
+        """Weights & Biases'."""
+
+    @property
+    def comet(self) -> Comet:
+        """Comet's."""
+
+    @property
+    def csv_monitor(self) -> CsvMonitor:
+        """That of CSV files."""
+
+    @property
+    def trackio(self) -> Trackio:
+        """Trackio's."""
+
+
+def build_sinks(config: MonitorSections) -> list[Sink]:
+    """The sinks whose sections are enabled, in the order tensorboard, wandb, comet, csv_monitor, trackio. Call it on one rank only.
 
     Raises:
         ConfigError: A section is enabled but its package is not installed. No sink is left open.
@@ -53,6 +102,8 @@ def build_sinks(config: ZeroConfig) -> list[Sink]:
             sinks.append(CometSink(config.comet))
         if config.csv_monitor.enabled:
             sinks.append(CsvSink(config.csv_monitor))
+        if config.trackio.enabled:
+            sinks.append(TrackioSink(config.trackio))
     except BaseException:
         for sink in sinks:
             sink.close()
@@ -138,6 +189,22 @@ class CometSink(Sink):
 
     def close(self) -> None:
         self._experiment.end()
+
+
+class TrackioSink(Sink):
+    """A Trackio run of its own."""
+
+    def __init__(self, section: Trackio) -> None:
+        self._trackio: Any = _import("trackio", "trackio", "trackio")
+        self._trackio.init(project=section.project)
+
+    def write(self, record: Mapping[str, float], step: int) -> None:
+        self._trackio.log(dict(record), step=step)
+
+    def close(self) -> None:
+        if self._trackio is not None:
+            self._trackio.finish()
+        self._trackio = None
 
 
 class CsvSink(Sink):

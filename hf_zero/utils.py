@@ -19,7 +19,10 @@ from hf_zero.engine.full_values import (
 from hf_zero.observe import logger
 from hf_zero.sharding.leaf_modules import (
     get_z3_leaf_modules,
+    set_z3_leaf_module,
     set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
@@ -41,7 +44,10 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
+    "set_z3_leaf_module",
     "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
 ]

@@ -28,7 +28,7 @@ def _import_from(module: str, name: str) -> Callable[[], None]:
         (_import_from("deepspeed.utils.groups", "_get_sequence_parallel_group"), ImportError, "cp_size"),
         (_import_from("deepspeed.runtime.sequence_parallel.ulysses_sp", "UlyssesSPAttentionHF"), ImportError, "cp_size"),
         (lambda: importlib.import_module("deepspeed.moe.layer"), ImportError, "Mixture-of-Experts"),
-        (lambda: deepspeed.accelerator.get_accelerator().create_op_builder, AttributeError, "torch.accelerator"),
+        (lambda: deepspeed.accelerator.get_accelerator().lazy_call, AttributeError, "torch.accelerator"),
     ],
 )
 def test_refused_name_says_what_to_use_instead(ask: Callable[[], object], also: type[Exception], text: str) -> None:

@@ -174,3 +174,30 @@ def _loaded_by_hand(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_masters_follow_weights_loaded_into_the_module(stage: int) -> None:
     ranks.run_ranks(_loaded_by_hand, 2, stage)
+
+
+def _compiled(section: dict[str, Any], expected: bool) -> None:
+    import hf_zero
+
+    config = {"train_micro_batch_size_per_gpu": 2, "compile": {"backend": "eager", **section}, "zero_optimization": {"stage": 3}}
+    model = MLP.build()
+    engine = hf_zero.initialize(model=model, model_parameters=model.parameters(), optimizer=torch.optim.SGD(model.parameters()), config=config)[0]
+    assert any(module._compiled_call_impl is not None for module in model.modules()) is expected
+    micro = {name: value[:2] for name, value in MLP.rows(0, 0, ranks.rank()).items()}
+    engine.backward(MLP.forward(engine, micro))
+    engine.step()
+
+
+@pytest.mark.parametrize(("section", "expected"), [({"enabled": True}, True), ({"enabled": True, "disable": True}, False), ({}, False)])
+def test_the_compile_section_of_an_older_release(section: dict[str, Any], expected: bool) -> None:
+    ranks.run_ranks(_compiled, 1, section, expected)
+
+
+def _version_is_a_text() -> None:
+    import deepspeed
+
+    assert isinstance(deepspeed.version, str) and deepspeed.version == deepspeed.__version__ and deepspeed.__git_hash__
+
+
+def test_version_of_the_package() -> None:
+    ranks.run_ranks(_version_is_a_text, 1)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from hf_zero.comm.topology import default_backend, default_device
+from hf_zero.compat.builders import BUILDERS, OpBuilder
 from hf_zero.compat.finder import RefusedAttributeError
 
 # Functions that torch.cuda, torch.xpu, torch.npu ... share; served from the module of the current device type.
@@ -115,6 +116,71 @@ class TorchAccelerator:
         """Page-locked copy of a host tensor where that speeds up transfers, else the tensor itself."""
         return tensor if self._is_cpu else tensor.pin_memory()
 
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a host tensor is page-locked."""
+        return bool(not self._is_cpu and tensor.is_pinned())
+
+    def is_fp64_supported(self) -> bool:
+        """Whether tensors may be float64 here."""
+        return default_device().type != "mps"
+
+    def is_triton_supported(self) -> bool:
+        """Whether Triton compiles for this device."""
+        return default_device().type in ("cuda", "xpu")
+
+    def is_synchronized_device(self) -> bool:
+        """Whether operations are done when their call returns: on a CPU."""
+        return self._is_cpu
+
+    def use_host_timers(self) -> bool:
+        """As ``is_synchronized_device``."""
+        return self._is_cpu
+
+    def resolves_data_dependency(self) -> bool:
+        """As ``is_synchronized_device``."""
+        return self._is_cpu
+
+    def handles_memory_backpressure(self) -> bool:
+        """As ``is_synchronized_device``."""
+        return self._is_cpu
+
+    def memory_cached(self, device_index: int | None = None) -> int:
+        """As ``memory_reserved``, under torch's old name."""
+        return int(self.memory_reserved(device_index))
+
+    def max_memory_cached(self, device_index: int | None = None) -> int:
+        """As ``max_memory_reserved``, under torch's old name."""
+        return int(self.max_memory_reserved(device_index))
+
+    def range_push(self, msg: str) -> None:
+        """Begins a range in NVIDIA's profiler, where there is one."""
+        if default_device().type == "cuda":
+            torch.cuda.nvtx.range_push(msg)
+
+    def range_pop(self) -> None:
+        """Ends it."""
+        if default_device().type == "cuda":
+            torch.cuda.nvtx.range_pop()
+
+    def create_op_builder(self, class_name: str) -> OpBuilder | None:
+        """The builder of that class name; None where there is none."""
+        builder = BUILDERS.get(class_name)
+        return builder() if builder is not None else None
+
+    def get_op_builder(self, class_name: str) -> type[OpBuilder] | None:
+        """Its class; None where there is none."""
+        return BUILDERS.get(class_name)
+
+    def get_compile_backend(self) -> str:
+        """Backend of ``torch.compile``."""
+        return "inductor"
+
+    def visible_devices_envs(self) -> list[str]:
+        """Environment variables that choose the devices of a process."""
+        return {"cuda": ["CUDA_VISIBLE_DEVICES"], "xpu": ["ZE_AFFINITY_MASK"], "cpu": ["CPU_VISIBLE_DEVICES"]}.get(
+            default_device().type, []
+        )
+
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lives on the device."""
         return tensor.device.type == default_device().type
@@ -127,6 +193,8 @@ class TorchAccelerator:
         """
         if name.startswith("__") or name == "_name":
             raise AttributeError(name)
+        if name in _TENSOR_TYPES:
+            return partial(torch.tensor, dtype=_TENSOR_TYPES[name], device=self.current_device_name())
         if name in _DEVICE_FUNCTIONS:
             if self._is_cpu and name in _CPU_FUNCTIONS:
                 return _CPU_FUNCTIONS[name]
@@ -179,6 +247,18 @@ _CPU_FUNCTIONS: dict[str, Any] = {
     "get_rng_state": lambda device_index=None: torch.get_rng_state(),
     "set_rng_state": lambda state, device_index=None: torch.set_rng_state(state),
 }
+
+
+_TENSOR_TYPES: dict[str, torch.dtype] = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
+"""Constructors of tensors on the device, from values."""
 
 
 @lru_cache(maxsize=1)

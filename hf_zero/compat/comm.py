@@ -96,3 +96,36 @@ def barrier(group: dist.ProcessGroup | None = None, async_op: bool = False, devi
     if not is_initialized():
         return None
     return dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
+
+
+# What DeepSpeed asks of the version of torch is always there.
+
+
+def has_all_gather_into_tensor() -> bool:
+    """True."""
+    return True
+
+
+def has_reduce_scatter_tensor() -> bool:
+    """True."""
+    return True
+
+
+def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int]:
+    """Ranks of ``group`` (default: all) as the default group counts them, in the order of ``group``."""
+    return [0] if not is_initialized() else dist.get_process_group_ranks(group or dist.group.WORLD)
+
+
+def get_local_rank_from_launcher() -> int:
+    """This rank on its machine, as the launcher says; 0 without one."""
+    return get_local_rank()
+
+
+def get_world_rank_from_launcher() -> int:
+    """This rank, as the launcher says; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def get_world_size_from_launcher() -> int:
+    """Number of ranks, as the launcher says; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))

@@ -96,12 +96,12 @@ class AliasLoader(importlib.abc.Loader):
         return AliasModule(spec.name, f"`{spec.name}` as hf_zero provides it; the names stand in hf_zero.compat.table.")
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing to execute; only the package itself carries a version and a file."""
+        """Nothing to execute. The file is what Python names when a name is missing; the package itself carries a version too."""
+        module.__dict__["__file__"] = str(Path(__file__).with_name("table.py"))
         if module.__name__ == "deepspeed":
             module.__dict__["__version__"] = DEEPSPEED_VERSION
             parts = (int(part) for part in DEEPSPEED_VERSION.split("."))
             module.__dict__.update(zip(("__version_major__", "__version_minor__", "__version_patch__"), parts, strict=True))
-            module.__dict__["__file__"] = str(Path(__file__).with_name("table.py"))
 
 
 class AliasDistribution(importlib.metadata.Distribution):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from hf_zero.compat.helper_names import HELPERS
+
 DEEPSPEED_VERSION: Final = "0.19.6"
 
 _COMM_OWN = (
@@ -203,13 +205,21 @@ PROVIDED: Final[dict[str, str]] = {
     "deepspeed.version.__version__": "hf_zero.compat.table:DEEPSPEED_VERSION",
     "deepspeed.git_version_info.version": "hf_zero.compat.table:DEEPSPEED_VERSION",
     "deepspeed.dist": "deepspeed.comm",
-    "deepspeed.comm.comm": "deepspeed.comm",
     "deepspeed.utils.logger": "hf_zero.observe:logger",
     "deepspeed.utils.log_dist": "hf_zero.compat.logs:log_dist",
     "deepspeed.utils.logging.logger": "hf_zero.observe:logger",
     "deepspeed.utils.logging.log_dist": "hf_zero.compat.logs:log_dist",
     "deepspeed.runtime.utils.see_memory_usage": "hf_zero.compat.logs:see_memory_usage",
+    **HELPERS,
 }
+# The module that `deepspeed.comm` is made of; scripts import from both.
+PROVIDED.update(
+    {
+        f"deepspeed.comm.comm.{row.removeprefix('deepspeed.comm.')}": to
+        for row, to in PROVIDED.items()
+        if row.startswith("deepspeed.comm.") and row.count(".") == 2 and ":" in to
+    }
+)
 
 _SEQUENCE = "Ulysses sequence parallelism is not implemented; use accelerate's context parallelism (cp_size) or shorter sequences"
 _PIPELINE = "pipeline parallelism is not implemented; ZeRO stage 3 shards the parameters of a model too large for one device"
@@ -218,6 +228,7 @@ _HYBRID = "the hybrid engine is not implemented; generate with the model under G
 _MOE = "expert parallelism is not implemented; Mixture-of-Experts models of transformers train with ZeRO stages 0-3 as they are"
 _CONFIG = "hf_zero reads the configuration with hf_zero.config.resolve.resolve(source), which returns every value with its origin"
 _BUILDER = "nothing is compiled at run time, so there are no op builders"
+_INNER = "an inner part of DeepSpeed that hf_zero has no counterpart of"
 _ONEBIT = "of the 1-bit optimizers this version has 1-bit Adam: use hf_zero.optim.OneBitAdam (optimizer.type OneBitAdam)"
 
 REFUSED: Final[dict[str, str]] = {
@@ -227,7 +238,6 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.utils.groups._get_sequence_parallel_group": _SEQUENCE,
     "deepspeed.utils.groups._get_sequence_parallel_rank": _SEQUENCE,
     "deepspeed.utils.groups._get_sequence_parallel_world_size": _SEQUENCE,
-    "deepspeed.runtime.utils.move_to_device": "use accelerate.utils.send_to_device(batch, device)",
     "deepspeed.utils.is_initialized": "DeepSpeed has no such function either; use deepspeed.comm.is_initialized()",
     # The rest of DeepSpeed's public API.
     "deepspeed.init_inference": _INFERENCE,
@@ -246,15 +256,43 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.runtime.pipe": _PIPELINE,
     "deepspeed.moe": _MOE,
     "deepspeed.utils.groups": "the data- and model-parallel getters are provided; other process groups do not exist here",
-    "deepspeed.DeepSpeedConfig": _CONFIG,
     "deepspeed.runtime.config": _CONFIG,
     "deepspeed.runtime.config_utils": _CONFIG,
+    "deepspeed.runtime.constants": "the keys of the configuration are plain texts; docs/config.md lists them",
     "deepspeed.runtime.zero.config": _CONFIG,
+    "deepspeed.runtime.zero.linear": "linear layers are not replaced; torch.nn.functional.linear works on gathered weights as it is",
+    "deepspeed.runtime.zero.tiling": "tiled layers are not implemented; ZeRO stage 3 shards a layer of any size",
+    "deepspeed.runtime.zero.utils": "only is_zero_param is provided",
+    "deepspeed.runtime.zero.offload_states": _INNER,
+    "deepspeed.runtime.zero.muon": "use torch.optim.AdamW",
+    "deepspeed.runtime.checkpoint_engine": "checkpoint writers are not pluggable; see the checkpoint section of docs/config.md",
+    "deepspeed.runtime.comm": f"{_INNER}; use torch.distributed",
+    "deepspeed.runtime.eigenvalue": "eigenvalues are not computed; use torch.func.hvp with a power iteration",
+    "deepspeed.runtime.quantize": "quantization is not implemented; use torchao or bitsandbytes",
+    "deepspeed.runtime.rollout": "rollouts are not implemented; generate with vLLM or transformers",
+    "deepspeed.runtime.sparse_tensor": "sparse gradients are reduced dense; torch.nn.Embedding(sparse=True) trains as it is",
+    "deepspeed.runtime.state_dict_factory": _INFERENCE,
+    "deepspeed.runtime.swap_tensor": f"{_INNER}; set offload_optimizer or offload_param with device nvme",
+    "deepspeed.runtime.tensor_parallel": "set tensor_parallel.autotp_size in the configuration",
+    "deepspeed.runtime.torch_autocast": "set the torch_autocast section of the configuration",
+    "deepspeed.runtime.weight_quantizer": "quantization is not implemented; use torchao or bitsandbytes",
+    "deepspeed.compile": "use torch.compile or engine.compile()",
+    "deepspeed.comm.initialize_mesh_device": "use torch.distributed.device_mesh.init_device_mesh",
+    "deepspeed.comm.backend": f"{_INNER}; use torch.distributed",
+    "deepspeed.comm.config": "set the comms_logger section of the configuration, or call deepspeed.comm.configure()",
+    "deepspeed.comm.torch": f"{_INNER}; use torch.distributed",
+    "deepspeed.nvme": "I/O tuning is not implemented; the aio section of the configuration says how files are accessed",
+    "deepspeed.datastates": "set the datastates_ckpt section of the configuration",
+    "deepspeed.utils.bwc": _INNER,
+    "deepspeed.utils.comms_logging": "read deepspeed.comm.log_summary(return_dict=True)",
+    "deepspeed.utils.debug": f"{_INNER}; engine.param_names has the name of each parameter",
+    "deepspeed.utils.numa": "bind ranks with numactl in your launcher's command",
+    "deepspeed.utils.parallel_state": "the data- and model-parallel getters are in deepspeed.utils.groups",
     "deepspeed.DeepSpeedTransformerLayer": "fused transformer layers are not implemented; use attn_implementation='sdpa' or torch.compile",
     "deepspeed.DeepSpeedTransformerConfig": "fused transformer layers are not implemented; use attn_implementation='sdpa' or torch.compile",
     "deepspeed.ops.transformer": "fused transformer layers are not implemented; use attn_implementation='sdpa' or torch.compile",
     "deepspeed.ops.sparse_attention": "sparse attention is not implemented; use attn_implementation='sdpa' or flex_attention",
-    "deepspeed.ops.op_builder": _BUILDER,
+    "deepspeed.ops.op_builder": f"{_BUILDER} with functions; a builder says whether hf_zero has what its operator is for",
     "deepspeed.op_builder": _BUILDER,
     "deepspeed.ops.lamb": "LAMB needs whole tensors and is not implemented; use AdamW",
     "deepspeed.ops.muon": "Muon needs whole matrices and is not implemented; use AdamW",
@@ -279,7 +317,7 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.linear": "use peft for LoRA and quantized base weights",
     "deepspeed.compression": "compression is not implemented; use torchao or bitsandbytes",
     "deepspeed.profiling": "only the flops profiler is provided; use torch.profiler, in which phases appear as hf_zero::...",
-    "deepspeed.monitor": "track with accelerate (with_tracking, report_to) or with transformers' callbacks",
+    "deepspeed.monitor": "only the monitors and their sections are provided; track more with accelerate or with callbacks",
     "deepspeed.autotuning": "the autotuner is not implemented; `hf-zero explain` shows what a configuration does",
     "deepspeed.elasticity": "only the computation of batch sizes is provided; a checkpoint loads on any number of ranks",
     "deepspeed.nebula": "Nebula is not implemented; checkpoints are written to a directory",

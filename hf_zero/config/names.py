@@ -11,13 +11,13 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that `name` resembles most, or None when it resembles none.
 
     Names are alike when they are equal up to letter case and separators, when a few single-character edits lead from one to the other
-    (one edit for short names, two or three for longer ones), when long names share most of their text, or when one is the other with a
-    word missing at the end (`train_batch`). Names of up to three
-    characters must be equal up to case or swapped letters: nearly everything is one edit away from `lr`.
+    (one edit for short names, two or three for longer ones), when long names share most of their text, when they are the same words in
+    another order, or when one is the other with a word missing at the end (`train_batch`). Names of up to three characters must be
+    equal up to case or swapped letters: nearly everything is one edit away from `lr`.
     """
     best: tuple[float, str] | None = None
     for candidate in known:
-        score = max(_likeness(_plain(name), _plain(candidate)), 0.8 * _is_cut_short(name, candidate))
+        score = max(_likeness(_plain(name), _plain(candidate)), 0.8 * (_is_cut_short(name, candidate) or _is_turned_round(name, candidate)))
         if score > 0 and (best is None or score > best[0]):
             best = (score, candidate)
     return best[1] if best else None
@@ -27,6 +27,12 @@ def _is_cut_short(name: str, known: str) -> bool:
     """Whether `name` is `known` without some of its last words: at least two words and two thirds of them are left."""
     words, known_words = name.lower().split("_"), known.lower().split("_")
     return 2 <= len(words) < len(known_words) <= 1.5 * len(words) and words == known_words[: len(words)]
+
+
+def _is_turned_round(name: str, known: str) -> bool:
+    """Whether both are made of the same words, two or more, in another order (`comm_overlap`)."""
+    words = name.lower().split("_")
+    return len(words) > 1 and sorted(words) == sorted(known.lower().split("_"))
 
 
 def _plain(name: str) -> str:

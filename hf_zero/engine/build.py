@@ -255,6 +255,9 @@ class EngineBuilder:
             runtime.keep(IdleSaves(self.module))
         parts = EngineParts(runtime, units, self.collectives, self.policy, self.precision, scaler, optimizer, stepper, scheduler, sinks)
         engine = Engine(self.module, self.resolved, parts)
+        compiling = self.config.compile
+        if compiling is not None and compiling.enabled and not compiling.disable:
+            engine.compile(compiling.backend, compiling.kwargs)
         log_rank0("%s", describe(engine))
         return engine
 

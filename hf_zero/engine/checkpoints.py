@@ -19,6 +19,7 @@ from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import group_timeout, joint_topology
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.engine.rotation import keeps_too_few
+from hf_zero.engine.set_aside import require_states
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.sharding.slices import slice_of
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 
 def _training_state(engine: Engine) -> TrainingState:
+    require_states(engine, "saving or loading a checkpoint")
     progress = engine.progress
     return TrainingState(
         module=engine.module,

@@ -12,6 +12,7 @@ from weakref import WeakMethod
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_zero.checkpoint.export import consolidated_state_dict
 from hf_zero.checkpoint.model_files import MAX_SHARD_SIZE
@@ -22,6 +23,7 @@ from hf_zero.engine.loss_scale import LossScaler, NullScaler
 from hf_zero.engine.offload_handle import OffloadHandle
 from hf_zero.engine.precision import PrecisionPolicy
 from hf_zero.engine.retrain import let_go
+from hf_zero.engine.set_aside import Storages, offload_states, reload_states, require_states
 from hf_zero.engine.step import Stepper, StepResult
 from hf_zero.engine.step_profile import build_clock
 from hf_zero.errors import ConfigError, StateError
@@ -124,6 +126,8 @@ class Engine(nn.Module):
         self.background = checkpoints.background_of(self.settings, parts.collectives)
         self.progress = Progress()
         self.destroyed = False
+        self.aside: list[Storages] = []
+        self.aside_guard: RemovableHandle | None = None
         self.accumulation = Accumulation(resolved.batch.accumulation, self.settings.managed_gradient_accumulation)
         self.clock = build_clock(self.settings, parts.collectives, module, self.progress)
         handle = OffloadHandle(module)
@@ -132,7 +136,9 @@ class Engine(nn.Module):
             self._scaled_by_user = False
             # Weak: the module's hooks outlive an engine that is dropped.
             self.runtime.on_user_backward = WeakMethod(self._begin_user_backward)
-            parts.optimizer.connect(self.step, self.zero_grad)
+            parts.optimizer.connect(
+                self.step, self.zero_grad, offload_states=partial(offload_states, self), reload_states=partial(reload_states, self)
+            )
             parts.optimizer.parameter_offload = handle
         elif self.policy.shards_parameters:
             self.optimizer = handle
@@ -422,6 +428,7 @@ class Engine(nn.Module):
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
         """Whole weights of the training type: a dict on rank 0, None elsewhere; collective."""
+        require_states(self, "gathering the weights")
         return consolidated_state_dict(self.module, self.collectives, exclude_frozen_parameters)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
@@ -486,6 +493,7 @@ class Engine(nn.Module):
             raise StateError(
                 f"{what}() on an engine without optimizer; pass optimizer= to initialize(), or an optimizer section with model_parameters="
             )
+        require_states(self, f"{what}()")
         if not self.runtime.attached:
             raise StateError(f"{what}() on an engine whose module was given to another initialize(); use the newer engine")
 

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from hf_zero.engine.timers import SynchronizedWallClockTimer
+from hf_zero.metrics import EventWriter
+
 # The engine's type is not named here: engine.py imports this table, and imports go one way.
 Getter = Callable[[Any], Any]
 
@@ -41,6 +44,18 @@ def _dtype(engine: Any) -> torch.dtype:
 def _batch_info(engine: Any) -> tuple[int, int, int]:
     batch = engine.resolved.batch
     return batch.total, batch.micro, batch.accumulation
+
+
+def _config_view(engine: Any) -> Any:
+    from hf_zero.config.view import ConfigView  # pydantic
+
+    return ConfigView(engine.resolved)
+
+
+def _timers(engine: Any) -> SynchronizedWallClockTimer:
+    # Kept from the first look on: a script starts and reads stopwatches at different places.
+    timers: SynchronizedWallClockTimer = engine.__dict__.setdefault("timers", SynchronizedWallClockTimer())
+    return timers
 
 
 # Questions about features that are not provided.
@@ -143,6 +158,9 @@ VALUES: dict[str, Getter] = {
     "basic_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),
     "client_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),
     "tput_timer": lambda engine: engine.clock,
+    "timers": _timers,
+    "monitor": lambda engine: EventWriter(engine.sinks),
+    "_config": _config_view,
     "flops_profiler": lambda engine: getattr(engine.clock, "profiler", None),
     "dist_backend": lambda engine: torch.distributed.get_backend(engine.collectives.topology.group),
 }

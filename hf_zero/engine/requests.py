@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hf_zero.engine import checkpoints
+from hf_zero.engine.set_aside import offload_states, reload_states
 from hf_zero.errors import ConfigError, StateError
 
 
@@ -125,6 +126,8 @@ METHODS: dict[str, Callable[..., Any]] = {
         deepspeed_io,
         empty_partition_cache,
         module_state_dict,
+        offload_states,
+        reload_states,
         set_train_batch_size,
         set_train_micro_batch_size,
     )

@@ -105,10 +105,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.residence.adopt_states(self)
         self._step: Callable[[], None] | None = None
         self._clear: Callable[[], None] | None = None
+        self._moves: dict[str, Callable[..., None]] = {}
 
-    def connect(self, step: Callable[[], None] | None, clear: Callable[[], None] | None) -> None:
-        """Tells it whose ``step`` and ``zero_grad`` are meant when they are called on the optimizer itself."""
-        self._step, self._clear = step, clear
+    def connect(self, step: Callable[[], None] | None, clear: Callable[[], None] | None, **moves: Callable[..., None]) -> None:
+        """Tells it whose ``step`` and ``zero_grad``, ``offload_states`` and ``reload_states`` are meant when they are called on it."""
+        self._step, self._clear, self._moves = step, clear, moves
 
     def dismiss(self) -> None:
         """Frees state and segments; the groups stay, empty."""
@@ -192,6 +193,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _global_grad_norm(self) -> float | None:
         """``norm`` as a number."""
         return None if self.norm is None else float(self.norm)
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """As the engine's method of that name."""
+        self._moves["offload_states"](*args, **kwargs)
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        """As the engine's method of that name."""
+        self._moves["reload_states"](*args, **kwargs)
 
     def refresh_fp32_params(self) -> None:
         """Takes the masters from the 16-bit weights, after a script wrote to the module (``load_state_dict``) at stages 0 to 2; local."""

@@ -56,3 +56,12 @@ class CsvMonitor(Section):
     enabled: Bool = used(False, "Write csv files")
     output_path: str = used("", "Folder of the files")
     job_name: str = used("DeepSpeedJobName", "Sub-folder name")
+
+
+class Trackio(Section):
+    """`trackio`. Trackio monitor."""
+
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: Bool = used(False, "Log to Trackio")
+    project: str = used("deepspeed", "Project")

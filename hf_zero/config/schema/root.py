@@ -24,7 +24,7 @@ from hf_zero.config.schema.fields import (
     section,
     used,
 )
-from hf_zero.config.schema.monitors import Comet, CsvMonitor, Tensorboard, Wandb
+from hf_zero.config.schema.monitors import Comet, CsvMonitor, Tensorboard, Trackio, Wandb
 from hf_zero.config.schema.optimization import Optimizer, Scheduler
 from hf_zero.config.schema.own import OwnSettings
 from hf_zero.config.schema.parallel import Elasticity, ExpertParallel, HybridEngine, Inference, Pipeline, TensorParallel
@@ -126,6 +126,7 @@ class ZeroConfig(Section):
     wandb: Wandb = section(Wandb, "Weights & Biases monitor")
     comet: Comet = section(Comet, "Comet monitor")
     csv_monitor: CsvMonitor = section(CsvMonitor, "csv monitor")
+    trackio: Trackio = section(Trackio, "Trackio monitor")
     elasticity: Elasticity | None = section(None, "Batch size computed for a range of world sizes")
     comms_logger: CommsLogger | None = section(None, "Recorder of collectives")
     compression_training: CompressionTraining | None = section(None, "Compression techniques")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from hf_zero.config.schema.fields import Bool, Float, Int, Section, accepted, lower_choice, part, refused, section, used
+
+
+def _false_is_none(value: Any) -> Any:
+    """Published files switch this number off with `false`."""
+    return None if value is False else value
 
 
 class ActivationCheckpointing(Section):
@@ -25,7 +30,7 @@ class ActivationCheckpointing(Section):
         "Copy saved activations to one buffer",
         "PyTorch's allocator reuses blocks of one size, and expandable segments do not fragment",
     )
-    number_checkpoints: Int | None = accepted(
+    number_checkpoints: Annotated[Int | None, BeforeValidator(_false_is_none)] = accepted(
         None, "Checkpoint count for that buffer", "only read together with contiguous_memory_optimization"
     )
     synchronize_checkpoint_boundary: Bool = used(False, "Synchronise the device before and after each checkpointed function")
@@ -120,6 +125,10 @@ class Compile(Section):
     double_buffer: Bool = part(True, "Two gather buffers")
     symmetric_memory: Bool = part(False, "Use symmetric memory")
     debug_log: Bool = part(False, "Verbose log")
+    enabled: Bool = used(False, "Key of DeepSpeed 0.14: initialize compiles the blocks, as engine.compile() does")
+    disable: Bool = used(False, "Key of DeepSpeed 0.14: do not compile, whatever `enabled` says")
+    backend: str = used("inductor", "Key of DeepSpeed 0.14: backend of torch.compile")
+    kwargs: dict[str, Any] | None = used(None, "Key of DeepSpeed 0.14: further arguments of torch.compile")
     offload_parameters: Bool = part(False, "Offload parameters")
     sync_before_reduce: Bool = part(False, "Synchronise before reduction")
     sync_after_reduce: Bool = part(False, "Synchronise after reduction")

@@ -94,6 +94,11 @@ class OffloadOptimizer(Section):
         "counts where the host trains itself",
     )
 
+    @property
+    def pipeline(self) -> bool:
+        """Whether reading or writing overlaps updates; DeepSpeed's configuration class has it."""
+        return self.pipeline_read or self.pipeline_write
+
 
 class Zenflow(Section):
     """`zero_optimization.zenflow`. Update the most important gradients on the device and the rest later on the host."""
@@ -140,7 +145,9 @@ class ZeroOptimization(Section):
     )
     elastic_checkpoint: Bool = accepted(False, "Checkpoint independent of the rank count", "every checkpoint loads on any number of ranks")
     grad_hooks: Bool = accepted(True, "Collect gradients by hooks", "gradients are always collected by hooks")
-    sub_group_size: Count = used(1000000000, "Most elements read, updated and written at a time with offload_optimizer on nvme")
+    sub_group_size: Size = used(
+        1000000000, "Most elements read, updated and written at a time with offload_optimizer on nvme; 0 is as few as can be"
+    )
     ignore_unused_parameters: Bool = accepted(
         True, "Tolerate parameters without gradient", "a parameter without gradient always counts as zero, on every rank"
     )

@@ -1,0 +1,90 @@
+"""DeepSpeed's monitors for scripts that write records of their own: `MonitorMaster` over the configured sinks, and each kind alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_zero.config.view import MonitorView
+from hf_zero.metrics import EventWriter, Sink, build_sinks
+from hf_zero.observe import global_rank
+
+
+class MonitorMaster(EventWriter):
+    """Writes events to every monitor that is switched on; rank 0 does.
+
+    Args:
+        monitor_config: ``DeepSpeedConfig(...).monitor_config``.
+
+    Raises:
+        ConfigError: A monitor is on whose package is not installed.
+    """
+
+    def __init__(self, monitor_config: MonitorView) -> None:
+        super().__init__(build_sinks(monitor_config) if global_rank() == 0 else [])
+        self.enabled = monitor_config.enabled
+
+
+class _Single(EventWriter):
+    """One kind of monitor, from its section; the section's keys are attributes.
+
+    Args:
+        config: The section.
+    """
+
+    kind: str
+
+    def __init__(self, config: Any) -> None:
+        alone = MonitorView.__new__(MonitorView)
+        for name, value in _switched_off().items():
+            setattr(alone, name, config if name == self.kind else value)
+        sinks: list[Sink] = build_sinks(alone) if config.enabled and global_rank() == 0 else []
+        super().__init__(sinks)
+        self.enabled = config.enabled
+        self._section = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_section":
+            raise AttributeError(name)
+        return getattr(self._section, name)
+
+
+class TensorBoardMonitor(_Single):
+    """TensorBoard alone."""
+
+    kind = "tensorboard"
+
+
+class WandbMonitor(_Single):
+    """Weights & Biases alone."""
+
+    kind = "wandb"
+
+
+class CometMonitor(_Single):
+    """Comet alone."""
+
+    kind = "comet"
+
+
+class csvMonitor(_Single):  # noqa: N801  (DeepSpeed's name)
+    """CSV files alone."""
+
+    kind = "csv_monitor"
+
+
+class TrackioMonitor(_Single):
+    """Trackio alone."""
+
+    kind = "trackio"
+
+
+def _switched_off() -> dict[str, Any]:
+    from hf_zero.config.schema import monitors
+
+    return {
+        "tensorboard": monitors.Tensorboard(),
+        "wandb": monitors.Wandb(),
+        "comet": monitors.Comet(),
+        "csv_monitor": monitors.CsvMonitor(),
+        "trackio": monitors.Trackio(),
+    }

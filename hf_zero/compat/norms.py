@@ -1,0 +1,168 @@
+"""DeepSpeed's helpers over gradients that a script holds itself, outside of an engine: norms, clipping, overflow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_zero.comm.collectives import build_collectives
+from hf_zero.comm.topology import build_topology
+from hf_zero.errors import UnsupportedError
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> torch.Tensor:
+    """Scales ``param.grad`` so that their common norm is at most ``max_norm``; collective where there is a process group.
+
+    Ranks whose gradients differ use the mean of their norms, so that all scale alike. Parameters of an engine have no ``param.grad``:
+    set ``gradient_clipping`` in the configuration for them.
+
+    Args:
+        parameters: Those with a ``grad`` count.
+        max_norm: The largest norm.
+        norm_type: Kind of the norm; infinity is the largest absolute value.
+        mpu: Refused.
+
+    Returns:
+        The norm before, 0-dim.
+
+    Raises:
+        UnsupportedError: ``mpu`` is given.
+    """
+    _refuse_mpu("clip_grad_norm_", mpu)
+    grads = _grads(parameters)
+    norm = _mean_over_ranks(_norm(grads, norm_type))
+    for grad in grads:
+        grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).to(grad.device))
+    return norm
+
+
+def get_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2, mpu: Any = None) -> float:
+    """The norm of all ``param.grad`` on this rank; -1 where one is not finite, as in DeepSpeed."""
+    _refuse_mpu("get_grad_norm", mpu)
+    return _finite_or_minus_one(_norm(_grads(parameters), norm_type))
+
+
+def get_weight_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2, mpu: Any = None) -> float:
+    """The norm of the tensors themselves; -1 where one is not finite, as in DeepSpeed."""
+    _refuse_mpu("get_weight_norm", mpu)
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    return _finite_or_minus_one(_norm([tensor.detach() for tensor in tensors], norm_type))
+
+
+def get_global_norm(norm_list: Iterable[float]) -> float:
+    """The norm of everything, from the norms of its parts; infinity where a part is not finite."""
+    norms = [float(norm) for norm in norm_list]
+    return math.sqrt(sum(norm * norm for norm in norms)) if all(math.isfinite(norm) and norm >= 0 for norm in norms) else math.inf
+
+
+def get_global_norm_of_tensors(
+    input_tensors: Sequence[torch.Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
+) -> torch.Tensor:
+    """The norm of all elements of the tensors, 0-dim; -1 where one is not finite, as in DeepSpeed."""
+    _refuse_mpu("get_global_norm_of_tensors", mpu)
+    norm = _norm([tensor.detach() for tensor in input_tensors], norm_type)
+    return mask_nan_or_inf_with_val_inplace(norm)
+
+
+def clip_tensors_by_global_norm(
+    input_tensors: Sequence[torch.Tensor],
+    max_norm: float = 1.0,
+    global_norm: float | torch.Tensor | None = None,
+    mpu: Any = None,
+    eps: float = 1e-6,
+) -> float | torch.Tensor:
+    """Scales the tensors in place so that their common norm, or the one given, is at most ``max_norm``; returns that norm."""
+    norm = get_global_norm_of_tensors(input_tensors, mpu=mpu) if global_norm is None else global_norm
+    factor = max_norm / (float(norm) + eps)
+    if 0 <= factor < 1:
+        for tensor in input_tensors:
+            tensor.detach().mul_(factor)
+    return norm
+
+
+def mask_nan_or_inf_with_val_inplace(input: torch.Tensor, device: Any = None, val: float = -1.0) -> torch.Tensor:
+    """Replaces what is not finite by ``val``, in place; returns the tensor."""
+    return input.masked_fill_(~input.isfinite(), val)
+
+
+class CheckOverflow:
+    """Looks for values in gradients that are not finite, over all ranks.
+
+    Args:
+        param_groups: Lists of parameters whose ``grad`` are looked at.
+        mpu: Refused.
+        zero_reduce_scatter: Changes nothing.
+        deepspeed: Changes nothing.
+
+    Raises:
+        UnsupportedError: ``mpu`` is given.
+    """
+
+    def __init__(
+        self,
+        param_groups: Sequence[Iterable[torch.Tensor]] | None = None,
+        mpu: Any = None,
+        zero_reduce_scatter: bool = False,
+        deepspeed: Any = None,
+    ) -> None:
+        _refuse_mpu("CheckOverflow", mpu)
+        self.params = [param for group in param_groups or () for param in group]
+
+    def check(self, param_groups: Sequence[Iterable[torch.Tensor]] | None = None) -> bool:
+        """Whether any rank has such a value; collective where there is a process group."""
+        return self.has_overflow(self.params if param_groups is None else [param for group in param_groups for param in group])
+
+    def has_overflow(self, params: Iterable[torch.Tensor], has_moe_params: bool | None = None) -> bool:
+        """As ``check``, for these parameters."""
+        return _any_rank(self.has_overflow_serial(params))
+
+    def has_overflow_serial(self, params: Iterable[torch.Tensor]) -> bool:
+        """As ``has_overflow``, on this rank only."""
+        return not all(bool(grad.isfinite().all()) for grad in _grads(params))
+
+    def check_using_norm(self, norm_group: Iterable[float], reduce_overflow: bool = True) -> bool:
+        """Whether a norm says so: it is negative (``get_weight_norm``) or not finite; collective unless told otherwise."""
+        found = any(not math.isfinite(norm) or norm < 0 for norm in map(float, norm_group))
+        return _any_rank(found) if reduce_overflow else found
+
+
+def _grads(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    params = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    return [param.grad.detach() for param in params if param.grad is not None]
+
+
+def _norm(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    if not tensors:
+        return torch.zeros(())
+    device = tensors[0].device
+    norms = [torch.linalg.vector_norm(tensor, float(norm_type), dtype=torch.float32).to(device) for tensor in tensors]
+    return torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+
+
+def _finite_or_minus_one(norm: torch.Tensor) -> float:
+    value = float(norm)
+    return value if math.isfinite(value) else -1.0
+
+
+def _mean_over_ranks(norm: torch.Tensor) -> torch.Tensor:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return norm
+    norms = build_collectives(build_topology()).gather_objects(float(norm), "gradient norm")
+    return norm.new_tensor(sum(norms) / len(norms))
+
+
+def _any_rank(found: bool) -> bool:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return found
+    return any(build_collectives(build_topology()).gather_objects(found, "overflow check"))
+
+
+def _refuse_mpu(what: str, mpu: Any) -> None:
+    if mpu is not None:
+        raise UnsupportedError(f"{what}(mpu=...) is not provided; an engine whose model is split clips with gradient_clipping")

@@ -1,0 +1,154 @@
+"""`engine.offload_states()`: an idle engine's tensors wait in host memory, so that something else can have the device.
+
+Who alternates training with generation (an actor and vLLM on one GPU) calls it between the two. It has nothing to do with the
+`offload_*` sections of the configuration, whose state rests on the host all the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from hf_zero.errors import ConfigError, StateError
+from hf_zero.observe import warn_once
+
+KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
+"""DeepSpeed's names: moments, fp32 masters, parameters, gradients accumulated so far, buffers of gradients on their way."""
+
+
+class Storages:
+    """Memory of tensors, moved to the host and back; the tensors stay the same objects, empty in between.
+
+    Args:
+        tensors: Tensors whose memory is to be moved; views of one memory count once.
+        pin_memory: Page-lock the copies.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], pin_memory: bool) -> None:
+        self._copies: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        seen: set[int] = set()
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage._cdata not in seen:
+                seen.add(storage._cdata)
+                pinned = pin_memory and tensor.device.type != "cpu"
+                copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+                self._copies.append((storage, copy.copy_(_as_bytes(storage), non_blocking=pinned)))
+                storage.resize_(0)  # freed in the order of the stream that copies
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that wait on the host."""
+        return sum(copy.numel() for _, copy in self._copies)
+
+    def bring_back(self, non_blocking: bool = False) -> None:
+        """Gives the tensors their memory and values again."""
+        for storage, copy in self._copies:
+            storage.resize_(copy.numel())
+            _as_bytes(storage).copy_(copy, non_blocking=non_blocking)
+        self._copies.clear()
+
+
+def offload_states(
+    engine: Any, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+) -> None:
+    """Moves state of an idle engine to host memory; local. Until ``reload_states`` it can neither run nor be saved.
+
+    On a machine without accelerator, and for state that the configuration offloads, there is nothing to move.
+
+    Args:
+        engine: The engine.
+        include: ``OffloadStateTypeEnum`` members or their names; None is everything.
+        device: Only the host: ``OffloadDeviceEnum.cpu``, "cpu" or "none" (nothing is moved).
+        pin_memory: Page-lock the copies.
+        non_blocking: Changes nothing: copies to page-locked memory never wait.
+
+    Raises:
+        ConfigError: An unknown kind or device.
+        StateError: The engine is in the middle of a backward.
+    """
+    kinds = KINDS if include is None else tuple(getattr(kind, "value", kind) for kind in include)
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ConfigError(f"offload_states(include=...): {kind!r} is no kind of state; there are {', '.join(KINDS)}")
+    where = str(getattr(device, "value", device))
+    if where == "none":
+        return
+    if where != "cpu":
+        raise ConfigError(f"offload_states(device={where!r}): state of an idle engine goes to 'cpu' only")
+    if engine.collectives.topology.device.type == "cpu":
+        warn_once("offload_states(): nothing to move, the engine lives in host memory already")
+        return
+    set_aside(engine, kinds, pin_memory)
+
+
+def set_aside(engine: Any, kinds: Iterable[str], pin_memory: bool) -> None:
+    """As ``offload_states``, for kinds known to be right; whatever device the engine lives on."""
+    here = engine.collectives.topology.device.type
+    engine.empty_partition_cache()
+    tensors = [tensor for kind in kinds for tensor in _TENSORS[kind](engine) if tensor.device.type == here]
+    aside = Storages(tensors, pin_memory)
+    if "contiguous_grad_buffer" in kinds and engine.stepper is not None:
+        for gradients in engine.stepper.reducer.gradients:
+            gradients.pool.clear()
+    engine.aside.append(aside)
+    engine.aside_guard = engine.aside_guard or engine.module.register_forward_pre_hook(_refuse_to_run, prepend=True)
+
+
+def reload_states(engine: Any, non_blocking: bool = False) -> None:
+    """Brings back what ``offload_states`` moved; local. Does nothing when nothing was moved."""
+    for aside in engine.aside:
+        aside.bring_back(non_blocking)
+    engine.aside.clear()
+    if engine.aside_guard is not None:
+        engine.aside_guard.remove()
+        engine.aside_guard = None
+
+
+def require_states(engine: Any, what: str) -> None:
+    """Raises where state that ``what`` needs waits on the host.
+
+    Raises:
+        StateError: ``offload_states`` was called last.
+    """
+    if engine.aside:
+        raise StateError(f"{what} while state of the engine waits on the host; call engine.reload_states() first")
+
+
+def _refuse_to_run(module: torch.nn.Module, args: Any) -> None:
+    raise StateError("the model was called while state of its engine waits on the host; call engine.reload_states() first")
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+
+
+def _moments(engine: Any) -> Iterator[torch.Tensor]:
+    for state in engine.optimizer.state.values() if engine.stepper is not None else ():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0)
+
+
+def _masters(engine: Any) -> Iterator[torch.Tensor]:
+    return (unit.own.master for unit in engine.units if unit.own.master is not None)
+
+
+def _parameters(engine: Any) -> Iterator[torch.Tensor]:
+    for unit in engine.units:
+        yield unit.own.shard
+        yield from (param.data for param in unit.params if param is not None)
+
+
+def _gradients(engine: Any) -> Iterator[torch.Tensor]:
+    found = engine.stepper.reducer.gradients if engine.stepper is not None else ()
+    return (gradients.shard for gradients in found if gradients.shard is not None)
+
+
+_TENSORS: dict[str, Callable[[Any], Iterator[torch.Tensor]]] = {
+    "optim_states": _moments,
+    "hp_params": _masters,
+    "lp_params": _parameters,
+    "lp_grads": _gradients,
+    "contiguous_grad_buffer": lambda engine: iter(()),
+}
