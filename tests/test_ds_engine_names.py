@@ -181,7 +181,7 @@ def _compiled(section: dict[str, Any], expected: bool) -> None:
 
     config = {"train_micro_batch_size_per_gpu": 2, "compile": {"backend": "eager", **section}, "zero_optimization": {"stage": 3}}
     model = MLP.build()
-    engine = hf_zero.initialize(model=model, model_parameters=model.parameters(), optimizer=torch.optim.SGD(model.parameters()), config=config)[0]
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config)[0]
     assert any(module._compiled_call_impl is not None for module in model.modules()) is expected
     micro = {name: value[:2] for name, value in MLP.rows(0, 0, ranks.rank()).items()}
     engine.backward(MLP.forward(engine, micro))
