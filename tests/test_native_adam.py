@@ -15,7 +15,7 @@ from hf_zero.errors import HfZeroError
 from hf_zero.native.adam import adam_reference, adam_update
 from hf_zero.native.adam_rule import AdamRule
 from hf_zero.ops import HostAdam
-from tests.native import isa, needs_library, same_bits, sizes, values
+from tests.native import TORCH_ADAM_ROUNDS_ALIKE, isa, needs_library, needs_torch_adam_alike, same_bits, sizes, values
 
 __all__ = ["isa"]
 
@@ -69,6 +69,7 @@ def assert_same(left: list[torch.Tensor | None], right: list[torch.Tensor | None
         assert one is None or same_bits(one, other), name
 
 
+@needs_torch_adam_alike
 @given(count=sizes(), case=cases, option=options)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_kernel_equals_the_reference_bit_for_bit(isa: str, count: int, case: dict[str, Any], option: dict[str, Any]) -> None:
@@ -106,6 +107,7 @@ def test_result_does_not_depend_on_threads(isa: str, threads: int) -> None:
     assert_same(one, several)
 
 
+@needs_torch_adam_alike
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_one_pass_equals_casts_around_torch_fused(isa: str, decoupled: bool, low: torch.dtype) -> None:
@@ -176,7 +178,7 @@ def test_host_adam_equals_torch_optimizer(decoupled: bool) -> None:
         for optimizer in optimizers:
             optimizer.step()
     for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        if index < 2:
+        if index < 2 and TORCH_ADAM_ROUNDS_ALIKE:
             assert same_bits(one.detach(), other.detach())
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
@@ -193,7 +195,8 @@ def test_host_adam_state_dict_goes_to_torch_and_back() -> None:
     expected = param.detach().clone()
     param.data.copy_(start)
     ours.step()
-    assert same_bits(param.detach(), expected)
+    torch.testing.assert_close(param.detach(), expected, rtol=1e-6, atol=1e-7)
+    assert same_bits(param.detach(), expected) or not TORCH_ADAM_ROUNDS_ALIKE
 
 
 def test_host_adam_steps_a_subset_with_given_gradients() -> None:

@@ -2,8 +2,9 @@
 
 Kingma and Ba, "Adam", arXiv:1412.6980; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101.
 
-The native kernel keeps the order of operations of ``torch.optim.AdamW(fused=True)`` on a CPU and gives its bits for fp32 tensors,
-on every instruction set and wherever a range is cut. (torch's own loop rounds the last ``numel % 16`` elements differently.)
+The native kernel keeps the order of operations of ``torch.optim.AdamW(fused=True)`` on an x86 CPU and gives its bits for fp32 tensors,
+on every processor and wherever a range is cut. (torch's own loop rounds the last ``numel % 16`` elements differently, and some
+second moments by their last bit on aarch64.)
 """
 
 from __future__ import annotations
