@@ -139,9 +139,8 @@ def model_bytes(size: dict[str, int], tp: int) -> int:
 
 
 def data_bytes(size: dict[str, int], tp: int, stage: int, copies: int) -> int:
-    """Bytes a rank sends over the data axis in a bf16 step: stage 0 sums in fp32, stage 3 gathers the embedding in backward, too."""
-    numel = parameters(size, tp) + (size["vocab"] * size["width"] // tp // 2 if stage == 3 else 0)
-    return (8 if stage == 0 else 4) * numel * (copies - 1) // copies
+    """Bytes a rank sends over the data axis in a bf16 step: stage 0 sums in fp32."""
+    return (8 if stage == 0 else 4) * parameters(size, tp) * (copies - 1) // copies
 
 
 def state_bytes(numel: int, stage: int, copies: int) -> int:
@@ -222,9 +221,10 @@ def accounts() -> ResultTable:
         f"Llama shape, {shape_text(size)}, bf16 with fp32 masters and Adam; MiB of one rank, measured / by formula. n: elements on a rank "
         "(matrices divided by the TP ranks t, norms whole); d = ranks / t; a = 2 x tokens x width bytes; L layers. **Model axis**: "
         "4 L + 2 sums of a at 2 (t-1)/t each, and the gather of the logits. **Data axis**: 8 n (d-1)/d at stage 0, which sums in fp32; "
-        "4 n (d-1)/d at 1 and 2, and at 3, which gathers the embedding in forward and in backward, that much more. **State**: 14 n, "
+        "4 n (d-1)/d at 1, 2 and 3, whose blocks stay gathered from forward to backward where there is room. **State**: 14 n, "
         "2 n + 12 n / d, 14 n / d. **Peak** of all tensors within a step against the state and all gradients at once (stage 3: and all "
-        "gathered parameters), without activations: where it is less, buffers had gone before the last ones came."
+        "gathered parameters), without activations: where it is less, buffers had gone before the last ones came; "
+        "where it is more, the messages of reductions in flight come on top."
     )
     columns = ["ranks, TP, stage", "model axis", "data axis", "state", "peak"]
     command = "python -m benchmarks.tensor_parallel --accounts"

@@ -135,7 +135,7 @@ def build_blocks(
         if block is None and home and sizes[home] >= large:
             module = model.get_submodule(home)
             if not any(module.children()):  # an embedding or a head, not a container of other things
-                specs[home] = BlockSpec(home, module, read_in_backward=not isinstance(module, nn.Embedding))
+                specs[home] = BlockSpec(home, module, read_in_backward=type(module).forward is not nn.Embedding.forward)
                 block = home
         (specs[block] if block is not None else root).members.append(member)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}

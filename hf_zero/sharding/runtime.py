@@ -236,7 +236,7 @@ class Runtime:
         if self.schedule is None:
             return
         note("external", block.name)
-        add_external(self._stack[-1] if self._stack else self.root, block)
+        add_external(self._stack[-1] if self._stack else self.root, block, self.root)
         if self.state is IterationState.BACKWARD:
             self._advance_backward(block)
         else:
@@ -267,7 +267,9 @@ class Runtime:
         if self.schedule is not None:
             with span("pre_backward", block.name):
                 block.pending = max(0, block.pending - 1)
-                if block is not self.root:
+                if not block.read_in_backward:
+                    block.outline()
+                elif block is not self.root:
                     self._advance_backward(block)
 
     def _advance_backward(self, block: Block) -> None:

@@ -41,6 +41,7 @@ class Block:
         sticky: Used by other modules too: stays gathered until the end of the phase.
         executed: Has run in the current round.
         externals: Other blocks whose parameters this module reads.
+        read_by_root: The root's own forward reads parameters, and nothing says when its backward will.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Block:
     sticky: bool = False
     executed: bool = False
     externals: list[Block] = field(default_factory=list)
+    read_by_root: bool = False
 
     @property
     def numel(self) -> int:
@@ -91,9 +93,14 @@ class Block:
             unit.gather()
 
     def release(self) -> None:
-        """Drops all units that nobody pins."""
+        """Drops all units that nobody pins. What autograd saved for the root keeps its memory; else it is filled again in backward."""
         for unit in self.units:
-            unit.release()
+            unit.release(leave=self.read_by_root)
+
+    def outline(self) -> None:
+        """Gives parameters that are released their shapes, without values."""
+        for unit in self.units:
+            unit.outline()
 
 
 class GatherSchedule:
@@ -205,6 +212,8 @@ class GatherSchedule:
         self._begin([block for block in reversed(self.order) if block.read_in_backward])
         self._votes = False  # a block stays gathered while a backward of it is pending: one round is enough
         self.root.gather()
+        for external in self.root.externals:
+            external.outline()
 
     def backward(self, block: Block) -> list[Block]:
         """Makes ``block`` and what it reads elsewhere whole inside backward; collective. Releases what is done, and returns it."""

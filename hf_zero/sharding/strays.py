@@ -64,9 +64,10 @@ def outside_compile(function: Callable[..., Any], module: nn.Module | None = Non
     return call
 
 
-def add_external(reader: Block, block: Block) -> None:
+def add_external(reader: Block, block: Block, root: Block) -> None:
     """Remembers that ``reader`` reads parameters of ``block``: they are gathered together and stay until the end of the phase."""
     block.sticky = True
+    block.read_by_root |= reader is root
     if block not in reader.externals and reader is not block:
         logger.debug("parameters of %s are read inside %s", block.name, reader.name)
         reader.externals.append(block)
@@ -146,7 +147,7 @@ class Strays:
                 target = self._block_of_unit.get(id(owner[0])) if owner else None
                 holder = self._block_around(name)
                 if target is not None and target is not holder:
-                    add_external(holder, target)
+                    add_external(holder, target, self._root)
 
     def _block_around(self, name: str) -> Block:
         return next((block for block in self._blocks if name == block.name or name.startswith(f"{block.name}.")), self._root)

@@ -98,6 +98,7 @@ class Unit:
         self.own = OwnPart(shard)
         self.own.shard = spec.home.rest(self, shard)
         self._pending: Pending | None = None
+        self._outlined = False  # released, and the parameters show their shapes
         self._pins: list[int | None] = []  # one entry per holder: the rank whose changes it will broadcast, or None
 
     @property
@@ -163,7 +164,17 @@ class Unit:
             self._pending.wait()
             self._pending = None
         self._whole.show(self.params)
+        self._outlined = False
         self._enter(UnitState.GATHERED)
+
+    def outline(self) -> None:
+        """Gives released parameters their shapes, without values, until the unit is gathered or released again; local.
+
+        autograd compares a gradient with its parameter's shape, also where backward does not read the values.
+        """
+        if self.state is not UnitState.GATHERED and not self._outlined:
+            self._whole.outline(self.params)
+            self._outlined = True
 
     def release(self, leave: bool = False) -> bool:
         """Drops the full buffer, keeping the shard; returns whether it did. A pinned or non-releasable unit stays.
@@ -171,6 +182,9 @@ class Unit:
         Args:
             leave: Tensors that somebody took of the buffer keep their values, see [Note: tensors taken out of a gather].
         """
+        if self._outlined:
+            self._whole.hide(self.params)
+            self._outlined = False
         if not self.releasable or self._pins or self.state is UnitState.SHARDED:
             return False
         if self._pending is not None:

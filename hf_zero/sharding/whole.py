@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -29,6 +30,7 @@ class WholeBuffer:
         self._layout = layout
         self.nbytes = flat.untyped_storage().nbytes()
         self._empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
+        self._unknown = torch.full((1,), math.nan, dtype=flat.dtype, device=flat.device)
         self._views = self._make_views()
 
     def _make_views(self) -> list[torch.Tensor]:
@@ -44,6 +46,18 @@ class WholeBuffer:
         for param, view in zip(params, self._views, strict=True):
             if param is not None:
                 param.data = view
+
+    def outline(self, params: Iterable[nn.Parameter | None]) -> None:
+        """Gives each parameter its shape, without memory of its own: every element is the same NaN."""
+        for param, slot in zip(params, self._layout.slots, strict=True):
+            if param is not None:
+                param.data = self._unknown.expand(slot.shape)
+
+    def hide(self, params: Iterable[nn.Parameter | None]) -> None:
+        """Empties the parameters."""
+        for param in params:
+            if param is not None:
+                param.data = self._empty
 
     def adopt(self, params: Iterable[nn.Parameter | None]) -> None:
         """Takes the values of parameters that were given other memory (``param.data = value``), and shows them their views again.
@@ -69,9 +83,7 @@ class WholeBuffer:
             params: The parameters of the unit.
             leave: Tensors that somebody took of the buffer keep their values, see [Note: tensors taken out of a gather].
         """
-        for param in params:
-            if param is not None:
-                param.data = self._empty
+        self.hide(params)
         # ``param.numpy()`` has taken the right to resize from the storage for good.
         if (leave and self._is_held()) or not self.flat.untyped_storage().resizable():
             self.flat = torch.empty_like(self.flat)
