@@ -117,6 +117,16 @@ class Collectives(ABC):
     def exchange(self, messages: torch.Tensor, unit: str) -> Pending:
         """Sends row ``r`` of ``messages`` (world, n) to rank ``r``; the ``result`` has the row from rank ``r`` in its row ``r``."""
 
+    @abstractmethod
+    def exchange_parts(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], unit: str) -> Pending:
+        """Sends ``outgoing[r]`` to rank ``r`` and fills ``incoming[r]`` with what rank ``r`` sends; this rank's own entries are left alone.
+
+        Args:
+            outgoing: One 1D tensor per rank, all of one dtype, maybe empty.
+            incoming: One 1D tensor per rank, of the length that its sender knows.
+            unit: Name for labels.
+        """
+
     def all_reduce_in_order(self, tensor: torch.Tensor, unit: str) -> Pending:
         """Sums ``tensor`` (n,) over ranks in place, rank by rank where the back end leaves the order to us."""
         return self.all_reduce(tensor, unit)
@@ -204,6 +214,29 @@ class NativeCollectives(Collectives):
         work = self._launch(label, lambda: dist.all_to_all_single(received, messages, group=self.topology.group, async_op=True))
         return Pending(label, [work], lambda: received, keep=(messages, received))
 
+    def exchange_parts(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], unit: str) -> Pending:
+        label = observe.note("exchange_parts", unit)
+        if self.world == 1:
+            return Pending(label, [])
+        device = self.topology.device
+        empty = outgoing[0].new_empty(0)
+        send = [empty if rank == self.rank else part for rank, part in enumerate(outgoing)]
+        receive = [0 if rank == self.rank else part.numel() for rank, part in enumerate(incoming)]
+        message = torch.cat(send).to(device)
+        received = torch.empty(sum(receive), dtype=message.dtype, device=device)
+        self.sent_bytes += message.nbytes
+        sizes = [part.numel() for part in send]
+        work = self._launch(
+            label, lambda: dist.all_to_all_single(received, message, receive, sizes, group=self.topology.group, async_op=True)
+        )
+
+        def finish() -> None:
+            for target, part in zip(incoming, received.split(receive), strict=True):
+                if part.numel():
+                    target.copy_(part)
+
+        return Pending(label, [work], finish, keep=(message, received))
+
 
 class GlooCollectives(Collectives):
     """Direct exchange over gloo: each rank sends its peers their parts, and sums in rank order.
@@ -285,6 +318,20 @@ class GlooCollectives(Collectives):
         works = self._exchange(label, lambda peer: host[peer], lambda peer: received[peer])
         return Pending(label, works, lambda: received.to(messages.device), keep=(host, received))
 
+    def exchange_parts(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], unit: str) -> Pending:
+        label = observe.note("exchange_parts", unit)
+        if self.world == 1:
+            return Pending(label, [])
+        send = [part.cpu() for part in outgoing]
+        receive = [part if part.device.type == "cpu" else torch.empty(part.shape, dtype=part.dtype) for part in incoming]
+        works = self._exchange(label, send.__getitem__, receive.__getitem__)
+
+        def finish() -> None:
+            for peer in self._peers():
+                _copy_unless_same(incoming[peer], receive[peer])
+
+        return Pending(label, works, finish, keep=(*send, *receive))
+
     def _peers(self) -> list[int]:
         # Start behind this rank, so that not all ranks send to rank 0 first.
         return [(self.rank + step) % self.world for step in range(1, self.world)]
@@ -299,9 +346,10 @@ class GlooCollectives(Collectives):
             for peer in self._peers():
                 target = dist.get_global_rank(group, peer)
                 message, place = outgoing(peer), incoming(peer)
+                if place.numel():
+                    works.append(dist.irecv(place, src=target, group=group, tag=tag))
                 if message.numel():
                     self.sent_bytes += message.numel() * message.element_size()
-                    works.append(dist.irecv(place, src=target, group=group, tag=tag))
                     works.append(dist.isend(message, dst=target, group=group, tag=tag))
 
         self._launch(label, launch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,10 @@ class RecordedCollectives(Collectives):
     def exchange(self, messages: torch.Tensor, unit: str) -> Pending:
         return self._record("all_to_all", unit, messages, lambda: self.inner.exchange(messages, unit))
 
+    def exchange_parts(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], unit: str) -> Pending:
+        nbytes = sum(part.nbytes for rank, part in enumerate(outgoing) if rank != self.rank)
+        return self._record_bytes("all_to_all", unit, nbytes, lambda: self.inner.exchange_parts(outgoing, incoming, unit))
+
     def all_reduce_in_order(self, tensor: torch.Tensor, unit: str) -> Pending:
         return self._record("all_reduce", unit, tensor, lambda: self.inner.all_reduce_in_order(tensor, unit))
 
@@ -74,7 +78,10 @@ class RecordedCollectives(Collectives):
         return values
 
     def _record(self, operation: str, unit: str, message: torch.Tensor, issue: Callable[[], Pending]) -> Pending:
-        call = self.log.begin(operation, unit, message.nbytes, self.world, self._watch) if self.world > 1 else None
+        return self._record_bytes(operation, unit, message.nbytes, issue)
+
+    def _record_bytes(self, operation: str, unit: str, nbytes: int, issue: Callable[[], Pending]) -> Pending:
+        call = self.log.begin(operation, unit, nbytes, self.world, self._watch) if self.world > 1 else None
         pending = issue()
         if call is None:
             return pending

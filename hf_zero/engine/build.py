@@ -32,15 +32,17 @@ from hf_zero.engine.onebit_step import OneBitStepper, check_topology, local_poli
 from hf_zero.engine.precision import PrecisionPolicy, cast_and_move, cast_param
 from hf_zero.engine.same_model import require_same_model
 from hf_zero.engine.step import Stepper, StepSettings
+from hf_zero.engine.whole_tensors import check_whole_tensors
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.metrics import build_sinks
 from hf_zero.observe import log_rank0, logger, warn_once
-from hf_zero.optim.elementwise import require_elementwise, whole_tensor_reason
+from hf_zero.optim.elementwise import needs_whole_tensors
 from hf_zero.optim.factory import build_optimizer
 from hf_zero.optim.onebit_adam import OneBitAdam
 from hf_zero.optim.onebit_sharded import OneBitSharded
 from hf_zero.optim.schedules import build_scheduler
 from hf_zero.optim.sharded import ShardedOptimizer, group_of_params
+from hf_zero.optim.whole_tensors import WholeTensorOptimizer
 from hf_zero.sharding.announce import announce
 from hf_zero.sharding.construct import NamedParam, build_unit
 from hf_zero.sharding.gradients import BufferPool, GradientPolicy, UnitGradients
@@ -81,7 +83,7 @@ def initialize(
     Args:
         args: Namespace whose ``deepspeed_config`` names the configuration when ``config`` is not given.
         model: The module to train; its parameters may come from ``zero.Init``.
-        optimizer: An element-wise torch optimizer over the model's parameters, or a function that makes one of
+        optimizer: A torch optimizer over the model's parameters that updates each by itself, or a function that makes one of
             ``model_parameters``; wins over the configuration's.
         model_parameters: What the configuration's optimizer trains, parameters or groups; None is all that require grad.
         training_data: A dataset to make a distributed loader of.
@@ -192,6 +194,7 @@ class EngineBuilder:
         self.collectives: Collectives = open_collectives(topology)
         self.model_collectives = open_collectives(topology.model) if topology.model is not None else None
         self.topology = topology
+        self.whole_tensors = False  # the optimizer needs parameters in their own shapes; `inner_optimizer` says
         self.names = {id(param): name for name, param in module.named_parameters()}
         self.lone = lone_modules(module)
         self.offloading = Offloading(self.config, self.precision, self.collectives, self.policy.shards_parameters)
@@ -213,8 +216,9 @@ class EngineBuilder:
             inner = build_optimizer(kind, section.get("params"), params, device_type=device_type, offloaded=offloaded)
         else:
             return None
-        if not self.config.zero_allow_untested_optimizer or _needs_whole_tensors(inner):
-            require_elementwise(inner)
+        self.whole_tensors = needs_whole_tensors(inner, self.config.zero_allow_untested_optimizer)
+        if self.whole_tensors:
+            check_whole_tensors(inner, self.topology.model is not None, self.config.zero_optimization.offload_optimizer.device)
         return inner
 
     def build(self, inner: torch.optim.Optimizer | None, lr_scheduler: Any) -> Engine:
@@ -262,6 +266,8 @@ class EngineBuilder:
         return engine
 
     def _sharded_optimizer(self, inner: torch.optim.Optimizer, units: list[Unit]) -> ShardedOptimizer:
+        if self.whole_tensors:
+            return WholeTensorOptimizer(inner, units, self.collectives, self.offloading.residence)
         if not isinstance(inner, OneBitAdam):
             return ShardedOptimizer(inner, units, self.offloading.residence)
         check_topology(self.policy, self.topology)
@@ -402,10 +408,6 @@ def _require_same_groups(scheduler: Any, optimizer: ShardedOptimizer) -> None:
             f"lr_scheduler is a {type(scheduler).__name__} of another optimizer than the one that trains: no learning rate would change. "
             "Pass the scheduler's optimizer as optimizer=, or pass a function that makes the scheduler of the optimizer it is given"
         )
-
-
-def _needs_whole_tensors(inner: torch.optim.Optimizer) -> bool:
-    return whole_tensor_reason(type(inner)) is not None
 
 
 # -- configuration to policies --------------------------------------------------------------------------------------------

@@ -1,19 +1,23 @@
-"""Which optimizers may run on shards: those that update every element by itself.
+"""What an optimizer looks at: single elements, so that it may run on shards; whole tensors; or all tensors together.
 
 A shard cuts through tensors wherever the rank's range ends. An optimizer that looks at a whole tensor (its norm, its rows,
-its shape) or at all tensors together would compute something else on every rank, without any error.
+its shape) would compute something else there, without any error; it runs where parameters are whole, see [Note: whole tensors].
+One that looks at all tensors together would need them on one rank, and is refused.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.errors import UnsupportedError
+from hf_zero.observe import warn_once
 from hf_zero.ops import HostAdagrad, HostAdam, HostLion, HostSGD
 from hf_zero.optim.lion import Lion
 from hf_zero.optim.onebit_adam import OneBitAdam
@@ -49,7 +53,7 @@ _ELEMENTWISE: frozenset[type] = frozenset(
     }
 )
 
-# Lower-case class name -> what it needs. Names rather than classes, so that no third party is imported to refuse it.
+# Lower-case class name -> what it needs. Names rather than classes, so that no third party is imported to recognise it.
 WHOLE_TENSOR: dict[str, str] = {
     "adafactor": "it factors the second moment into rows and columns of whole matrices",
     "came": "it factors the second moment into rows and columns of whole matrices",
@@ -65,64 +69,80 @@ WHOLE_TENSOR: dict[str, str] = {
     "novograd": "it keeps one second moment per whole parameter",
     "adam_mini": "it keeps one second moment per block of a whole parameter",
     "adammini": "it keeps one second moment per block of a whole parameter",
+    "galoreadamw": "it projects whole gradient matrices",
+    "galoreadafactor": "it projects whole gradient matrices",
+    "apolloadamw": "it projects whole gradient matrices",
+}
+ALL_TENSORS: dict[str, str] = {
     "lbfgs": "it takes inner products over all parameters and evaluates the loss several times a step",
     "sparseadam": "it needs sparse gradients, and flat units have dense ones",
     "prodigy": "it estimates its step size from norms over all parameters",
     "dadaptadam": "it estimates its step size from norms over all parameters",
     "dadaptsgd": "it estimates its step size from norms over all parameters",
-    "galoreadamw": "it projects whole gradient matrices",
-    "galoreadafactor": "it projects whole gradient matrices",
-    "apolloadamw": "it projects whole gradient matrices",
     "lomo": "it updates parameters inside backward, before gradients are reduced",
     "adalomo": "it updates parameters inside backward, before gradients are reduced",
 }
-_QUANTIZED = "it quantizes its state in blocks that shards cut through"
+_QUANTIZED = "it quantizes its state in blocks of a whole parameter"
 _QUANTIZED_SUFFIXES = ("8bit", "4bit", "fp8")
 
 
-def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Returns when the optimizer's update of an element depends on that element alone; raises otherwise.
+def needs_whole_tensors(optimizer: torch.optim.Optimizer, allow_untested: bool = False) -> bool:
+    """Whether the optimizer's update of an element depends on more than that element, but on nothing outside its parameter.
 
-    Classes known to be element-wise pass and known others are refused, by exact class or by name. Every other class,
-    subclasses of known ones included, is probed: built anew with this optimizer's hyper-parameters, once over a small
-    matrix and once, as two instances, over the flattened matrix' halves, and stepped three times with the same gradients.
+    Classes known to be element-wise, or known not to be, are told by exact class or by name. Every other class, subclasses of
+    known ones included, is probed: built anew with this optimizer's hyper-parameters, over a small matrix, over the flattened
+    matrix' halves as two instances, and over the matrix beside another one, and stepped three times with the same gradients.
     The optimizer itself and the global random state stay untouched.
 
     Args:
-        optimizer: the client's or the config's optimizer, with any parameters.
+        optimizer: The client's or the config's optimizer, with any parameters.
+        allow_untested: ``zero_allow_untested_optimizer``: what a probe cannot tell, or tells against, runs on whole tensors with a
+            warning.
+
+    Returns:
+        False: it may run on flat shards. True: it needs each parameter in its own shape.
 
     Raises:
-        UnsupportedError: when it needs whole tensors, or cannot be built for the probe.
+        UnsupportedError: It looks at all parameters together, exchanges tensors between ranks itself, or cannot be built for the probe.
     """
     kind = type(optimizer)
     if kind in _ELEMENTWISE:
-        return
-    reason = whole_tensor_reason(kind)
+        return False
+    reason = _named(kind, ALL_TENSORS)
     if reason is not None:
         raise _refusal(kind, reason, f"{_ALLOW_KEY}, which accelerate and transformers always set, does not change that.")
-    if getattr(getattr(optimizer, "args", None), "optim_bits", 32) < 32:  # bitsandbytes: small probes would stay 32-bit
-        raise _refusal(kind, _QUANTIZED)
-    for group in _distinct_groups(optimizer):
-        _probe(optimizer, group)
+    if whole_tensor_reason(kind) is not None or getattr(getattr(optimizer, "args", None), "optim_bits", 32) < 32:
+        if not kind.__module__.startswith("torch.optim"):
+            for group in _distinct_groups(optimizer):
+                _refuse_talkative(optimizer, group)
+        return True
+    answers = [_probe(optimizer, group, allow_untested) for group in _distinct_groups(optimizer)]
+    return any(answers)
 
 
 def whole_tensor_reason(kind: type) -> str | None:
-    """Returns why a class is known not to be element-wise, or None when it is not known so."""
-    for ancestor in kind.__mro__:
-        name = ancestor.__name__.lower()
-        if name in WHOLE_TENSOR:
-            return WHOLE_TENSOR[name]
-        if name.endswith(_QUANTIZED_SUFFIXES):
-            return _QUANTIZED
-    return None
+    """Why a class is known to need whole tensors, or None when it is not known so."""
+    return _named(kind, WHOLE_TENSOR) or next(
+        (_QUANTIZED for ancestor in kind.__mro__ if ancestor.__name__.lower().endswith(_QUANTIZED_SUFFIXES)), None
+    )
+
+
+def all_tensors_reason(kind: type) -> str | None:
+    """Why a class is known to need more than one parameter at a time, or None when it is not known so."""
+    return _named(kind, ALL_TENSORS)
+
+
+def _named(kind: type, reasons: dict[str, str]) -> str | None:
+    names = (ancestor.__name__.lower() for ancestor in kind.__mro__)
+    return next((reasons[name] for name in names if name in reasons), None)
 
 
 def _refusal(kind: type, reason: str, switch: str = "") -> UnsupportedError:
-    """The error for a class that needs whole tensors. ``switch``: what the key that allows untested classes does for it."""
-    switch = switch or f'Or set "{_ALLOW_KEY}": true to run it anyway on flat shards, with other results than on one process.'
+    """The error for a class that cannot run. ``switch``: what the key that allows untested classes does for it."""
+    switch = switch or f'Or set "{_ALLOW_KEY}": true to run it anyway, on each rank\'s parameters by themselves, with other results.'
     return UnsupportedError(
-        f"optimizer {kind.__name__} cannot run on ZeRO shards: {reason}. Use an element-wise optimizer (AdamW, Adam, Lion, "
-        f"SGD, Adagrad, RMSprop ...). {switch}"
+        f"optimizer {kind.__name__} cannot run with ZeRO: {reason}. Each parameter is updated by itself here: use AdamW, Lion, SGD, "
+        f"Adafactor, Muon, LAMB or another optimizer that allows it. {switch}"
     )
 
 
@@ -139,11 +159,26 @@ def _distinct_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return list(distinct.values())
 
 
-def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
-    """Compares one small matrix with its halves under one set of options.
+def _refuse_talkative(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
+    """Refuses a known class whose step exchanges tensors between ranks itself; what else it raises on a small matrix is no matter."""
+    start, grads = _probe_data(optimizer)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            _run(optimizer, options, [start], [grads])
+        except _Talks:
+            raise _talkative(type(optimizer)) from None
+        except Exception:  # it may want a device, a dtype or a size that the probe does not have
+            return
+
+
+def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], allow_untested: bool) -> bool:
+    """Compares one small matrix with its halves, and with itself beside another, under one set of options.
+
+    Returns:
+        Whether the halves differ from the whole: it needs whole tensors.
 
     Raises:
-        UnsupportedError: when they differ, or when the class cannot be built or stepped here.
+        UnsupportedError: It cannot be built or stepped here, or needs more than one tensor at a time.
     """
     kind = type(optimizer)
     start, grads = _probe_data(optimizer)
@@ -151,34 +186,66 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
     flat, flat_grads = start.flatten(), [grad.flatten() for grad in grads]
     with torch.random.fork_rng(devices=[]):
         try:
-            whole = _run(optimizer, options, start, grads)
+            whole = _run(optimizer, options, [start], [grads])
+        except _Talks:
+            raise _talkative(kind) from None
         except Exception as error:  # whatever a foreign constructor or step raises
-            raise UnsupportedError(
-                f"optimizer {kind.__name__} is not known to be element-wise and could not be tried on a small matrix: "
-                f'{type(error).__name__}: {error}. If its update treats every element by itself, set "{_ALLOW_KEY}": true.'
-            ) from error
+            problem = f"could not be tried on a small matrix: {type(error).__name__}: {error}"
+            return _untold(kind, problem, allow_untested, error)
+        update = whole - start
+        largest = update.abs().max().item()
+        if largest == 0.0:
+            return _untold(kind, f"did not move a small matrix in {_PROBE_STEPS} steps", allow_untested)
         try:
-            halves = torch.cat(
-                [
-                    _run(optimizer, options, flat[:middle], [grad[:middle] for grad in flat_grads]),
-                    _run(optimizer, options, flat[middle:], [grad[middle:] for grad in flat_grads]),
-                ]
-            )
-        except Exception as error:
-            raise _refusal(kind, f"it fails on a flat part of a matrix ({type(error).__name__}: {error})") from error
-    update = whole.flatten() - flat
-    difference = (whole.flatten() - halves).abs().max().item()
-    largest = update.abs().max().item()
-    if not difference <= _PROBE_TOLERANCE * largest:  # a NaN fails too
-        raise _refusal(
-            kind,
-            f"after {_PROBE_STEPS} steps a matrix and its halves differ by {difference:.3g} (update {largest:.3g})",
+            first = _run(optimizer, options, [flat[:middle]], [[grad[:middle] for grad in flat_grads]])
+            second = _run(optimizer, options, [flat[middle:]], [[grad[middle:] for grad in flat_grads]])
+            difference = (whole.flatten() - torch.cat([first, second])).abs().max().item()
+        except Exception:  # it fails on a flat part of a matrix
+            difference = float("inf")
+        if difference <= _PROBE_TOLERANCE * largest:  # a NaN is not
+            return False
+        other, other_grads = 3.0 * start.flip(0), [7.0 * grad.flip(0) for grad in grads]
+        together = _run(optimizer, options, [start, other], [grads, other_grads])
+    difference = (whole - together).abs().max().item()
+    if not difference <= _PROBE_TOLERANCE * largest:
+        problem = (
+            f"after {_PROBE_STEPS} steps a matrix beside another one differs by {difference:.3g} from the matrix alone (update "
+            f"{largest:.3g}), so it looks at all parameters together"
         )
-    if largest == 0.0:
+        if not allow_untested:
+            raise _refusal(kind, problem)
+        warn_once(f"optimizer {kind.__name__}: {problem}; with {_ALLOW_KEY} it runs on each rank's parameters by themselves")
+    return True
+
+
+def _untold(kind: type, problem: str, allow_untested: bool, cause: Exception | None = None) -> bool:
+    """What happens to a class that the probe tells nothing about: whole tensors, which are right for element-wise ones too, or an error."""
+    if not allow_untested:
         raise UnsupportedError(
-            f"optimizer {kind.__name__} is not known to be element-wise and did not move a small matrix in {_PROBE_STEPS} "
-            f'steps. If its update treats every element by itself, set "{_ALLOW_KEY}": true.'
-        )
+            f'optimizer {kind.__name__} is not known to treat parameters one by one and {problem}. If it does, set "{_ALLOW_KEY}": true.'
+        ) from cause
+    warn_once(f"optimizer {kind.__name__} {problem}; each parameter is updated whole, by one rank")
+    return True
+
+
+class _Talks(Exception):
+    """A collective was issued inside a probe."""
+
+
+class _Silence(TorchDispatchMode):
+    """Stops collectives: a probe runs on one rank, perhaps on not all of them, and the others would not join."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise _Talks
+        return func(*args, **(kwargs or {}))
+
+
+def _talkative(kind: type) -> UnsupportedError:
+    return UnsupportedError(
+        f"optimizer {kind.__name__} exchanges tensors between ranks inside its step, which divides the work a second time. Use its "
+        "version for a single device (SingleDeviceMuon, SingleDeviceMuonWithAuxAdam, ...): the engine divides parameters over ranks"
+    )
 
 
 def _probe_data(optimizer: torch.optim.Optimizer) -> tuple[Tensor, list[Tensor]]:
@@ -194,18 +261,21 @@ def _probe_data(optimizer: torch.optim.Optimizer) -> tuple[Tensor, list[Tensor]]
     return start.to(device), [grad.to(device) for grad in grads]
 
 
-def _run(optimizer: torch.optim.Optimizer, options: dict[str, Any], start: Tensor, grads: list[Tensor]) -> Tensor:
-    """Steps a new optimizer of the same class over a copy of ``start``, one gradient per step; returns the result."""
-    param = torch.nn.Parameter(start.clone())
+def _run(optimizer: torch.optim.Optimizer, options: dict[str, Any], starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Steps a new optimizer of the same class over copies of ``starts``, one gradient each per step; returns the first one's result."""
+    torch.default_generator.manual_seed(0)  # for those that draw numbers; the caller restores it
+    params = [torch.nn.Parameter(start.clone()) for start in starts]
     own = copy.deepcopy(options)
-    twin = type(optimizer)([{"params": [param], **own}], **_constructor_arguments(type(optimizer), optimizer.defaults))
-    train = getattr(twin, "train", None)
-    if callable(train):
-        train()  # schedule-free optimizers refuse to step before
-    for grad in grads:
-        param.grad = grad.clone()
-        twin.step()
-    return param.detach()
+    with _Silence():
+        twin = type(optimizer)([{"params": params, **own}], **_constructor_arguments(type(optimizer), optimizer.defaults))
+        train = getattr(twin, "train", None)
+        if callable(train):
+            train()  # schedule-free optimizers refuse to step before
+        for step in range(_PROBE_STEPS):
+            for param, own_grads in zip(params, grads, strict=True):
+                param.grad = own_grads[step].clone()
+            twin.step()
+    return params[0].detach()
 
 
 def _constructor_arguments(kind: type, defaults: dict[str, Any]) -> dict[str, Any]:

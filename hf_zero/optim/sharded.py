@@ -87,18 +87,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.parameter_offload: Any = None
         self.scaler: Any = None
         self.norm: torch.Tensor | None = None
-        self.segments = [
-            OwnedSegment(unit, segment.group, part, _view(unit, part))
-            for unit in self.units
-            for segment in unit.layout.segments(unit.rank)
-            for lot in self.residence.ranges(unit)
-            if (part := segment.range.shift(-unit.owned.start).intersect(lot)).numel
-        ]
+        self.segments = self._lay_out()
         self._segments_of: dict[int, list[OwnedSegment]] = {}
         for segment in self.segments:
             self._segments_of.setdefault(id(segment.unit), []).append(segment)
         for index, group in enumerate(inner.param_groups):
-            group["params"] = [segment.tensor for segment in self.segments if segment.group == index]
+            group["params"] = self._tensors(index)
         if inner.state:  # made at construction, for the parameters that the segments replace
             make: Any = type(inner)
             inner.state = make([dict(group) for group in inner.param_groups]).state
@@ -106,6 +100,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._step: Callable[[], None] | None = None
         self._clear: Callable[[], None] | None = None
         self._moves: dict[str, Callable[..., None]] = {}
+
+    def _lay_out(self) -> list[OwnedSegment]:
+        """The segments of this rank's shards."""
+        return [
+            OwnedSegment(unit, segment.group, part, _view(unit, part))
+            for unit in self.units
+            for segment in unit.layout.segments(unit.rank)
+            for lot in self.residence.ranges(unit)
+            if (part := segment.range.shift(-unit.owned.start).intersect(lot)).numel
+        ]
+
+    def _tensors(self, group: int) -> list[torch.Tensor]:
+        """What the inner optimizer's group ``group`` holds in place of the model's parameters."""
+        return [segment.tensor for segment in self.segments if segment.group == group]
 
     def connect(self, step: Callable[[], None] | None, clear: Callable[[], None] | None, **moves: Callable[..., None]) -> None:
         """Tells it whose ``step`` and ``zero_grad``, ``offload_states`` and ``reload_states`` are meant when they are called on it."""
