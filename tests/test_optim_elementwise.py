@@ -10,9 +10,10 @@ import torch
 
 from hf_zero.errors import UnsupportedError
 from hf_zero.optim import elementwise
-from hf_zero.optim.elementwise import require_elementwise
+from hf_zero.optim.elementwise import needs_whole_tensors
 from hf_zero.optim.lion import Lion
 from hf_zero.optim.uncorrected_adam import UncorrectedAdam
+from tests import ranks
 
 
 def params() -> list[torch.nn.Parameter]:
@@ -149,86 +150,112 @@ OWN = [Lion, UncorrectedAdam]
 @pytest.mark.parametrize("kind", [getattr(torch.optim, name) for name in KNOWN] + OWN)
 def test_known_classes_pass_unprobed_and_would_pass_the_probe(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     client = type("Client", (kind,), {})
-    require_elementwise(client(params(), lr=0.01))
+    assert not needs_whole_tensors(client(params(), lr=0.01))
     monkeypatch.setattr(elementwise, "_probe", None)
-    require_elementwise(kind(params(), lr=0.01))
+    assert not needs_whole_tensors(kind(params(), lr=0.01))
     with pytest.raises(TypeError, match="NoneType"):  # a subclass is probed
-        require_elementwise(client(params(), lr=0.01))
+        needs_whole_tensors(client(params(), lr=0.01))
 
 
+@pytest.mark.parametrize("allow", [False, True])
 @pytest.mark.parametrize("optimizer", [Base(params()), Cubic(params()), ScheduleFree(params()), Decorated(params(), fused=True)])
-def test_unknown_elementwise_classes_pass(optimizer: torch.optim.Optimizer) -> None:
-    require_elementwise(optimizer)
+def test_unknown_elementwise_classes_run_on_shards(optimizer: torch.optim.Optimizer, allow: bool) -> None:
+    assert not needs_whole_tensors(optimizer, allow)
 
 
-@pytest.mark.parametrize("kind", [OwnNorm, AllNorm, LateNorm, Random, Centralized])
-def test_probe_finds_what_looks_at_more_than_one_element(kind: Any) -> None:
-    with pytest.raises(
-        UnsupportedError, match=rf"{kind.__name__} cannot run on ZeRO shards: .*differ.*AdamW.*zero_allow_untested_optimizer"
-    ):
-        require_elementwise(kind(params()))
+@pytest.mark.parametrize("allow", [False, True])
+@pytest.mark.parametrize("kind", [OwnNorm, LateNorm, Random, Centralized, Rows])
+def test_probe_finds_what_looks_at_more_than_one_element(kind: Any, allow: bool) -> None:
+    assert needs_whole_tensors(kind(params()), allow)
 
 
-def test_probe_finds_what_needs_a_matrix() -> None:
-    with pytest.raises(UnsupportedError, match="Rows cannot run on ZeRO shards: it fails on a flat part of a matrix"):
-        require_elementwise(Rows(params()))
+def test_what_looks_at_all_parameters_together_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(UnsupportedError, match="AllNorm cannot run with ZeRO: .*all parameters together.*zero_allow_untested_optimizer"):
+        needs_whole_tensors(AllNorm(params()))
+    assert needs_whole_tensors(AllNorm(params()), allow_untested=True)
 
 
 def test_probe_sees_every_groups_options() -> None:
     first, second = params()
-    require_elementwise(ByGroup([{"params": [first]}, {"params": [second], "lr": 0.5}]))
-    with pytest.raises(UnsupportedError, match="ByGroup cannot run"):
-        require_elementwise(ByGroup([{"params": [first]}, {"params": [second], "rank": 4}]))
+    assert not needs_whole_tensors(ByGroup([{"params": [first]}, {"params": [second], "lr": 0.5}]))
+    assert needs_whole_tensors(ByGroup([{"params": [first]}, {"params": [second], "rank": 4}]))
 
 
 def test_rate_of_zero_does_not_hide_a_norm() -> None:
     optimizer = OwnNorm(params())
     optimizer.param_groups[0]["lr"] = 0.0  # as a warm-up leaves it
-    with pytest.raises(UnsupportedError, match="OwnNorm cannot run"):
-        require_elementwise(optimizer)
+    assert needs_whole_tensors(optimizer)
 
 
 @pytest.mark.parametrize(("kind", "message"), [(NeedsMore, "TypeError.*model"), (Frozen, "did not move")])
 def test_what_cannot_be_probed_names_the_switch(kind: Any, message: str) -> None:
     optimizer = kind(params(), model=None) if kind is NeedsMore else kind(params())
     with pytest.raises(UnsupportedError, match=rf"{message}(.|\n)*zero_allow_untested_optimizer"):
-        require_elementwise(optimizer)
+        needs_whole_tensors(optimizer)
+    assert needs_whole_tensors(optimizer, allow_untested=True)  # right for every class that treats parameters one by one
 
 
-def test_known_whole_tensor_classes_are_refused_by_name() -> None:
+def test_known_classes_are_told_by_name() -> None:
+    for optimizer in (
+        torch.optim.Adafactor(params()),
+        type("Lars", (Base,), {})(params()),
+        type("MyCame", (type("CAME", (Base,), {}),), {})(params()),
+        type("PagedAdamW8bit", (Base,), {})(params()),
+    ):
+        assert needs_whole_tensors(optimizer)
     cases: list[tuple[torch.optim.Optimizer, str]] = [
-        (torch.optim.Adafactor(params()), "Adafactor cannot run.*rows and columns"),
         (torch.optim.LBFGS(params()), "LBFGS cannot run.*inner products"),
         (torch.optim.SparseAdam(params()), "SparseAdam cannot run.*sparse"),
-        (type("Lamb", (Base,), {})(params()), "Lamb cannot run.*norms of the whole parameter"),
         (type("MyProdigy", (type("Prodigy", (Base,), {}),), {})(params()), "MyProdigy cannot run.*step size"),
-        (type("PagedAdamW8bit", (Base,), {})(params()), "PagedAdamW8bit cannot run.*quantizes"),
     ]
     for optimizer, message in cases:
-        with pytest.raises(UnsupportedError, match=message):
-            require_elementwise(optimizer)
+        for allow in (False, True):
+            with pytest.raises(UnsupportedError, match=message):
+                needs_whole_tensors(optimizer, allow)
 
 
-def test_optimizer_that_says_it_quantizes_is_refused() -> None:
+def test_optimizer_that_says_it_quantizes_needs_whole_tensors() -> None:
     optimizer = Base(params())
     optimizer.args = SimpleNamespace(optim_bits=8)  # type: ignore[attr-defined]
-    with pytest.raises(UnsupportedError, match="quantizes"):
-        require_elementwise(optimizer)
+    assert needs_whole_tensors(optimizer)
+
+
+class Distributed(OwnNorm):
+    """Divides the work over ranks itself, as the Muon for several devices does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        torch.distributed.all_reduce(torch.ones(1))
+        super().step()
+
+
+def _refuses_collectives(name: str) -> str:
+    try:
+        needs_whole_tensors(type(name, (Distributed,), {})(params()))
+    except UnsupportedError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("name", ["Muon", "Unknown"])
+def test_step_with_collectives_is_refused_and_issues_none(name: str) -> None:
+    for answer in ranks.run_ranks(_refuses_collectives, 2, name):
+        assert "exchanges tensors between ranks" in answer and "SingleDevice" in answer
 
 
 def test_probe_leaves_optimizer_and_random_state_alone() -> None:
     optimizer = Decorated(params(), lr=0.01)
     before = [param.detach().clone() for param in optimizer.param_groups[0]["params"]]
     random_state = torch.get_rng_state()
-    require_elementwise(optimizer)
+    needs_whole_tensors(optimizer)
+    needs_whole_tensors(Random(params()))
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(old, new) for old, new in zip(before, optimizer.param_groups[0]["params"], strict=True))
     assert len(optimizer.state) == 0
 
 
 def test_parameters_on_the_meta_device_are_probed_on_the_host() -> None:
-    require_elementwise(Cubic([torch.nn.Parameter(torch.empty(3, device="meta"))]))
+    assert not needs_whole_tensors(Cubic([torch.nn.Parameter(torch.empty(3, device="meta"))]))
 
 
 def test_named_parameters_are_probed() -> None:
-    require_elementwise(Decorated([("weight", params()[0]), ("bias", params()[1])], lr=0.01))
+    assert not needs_whole_tensors(Decorated([("weight", params()[0]), ("bias", params()[1])], lr=0.01))

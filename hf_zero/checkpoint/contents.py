@@ -10,11 +10,24 @@ import torch
 
 from hf_zero.checkpoint import optimizer_state
 from hf_zero.checkpoint.element_types import dtype_name
-from hf_zero.checkpoint.format import MASTER, MODULE, WEIGHTS, LooseRecord, ParamRecord, UnitRecord, shard_file, state_kind
+from hf_zero.checkpoint.format import (
+    MASTER,
+    MODULE,
+    PARAM_STATES,
+    WEIGHTS,
+    LooseRecord,
+    ParamRecord,
+    ParamStateRecord,
+    UnitRecord,
+    shard_file,
+    state_kind,
+)
+from hf_zero.checkpoint.param_states import param_states
 from hf_zero.checkpoint.rank_state import rank_states
 from hf_zero.checkpoint.slices import Slice
 from hf_zero.checkpoint.state import TrainingState
 from hf_zero.checkpoint.tensor_file import Entry, cut, whole
+from hf_zero.optim.whole_tensors import WholeTensorOptimizer
 from hf_zero.sharding.layout import ALIGNMENT, round_up
 from hf_zero.sharding.unit import Unit
 
@@ -30,6 +43,7 @@ class Contents:
         buffers: Buffer -> file, of those that this rank writes.
         scalars: States of one number, see ``optimizer_state.scalars``.
         states: Names of the flat optimizer states.
+        params: Optimizer states of whole parameters.
         dropped: Frozen parameters left out.
     """
 
@@ -39,6 +53,7 @@ class Contents:
     buffers: dict[str, str]
     scalars: list[dict[str, Any]]
     states: list[str]
+    params: tuple[ParamStateRecord, ...]
     dropped: tuple[str, ...]
 
 
@@ -54,6 +69,7 @@ def contents_of(state: TrainingState, exclude_frozen: bool) -> Contents:
         row = state.arrays.values(unit)
         _add(files, state, unit, _kind(unit), Entry(unit.name, row.dtype, (row.numel(),), (row,)))
     states, scalars = [], []
+    params: tuple[ParamStateRecord, ...] = ()
     if state.optimizer is not None:
         by_name = {unit.name: unit for unit in kept}
         states = optimizer_state.flat_states(state.optimizer, state.arrays)
@@ -62,14 +78,20 @@ def contents_of(state: TrainingState, exclude_frozen: bool) -> Contents:
             for entry in optimizer_state.state_entries(state.optimizer, state.arrays, name):
                 _add(files, state, by_name[entry.name], state_kind(name), entry)
         for kind, entries in rank_states(state.optimizer).items():
-            files[shard_file(kind, state.collectives.rank, state.collectives.world, state.tensor.rank, state.tensor.world)] = entries
+            files[_own_file(state, kind)] = entries
+        if isinstance(state.optimizer, WholeTensorOptimizer):
+            params, files[_own_file(state, PARAM_STATES)] = param_states(state.optimizer, _own_file(state, PARAM_STATES))
     loose = [] if exclude_frozen else list(state.loose_params())
     records, buffers = _add_loose(files, state, loose)
     dropped = [slot.name for unit in state.units if unit not in kept for slot in unit.layout.slots]
     if exclude_frozen:
         dropped += [name for name, _ in state.loose_params()]
     units = tuple(_unit_record(state, unit) for unit in kept)
-    return Contents(files, units, records, buffers, scalars, states, tuple(dropped))
+    return Contents(files, units, records, buffers, scalars, states, params, tuple(dropped))
+
+
+def _own_file(state: TrainingState, kind: str) -> str:
+    return shard_file(kind, state.collectives.rank, state.collectives.world, state.tensor.rank, state.tensor.world)
 
 
 def _kind(unit: Unit) -> str:
@@ -84,11 +106,10 @@ def _padded_numel(state: TrainingState, unit: Unit) -> int:
 
 def _add(files: dict[str, list[Entry]], state: TrainingState, unit: Unit, kind: str, entry: Entry) -> None:
     rank, world = state.collectives.rank, state.collectives.world
-    name = shard_file(kind, rank, world, state.tensor.rank, state.tensor.world)
     if unit.layout.world == 1 and world > 1:
         numel = _padded_numel(state, unit) // world
         entry = Entry(entry.name, entry.dtype, (numel,), tuple(cut(entry.pieces, rank * numel, (rank + 1) * numel)))
-    files.setdefault(name, []).append(entry)
+    files.setdefault(_own_file(state, kind), []).append(entry)
 
 
 def _unit_record(state: TrainingState, unit: Unit) -> UnitRecord:
@@ -111,7 +132,7 @@ def _add_loose(
     buffers = dict(state.buffers()) if tensor.rank == 0 else {}
     tensors: list[tuple[str, torch.Tensor]] = [*mine, *buffers.items()]
     loads = [0] * world
-    name_of_file = shard_file(MODULE, rank, world, tensor.rank, tensor.world)
+    name_of_file = _own_file(state, MODULE)
     chosen = []
     for name, value in sorted(tensors, key=lambda item: -item[1].nbytes):
         owner = loads.index(min(loads))

@@ -1,6 +1,7 @@
-"""Format version 2 of a checkpoint folder: file names, and the JSON index as dataclasses that check what they read.
+"""Format version 3 of a checkpoint folder: file names, and the JSON index as dataclasses that check what they read.
 
-The byte-for-byte description is in ``docs/checkpoint-format.md``; version 1 is turned into version 2 when it is read.
+The byte-for-byte description is in ``docs/checkpoint-format.md``; version 1 is turned into version 2 when it is read. Version 3 adds
+states of whole parameters; a checkpoint without any says version 2, so that older releases read it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from hf_zero.checkpoint.slices import Slice
 from hf_zero.errors import CheckpointError
 
 FORMAT = "hf_zero-checkpoint"
-VERSION = 2
-READABLE = (1, 2)
+VERSION = 3
+READABLE = (1, 2, 3)
 
 INDEX_FILE = "index.json"
 MARKER_FILE = "complete"  # sha256 of the index in hex; written last inside the folder
@@ -27,6 +28,7 @@ LATEST_FILE = "latest"
 VALUES_FILE = "values.safetensors"  # tensors of rank 0's client state, of the scheduler and of the param groups
 CONVERTED = "convert"  # in place of a version of hf_zero: `hf-zero convert` wrote it
 MODULE = "module"  # kind of the files with what no unit holds
+PARAM_STATES = "optimizer_params"  # kind of the files with optimizer states of whole parameters
 
 # One checksum covers this many bytes: a rank that reads a range verifies it by reading at most one chunk too much at each end.
 CHUNK_BYTES = 1 << 16
@@ -217,13 +219,23 @@ class ScalarRecord:
 
 
 @dataclass(frozen=True)
+class ParamStateRecord:
+    """All that an optimizer keeps for one parameter it updates whole: as ``values.encode`` gave it, with its tensors in ``file``."""
+
+    param: str
+    file: str
+    values: Any
+
+
+@dataclass(frozen=True)
 class OptimizerRecord:
-    """The optimizer: class name, names of its flat states, param groups, states that are single numbers."""
+    """The optimizer: class name, names of its flat states, param groups, states that are single numbers, states of whole parameters."""
 
     name: str
     states: tuple[str, ...]
     groups: tuple[GroupRecord, ...]
     scalars: tuple[ScalarRecord, ...]
+    params: tuple[ParamStateRecord, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -274,7 +286,13 @@ class Index:
 
     def to_json(self) -> str:
         """The text of ``index.json``."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}, allow_nan=False, indent=None) + "\n"
+        data = dataclasses.asdict(self)
+        version = VERSION
+        if self.optimizer is None or not self.optimizer.params:
+            version = 2
+            if self.optimizer is not None:
+                del data["optimizer"]["params"]
+        return json.dumps({"format": FORMAT, "version": version, **data}, allow_nan=False, indent=None) + "\n"
 
     @staticmethod
     def from_json(text: str, path: str) -> Index:
@@ -351,7 +369,17 @@ def _from_version_1(data: Any, path: str) -> Any:
 # -- JSON to dataclasses ----------------------------------------------------------------------------------------------
 
 _HINTS: dict[type, dict[str, Any]] = {}
-_RECORDS = {"TensorRecord", "FileRecord", "ParamRecord", "LooseRecord", "UnitRecord", "GroupRecord", "ScalarRecord", "OptimizerRecord"}
+_RECORDS = {
+    "TensorRecord",
+    "FileRecord",
+    "ParamRecord",
+    "LooseRecord",
+    "UnitRecord",
+    "GroupRecord",
+    "ScalarRecord",
+    "ParamStateRecord",
+    "OptimizerRecord",
+}
 
 
 def _read(kind: type[T], data: Any, where: str) -> T:

@@ -16,7 +16,8 @@ from hf_zero.checkpoint import agreement, folders, node_local
 from hf_zero.checkpoint.catalog import Catalog, Located
 from hf_zero.checkpoint.element_types import DTYPES
 from hf_zero.checkpoint.format import INDEX_FILE, Index, values_file
-from hf_zero.checkpoint.optimizer_state import OptimizerPlan
+from hf_zero.checkpoint.optimizer_state import GroupsPlan, OptimizerPlan
+from hf_zero.checkpoint.param_states import ParamStatesPlan
 from hf_zero.checkpoint.rank_state import restore_rank_states
 from hf_zero.checkpoint.slices import Slice
 from hf_zero.checkpoint.state import Loaded, TrainingState
@@ -24,6 +25,7 @@ from hf_zero.checkpoint.tensor_file import Copy, RangeReader
 from hf_zero.checkpoint.values import Decoder
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import log_rank0, span
+from hf_zero.optim.whole_tensors import WholeTensorOptimizer
 from hf_zero.sharding.unit import Unit
 
 _SHOWN_NAMES = 5
@@ -142,8 +144,10 @@ class _Plan:
                 self._plan_param(name, param)
         self._plan_buffers()
         wants_optimizer = request.optimizer_states and not request.module_only and state.optimizer is not None
-        self._optimizer: OptimizerPlan | None = None
-        if wants_optimizer and state.optimizer is not None:
+        self._optimizer: GroupsPlan | None = None
+        if wants_optimizer and isinstance(state.optimizer, WholeTensorOptimizer):
+            self._optimizer = ParamStatesPlan(state.optimizer, self.catalog, decoder, self.reader)
+        elif wants_optimizer and state.optimizer is not None:
             self._optimizer = OptimizerPlan(state.optimizer, (state.arrays, state.tensor), self.catalog, decoder)
 
     # -- planning
@@ -218,7 +222,8 @@ class _Plan:
 
     def files(self) -> set[str]:
         """Names of the files that hold the model and the optimizer state of this rank."""
-        return {copy.file for copy in self._copies + (self._optimizer.copies if self._optimizer is not None else [])}
+        whole = self._optimizer.files() if isinstance(self._optimizer, ParamStatesPlan) else set()
+        return whole | {copy.file for copy in self._copies + (self._optimizer.copies if self._optimizer is not None else [])}
 
     def read(self) -> None:
         """Reads all this rank needs and installs it; local.

@@ -138,14 +138,17 @@ class SegmentPlan:
     numbers: dict[str, Any]
 
 
-class OptimizerPlan:
-    """How the saved optimizer state maps to the segments of this rank.
+class GroupsPlan:
+    """How the saved param groups map to the present ones.
 
-    Making it reads no tensor and changes nothing; ``copies`` fill new tensors, ``apply`` installs them.
+    Making it reads no tensor and changes nothing; ``copies`` fill new tensors, ``apply`` installs what was read.
+
+    Attributes:
+        optimizer: Whose groups and state are restored.
+        copies: Reads.
 
     Args:
-        optimizer: Whose state is restored.
-        place: Where its arrays are, and this rank's place on the tensor-parallel axis.
+        optimizer: Whose groups and state are restored.
         catalog: What the checkpoint holds.
         decoder: For values in the index.
 
@@ -153,7 +156,7 @@ class OptimizerPlan:
         CheckpointError: The checkpoint has no optimizer, or its groups cannot be matched.
     """
 
-    def __init__(self, optimizer: ShardedOptimizer, place: tuple[Arrays, TensorAxis], catalog: Catalog, decoder: Decoder) -> None:
+    def __init__(self, optimizer: ShardedOptimizer, catalog: Catalog, decoder: Decoder) -> None:
         record = catalog.index.optimizer
         if record is None:
             raise CheckpointError(
@@ -167,22 +170,16 @@ class OptimizerPlan:
             )
         self.optimizer = optimizer
         self.copies: list[Copy] = []
-        self._arrays, self._tensor = place
         self._catalog = catalog
         self._record: OptimizerRecord = record
         self._decoder = decoder
         self._numbers = {(entry.unit, entry.group): entry.values for entry in record.scalars}
         self._groups = [self._match(index) for index in range(len(optimizer.param_groups))]
-        self._segments = [self._plan(segment) for segment in optimizer.segments]
-        fresh = [name for index in range(len(optimizer.param_groups)) for name in _names(optimizer.units, index) if not self._trained(name)]
-        if fresh:
-            warn_once(f"the checkpoint has no optimizer state for {len(fresh)} parameters ({fresh[0]}, ...): theirs starts from zero")
 
-    def _trained(self, name: str) -> bool:
-        found = self._catalog.find(name)
-        return found is not None and found.trained
-
-    # -- groups
+    def warn_of_fresh(self, names: Sequence[str]) -> None:
+        """Says that ``names`` start without state."""
+        if names:
+            warn_once(f"the checkpoint has no optimizer state for {len(names)} parameters ({names[0]}, ...): theirs starts from zero")
 
     def _match(self, index: int) -> dict[str, Any]:
         """Hyper-parameters of present group ``index``, from the saved group that held its parameters."""
@@ -200,6 +197,36 @@ class OptimizerPlan:
                 )
         values: dict[str, Any] = self._decoder.decode(first.values)
         return {key: value for key, value in values.items() if key not in _EXECUTION_KEYS}
+
+    def apply(self) -> None:
+        """Installs the groups' values; local."""
+        for group, values in zip(self.optimizer.param_groups, self._groups, strict=True):
+            _update_group(group, values)
+
+
+class OptimizerPlan(GroupsPlan):
+    """How the saved optimizer state maps to the segments of this rank.
+
+    Args:
+        optimizer: Whose state is restored.
+        place: Where its arrays are, and this rank's place on the tensor-parallel axis.
+        catalog: What the checkpoint holds.
+        decoder: For values in the index.
+
+    Raises:
+        CheckpointError: The checkpoint has no optimizer, or its groups cannot be matched.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer, place: tuple[Arrays, TensorAxis], catalog: Catalog, decoder: Decoder) -> None:
+        super().__init__(optimizer, catalog, decoder)
+        self._arrays, self._tensor = place
+        self._segments = [self._plan(segment) for segment in optimizer.segments]
+        names = [name for index in range(len(optimizer.param_groups)) for name in _names(optimizer.units, index)]
+        self.warn_of_fresh([name for name in names if not self._trained(name)])
+
+    def _trained(self, name: str) -> bool:
+        found = self._catalog.find(name)
+        return found is not None and found.trained and not self._record.params
 
     # -- states
 
@@ -241,8 +268,7 @@ class OptimizerPlan:
 
     def apply(self) -> None:
         """Installs groups and states; local."""
-        for group, values in zip(self.optimizer.param_groups, self._groups, strict=True):
-            _update_group(group, values)
+        super().apply()
         for plan in self._segments:
             group = self.optimizer.param_groups[plan.segment.group]
             on_device = bool(group.get("capturable") or group.get("fused"))

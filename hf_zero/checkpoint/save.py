@@ -239,6 +239,7 @@ class _Save:
             "buffers": self._contents.buffers,
             "scalars": self._contents.scalars,
             "states": self._contents.states,
+            "params": self._contents.params,
             "dropped": self._contents.dropped,
             "process": folders.Process.own(),
         }
@@ -340,7 +341,8 @@ def _index(head: Index, parts: list[dict[str, Any]], written: list[Written]) -> 
     if optimizer is not None:
         states = sorted({name for part in parts for name in part["states"]})
         numbers = optimizer_state.merge_scalars([part["scalars"] for part in parts])
-        optimizer = replace(optimizer, states=tuple(states), scalars=numbers)
+        params = tuple(record for part in parts for record in part["params"])
+        optimizer = replace(optimizer, states=tuple(states), scalars=numbers, params=params)
     # Every data-parallel rank describes the units of its tensor-parallel rank alike.
     units = {(unit.tensor_rank, unit.name): unit for part in reversed(parts) for unit in part["units"]}
     return replace(

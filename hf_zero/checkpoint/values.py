@@ -106,6 +106,8 @@ class Encoder:
                 f"{path} is a tensor of layout {value.layout} and dtype {value.dtype} on {value.device}, which safetensors cannot hold; "
                 "convert it to a dense tensor of another dtype or leave it out"
             )
+        if hasattr(type(value), "__tensor_flatten__"):  # several tensors under one name: quantized ones, distributed ones
+            raise CheckpointError(f"{path} is a {type(value).__name__}, a tensor made of others, which cannot be saved; convert it")
         name = f"{len(self.tensors):05d} {path}"
         self.tensors[name] = value.detach()
         return {_TAG: "tensor", "name": name}

@@ -11,6 +11,7 @@ import torch
 from hf_zero.engine.loss_scale import LossScaler
 from hf_zero.errors import StateError
 from hf_zero.optim.sharded import OwnedSegment, ShardedOptimizer
+from hf_zero.optim.whole_tensors import WholeTensorOptimizer
 from hf_zero.sharding.gradients import UnitGradients
 from hf_zero.sharding.unit import Unit, find_unit
 
@@ -164,11 +165,17 @@ def _state_flat(unit: Unit, key: str) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """The whole state ``optim_state_key`` (``exp_avg``, ...) of ``param``; None before the first step. Collective."""
+    """The whole state ``optim_state_key`` (``exp_avg``, ...) of ``param``; None before the first step. Collective.
+
+    Of an optimizer that needs whole tensors it has the shape that it has there (a row's moments, say).
+    """
     owner = _find(param)
     if owner is None:
         return None
     unit, index = owner
+    optimizer = _training[unit].optimizer
+    if isinstance(optimizer, WholeTensorOptimizer):
+        return _state_of_owner(optimizer, unit, index, optim_state_key)
     flat = _state_flat(unit, optim_state_key)
     if unit.layout.world > 1:
         # A rank whose shard is padding alone has no state and cannot tell whether there is one.
@@ -179,6 +186,38 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
     return _gather(unit, index, flat, optim_state_key) if flat is not None else None
 
 
+def _state_of_owner(optimizer: WholeTensorOptimizer, unit: Unit, index: int, key: str) -> torch.Tensor | None:
+    """A tensor that the owner of a parameter keeps for it, sent to all; None where it keeps none of that name. Collective."""
+    name = unit.layout.slots[index].name
+    value = (optimizer.state_of(name) or {}).get(key)
+    value = value.detach().clone() if isinstance(value, torch.Tensor) else None
+    if unit.layout.world == 1:
+        return value
+    net, owner = unit.collectives, optimizer.owner_of(name)
+    if owner is None:
+        return None
+    kind = net.broadcast_object((tuple(value.shape), value.dtype) if value is not None else None, owner, f"{unit.name}: {key}")
+    if kind is None:
+        return None
+    device = net.topology.device
+    flat = value.to(device).reshape(-1) if value is not None else torch.empty(kind[0], dtype=kind[1], device=device).view(-1)
+    net.broadcast(flat, owner, f"{unit.name}: {key}")
+    return flat.view(kind[0])
+
+
+def _set_state_of_owner(optimizer: WholeTensorOptimizer, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
+    name = unit.layout.slots[index].name
+    state = optimizer.state_of(name)
+    if state is None and unit.layout.world > 1 and optimizer.owner_of(name) != unit.collectives.rank:
+        return
+    present = (state or {}).get(key)
+    if not isinstance(present, torch.Tensor):
+        raise StateError(f"there is no optimizer state {key!r}; states exist after the first step")
+    if present.shape != value.shape:
+        raise StateError(f"the state {key!r} of parameter {name} has shape {tuple(present.shape)}, the value has {tuple(value.shape)}")
+    present.copy_(value.detach())
+
+
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
     """Sets the state ``optim_state_key`` of ``param`` from ``value`` (full shape).
 
@@ -186,6 +225,10 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
         StateError: No engine trains ``param``, there is no such state yet, or the shapes differ.
     """
     unit, index = _must_find(param, "safe_set_full_optimizer_state")
+    optimizer = _training[unit].optimizer
+    if isinstance(optimizer, WholeTensorOptimizer):
+        _set_state_of_owner(optimizer, unit, index, optim_state_key, value)
+        return
     parts, flat = _state_parts(unit, optim_state_key), _state_flat(unit, optim_state_key)
     if parts is None or flat is None:
         raise StateError(f"there is no optimizer state {optim_state_key!r}; states exist after the first step")
@@ -214,8 +257,12 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """This rank's part of an optimizer state of ``param``, 1D; None before the first step."""
+    """This rank's part of an optimizer state of ``param``, 1D; None before the first step, and where another rank updates it whole."""
     owner = _find(param)
+    optimizer = _training[owner[0]].optimizer if owner else None
+    if owner and isinstance(optimizer, WholeTensorOptimizer):
+        value = (optimizer.state_of(owner[0].layout.slots[owner[1]].name) or {}).get(optim_state_key)
+        return value.reshape(-1) if isinstance(value, torch.Tensor) else None
     flat = _state_flat(owner[0], optim_state_key) if owner else None
     return owner[0].shard_part(owner[1], flat) if owner and flat is not None else None
 
@@ -249,6 +296,12 @@ def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, opt
         StateError: No engine trains ``param``, or there is no such state yet.
     """
     unit, index = _must_find(param, "safe_set_local_optimizer_state")
+    optimizer = _training[unit].optimizer
+    if isinstance(optimizer, WholeTensorOptimizer):
+        present = (optimizer.state_of(unit.layout.slots[index].name) or {}).get(optim_state_key)
+        if present is not None:
+            _set_state_of_owner(optimizer, unit, index, optim_state_key, value.reshape(present.shape))
+        return
     parts, flat = _state_parts(unit, optim_state_key), _state_flat(unit, optim_state_key)
     if parts is None or flat is None:
         raise StateError(f"there is no optimizer state {optim_state_key!r}; states exist after the first step")

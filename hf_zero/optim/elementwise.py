@@ -263,7 +263,6 @@ def _probe_data(optimizer: torch.optim.Optimizer) -> tuple[Tensor, list[Tensor]]
 
 def _run(optimizer: torch.optim.Optimizer, options: dict[str, Any], starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]) -> Tensor:
     """Steps a new optimizer of the same class over copies of ``starts``, one gradient each per step; returns the first one's result."""
-    torch.default_generator.manual_seed(0)  # for those that draw numbers; the caller restores it
     params = [torch.nn.Parameter(start.clone()) for start in starts]
     own = copy.deepcopy(options)
     with _Silence():
@@ -272,6 +271,7 @@ def _run(optimizer: torch.optim.Optimizer, options: dict[str, Any], starts: Sequ
         if callable(train):
             train()  # schedule-free optimizers refuse to step before
         for step in range(_PROBE_STEPS):
+            torch.default_generator.manual_seed(step)  # for those that draw numbers; the caller restores the state
             for param, own_grads in zip(params, grads, strict=True):
                 param.grad = own_grads[step].clone()
             twin.step()

@@ -15,10 +15,11 @@ from hf_zero.optim.foreach import require_hyperparameters
 class Lamb(torch.optim.Optimizer):
     """LAMB (You et al., Large Batch Optimization for Deep Learning, arXiv 1904.00962), with the parameters of DeepSpeed's `Lamb`.
 
-    Per step and parameter: ``m = b1 * m + (1 - b1) * g``, ``v = b2 * v + (1 - b2) * g * g``, ``u = m / (sqrt(v) + eps) + weight_decay * p``,
-    ``p -= rate * ratio * u`` with ``ratio = |p| / |u|`` between ``min_coeff`` and ``max_coeff``, or 1 where a norm is 0. As in
-    DeepSpeed's `FusedLamb`, the correction of the moments' bias is a factor of the rate, ``sqrt(1 - b2 ** step) / (1 - b1 ** step)``, and
-    not part of ``u`` (in the paper it is). States are ``step`` and ``exp_avg``, ``exp_avg_sq`` of the parameter's shape and dtype.
+    Per step and parameter: ``m = b1 * m + (1 - b1) * g``, ``v = b2 * v + (1 - b2) * g * g``,
+    ``u = m / (sqrt(v) + eps) + weight_decay * p``, ``p -= rate * ratio * u``. The ratio is ``|p| / |u|`` between ``min_coeff`` and
+    ``max_coeff``, or 1 where a norm is 0. As in DeepSpeed's `FusedLamb`, the correction of the moments' bias is a factor of the rate,
+    ``sqrt(1 - b2 ** step) / (1 - b1 ** step)``, and not part of ``u`` (in the paper it is). States are ``step``, and ``exp_avg`` and
+    ``exp_avg_sq`` of the parameter's shape and dtype.
 
     Args:
         params: Parameters or group dicts.
@@ -60,7 +61,9 @@ class Lamb(torch.optim.Optimizer):
         if amsgrad:
             raise UnsupportedError("Lamb has no amsgrad variant; leave amsgrad at false")
         if max_grad_norm:
-            raise UnsupportedError(f"Lamb got max_grad_norm {max_grad_norm!r}: the engine clips, write gradient_clipping in the configuration")
+            raise UnsupportedError(
+                f"Lamb got max_grad_norm {max_grad_norm!r}: the engine clips, write gradient_clipping in the configuration"
+            )
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,

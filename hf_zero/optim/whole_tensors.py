@@ -143,9 +143,9 @@ class WholeTensorOptimizer(ShardedOptimizer):
 
     # -- states of single parameters ----------------------------------------------------------------------------------
 
-    def owner_of(self, name: str) -> int:
-        """The rank that updates parameter ``name``; at stage 0, where all do, the one that writes its state into checkpoints."""
-        return self._owners[name]
+    def owner_of(self, name: str) -> int | None:
+        """The rank that updates parameter ``name`` (at stage 0, where all do, the one that saves its state); None if it has no elements."""
+        return self._owners.get(name)
 
     def state_of(self, name: str) -> dict[str, Any] | None:
         """The inner optimizer's state of parameter ``name``, live; None on ranks that do not update it, and before the first step."""

@@ -1,0 +1,119 @@
+"""Optimizer states of whole parameters: everything an optimizer keeps for one parameter, of any shape and kind, with its owner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_zero.checkpoint.catalog import Catalog, Located
+from hf_zero.checkpoint.element_types import DTYPES
+from hf_zero.checkpoint.format import ParamStateRecord, state_kind
+from hf_zero.checkpoint.optimizer_state import GroupsPlan
+from hf_zero.checkpoint.tensor_file import Entry, RangeReader, whole
+from hf_zero.checkpoint.values import Decoder, Encoder
+from hf_zero.optim.whole_tensors import WholeParam, WholeTensorOptimizer
+
+
+def param_states(optimizer: WholeTensorOptimizer, file: str) -> tuple[tuple[ParamStateRecord, ...], list[Entry]]:
+    """What this rank writes of the states: records for the index, and the tensors of ``file``; copies nothing.
+
+    Raises:
+        CheckpointError: A state holds an object that cannot be saved; names parameter and key.
+    """
+    encoder = Encoder()
+    records = []
+    for entry in optimizer.whole:
+        state = optimizer.state_of(entry.slot.name)
+        if entry.writes and state:
+            values = encoder.encode(dict(state), f"optimizer.state[{entry.slot.name}]")
+            records.append(ParamStateRecord(entry.slot.name, file, values))
+    return tuple(records), [whole(name, tensor) for name, tensor in encoder.tensors.items()]
+
+
+class ParamStatesPlan(GroupsPlan):
+    """How the saved optimizer state maps to the parameters that this rank updates.
+
+    States that were saved flat (by another optimizer, or by a conversion) are put together.
+
+    Args:
+        optimizer: Whose state is restored.
+        catalog: What the checkpoint holds.
+        decoder: For values in the index.
+        reader: Reads the tensors of whole parameters.
+
+    Raises:
+        CheckpointError: The checkpoint has no optimizer, or its groups cannot be matched.
+    """
+
+    optimizer: WholeTensorOptimizer
+
+    def __init__(self, optimizer: WholeTensorOptimizer, catalog: Catalog, decoder: Decoder, reader: RangeReader) -> None:
+        super().__init__(optimizer, catalog, decoder)
+        self._reader = reader
+        records = {record.param: record for record in self._record.params}
+        self._whole: dict[str, ParamStateRecord] = {}
+        self._flat: dict[str, dict[str, Any]] = {}
+        fresh = []
+        for entry in optimizer.whole:
+            found = catalog.find(entry.slot.name)
+            record = records.get(catalog.canonical(entry.slot.name))
+            if record is not None:
+                self._whole[entry.slot.name] = record
+            elif found is not None and found.trained and self._record.states:
+                self._flat[entry.slot.name] = self._join(entry, found)
+            elif found is None or not found.trained or records:
+                fresh.append(entry.slot.name)
+        self.warn_of_fresh(fresh)
+
+    def files(self) -> set[str]:
+        """Files with the states of whole parameters that this rank needs."""
+        return {record.file for record in self._whole.values() if record.file in self._reader.files}
+
+    def _join(self, entry: WholeParam, found: Located) -> dict[str, Any]:
+        """Room for the flat states of one parameter, which ``copies`` fill, and its single numbers."""
+        numbers = self._numbers.get((found.unit.name, found.group)) if found.unit is not None else None
+        state: dict[str, Any] = dict(self._decoder.decode(numbers)) if numbers is not None else {}
+        for name in self._record.states:
+            dtype = self._catalog.dtype(found, state_kind(name))
+            if dtype is not None:
+                row = torch.empty(entry.slot.numel, dtype=DTYPES[dtype], device=entry.param.device)
+                self.copies += self._catalog.copies(found, state_kind(name), found.whole, 0, row)
+                state[name] = row.view(entry.slot.shape)
+        return state
+
+    def apply(self) -> None:
+        """Installs groups and states; local.
+
+        Raises:
+            CheckpointError: A file is damaged.
+        """
+        super().apply()
+        for entry in self.optimizer.whole:
+            name = entry.slot.name
+            group = self.optimizer.param_groups[entry.slot.group]
+            self.optimizer.install(
+                name, _placed(self._state(name), entry.param.device, bool(group.get("capturable") or group.get("fused")))
+            )
+
+    def _state(self, name: str) -> dict[str, Any]:
+        record = self._whole.get(name)
+        if record is None:
+            return self._flat.get(name, {})
+        decoder = Decoder(lambda tensor: self._reader.whole(record.file, tensor), f"the optimizer state of {name}")
+        return dict(decoder.decode(record.values))
+
+
+def _placed(state: dict[str, Any], device: torch.device, fused: bool) -> dict[str, Any]:
+    """``state`` with its tensors where torch's ``load_state_dict`` puts them: on the device, but for ``step`` unless ``fused``."""
+    return {key: value if key == "step" and not fused else _moved(value, device) for key, value in state.items()}
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return type(value)((key, _moved(item, device)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_moved(item, device) for item in value)
+    return value
