@@ -79,8 +79,8 @@ def start(stage: int, dtype: str = "fp32", seed: int = 0, optimizer: Any = torch
     import hf_zero
 
     model = build(seed)
-    settings = {"lr": 0.01, **({"betas": (0.9, 0.98)} if optimizer is torch.optim.AdamW else {"momentum": 0.9})}
-    client = optimizer(groups(model, reverse), **settings)
+    own: dict[Any, dict[str, Any]] = {torch.optim.AdamW: {"betas": (0.9, 0.98)}, torch.optim.Adafactor: {}}
+    client = optimizer(groups(model, reverse), lr=0.01, **own.get(optimizer, {"momentum": 0.9}))
     return hf_zero.initialize(model=model, optimizer=client, config=config(stage, dtype, **extra))[0]
 
 
@@ -112,7 +112,7 @@ def full_state(engine: Any) -> dict[str, Any]:
     for name, param in named:
         if param.requires_grad and param.is_floating_point():
             state[f"master {name}"] = hf_zero.utils.safe_get_full_fp32_param(param)
-            for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+            for key in ("exp_avg", "exp_avg_sq", "momentum_buffer", "row_var", "col_var", "variance"):
                 value = hf_zero.utils.safe_get_full_optimizer_state(param, key)
                 if value is not None and value.numel():
                     state[f"{key} {name}"] = value

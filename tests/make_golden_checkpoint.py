@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from hf_zero.checkpoint.format import VERSION
 from tests import ranks
 from tests.checkpoints import full_state, start, steps
 
 CLIENT_STATE = {"epoch": 2, "pair": (1, "a"), 3: {"x"}, "best": torch.tensor([0.5, 1.5], dtype=torch.float64)}
 TAG = "golden"
+OPTIMIZERS = {1: torch.optim.AdamW, 2: torch.optim.AdamW, 3: torch.optim.Adafactor}  # by version: what it added is in the folder
 
 
 def save(folder: str) -> dict[str, Any]:
     """Trains for three steps at stage 3 in bf16, saves, and returns the full state."""
-    engine = start(3, "bf16")
+    engine = start(3, "bf16", optimizer=OPTIMIZERS[VERSION])
     steps(engine, 0, 3, "bf16")
     engine.save_checkpoint(folder, TAG, CLIENT_STATE)
     state = full_state(engine)

@@ -336,7 +336,7 @@ def _set(path: tuple[Any, ...], value: Any) -> Any:
 FILE = "master-00000-of-00002.safetensors"
 TENSOR = ("files", FILE, "tensors", "u")
 BROKEN = [
-    (("version",), 3, "format version 3"),
+    (("version",), 4, "format version 4"),
     (("format",), "other", '"format" must be'),
     (("units",), ..., "key 'units' is missing"),
     (("units",), {}, "units is {}, expected a list"),

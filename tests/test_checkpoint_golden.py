@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests import ranks
 from tests.checkpoints import full_state, start, steps
-from tests.make_golden_checkpoint import CLIENT_STATE, TAG
+from tests.make_golden_checkpoint import CLIENT_STATE, OPTIMIZERS, TAG
 
 FOLDERS = sorted((Path(__file__).parent / "golden").glob("checkpoint_v*"))
 
 
 def _load(folder: str, stage: int) -> None:
-    engine = start(stage, "bf16", seed=5)
+    engine = start(stage, "bf16", seed=5, optimizer=OPTIMIZERS[int(folder[-1])])
     path, client_state = engine.load_checkpoint(folder)
     assert path == str(Path(folder) / TAG) and client_state is not None
     assert torch.equal(client_state.pop("best"), CLIENT_STATE["best"])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hf_zero.config.checks import ONLY_ONE_BIT
+from hf_zero.config.checks import ONLY_OF
 from hf_zero.config.keys import adapter_of, all_keys, nested_of, spellings_of
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
@@ -19,9 +19,9 @@ from hf_zero.config.schema import Section, ZeroConfig
 from hf_zero.errors import ConfigError
 
 PATHS = [path for path, key in all_keys().items() if not any(mark in path for mark in ("*", "<", "[]"))]
-ONE_BIT = {f"optimizer.params.{name}" for name in ONLY_ONE_BIT}  # refused beside any other optimizer
+OF_ONE_TYPE = {f"optimizer.params.{name}" for name in ONLY_OF}  # refused beside any other optimizer
 HARMLESS = [
-    path for path in PATHS if all_keys()[path].fate in ("used", "accepted") and not all_keys()[path].is_section and path not in ONE_BIT
+    path for path in PATHS if all_keys()[path].fate in ("used", "accepted") and not all_keys()[path].is_section and path not in OF_ONE_TYPE
 ]
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 

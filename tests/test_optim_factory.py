@@ -279,12 +279,9 @@ def test_mistakes_name_key_value_and_remedy(name: str, config: dict[str, Any], m
 @pytest.mark.parametrize(
     ("name", "config", "message"),
     [
-        ("Lamb", {}, "'Lamb' is not provided.*AdamW"),
         ("ZeroOneAdam", {}, 'ZeroOneAdam.*use "OneBitAdam"'),
-        ("OneBitLamb", {}, 'OneBitLamb.*use "OneBitAdam"'),
-        ("Muon", {}, "'Muon' is not provided.*whole matrices"),
+        ("OneBitLamb", {}, 'OneBitLamb.*use "Lamb", or "OneBitAdam"'),
         ("MuAdamW", {}, "mup"),
-        ("Adafactor", {}, "'Adafactor' cannot run on ZeRO shards.*rows and columns"),
         ("LBFGS", {}, "inner products"),
         ("SparseAdam", {}, "sparse"),
         ("Adam", {"bias_correction": False, "amsgrad": True}, "bias_correction false and amsgrad true"),

@@ -17,6 +17,8 @@ from hf_zero.observe import warn_once
 from hf_zero.ops.host_adagrad import HostAdagrad
 from hf_zero.ops.host_adam import HostAdam
 from hf_zero.ops.host_lion import HostLion
+from hf_zero.optim.lamb import Lamb
+from hf_zero.optim.muon import MuonWithAuxAdam as MuonWithAuxAdam
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -68,6 +70,10 @@ class DeepSpeedCPUAdam(HostAdam):
         if not self.fp32_optimizer_states and param.dtype == torch.bfloat16:
             return torch.bfloat16
         return super()._moment_dtype_of(param)
+
+
+class FusedLamb(Lamb):
+    """``Lamb`` under DeepSpeed's name; the same keywords."""
 
 
 class FusedAdam(DeepSpeedCPUAdam):

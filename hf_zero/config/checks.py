@@ -10,28 +10,34 @@ from hf_zero.config.problems import Problems, show
 from hf_zero.config.schema.fields import Section, asks, is_on
 from hf_zero.config.spelling import torch_class
 
-OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "sgd", "onebitadam")
-"""Optimizers by config, in lower case; any element-wise class of torch.optim is allowed beside them."""
+OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "sgd", "lamb", "muon", "onebitadam")
+"""Optimizers by config, in lower case; any class of torch.optim that updates parameters one by one is allowed beside them."""
 
 SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 """Schedulers by config; any class of torch.optim.lr_scheduler is allowed beside them."""
 
 REFUSED_OPTIMIZERS: dict[str, str] = {
     "zerooneadam": "its local steps are not provided: use OneBitAdam",
-    "onebitlamb": "needs whole tensors, and units are flat: use OneBitAdam",
-    "lamb": "needs whole tensors, and units are flat: use AdamW",
-    "muon": "needs whole matrices, and units are flat: use AdamW",
+    "onebitlamb": "not provided: use Lamb, or OneBitAdam for few bits on the network",
     "muadam": "not provided: pass an optimizer made with the mup package instead",
     "muadamw": "not provided: pass an optimizer made with the mup package instead",
     "musgd": "not provided: pass an optimizer made with the mup package instead",
 }
 
-ONLY_ONE_BIT: dict[str, str] = {
-    "max_grad_norm": "use gradient_clipping at the top level",
-    "freeze_step": "only read by OneBitAdam: use that type, or leave it out",
-    "eps_inside_sqrt": "only read by OneBitAdam: use that type, or leave it out",
+_ONE_BIT = "only read by OneBitAdam: use that type, or leave it out"
+_LAMB = "only read by Lamb: use that type, or leave it out"
+_MUON = "only read by Muon: use that type, or leave it out"
+ONLY_OF: dict[str, tuple[tuple[str, ...], str]] = {
+    "max_grad_norm": (("onebitadam",), "use gradient_clipping at the top level"),
+    "freeze_step": (("onebitadam",), _ONE_BIT),
+    "eps_inside_sqrt": (("onebitadam", "lamb"), "only read by OneBitAdam and Lamb: use one of these types, or leave it out"),
+    "max_coeff": (("lamb",), _LAMB),
+    "min_coeff": (("lamb",), _LAMB),
+    "muon_lr": (("muon",), _MUON),
+    "adam_lr": (("muon",), _MUON),
+    "ns_method": (("muon",), _MUON),
 }
-"""Keys of `optimizer.params` that another type than OneBitAdam must not be given."""
+"""Keys of `optimizer.params` -> the types, in lower case, that may be given them, and what to say to the others."""
 
 
 def check_refusals(data: dict[str, Any], section: type[Section], path: str, problems: Problems) -> None:
@@ -53,10 +59,11 @@ def check_refusals(data: dict[str, Any], section: type[Section], path: str, prob
     if path == "optimizer" and str(data.get("type")).lower() in REFUSED_OPTIMIZERS:
         problems.refuse("optimizer.type", data["type"], REFUSED_OPTIMIZERS[data["type"].lower()])
         return
-    if path == "optimizer" and str(data.get("type")).lower() != "onebitadam":
+    if path == "optimizer":
         for name, value in (data.get("params") or {}).items():
-            if name in ONLY_ONE_BIT and is_on(value):
-                problems.refuse(f"optimizer.params.{name}", value, ONLY_ONE_BIT[name])
+            types, text = ONLY_OF.get(name, ((), ""))
+            if types and str(data.get("type")).lower() not in types and is_on(value):
+                problems.refuse(f"optimizer.params.{name}", value, text)
     for name, value in data.items():
         if name not in section.model_fields:
             continue

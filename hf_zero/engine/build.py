@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from hf_zero.metrics import build_sinks
 from hf_zero.observe import log_rank0, logger, warn_once
 from hf_zero.optim.elementwise import needs_whole_tensors
 from hf_zero.optim.factory import build_optimizer
+from hf_zero.optim.muon import muon_parameters
 from hf_zero.optim.onebit_adam import OneBitAdam
 from hf_zero.optim.onebit_sharded import OneBitSharded
 from hf_zero.optim.schedules import build_scheduler
@@ -213,7 +215,8 @@ class EngineBuilder:
             section = self.resolved.resolved.get("optimizer") or {}
             offloaded = self.config.zero_optimization.offload_optimizer.device != "none"
             kind, device_type = self.config.optimizer.type, self.topology.device.type
-            inner = build_optimizer(kind, section.get("params"), params, device_type=device_type, offloaded=offloaded)
+            matrices = partial(muon_parameters, self.module)
+            inner = build_optimizer(kind, section.get("params"), params, device_type=device_type, offloaded=offloaded, matrices=matrices)
         else:
             return None
         self.whole_tensors = needs_whole_tensors(inner, self.config.zero_allow_untested_optimizer)

@@ -112,7 +112,7 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer, allow_untested: bool =
     if reason is not None:
         raise _refusal(kind, reason, f"{_ALLOW_KEY}, which accelerate and transformers always set, does not change that.")
     if whole_tensor_reason(kind) is not None or getattr(getattr(optimizer, "args", None), "optim_bits", 32) < 32:
-        if not kind.__module__.startswith("torch.optim"):
+        if not kind.__module__.startswith(("torch.optim", "hf_zero.")):
             for group in _distinct_groups(optimizer):
                 _refuse_talkative(optimizer, group)
         return True

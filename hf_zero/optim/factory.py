@@ -13,9 +13,11 @@ from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
 from hf_zero.native.library import library
 from hf_zero.observe import warn_once
 from hf_zero.ops import HostAdam, HostLion
-from hf_zero.optim.elementwise import whole_tensor_reason
+from hf_zero.optim.elementwise import all_tensors_reason
 from hf_zero.optim.keywords import boolean, nearest, plain_values, unknown_key
+from hf_zero.optim.lamb import Lamb
 from hf_zero.optim.lion import Lion
+from hf_zero.optim.muon import CONFIG_KEYS, muon_from_config
 from hf_zero.optim.onebit_adam import BY_ITSELF, OneBitAdam
 from hf_zero.optim.uncorrected_adam import UncorrectedAdam
 
@@ -33,10 +35,8 @@ _FUSED_DEVICES: dict[OptimizerClass, frozenset[str]] = {
 
 # Lower-case DeepSpeed type -> what to use instead.
 _REFUSED: dict[str, str] = {
-    "lamb": 'it scales each update by norms of whole parameters; use "AdamW"',
-    "onebitlamb": 'it scales each update by norms of whole parameters; use "OneBitAdam"',
+    "onebitlamb": 'use "Lamb", or "OneBitAdam" for few bits on the network',
     "zerooneadam": 'its local steps are not provided; use "OneBitAdam"',
-    "muon": 'it orthogonalises whole matrices; use "AdamW" or "Lion"',
     "muadam": 'build mup\'s MuAdam in code and pass it as optimizer, or use "Adam"',
     "muadamw": 'build mup\'s MuAdamW in code and pass it as optimizer, or use "AdamW"',
     "musgd": 'build mup\'s MuSGD in code and pass it as optimizer, or use "SGD"',
@@ -62,6 +62,7 @@ def build_optimizer(
     *,
     device_type: str = "cpu",
     offloaded: bool = False,
+    matrices: Callable[[], set[int]] = set,
 ) -> torch.optim.Optimizer:
     """Builds the optimizer that the ``optimizer`` section asks for.
 
@@ -70,19 +71,20 @@ def build_optimizer(
     on a CPU with native kernels, Adam and Lion are ``hf_zero.ops`` classes with the same numbers.
 
     Args:
-        type: Adam, AdamW, Lion, Adagrad, SGD or another class of ``torch.optim``; letter case is ignored.
+        type: Adam, AdamW, Lion, Adagrad, SGD, Lamb, Muon or another class of ``torch.optim``; letter case is ignored.
         params: ``optimizer.params``; numbers may be text. A parameter that is missing or None keeps the class' default.
         param_groups: parameters, or group dicts whose own options win over ``params``.
         device_type: where the optimizer will run. Torch's fused kernels are used where they exist for it, else its
             foreach ones; ``fused`` and ``foreach`` in ``params`` overrule that.
         offloaded: it will run in host memory, wherever the parameters are now.
+        matrices: gives the ids of the parameters that Muon trains; asked for that type only.
 
     Returns:
         An optimizer over the given parameters, with one group per given group.
 
     Raises:
         ConfigError: for an unknown type or parameter, a value out of its range, or no parameters at all.
-        UnsupportedError: for a type or option that needs whole tensors or is not provided.
+        UnsupportedError: for a type or option that needs all tensors together or is not provided.
     """
     groups = list(param_groups)
     if not groups:
@@ -104,8 +106,10 @@ def build_optimizer(
         kind, values = _resolve_adam(type, values)
     elif name == "onebitadam":
         kind = OneBitAdam
-    elif name == "lion":
-        kind, values = Lion, _drop_without_effect(values)
+    elif name in ("lion", "lamb"):
+        kind, values = (Lion if name == "lion" else Lamb), _drop_without_effect(values)
+    elif name == "muon":
+        return _build_muon(values, groups, matrices())
     else:
         kind = _find_torch_class(type)
         values = _resolve_adagrad(values) if kind is torch.optim.Adagrad else values
@@ -140,6 +144,17 @@ def _resolve_adam(type_name: str, values: dict[str, Any]) -> tuple[OptimizerClas
     return UncorrectedAdam, rest | {"decoupled_weight_decay": adam_w_mode}
 
 
+def _build_muon(values: dict[str, Any], groups: list[Any], matrices: set[int]) -> torch.optim.Optimizer:
+    """Muon, with AdamW for what is no hidden matrix."""
+    rest = _drop_without_effect(values)
+    for key in rest:
+        if key not in CONFIG_KEYS:
+            raise unknown_key(_SECTION, key, set(CONFIG_KEYS), "Muon")
+    if "adam_w_mode" in rest:
+        rest["adam_w_mode"] = boolean(f"{_SECTION}.adam_w_mode", rest["adam_w_mode"])
+    return muon_from_config(rest, groups, matrices)
+
+
 def _resolve_adagrad(values: dict[str, Any]) -> dict[str, Any]:
     """Drops the keys of DeepSpeed's host Adagrad that torch's does not have."""
     rest = _drop_without_effect(values)
@@ -157,26 +172,26 @@ def _drop_without_effect(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
-    """The optimizers of ``torch.optim`` that can run on shards, by name."""
+    """The optimizers of ``torch.optim`` that can run here, by name."""
     found = {name: value for name, value in vars(torch.optim).items() if inspect.isclass(value)}
     return {
         name: value
         for name, value in found.items()
-        if issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer and whole_tensor_reason(value) is None
+        if issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer and all_tensors_reason(value) is None
     }
 
 
 def _refuse_type(type_name: str) -> None:
-    """Raises for DeepSpeed types that are not provided and torch classes that need whole tensors."""
+    """Raises for DeepSpeed types that are not provided and torch classes that need all tensors together."""
     remedy = _REFUSED.get(str(type_name).lower())
     if remedy is not None:
         raise UnsupportedError(f"optimizer.type {type_name!r} is not provided: {remedy}.")
     for name, value in vars(torch.optim).items():
         if name.lower() == str(type_name).lower() and inspect.isclass(value):
-            reason = whole_tensor_reason(value)
+            reason = all_tensors_reason(value)
             if reason is not None:
                 raise UnsupportedError(
-                    f'optimizer.type {type_name!r} cannot run on ZeRO shards: {reason}. Use "AdamW", "Adam", "Lion" or "SGD".'
+                    f'optimizer.type {type_name!r} cannot run with ZeRO: {reason}. Use "AdamW", "Adam", "Lion" or "SGD".'
                 )
 
 
@@ -186,7 +201,7 @@ def _find_torch_class(name: str) -> type[torch.optim.Optimizer]:
     for known, value in classes.items():
         if known.lower() == str(name).lower():
             return value
-    names = sorted({*classes, "Lion", "OneBitAdam"})
+    names = sorted({*classes, "Lamb", "Lion", "Muon", "OneBitAdam"})
     near = nearest(str(name), names)
     hint = f" Did you mean {near!r}?" if near else ""
     raise ConfigError(f"optimizer.type is {name!r}, which is no known optimizer.{hint} Allowed: {', '.join(names)}.")
@@ -201,7 +216,7 @@ def _allowed_names(name: str, keywords: set[str]) -> set[str]:
     """What a user may write for a type: the class' keywords and DeepSpeed's keys."""
     if name in ("adam", "adamw"):
         return (keywords | set(_ADAM_KEYS) | {"amsgrad"}) - {"decoupled_weight_decay"}
-    if name in ("lion", "adagrad"):
+    if name in ("lion", "adagrad", "lamb"):
         return keywords | set(_WITHOUT_EFFECT)
     return keywords
 

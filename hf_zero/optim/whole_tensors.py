@@ -64,12 +64,12 @@ class WholeTensorOptimizer(ShardedOptimizer):
     ) -> None:
         owned = assign_owners([unit.layout for unit in units], collectives.world)
         self._owners = {entry.slot.name: entry.rank for entry in owned}
-        self._moves = [
+        self._exchanges = [
             TensorMoves(unit, [entry for entry in owned if entry.unit == index], collectives) for index, unit in enumerate(units)
         ]
         self.whole = [
             WholeParam(move.unit, slot, _resting(move.unit, slot), self._owners[slot.name] == collectives.rank)
-            for move in self._moves
+            for move in self._exchanges
             for slot in move.own
         ]
         self._by_name = {entry.slot.name: entry for entry in self.whole}
@@ -104,7 +104,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         """Gives the parameters of this rank their values and gradients."""
         under_way: deque[Pending] = deque()
         arriving: list[tuple[TensorMoves, dict[int, torch.Tensor], dict[int, torch.Tensor]]] = []
-        for move, grad in zip(self._moves, grads, strict=True):
+        for move, grad in zip(self._exchanges, grads, strict=True):
             masters, first = move.collect(_master(move.unit), "masters to owners")
             gradients, second = move.collect(grad, "gradients to owners")
             arriving.append((move, masters, gradients))
@@ -129,7 +129,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
             unit.publish()
             updated(unit)
 
-        for move in self._moves:
+        for move in self._exchanges:
             tensors = {}
             for slot in move.own:
                 param = self._by_name[slot.name].param
@@ -163,7 +163,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
     def dismiss(self) -> None:
         """Frees states and parameters."""
         super().dismiss()
-        self.whole, self._moves, self._by_name = [], [], {}
+        self.whole, self._exchanges, self._by_name = [], [], {}
 
     def __repr__(self) -> str:
         return f"WholeTensorOptimizer({len(self.whole)} parameters of {len(self._owners)}, inner={self.inner!r})"

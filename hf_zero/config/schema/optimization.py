@@ -22,10 +22,9 @@ from hf_zero.config.schema.fields import (
     used,
 )
 
-NO_LAMB = "only read by Lamb and OneBitLamb, which this version does not have: use AdamW or OneBitAdam"
+NO_LAMB = "only read by OneBitLamb, which this version does not have: use Lamb or OneBitAdam"
 NO_ZERO_ONE = "only read by ZeroOneAdam, which this version does not have: use OneBitAdam with freeze_step"
 FreezeStep = Count | Annotated[Literal["auto", "stable"], BeforeValidator(lower_choice)]
-NO_MUON = "only read by Muon, which needs whole matrices: use AdamW"
 
 
 class OptimizerParams(FreeSection):
@@ -50,9 +49,9 @@ class OptimizerParams(FreeSection):
     max_grad_norm: NonNegative | None = used(
         None, "Gradient norm to clip to (OneBitAdam, the same as gradient_clipping); other types refuse it: use gradient_clipping"
     )
-    eps_inside_sqrt: Bool = used(False, "Add eps under the square root (OneBitAdam)")
-    max_coeff: Float = refused(10.0, "Upper bound of the trust ratio", NO_LAMB)
-    min_coeff: Float = refused(0.01, "Lower bound of the trust ratio", NO_LAMB)
+    eps_inside_sqrt: Bool = used(False, "Add eps under the square root (OneBitAdam, Lamb)")
+    max_coeff: Float = used(10.0, "Upper bound of the trust ratio (Lamb)")
+    min_coeff: Float = used(0.01, "Lower bound of the trust ratio (Lamb)")
     freeze_step: FreezeStep = used(
         100000,
         "Steps of plain Adam before OneBitAdam compresses; auto, or stable under accelerate: until the variance is",
@@ -74,10 +73,12 @@ class OptimizerParams(FreeSection):
     var_update_scaler: Int = refused(16, "Interval policy of variance updates", NO_ZERO_ONE)
     local_step_scaler: Int = refused(32678, "Interval scaling of local steps", NO_ZERO_ONE)
     local_step_clipper: Int = refused(16, "Longest local-step interval", NO_ZERO_ONE)
-    momentum: Float | None = used(None, "SGD and RMSprop momentum (torch.optim); Muon reads it too, which this version does not have")
-    muon_lr: Float | None = refused(None, "Learning rate of the parameters flagged use_muon", NO_MUON)
-    adam_lr: Float | None = refused(None, "Learning rate of the remaining parameters", NO_MUON)
-    ns_method: str = refused("gram", "Newton-Schulz variant: gram or standard", NO_MUON)
+    momentum: Float | None = used(None, "Momentum (Muon: 0.95; SGD and RMSprop of torch.optim)")
+    muon_lr: Float | None = used(None, "Learning rate of the hidden matrices, or of the parameters flagged use_muon (Muon: lr)")
+    adam_lr: Float | None = used(None, "Learning rate of the remaining parameters (Muon: lr)")
+    ns_method: str = used(
+        "gram", "Newton-Schulz variant (Muon: gram, on the smaller square matrix in fp32; standard, on the matrix in bf16)"
+    )
 
 
 class Optimizer(Section):
@@ -87,7 +88,7 @@ class Optimizer(Section):
 
     type: str | None = used(
         None,
-        "Adam, AdamW, Adagrad, Lion, SGD, OneBitAdam or a class of torch.optim; Lamb, ZeroOneAdam, OneBitLamb, Muon and mup are refused",
+        "Adam, AdamW, Adagrad, Lion, SGD, Lamb, Muon, OneBitAdam or a class of torch.optim; ZeroOneAdam, OneBitLamb and mup are refused",
     )
     legacy_fusion: Bool = accepted(
         False, "Use the older fused fp16 wrapper for a fused optimizer", "there is one fp16 path, over flat units"

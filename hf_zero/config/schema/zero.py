@@ -218,7 +218,9 @@ class ZeroOptimization(Section):
         "the order of gathers is fixed at start; there is no trace that could become invalid",
     )
     enable_sanity_checks: Bool = accepted(False, "Run internal consistency checks", "the checks are always on; they cost no communication")
-    save_muon_momentum_buffer_in_memory: Bool = accepted(False, "Keep Muon momentum in memory", "only read by Muon, which is refused")
+    save_muon_momentum_buffer_in_memory: Bool = accepted(
+        False, "Keep Muon momentum in memory", "its owner keeps it on the training device or, with offload_optimizer, in host memory"
+    )
     leaf_module: LeafModule = section(LeafModule, "Modules fetched as one unit")
     offload_param: OffloadParam = section(OffloadParam, "Keep parameter shards on host or NVMe")
     offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "Keep optimizer states on host or NVMe and update there")
