@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests import ranks
-from tests.models import CASES
-from tests.parity import Run, Trace, check, check_bitwise
-from tests.whole_tensors import OPTIMIZERS, plain, through_engine
+from tests.memory import live_bytes
+from tests.models import CASES, CLASSES, LENGTH, Mlp, class_loss
+from tests.parity import Run, Trace, check, check_bitwise, initialize, micro_step, train
+from tests.whole_tensors import OPTIMIZERS, RowScaled, plain, start, through_engine
 
 STAGES = (0, 1, 2, 3)
 
@@ -54,3 +58,163 @@ def test_tied_weights_transformers_and_convolutions(case: str) -> None:
 def test_16_bit(dtype: str, name: str) -> None:
     for stage in (2, 3):
         ranks.run_ranks(_close, 2, name, "mlp", Run(stage=stage, dtype=dtype, clip=0.1, accumulation=2))
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "RowScaled"])
+def test_states_on_the_host_and_shards_in_files(name: str, tmp_path: Any) -> None:
+    for stage, param in ((2, None), (3, {"device": "cpu"}), (3, {"device": "nvme", "nvme_path": str(tmp_path)})):
+        zero = {"offload_optimizer": {"device": "cpu"}, **({"offload_param": param} if param else {})}
+        ranks.run_ranks(_close, 2, name, "mlp", Run(stage=stage, extra={"zero_optimization": zero}))
+
+
+def _overflow(stage: int) -> tuple[list[bool], list[float]]:
+    """A gradient that is not finite skips the step: weights and states stay; the next step goes on."""
+    run = Run(stage=stage, dtype="fp16")
+    case = CASES["mlp"]
+    engine = start("RowScaled", case, run)
+    found, counts = [], []
+    for step in range(3):
+        batch = {key: value.half() if value.is_floating_point() else value for key, value in case.rows(step, 0, ranks.rank()).items()}
+        engine.backward(case.forward(engine, batch) * (float("inf") if step == 1 and ranks.rank() == 0 else 1.0))
+        engine.step()
+        found.append(bool(engine.optimizer.overflow))
+        counts.append(max((state["step"] for state in engine.optimizer.inner.state.values()), default=0))
+    engine.destroy()
+    return found, counts
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_overflow_skips_the_step(stage: int) -> None:
+    for found, counts in ranks.run_ranks(_overflow, 2, stage):
+        assert found == [False, True, False] and counts == [1, 1, 2]
+
+
+class Few(nn.Module):
+    """Two parameters, one of them without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(LENGTH, CLASSES, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs) * self.scale
+
+
+def _few(stage: int) -> None:
+    torch.manual_seed(0)
+    model, expected = Few(), Few()
+    expected.load_state_dict(model.state_dict())
+    case, reference = CASES["mlp"], torch.optim.Adafactor(expected.parameters(), lr=0.1)
+    engine = initialize(model, Run(stage=stage), optimizer=torch.optim.Adafactor(model.parameters(), lr=0.1))
+    for step in range(3):
+        micro_step(engine, case.rows(step, 0, ranks.rank()), class_loss, 0)
+        for rank in range(ranks.world()):
+            (class_loss(expected, case.rows(step, 0, rank)) / ranks.world()).backward()
+        reference.step()
+        reference.zero_grad()
+    import hf_zero
+
+    for param, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(hf_zero.utils.safe_get_full_fp32_param(param), wanted, atol=1e-6)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_more_ranks_than_parameters(stage: int) -> None:
+    ranks.run_ranks(_few, 4, stage)
+
+
+def _by_config(stage: int, optimizer: dict[str, Any]) -> Trace:
+    case = CASES["gpt2"]
+    run = Run(stage=stage, clip=0.1, extra={"optimizer": optimizer})
+    engine = initialize(case.build(), run)
+    trace = train(engine, case.rows, case.forward, run)
+    engine.destroy()
+    return trace
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"type": "Muon", "params": {"lr": 1e-3, "muon_lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}},
+        {"type": "lamb", "params": {"lr": 1e-2, "max_coeff": 5.0, "weight_decay": 0.1}},
+        {"type": "Adafactor", "params": {"lr": 1e-2}},
+    ],
+)
+def test_types_of_the_configuration_are_the_same_on_any_number_of_ranks_and_stages(optimizer: dict[str, Any]) -> None:
+    """Stages agree on two ranks bit for bit, norms aside, which they add up in different orders."""
+    traces = [ranks.run_ranks(_by_config, 2, stage, optimizer)[0] for stage in (0, 2, 3)]
+    for trace in traces[1:]:
+        check(trace, traces[0], Run(), str(optimizer))
+    assert traces[0].losses[-1] < traces[0].losses[0]
+
+
+def _full_values(stage: int) -> None:
+    import hf_zero
+
+    engine = start("Adafactor groups", CASES["mlp"], Run(stage=stage))
+    weight = next(param for name, param in engine.module.named_parameters() if name.endswith("up.weight"))
+    get, put = hf_zero.utils.safe_get_full_optimizer_state, hf_zero.utils.safe_set_full_optimizer_state
+    assert get(weight, "row_var") is None
+    micro_step(engine, CASES["mlp"].rows(0, 0, ranks.rank()), CASES["mlp"].forward, 0)
+    shape = hf_zero.utils.safe_get_full_fp32_param(weight).shape
+    rows = get(weight, "row_var")
+    assert rows is not None and rows.shape == (shape[0], 1) and float(rows.sum()) > 0
+    assert get(weight, "exp_avg") is None
+    put(weight, torch.full_like(rows, 3.0), "row_var")
+    assert torch.equal(get(weight, "row_var"), torch.full_like(rows, 3.0))
+    state = engine.optimizer.state_dict()
+    engine.optimizer.load_state_dict(state)
+    assert torch.equal(get(weight, "row_var"), torch.full_like(rows, 3.0))
+    owners = engine.collectives.gather_objects(len(engine.optimizer.whole), "test")
+    count = sum(1 for param in engine.module.parameters())
+    assert owners == [count] * 2 if stage == 0 else sum(owners) == count
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_whole_values_of_states(stage: int) -> None:
+    ranks.run_ranks(_full_values, 2, stage)
+
+
+def _memory(stage: int) -> tuple[int, int]:
+    before = live_bytes()
+    model = Mlp(192, 6)
+    engine = initialize(model, Run(stage=stage, dtype="bf16"), optimizer=RowScaled(model.parameters()))
+    generator = torch.Generator().manual_seed(ranks.rank())
+    for _ in range(2):
+        batch = {"inputs": torch.randn(2, LENGTH, generator=generator).bfloat16(), "labels": torch.zeros(2, dtype=torch.int64)}
+        micro_step(engine, batch, class_loss, 0)
+    held = live_bytes() - before
+    numel = sum(unit.layout.numel for unit in engine.units)
+    engine.destroy()
+    return held, numel
+
+
+@pytest.mark.parametrize(("stage", "whole", "shared"), [(0, 10, 0), (1, 2, 8), (2, 2, 8), (3, 0, 10)])
+def test_memory_between_steps_is_shared(stage: int, whole: int, shared: int) -> None:
+    """16-bit weights (2), masters (4), a moment per element (4); moments are divided up to a parameter."""
+    for held, numel in ranks.run_ranks(_memory, 3, stage):
+        assert held == pytest.approx(numel * (whole + shared / 3), rel=0.08)
+
+
+def _refusal(run: Run) -> str:
+    import hf_zero
+
+    model = CASES["llama"].build()
+    try:
+        hf_zero.initialize(model=model, config=run.config())
+    except hf_zero.errors.UnsupportedError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_combinations_that_are_not_provided_are_named(tmp_path: Any) -> None:
+    lamb = {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3, "weight_decay": None, "betas": [0.9, 0.99], "eps": 1e-6}}}
+    parallel = Run(stage=1, extra={**lamb, "tensor_parallel": {"autotp_size": 2}})
+    for answer in ranks.run_ranks(_refusal, 2, parallel):
+        assert "Lamb with tensor parallelism is not provided" in answer and "norms of the whole parameter" in answer
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    for answer in ranks.run_ranks(_refusal, 2, Run(stage=2, extra={**lamb, "zero_optimization": zero})):
+        assert "Lamb with zero_optimization.offload_optimizer.device nvme is not provided" in answer

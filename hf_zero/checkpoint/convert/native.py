@@ -33,6 +33,7 @@ from hf_zero.checkpoint.format import (
 )
 from hf_zero.checkpoint.tensor_file import Elsewhere, Entry, RangeReader, whole, write_tensor_file
 from hf_zero.checkpoint.values import Decoder, Encoder, encode_scalar
+from hf_zero.observe import warn_once
 
 
 def read_checkpoint(folder: Path) -> Source:
@@ -65,6 +66,8 @@ def read_checkpoint(folder: Path) -> Source:
         record = reader.record(file, name)
         buffers.append(SourceTensor(name, record.shape, _buffer_row(reader, file, name)))
     optimizer = index.optimizer
+    if optimizer is not None and optimizer.params:
+        warn_once(f"{folder}: the state of {optimizer.name}, which it keeps for whole parameters, is not converted; weights are")
     return Source(
         what=f"the checkpoint {folder}",
         params=tuple(params),
