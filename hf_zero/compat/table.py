@@ -267,7 +267,6 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.runtime.zero.tiling": "tiled layers are not implemented; ZeRO stage 3 shards a layer of any size",
     "deepspeed.runtime.zero.utils": "only is_zero_param is provided",
     "deepspeed.runtime.zero.offload_states": _INNER,
-    "deepspeed.runtime.zero.muon": "use torch.optim.AdamW",
     "deepspeed.runtime.checkpoint_engine": "checkpoint writers are not pluggable; see the checkpoint section of docs/config.md",
     "deepspeed.runtime.comm": f"{_INNER}; use torch.distributed",
     "deepspeed.runtime.eigenvalue": "eigenvalues are not computed; use torch.func.hvp with a power iteration",
