@@ -128,3 +128,75 @@ def _ancestry() -> None:
 
 def test_parameters_are_whole_until_the_last_constructor_returns() -> None:
     ranks.run_ranks(_ancestry, 2)
+
+
+class Writer(nn.Module):
+    """Everything that constructors do to layers they have assigned already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.second = nn.Linear(self.first.weight.size(0), self.first.weight.shape[0] + len(self.first.bias))
+        self.third = nn.Linear(self.second.weight.numel() // self.second.in_features, 4)
+        self.second.weight.data.zero_()
+        with torch.no_grad():
+            self.second.weight[1].fill_(3.0)
+            self.second.bias.copy_(torch.arange(16.0))
+            self.first.weight[:, 0] = self.second.bias[:8]
+            torch._foreach_mul_([self.first.weight, self.third.weight], 2.0)
+        self.third.bias.data = self.third.bias.data + 1
+        nn.init.trunc_normal_(self.third.weight, std=self.first.weight.std().item() + 0.1)
+        self.attention = nn.MultiheadAttention(8, 2)
+        nn.init.constant_(self.attention.out_proj.bias, 0.5)
+        self.transformer = nn.Transformer(8, 2, 1, 1, 16)
+        self.third.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.many = nn.ModuleList(nn.Linear(2, 2) for _ in range(12))
+        biases = [layer.bias for layer in self.many]
+        for step in range(2):  # more at once than stay whole
+            for bias in biases:
+                bias.data.fill_(step + 1.0)
+
+
+def _writes() -> None:
+    import hf_zero
+
+    torch.manual_seed(ranks.rank())
+    with hf_zero.zero.Init():
+        model = Writer()
+        assert model.first.weight.shape == (8, 6) and model.first.weight.dtype == torch.float32
+    assert all(param.shape == torch.Size([0]) for param in model.parameters())
+    torch.manual_seed(ranks.rank())
+    plain = Writer()
+    with hf_zero.zero.GatheredParameters(list(model.parameters())):
+        assert all(layer.bias.tolist() == [2.0, 2.0] for layer in model.many)
+        assert not model.third.weight.requires_grad
+        if ranks.rank() == 0:
+            for (name, value), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert torch.equal(value, wanted), name
+
+
+def test_constructors_write_to_layers_they_have_assigned() -> None:
+    ranks.run_ranks(_writes, 2)
+
+
+def _broken_off() -> None:
+    import hf_zero
+
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.layer.weight.data.zero_()
+            raise ValueError("in the constructor")
+
+    with pytest.raises(ValueError, match="in the constructor"), hf_zero.zero.Init():
+        Broken()
+    with hf_zero.zero.Init():
+        layer = nn.Sequential(nn.Linear(4, 4))
+    assert layer[0].weight.shape == torch.Size([0])
+    layer[0].weight.data.zero_()  # outside, where nothing is gathered
+
+
+def test_a_constructor_that_fails_leaves_nothing_behind() -> None:
+    ranks.run_ranks(_broken_off, 2)

@@ -19,6 +19,7 @@ from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import build_topology
 from hf_zero.observe import warn_once
 from hf_zero.sharding.construct import NamedParam, build_unit
+from hf_zero.sharding.constructor_access import ConstructorAccess
 from hf_zero.sharding.gathered import GatheredParameters
 from hf_zero.sharding.home import ON_DEVICE, ShardHome
 from hf_zero.sharding.layout import FROZEN
@@ -38,7 +39,8 @@ class ModelInit:
 
     [Note: apply inside a constructor] ``self.apply(init_weights)`` at the end of a model's constructor meets layers that are sharded
     already, and would write to empty tensors. So until exit the ``apply`` of a sharded layer gathers its parameters and
-    keeps what rank 0 writes. It is an attribute of the layer; ``nn.Module.apply`` itself is not touched. transformers has a variant of its
+    keeps what rank 0 writes: once per layer, where other writes ([Note: writes in constructors]) are once per parameter. It is an
+    attribute of the layer; ``nn.Module.apply`` itself is not touched. transformers has a variant of its
     own, ``smart_apply``, whose function also writes to the children of the module it is given; version 4 calls it without a gather.
 
     Args:
@@ -65,11 +67,13 @@ class ModelInit:
             self._spec = UnitSpec(open_collectives(topology), shards=True, releasable=releasable, announced=True, home=home)
         self._open: dict[int, nn.Module] = {}  # modules with parameters of their own that are not sharded yet
         self._gathering: WeakSet[nn.Module] = WeakSet()  # sharded modules whose ``apply`` gathers
+        self._access = ConstructorAccess()
         self._stack = ExitStack()
 
     def __enter__(self) -> ModelInit:
         if self._spec is not None and self._spec.releasable:
             heap.return_large_blocks()
+            self._stack.enter_context(self._access)
         if self._spec is not None and (self._spec.releasable or self._dtype is not None):
             for handle in (
                 register_module_parameter_registration_hook(self._on_parameter),
@@ -80,6 +84,9 @@ class ModelInit:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.close()
+        if error is not None:
+            self._access.abandon(error)
+        self._access.close()
         if kind is None:
             for module in list(self._open.values()):
                 self.shard(module)
@@ -94,8 +101,8 @@ class ModelInit:
             self._open[id(module)] = module
 
     def _on_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        # Attention writes to its output layer at the end of its constructor: both are sharded when attention is assigned.
-        if module is not None and not isinstance(parent, nn.MultiheadAttention):
+        self._access.close()
+        if module is not None:
             for inner in module.modules():
                 if isinstance(inner, ParametrizationList) and inner is module:
                     _initialize_if_skipped(inner)
@@ -203,6 +210,6 @@ def _initialize_if_skipped(originals: ParametrizationList) -> None:
     """
     if nn.init.kaiming_uniform_ is _kaiming_uniform_:
         return
-    with torch.no_grad():
+    with torch.no_grad(), torch._C.DisableTorchFunction():  # under a mode, the real function calls the empty one by its name
         weight = torch.empty_like(originals())
         originals.right_inverse(_kaiming_uniform_(weight, a=math.sqrt(5)) if weight.dim() > 1 else weight.uniform_(-0.1, 0.1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import repeat
 
 import torch
 from torch import nn
@@ -43,21 +44,15 @@ class WholeBuffer:
 
     def show(self, params: Iterable[nn.Parameter | None]) -> None:
         """Points each parameter at its view."""
-        for param, view in zip(params, self._views, strict=True):
-            if param is not None:
-                param.data = view
+        _point(params, self._views)
 
     def outline(self, params: Iterable[nn.Parameter | None]) -> None:
         """Gives each parameter its shape, without memory of its own: every element is the same NaN."""
-        for param, slot in zip(params, self._layout.slots, strict=True):
-            if param is not None:
-                param.data = self._unknown.expand(slot.shape)
+        _point(params, (self._unknown.expand(slot.shape) for slot in self._layout.slots))
 
     def hide(self, params: Iterable[nn.Parameter | None]) -> None:
         """Empties the parameters."""
-        for param in params:
-            if param is not None:
-                param.data = self._empty
+        _point(params, repeat(self._empty))
 
     def adopt(self, params: Iterable[nn.Parameter | None]) -> None:
         """Takes the values of parameters that were given other memory (``param.data = value``), and shows them their views again.
@@ -103,3 +98,10 @@ class WholeBuffer:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a view of the buffer."""
         return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr() != 0
+
+
+def _point(params: Iterable[nn.Parameter | None], values: Iterable[torch.Tensor]) -> None:
+    with torch._C.DisableTorchFunction():  # nobody's business, and zero.Init would take it for a constructor's
+        for param, value in zip(params, values, strict=False):
+            if param is not None:
+                param.data = value
