@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "hf_zero.profiling",
         "hf_zero.checkpoint",
     ),
-    ("hf_zero.tensor_parallel",),
+    ("hf_zero.sequence_parallel", "hf_zero.tensor_parallel"),
     ("hf_zero.engine", "hf_zero.zero", "hf_zero.utils"),
     ("hf_zero.compat", "hf_zero.integrations", "hf_zero.environment", "hf_zero.cli", "hf_zero.__main__"),
 )

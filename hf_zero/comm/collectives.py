@@ -375,4 +375,4 @@ def _sum_in_order(parts: Sequence[torch.Tensor], dtype: torch.dtype, scratch: in
 def build_collectives(topology: Topology) -> Collectives:
     """The back end that fits the group: direct exchange on gloo, the native calls elsewhere."""
     backend = str(dist.get_backend(topology.group))
-    return GlooCollectives(topology) if backend == "gloo" else NativeCollectives(topology)
+    return GlooCollectives(topology) if backend in ("gloo", "cpu:gloo") else NativeCollectives(topology)

@@ -212,6 +212,78 @@ def latest_topology() -> Topology | None:
     return _latest if _latest is not None and _exists(_latest.group) else None
 
 
+@dataclass(frozen=True)
+class SequenceAxes:
+    """The axes of ranks that hold slices of the same sequences.
+
+    Attributes:
+        sequence: The ranks that share samples, each with its slice of every sequence.
+        joint: All of these groups' ranks together: what ZeRO shards and reduces over.
+        place: Which of the groups this rank's is.
+    """
+
+    sequence: Topology
+    joint: Topology
+    place: int
+
+    @property
+    def groups(self) -> int:
+        """Number of groups: the data-parallel size."""
+        return self.joint.world // self.sequence.world
+
+
+def sequence_axes(size: int, key: str = "sequence_parallel_size") -> SequenceAxes:
+    """The axes of all ranks where ``size`` adjacent ones share their samples; collective the first time.
+
+    Args:
+        size: Ranks of a group, at least 2.
+        key: What asked for it, for messages.
+
+    Raises:
+        ConfigError: ``size`` does not divide the number of ranks.
+    """
+    global _latest_sequence
+    init_distributed()
+    world, device = dist.get_world_size(), default_device()
+    if size < 2 or world % size or dist.group.WORLD is None:
+        usable = ", ".join(str(found) for found in range(1, world + 1) if world % found == 0)
+        raise ConfigError(f"{key} is {size}, which does not divide the {world} rank(s); {usable} would")
+    lines = [list(range(start, start + size)) for start in range(0, world, size)]
+    # [Note: cpu:gloo] The differentiable all_gather of torch.distributed.nn, with which scripts join losses, takes ranks of a group for
+    # global ones where the group's back end is named "gloo"; under its other name it goes another way, which is right.
+    other = "cpu:gloo" if len(lines) > 1 and str(dist.get_backend()) == "gloo" else None
+    _, group = _divided(dist.group.WORLD, ("sequence", size), [list(range(world))], lines, other)
+    _latest_sequence = SequenceAxes(_axis(group, device), _axis(dist.group.WORLD, device), dist.get_rank() // size)
+    return _latest_sequence
+
+
+def join_sequence(sequence: dist.ProcessGroup, joint: dist.ProcessGroup) -> SequenceAxes:
+    """Axes over process groups that the caller made, such as those of an ``mpu`` object; collective over ``joint``."""
+    global _latest_sequence
+    device = default_device()
+    everyone: list[Any] = [None] * dist.get_world_size(joint)
+    own = dist.get_process_group_ranks(sequence)
+    dist.all_gather_object(everyone, own, group=joint)
+    lines = list(dict.fromkeys(tuple(line) for line in everyone))
+    if any(len(line) != len(own) for line in lines) or sum(map(len, lines)) != len(everyone):
+        raise ConfigError(f"sequence-parallel groups must be of one size and not overlap; they are {[list(line) for line in lines]}")
+    _latest_sequence = SequenceAxes(_axis(sequence, device), _axis(joint, device), lines.index(tuple(own)))
+    return _latest_sequence
+
+
+_latest_sequence: SequenceAxes | None = None
+
+
+def latest_sequence() -> SequenceAxes | None:
+    """The newest sequence-parallel axes, for libraries that ask without an engine; None if their groups are gone or there are none."""
+    return _latest_sequence if _latest_sequence is not None and _exists(_latest_sequence.sequence.group) else None
+
+
+def axis_over(group: dist.ProcessGroup, device: torch.device | None = None) -> Topology:
+    """The ranks of ``group`` as an axis."""
+    return _axis(group, device or default_device())
+
+
 def join_topologies(data: dist.ProcessGroup, model: dist.ProcessGroup, device: torch.device | None = None) -> Topology:
     """Axes over process groups that the caller made, such as those of an ``mpu`` object."""
     device = device or default_device()
@@ -240,19 +312,20 @@ def _cross(group: dist.ProcessGroup, model_parallel: int) -> tuple[dist.ProcessG
 
 
 def _divided(
-    group: dist.ProcessGroup, how: Any, data: list[list[int]], model: list[list[int]]
+    group: dist.ProcessGroup, how: Any, data: list[list[int]], model: list[list[int]], backend: str | None = None
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """This rank's groups of the two axes, made once; every rank of the default group creates all of them."""
     for known in [key for key in _crossed if not _exists(key[0])]:
         del _crossed[known]  # of a default group that was destroyed
     if (group, how) not in _crossed:
-        _crossed[group, how] = (_divide(group, data), _divide(group, model))
+        whole = group if data == [dist.get_process_group_ranks(group)] else _divide(group, data)
+        _crossed[group, how] = (whole, _divide(group, model, backend))
     return _crossed[group, how]
 
 
-def _divide(group: dist.ProcessGroup, lines: list[list[int]]) -> dist.ProcessGroup:
+def _divide(group: dist.ProcessGroup, lines: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
     """Makes a process group of each line of ranks, with ``group``'s back end and timeout, and returns this rank's."""
-    timeout, backend = _timeout_of(_axis(group, default_device())), dist.get_backend(group)
+    timeout, backend = _timeout_of(_axis(group, default_device())), backend or dist.get_backend(group)
     made = [dist.new_group(line, timeout=timeout, backend=backend) for line in lines]
     return next(part for line, part in zip(lines, made, strict=True) if dist.get_rank() in line)
 

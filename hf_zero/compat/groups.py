@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hf_zero.comm.topology import Topology, latest_topology
+from hf_zero.comm.topology import Topology, latest_sequence, latest_topology
 from hf_zero.compat.comm import get_rank, get_world_size
 from hf_zero.errors import StateError
 
@@ -16,12 +16,14 @@ def _split() -> Topology | None:
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
-    """The process group gradients are averaged over.
+    """The process group gradients are averaged over; that of all ranks where ranks share the sequences of their samples.
 
     Raises:
         StateError: There is no process group yet.
     """
-    topology = _split()
+    topology, sequence = _split(), latest_sequence()
+    if sequence is not None:
+        return sequence.joint.group
     if topology is not None:
         return topology.group
     if not dist.is_initialized() or dist.group.WORLD is None:
@@ -30,14 +32,18 @@ def get_data_parallel_group() -> dist.ProcessGroup:
 
 
 def get_data_parallel_world_size() -> int:
-    """Number of data-parallel ranks."""
-    topology = _split()
+    """Number of data-parallel ranks; of groups that share their samples under sequence parallelism."""
+    topology, sequence = _split(), latest_sequence()
+    if sequence is not None:
+        return sequence.groups
     return get_world_size() if topology is None else topology.world
 
 
 def get_data_parallel_rank() -> int:
     """This process' data-parallel rank."""
-    topology = _split()
+    topology, sequence = _split(), latest_sequence()
+    if sequence is not None:
+        return sequence.place
     return get_rank() if topology is None else topology.rank
 
 
@@ -71,10 +77,48 @@ def get_tensor_model_parallel_src_rank() -> int:
     return topology.model.ranks[0] if topology is not None and topology.model is not None else get_rank()
 
 
-# DeepSpeed's names carry an underscore, older ones none; without sequence parallelism both axes are the same.
+def _get_sequence_parallel_group() -> dist.ProcessGroup:
+    """The ranks that hold slices of the same sequences.
+
+    Raises:
+        StateError: There are no such groups.
+    """
+    sequence = latest_sequence()
+    if sequence is None:
+        raise StateError(
+            "there are no sequence-parallel groups; set sequence_parallel_size, or accelerate's ParallelismConfig(sp_size=...)"
+        )
+    return sequence.sequence.group
+
+
+def _get_sequence_parallel_world_size() -> int:
+    """How many they are; 1 where sequences are whole."""
+    sequence = latest_sequence()
+    return 1 if sequence is None else sequence.sequence.world
+
+
+def _get_sequence_parallel_rank() -> int:
+    """Which slice is this rank's."""
+    sequence = latest_sequence()
+    return 0 if sequence is None else sequence.sequence.rank
+
+
+def _get_sequence_data_parallel_world_size() -> int:
+    """Number of ranks gradients are averaged over."""
+    sequence = latest_sequence()
+    return get_data_parallel_world_size() if sequence is None else sequence.joint.world
+
+
+def _get_sequence_data_parallel_rank() -> int:
+    """This rank's place among them."""
+    sequence = latest_sequence()
+    return get_data_parallel_rank() if sequence is None else sequence.joint.rank
+
+
+# DeepSpeed's names carry an underscore, older ones none.
 _get_data_parallel_group = _get_sequence_data_parallel_group = get_data_parallel_group
-_get_data_parallel_world_size = _get_sequence_data_parallel_world_size = get_data_parallel_world_size
-_get_data_parallel_rank = _get_sequence_data_parallel_rank = get_data_parallel_rank
+_get_data_parallel_world_size = get_data_parallel_world_size
+_get_data_parallel_rank = get_data_parallel_rank
 _get_model_parallel_world_size = get_model_parallel_world_size
 _get_model_parallel_rank = get_model_parallel_rank
 get_tensor_model_parallel_group = _get_model_parallel_group = get_model_parallel_group

@@ -80,6 +80,9 @@ _GROUPS = (
     "get_tensor_model_parallel_world_size",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_src_rank",
+    "_get_sequence_parallel_group",
+    "_get_sequence_parallel_rank",
+    "_get_sequence_parallel_world_size",
     "_get_sequence_data_parallel_group",
     "_get_sequence_data_parallel_rank",
     "_get_sequence_data_parallel_world_size",
@@ -87,6 +90,16 @@ _GROUPS = (
     "get_data_parallel_rank",
     "get_data_parallel_world_size",
 )
+_SEQUENCE_STATE = (
+    "initialize_sequence_parallel",
+    "get_sequence_parallel_group",
+    "get_sequence_parallel_rank",
+    "get_sequence_parallel_world_size",
+    "get_sequence_data_parallel_group",
+    "get_sequence_data_parallel_rank",
+    "get_sequence_data_parallel_world_size",
+)
+_ULYSSES = "deepspeed.runtime.sequence_parallel"
 _PROFILER = ("profiling.flops_profiler", "profiling.flops_profiler.profiler")
 _PROFILING = {
     "FlopsProfiler": "hf_zero.profiling.flops_profiler:FlopsProfiler",
@@ -199,6 +212,11 @@ PROVIDED: Final[dict[str, str]] = {
         f"deepspeed.runtime.activation_checkpointing.checkpointing.{name}": f"hf_zero.compat.checkpointing:{name}"
         for name in _CHECKPOINTING
     },
+    # Sequence parallelism.
+    f"{_ULYSSES}.ulysses_sp.UlyssesSPAttentionHF": "hf_zero.integrations.ulysses:UlyssesSPAttentionHF",
+    f"{_ULYSSES}.ulysses_sp.UlyssesSPDataLoaderAdapter": "hf_zero.sequence_parallel.batches:UlyssesSPDataLoaderAdapter",
+    **{f"{_ULYSSES}.parallel_state_sp.{name}": f"hf_zero.compat.sequence_state:{name}" for name in _SEQUENCE_STATE},
+    "deepspeed.sequence.layer.DistributedAttention": "hf_zero.sequence_parallel.layer:DistributedAttention",
     # Profiling.
     **{f"deepspeed.{path}.{name}": target for path in _PROFILER for name, target in _PROFILING.items()},
     # Logging.
@@ -224,7 +242,14 @@ PROVIDED.update(
     }
 )
 
-_SEQUENCE = "Ulysses sequence parallelism is not implemented; use accelerate's context parallelism (cp_size) or shorter sequences"
+_SEQUENCE = (
+    "of sequence parallelism there are DistributedAttention, UlyssesSPAttentionHF.register_with_transformers, "
+    "UlyssesSPDataLoaderAdapter and parallel_state_sp (docs/sequence-parallel.md)"
+)
+_TILED = (
+    "tiled computation is not implemented: activation checkpointing keeps one layer's activations at a time, and a Liger kernel "
+    "(use_liger_kernel=True) computes the loss without whole logits"
+)
 _PIPELINE = "pipeline parallelism is not implemented; ZeRO stage 3 shards the parameters of a model too large for one device"
 _INFERENCE = "inference kernels are not implemented; serve the saved Hugging Face model with vLLM, TGI or transformers"
 _HYBRID = "the hybrid engine is not implemented; generate with the model under GatheredParameters, or with vLLM"
@@ -237,10 +262,11 @@ _ONEBIT = "of the 1-bit optimizers this version has 1-bit Adam: use hf_zero.opti
 REFUSED: Final[dict[str, str]] = {
     # Names that the scanned libraries mention.
     "deepspeed.runtime.sequence_parallel": _SEQUENCE,
+    **{
+        f"{_ULYSSES}.ulysses_sp.{name}": _TILED
+        for name in ("TiledMLP", "TiledFusedLogitsLoss", "SequenceTiledCompute", "sequence_tiled_compute")
+    },
     "deepspeed.sequence": _SEQUENCE,
-    "deepspeed.utils.groups._get_sequence_parallel_group": _SEQUENCE,
-    "deepspeed.utils.groups._get_sequence_parallel_rank": _SEQUENCE,
-    "deepspeed.utils.groups._get_sequence_parallel_world_size": _SEQUENCE,
     "deepspeed.utils.is_initialized": "DeepSpeed has no such function either; use deepspeed.comm.is_initialized()",
     # The rest of DeepSpeed's public API.
     "deepspeed.init_inference": _INFERENCE,

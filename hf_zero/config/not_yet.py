@@ -6,6 +6,4 @@ while the row stands here, and used as soon as the row is deleted. Building a fe
 
 from __future__ import annotations
 
-NOT_YET: dict[str, str] = {
-    "sequence_parallel": "not in this version: leave it at 1 and shard with zero_optimization.stage 3",
-}
+NOT_YET: dict[str, str] = {}

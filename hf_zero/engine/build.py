@@ -45,6 +45,7 @@ from hf_zero.optim.onebit_sharded import OneBitSharded
 from hf_zero.optim.schedules import build_scheduler
 from hf_zero.optim.sharded import ShardedOptimizer, group_of_params
 from hf_zero.optim.whole_tensors import WholeTensorOptimizer
+from hf_zero.sequence_parallel.state import SequenceParallel, count_slices_once, sequence_parallel_of
 from hf_zero.sharding.announce import announce
 from hf_zero.sharding.construct import NamedParam, build_unit
 from hf_zero.sharding.gradients import BufferPool, GradientPolicy, UnitGradients
@@ -91,11 +92,12 @@ def initialize(
         training_data: A dataset to make a distributed loader of.
         lr_scheduler: A scheduler the engine steps, or a function that makes one of the torch optimizer.
         distributed_port: Port of rank 0 when the environment names none.
-        mpu: Object whose ``get_data_parallel_group()`` names the axis to shard over.
+        mpu: Object whose ``get_data_parallel_group()`` names the axis to shard over, or that has sequence-parallel groups, as
+            ``UlyssesSPAttentionHF.register_with_transformers`` returns.
         dist_init_required: As in ``init_distributed``.
         collate_fn: For the loader.
         config: Path, dict, JSON or base64 text.
-        mesh_param: Refused; device meshes are not supported.
+        mesh_param: (data-parallel size, sequence-parallel size), as the two keys of the configuration.
         config_params: As ``config``, which wins.
 
     Returns:
@@ -107,8 +109,6 @@ def initialize(
     """
     if model is None:
         raise ConfigError("initialize() needs model=, a torch.nn.Module")
-    if mesh_param is not None:
-        raise UnsupportedError(f"mesh_param={mesh_param!r}: device meshes are not supported; leave it out")
     source = config if config is not None else config_params
     if source is None:
         source = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
@@ -116,18 +116,20 @@ def initialize(
         raise ConfigError("initialize() needs config= (a path, a dict or JSON text), or args.deepspeed_config")
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     source = read_config(source)
-    topology = _topology(mpu, model, requested_ranks(source))
-    source = count_groups_once(source, topology.world, topology.model.world if topology.model is not None else 1)
+    slices = sequence_parallel_of(source, mpu, mesh_param)
+    topology, source, groups = _axes(source, mpu, model, slices)
     hidden_size = hidden_size_of(model)
     sources = {"hidden_size": hidden_size} if hidden_size else None
-    resolved = resolve(source, world_size=topology.world, sources=sources)
+    resolved = resolve(source, world_size=groups, sources=sources)
     _announce(resolved)
     _record_traffic(resolved.config)
     if requested_ranks(source) > 1 or is_split(model):
         model = split_model(model, source.get("tensor_parallel") or {}, topology)
     if topology.model is not None:
         count_samples_once(topology.model.world)
-    builder = EngineBuilder(model, resolved, topology)
+    if slices is not None:
+        slices.bind(model)
+    builder = EngineBuilder(model, resolved, topology, slices)
     inner = builder.inner_optimizer(optimizer, list(model_parameters) if model_parameters is not None else None)
     engine = builder.build(inner, lr_scheduler)
     loader = None
@@ -135,6 +137,15 @@ def initialize(
         engine.collate_fn = collate_fn
         engine.training_dataloader = loader = engine.deepspeed_io(training_data)
     return engine, engine.optimizer if inner is not None else None, loader, engine.lr_scheduler
+
+
+def _axes(source: dict[str, Any], mpu: Any, model: nn.Module, slices: SequenceParallel | None) -> tuple[Topology, dict[str, Any], int]:
+    """The axis to shard over, the configuration with its batch counted over data-parallel ranks, and how many those are."""
+    if slices is not None:
+        return slices.axes.joint, count_slices_once(source, slices.axes), slices.axes.groups
+    topology = _topology(mpu, model, requested_ranks(source))
+    together = topology.model.world if topology.model is not None else 1
+    return topology, count_groups_once(source, topology.world, together), topology.world
 
 
 def _topology(mpu: Any, model: nn.Module, model_parallel: int) -> Topology:
@@ -185,14 +196,16 @@ class EngineBuilder:
         collectives: Network of the data-parallel axis.
         model_collectives: Network of the model axis; None without one.
         lone: Modules, by name, that must stay whole.
+        slices: The sequence-parallel groups; None where sequences are whole.
     """
 
-    def __init__(self, module: nn.Module, resolved: ResolvedConfig, topology: Topology) -> None:
+    def __init__(self, module: nn.Module, resolved: ResolvedConfig, topology: Topology, slices: SequenceParallel | None = None) -> None:
         self.module = module
         self.resolved = resolved
         self.config: ZeroConfig = resolved.config
         self.policy: StagePolicy = stage_policy(self.config.zero_optimization.stage)
-        self.precision = precision_policy(self.config)
+        self.precision = precision_policy(self.config, sliced=slices is not None)
+        self.slices = slices
         self.collectives: Collectives = open_collectives(topology)
         self.model_collectives = open_collectives(topology.model) if topology.model is not None else None
         self.topology = topology
@@ -261,6 +274,7 @@ class EngineBuilder:
         if schedule is not None or self.topology.model is not None:
             runtime.keep(IdleSaves(self.module))
         parts = EngineParts(runtime, units, self.collectives, self.policy, self.precision, scaler, optimizer, stepper, scheduler, sinks)
+        parts = replace(parts, slices=self.slices)
         engine = Engine(self.module, self.resolved, parts)
         compiling = self.config.compile
         if compiling is not None and compiling.enabled and not compiling.disable:
@@ -416,8 +430,14 @@ def _require_same_groups(scheduler: Any, optimizer: ShardedOptimizer) -> None:
 # -- configuration to policies --------------------------------------------------------------------------------------------
 
 
-def precision_policy(config: ZeroConfig) -> PrecisionPolicy:
-    """Element types that the sections fp16, bf16, data_types, torch_autocast and communication_data_type ask for."""
+def precision_policy(config: ZeroConfig, sliced: bool = False) -> PrecisionPolicy:
+    """Element types that the sections fp16, bf16, data_types, torch_autocast and communication_data_type ask for.
+
+    Args:
+        config: The configuration.
+        sliced: Sequences are divided over ranks, which have a type of communication of their own.
+    """
+    message = config.seq_parallel_communication_data_type if sliced else config.communication_data_type
     low = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
     types = config.data_types
     param_dtype = low or (_DTYPES[types.param_dtype] if types.param_dtype else None)
@@ -437,7 +457,7 @@ def precision_policy(config: ZeroConfig) -> PrecisionPolicy:
         param_dtype=param_dtype,
         master_dtype=(param_dtype if low_masters else torch.float32) if reduced else None,
         accumulation_dtype=accumulation,
-        message_dtype=_DTYPES[config.communication_data_type] if config.communication_data_type else None,
+        message_dtype=_DTYPES[message] if message else None,
         buffer_dtype=_DTYPES[types.buffer_dtype] if types.buffer_dtype else None,
         autocast_dtype=autocast_dtype,
         casts_inputs=config.fp16.enabled and config.fp16.auto_cast,

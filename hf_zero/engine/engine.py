@@ -29,6 +29,7 @@ from hf_zero.engine.step_profile import build_clock
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.optim.sharded import ShardedOptimizer
+from hf_zero.sequence_parallel.state import SequenceParallel
 from hf_zero.sharding.runtime import Runtime
 from hf_zero.sharding.stages import StagePolicy
 from hf_zero.sharding.unit import Unit
@@ -77,6 +78,7 @@ class EngineParts:
         stepper: None likewise.
         scheduler: Stepped by the engine; None when the caller steps his own.
         sinks: Monitors of the configuration, on rank 0.
+        slices: Groups of ranks that share their samples; None where sequences are whole.
     """
 
     runtime: Runtime
@@ -89,6 +91,7 @@ class EngineParts:
     stepper: Stepper | None = None
     scheduler: Any = None
     sinks: list[Sink] = field(default_factory=list)
+    slices: SequenceParallel | None = None
 
 
 class Engine(nn.Module):
@@ -121,6 +124,7 @@ class Engine(nn.Module):
         self.stepper = parts.stepper
         self.lr_scheduler = parts.scheduler
         self.sinks = parts.sinks
+        self.slices = parts.slices
         self.training_dataloader: Any = None
         self.collate_fn: Callable[[Any], Any] | None = None
         self.background = checkpoints.background_of(self.settings, parts.collectives)

@@ -41,6 +41,10 @@ def _dtype(engine: Any) -> torch.dtype:
     return engine.precision.param_dtype or next((param.dtype for param in engine.module.parameters()), torch.float32)
 
 
+def _groups_of_ranks(engine: Any) -> int:
+    return int(engine.slices.axes.groups) if engine.slices is not None else int(engine.collectives.world)
+
+
 def _batch_info(engine: Any) -> tuple[int, int, int]:
     batch = engine.resolved.batch
     return batch.total, batch.micro, batch.accumulation
@@ -130,6 +134,7 @@ METHODS: dict[str, Getter] = {
     "optimizer_params": lambda engine: (engine.resolved.resolved.get("optimizer") or {}).get("params"),
     "scheduler_name": lambda engine: engine.settings.scheduler.type if engine.settings.scheduler else None,
     "scheduler_params": lambda engine: (engine.resolved.resolved.get("scheduler") or {}).get("params"),
+    "get_sequence_parallel_group": lambda engine: engine.slices.axes.sequence.group if engine.slices is not None else None,
     "get_lr": _rates,
     "get_mom": lambda engine: [group.get("betas", group.get("momentum")) for group in _groups(engine)],
     "get_data_types": lambda engine: (_dtype(engine), engine.precision.accumulation_dtype),
@@ -144,7 +149,10 @@ VALUES: dict[str, Getter] = {
     "skipped_steps": lambda engine: engine.progress.skipped_steps,
     "micro_steps": lambda engine: engine.accumulation.micro_steps,
     "device": lambda engine: engine.collectives.topology.device,
-    "dp_world_size": lambda engine: engine.collectives.world,
+    "dp_world_size": _groups_of_ranks,
+    "seq_dp_world_size": lambda engine: engine.collectives.world,
+    "sequence_parallel_size": lambda engine: engine.slices.axes.sequence.world if engine.slices is not None else 1,
+    "seq_parallel_group": lambda engine: engine.slices.axes.sequence.group if engine.slices is not None else None,
     "world_size": lambda engine: torch.distributed.get_world_size(),
     "mp_world_size": lambda engine: engine.collectives.topology.model.world if engine.collectives.topology.model else 1,
     "global_rank": lambda engine: torch.distributed.get_rank(),

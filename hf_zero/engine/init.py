@@ -14,6 +14,7 @@ from hf_zero.config.resolve import resolve
 from hf_zero.engine.build import precision_policy
 from hf_zero.engine.offloading import init_home
 from hf_zero.errors import UnsupportedError
+from hf_zero.sequence_parallel.state import requested_slices
 from hf_zero.sharding.home import ON_DEVICE
 from hf_zero.sharding.init_context import ModelInit
 from hf_zero.tensor_parallel.split import count_groups_once, requested_ranks
@@ -35,7 +36,7 @@ class Init:
         config: The same, older name.
         enabled: False makes it do nothing.
         dtype: Type of the parameters; None takes the configuration's.
-        mpu: Object whose ``get_data_parallel_group()`` names the group.
+        mpu: Object whose ``get_sequence_data_parallel_group()``, or else ``get_data_parallel_group()``, names the group.
         zero_param_parallel_group: Refused.
         zero_quantized_weights: Refused.
         zero_quantized_nontrainable_weights: Refused.
@@ -80,13 +81,14 @@ class Init:
             init_distributed()
             if source is not None:
                 source = read_config(source)
-                groups = torch.distributed.get_world_size() // requested_ranks(source)
-                source = count_groups_once(source, groups, requested_ranks(source))
+                together = requested_ranks(source) * requested_slices(source)
+                groups = torch.distributed.get_world_size() // together
+                source = count_groups_once(source, groups, together)
                 config = resolve(source, world_size=groups).config
                 dtype = dtype or precision_policy(config).param_dtype
                 section = config.zero_optimization.offload_param
                 offloads, pins = offloads or section.device != "none", pins or section.pin_memory
-        group = data_parallel_group or sequence_data_parallel_group or (mpu.get_data_parallel_group() if mpu is not None else None)
+        group = data_parallel_group or sequence_data_parallel_group or _group_of(mpu)
         home = init_home(default_device(), pins) if enabled and offloads else ON_DEVICE
         self._inner = ModelInit(group, dtype, enabled=enabled, home=home)
         if module is not None and enabled:
@@ -98,3 +100,11 @@ class Init:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._inner.__exit__(kind, error, trace)
+
+
+def _group_of(mpu: Any) -> Any:
+    """The group that ``initialize`` with this object shards over; None for all ranks."""
+    if mpu is None:
+        return None
+    joint = getattr(mpu, "get_sequence_data_parallel_group", None)
+    return joint() if joint is not None else mpu.get_data_parallel_group()

@@ -92,9 +92,9 @@ def deepspeed_io(
     batch = batch_size if batch_size is not None else engine.resolved.batch.micro
     drop_last = engine.settings.dataloader_drop_last
     if data_sampler is None and hasattr(dataset, "__len__") and not isinstance(dataset, torch.utils.data.IterableDataset):
-        data_sampler = torch.utils.data.DistributedSampler(
-            dataset, engine.collectives.world, engine.collectives.rank, shuffle=route == "train", drop_last=drop_last
-        )
+        axis, slices = engine.collectives, engine.slices
+        groups, place = (axis.world, axis.rank) if slices is None else (slices.axes.groups, slices.axes.place)
+        data_sampler = torch.utils.data.DistributedSampler(dataset, groups, place, shuffle=route == "train", drop_last=drop_last)
     return DataLoader(
         dataset,
         batch_size=batch,

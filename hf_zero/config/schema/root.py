@@ -18,7 +18,6 @@ from hf_zero.config.schema.fields import (
     Section,
     Steps,
     accepted,
-    later,
     lower_choice,
     refused,
     section,
@@ -45,11 +44,11 @@ class ZeroConfig(Section):
     managed_gradient_accumulation: Bool = used(
         True, "true: engine counts micro steps; false: every step() applies an update and boundary setters are refused"
     )
-    sequence_parallel_size: Count | None = later(None, "Size of the sequence axis", "sequence_parallel", passes=(1,))
-    data_parallel_size: Count | None = accepted(
-        None,
-        "Size of the data axis",
-        "read only together with sequence_parallel_size; the data-parallel size is the number of ranks",
+    sequence_parallel_size: Count | None = used(
+        None, "Adjacent ranks that share their samples, each with a slice of every sequence; 1 is off. Batch sizes count such groups once"
+    )
+    data_parallel_size: Count | None = used(
+        None, "Number of groups of sequence_parallel_size ranks, checked against the ranks there are; without that key it has no effect"
     )
     dataloader_drop_last: Bool = used(False, "Drop the last incomplete batch of the loader the engine builds from training_data")
     optimizer: Optimizer | None = section(
@@ -65,8 +64,8 @@ class ZeroConfig(Section):
     communication_data_type: Dtype | None = used(
         None, "Element type of gradient reduction: fp16, bf16 or fp32; unset follows the precision"
     )
-    seq_parallel_communication_data_type: Dtype = accepted(
-        "fp32", "Reduction type across the sequence-parallel group", "read only with sequence parallelism"
+    seq_parallel_communication_data_type: Dtype = used(
+        "fp32", "Element type of gradient reduction where sequences are divided over ranks, in place of communication_data_type"
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lower_choice)] = used(
         "mean", "mean averages over data-parallel ranks, sum leaves the sum"

@@ -1,0 +1,95 @@
+"""Ulysses sequence parallelism for transformers: the attention functions of models that are trained over slices."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+from hf_zero.comm.topology import sequence_axes
+from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.sequence_parallel.attention import Core, dispatching
+from hf_zero.sequence_parallel.forward import SliceSettings
+from hf_zero.sequence_parallel.state import SequenceParallel
+
+_EAGER = "eager_attention_forward"  # the name each modeling file gives it
+_replaced: dict[str, Core] = {}  # our functions in transformers' table, by implementation
+
+
+class UlyssesSPAttentionHF:
+    """DeepSpeed's name for what makes transformers' attention work over slices of sequences; used through its class method."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedError(
+            "UlyssesSPAttentionHF is not built by hand: call UlyssesSPAttentionHF.register_with_transformers(...), or wrap attention of "
+            "your own in deepspeed.sequence.layer.DistributedAttention"
+        )
+
+    @classmethod
+    def register_with_transformers(
+        cls,
+        model_name_or_path: Any,
+        core_attn_implementation: str | None,
+        sequence_parallel_size: int,
+        micro_batch_size: int,
+        seq_length: int | None = None,
+        seq_length_is_variable: bool = True,
+        disable_in_eval: bool = False,
+        max_length: int | None = None,
+    ) -> SequenceParallel | None:
+        """Makes the forwards of a model forwards over slices of sequences; collective.
+
+        Args:
+            model_name_or_path: The model. With a name or a path, which stand for a model that is made later, ``initialize(mpu=...)`` does
+                it for the one it is given.
+            core_attn_implementation: "sdpa", "eager", "flash_attention_2", ...; the model's own; None takes that.
+            sequence_parallel_size: Ranks that share their samples; 1 does nothing.
+            micro_batch_size: Accepted; any batch size is taken as it comes.
+            seq_length: Tokens of every whole sequence, where they do not vary.
+            seq_length_is_variable: False refuses sequences of another length.
+            disable_in_eval: Forwards in evaluation mode are over whole sequences, unless they come with ``shift_labels``.
+            max_length: Older name of ``seq_length``.
+
+        Returns:
+            The groups, to be passed to ``initialize`` as ``mpu``; None for a size of 1.
+
+        Raises:
+            ConfigError: The size does not fit the ranks or the model's heads, or the attention implementations differ.
+            UnsupportedError: The model is of a kind that cannot be sliced.
+        """
+        if sequence_parallel_size == 1:
+            return None
+        length = seq_length if seq_length is not None else max_length
+        if not seq_length_is_variable and length is None:
+            raise ConfigError("seq_length_is_variable is False and seq_length is not given: give the length, or allow it to vary")
+        if not seq_length_is_variable and length is not None and length % sequence_parallel_size:
+            raise ConfigError(f"seq_length is {length}, which {sequence_parallel_size} ranks (sequence_parallel_size) do not divide")
+        fixed = None if seq_length_is_variable else length
+        settings = SliceSettings(core_attn_implementation, disable_in_eval, fixed, trade_in_attention)
+        state = SequenceParallel(sequence_axes(sequence_parallel_size), settings)
+        if isinstance(model_name_or_path, nn.Module):
+            state.bind(model_name_or_path)
+        return state
+
+
+def trade_in_attention(implementation: str) -> None:
+    """Puts a function in the place of ``implementation``'s that trades for the modules of sliced models and calls it for all others."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
+
+    present = functions.get(implementation)
+    if present is not None and present is _replaced.get(implementation):
+        return
+    if present is None and implementation != "eager":
+        raise UnsupportedError(f"sequence parallelism: transformers has no attention function {implementation!r}: {sorted(functions)}")
+    own = dispatching((lambda module: present) if present is not None else eager_function)
+    functions[implementation] = _replaced[implementation] = own
+
+
+def eager_function(module: nn.Module) -> Core:
+    """The eager attention of the file that defines ``module``."""
+    for base in type(module).__mro__:
+        found: Core | None = getattr(sys.modules.get(base.__module__), _EAGER, None)
+        if found is not None:
+            return found
+    raise UnsupportedError(f"{type(module).__module__} defines no {_EAGER}; make the model with attn_implementation='sdpa'")

@@ -1,0 +1,133 @@
+"""Attention over slices of sequences, as a function of transformers' attention interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.errors import UnsupportedError
+from hf_zero.sequence_parallel.exchange import heads_for_sequences, join_slices, sequences_for_heads
+
+Core = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+_PER_HEAD = ("s_aux", "sinks")  # arguments with one value per query head
+_OF_SLICES = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "block_table")  # made of slices; meaningless for the whole
+_GROUPS = "num_key_value_groups"
+
+_sliced: WeakKeyDictionary[nn.Module, SlicedAttention] = WeakKeyDictionary()
+
+
+class SlicedAttention:
+    """Attention of one model's modules.
+
+    Attributes:
+        collectives: The sequence-parallel group.
+        reads_positions: The core function wants positions (flash attention finds packed sequences by them).
+        sliced: Whether the last forward of the model was over slices.
+        calls: Calls in the forward under way.
+    """
+
+    def __init__(self, model: nn.Module, collectives: Collectives, reads_positions: bool) -> None:
+        self.collectives = collectives
+        self.reads_positions = reads_positions
+        self.sliced = False
+        self.calls = 0
+        for module in model.modules():
+            _sliced[module] = self
+
+    def attend(
+        self,
+        core: Core,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Runs ``core`` on this rank's heads of whole sequences; collective.
+
+        Args:
+            core: The function of transformers that would have been called.
+            module: The attention module.
+            query: (batch, heads, slice, width); rotated by its positions already.
+            key: (batch, key heads, slice, width).
+            value: As ``key``, maybe of another width.
+            attention_mask: Of whole sequences, as [Note: whole masks] has it made; or None.
+            **kwargs: For ``core``.
+
+        Returns:
+            (batch, slice, heads, width), and None for the weights.
+        """
+        self.calls += 1
+        ranks, rank, heads = self.collectives.world, self.collectives.rank, query.shape[1]
+        given = [name for name in _OF_SLICES if kwargs.get(name) is not None]
+        if given:
+            raise UnsupportedError(f"sequence parallelism: {', '.join(given)} of a slice cannot be used for whole sequences")
+        length = query.shape[2] * ranks
+        own = slice(rank * (heads // ranks), (rank + 1) * (heads // ranks))
+        mask = _mask_of_heads(attention_mask, length, key.shape[2] * ranks, own)
+        positions = kwargs.pop("position_ids", None)
+        if positions is not None and self.reads_positions:
+            kwargs["position_ids"] = join_slices(self.collectives, positions, -1, "position_ids")
+        for name in _PER_HEAD:
+            if isinstance(kwargs.get(name), torch.Tensor):
+                kwargs[name] = kwargs[name][own]
+        query, key, value, groups = heads_for_sequences(self.collectives, query, key, value)
+        output, _ = core(_own_heads(module, heads, own, groups), query, key, value, mask, **kwargs)
+        return sequences_for_heads(self.collectives, output), None
+
+
+def _mask_of_heads(mask: Any, queries: int, keys: int, own: slice) -> Any:
+    """``mask`` for this rank's heads; masks of the slice alone are refused."""
+    if not isinstance(mask, torch.Tensor):
+        return mask
+    if mask.shape[-1] != keys or (mask.dim() == 4 and mask.shape[-2] not in (1, queries)):
+        raise UnsupportedError(
+            f"sequence parallelism: the model made an attention mask of shape {tuple(mask.shape)} by itself, where whole sequences of "
+            f"{keys} tokens need one of {keys}; only models that make masks with transformers.masking_utils are supported"
+        )
+    return mask[:, own] if mask.dim() == 4 and mask.shape[1] > 1 else mask
+
+
+class _OwnHeads:
+    """An attention module as a core function reads it, with this rank's part of what there is per head."""
+
+    def __init__(self, module: nn.Module, changed: dict[str, Any]) -> None:
+        self._module = module
+        self._changed = changed
+
+    def __getattr__(self, name: str) -> Any:
+        changed = self.__dict__["_changed"]
+        return changed[name] if name in changed else getattr(self.__dict__["_module"], name)
+
+
+def _own_heads(module: nn.Module, heads: int, own: slice, groups: int) -> Any:
+    """``module``, or a view of it where its number of query heads per key head or its sinks are others for ``own`` heads."""
+    changed: dict[str, Any] = {}
+    if getattr(module, _GROUPS, groups) != groups:
+        changed[_GROUPS] = groups
+    for name, param in module.named_parameters(recurse=False):
+        if "sink" in name and param.shape == (heads,):
+            changed[name] = param[own]
+    return _OwnHeads(module, changed) if changed else module
+
+
+def dispatching(core_of: Callable[[nn.Module], Core]) -> Core:
+    """An attention function for all models: modules of a sliced model trade, all others get what ``core_of`` names."""
+
+    def attend(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        sliced, core = _sliced.get(module), core_of(module)
+        # Recomputation under activation checkpointing comes after the forward, maybe after an evaluation: training decides then.
+        if sliced is None or not (sliced.sliced or (module.training and torch.is_grad_enabled())):
+            return core(module, query, key, value, attention_mask, **kwargs)
+        return sliced.attend(core, module, query, key, value, attention_mask, **kwargs)
+
+    return attend

@@ -1,0 +1,203 @@
+"""Slices of batches: each rank of a group loads batches of its own, and the group trains on them one after the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.recorded import open_collectives
+from hf_zero.comm.topology import axis_over
+from hf_zero.errors import ConfigError
+from hf_zero.observe import warn_once
+
+IGNORED = -100  # label of tokens that no loss counts
+_FILL = {"labels": IGNORED, "shift_labels": IGNORED}
+
+Batch = dict[str, Any]
+
+
+class UlyssesSPDataLoaderAdapter:
+    """Turns a loader of whole sequences, another batch on each rank, into one of slices. DeepSpeed's class, with its arguments.
+
+    From each batch of the loader come as many steps as the group has ranks: in step ``r`` every rank has its slice of what rank ``r``
+    has loaded. Sequences whose length the group does not divide get tokens at their end that no other token of a causal model attends
+    to, with the label -100. A batch without ``position_ids`` gets those that models count with (0, 1, 2, ...); ``labels`` become
+    ``shift_labels``, shifted by one before they are cut.
+
+    Args:
+        dl: Any loader of dictionaries of tensors (batch, tokens); other values reach every rank as they are.
+        sp_rank: This rank's place in the group.
+        sp_group: The sequence-parallel group.
+        sp_world_size: Its size.
+        device: Where the slices are put.
+    """
+
+    def __init__(self, dl: Any, sp_rank: int, sp_group: dist.ProcessGroup, sp_world_size: int, device: torch.device | str) -> None:
+        self.dl = dl
+        self.sp_rank = sp_rank
+        self.sp_group = sp_group
+        self.sp_world_size = sp_world_size
+        self.device = torch.device(device)
+        self.collectives: Collectives = open_collectives(axis_over(sp_group, self.device))
+        self._running: Iterator[Batch] | None = None
+        # What libraries read of a loader that they make another of, as skip_first_batches does: that one then skips steps, of slices.
+        self._stands_for: DataLoader[Batch] = DataLoader(SliceStream(self), batch_size=None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_stands_for" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._stands_for, name)
+
+    def __len__(self) -> int:
+        return len(self.dl) * self.sp_world_size
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._slices()
+
+    def __next__(self) -> Batch:
+        if self._running is None:
+            self._running = self._slices()
+        try:
+            return next(self._running)
+        except StopIteration:
+            self._running = None
+            raise
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the loader behind, or its sampler."""
+        for target in (self.dl, getattr(self.dl, "sampler", None)):
+            tell = getattr(target, "set_epoch", None)
+            if tell is not None:
+                tell(epoch)
+                return
+
+    def _slices(self) -> Iterator[Batch]:
+        loader = iter(self.dl)
+        while True:
+            mine = next(loader, None)
+            batches = deque(self._trade(mine) if self._goes_on(mine is not None) else ())
+            if not batches:
+                return
+            # accelerate ends an accumulation at the end of a loader, which is that of its last slice.
+            at_end = bool(getattr(self.dl, "end_of_dataloader", False))
+            while batches:
+                if at_end:
+                    self.dl.end_of_dataloader = len(batches) == 1
+                yield batches.popleft()
+
+    def _goes_on(self, has_batch: bool) -> bool:
+        """Whether every rank of the group has a batch; the same answer on all of them."""
+        some, all_ = self.collectives.any_rank(has_batch, "batch"), not self.collectives.any_rank(not has_batch, "batch")
+        if some and not all_:
+            warn_once("the loaders of a sequence-parallel group do not end together: what the longer ones have left over is not used")
+        return all_
+
+    def _trade(self, batch: Any) -> list[Batch]:
+        """This rank's slices of the batches of all ranks of the group, in rank order; collective."""
+        problem = ""
+        parts: dict[str, torch.Tensor] = {}
+        rest: dict[str, Any] = {}
+        try:
+            parts, rest = prepare(batch, self.sp_world_size)
+        except ConfigError as error:
+            problem = str(error)
+        mine = (problem, [(name, str(part.dtype).removeprefix("torch."), list(part.shape[1:])) for name, part in parts.items()], rest)
+        everyone = self.collectives.gather_objects(mine, "batches")
+        problems = [found for found, _, _ in everyone if found]
+        if problems:
+            raise ConfigError(problems[0])
+        layouts = [[(name, getattr(torch, dtype), shape) for name, dtype, shape in layout] for _, layout, _ in everyone]
+        message = torch.zeros(self.sp_world_size, max(map(_nbytes, layouts)), dtype=torch.uint8, device=self.device)
+        start = 0
+        for part in parts.values():
+            values = part.contiguous().view(self.sp_world_size, -1).view(torch.uint8)
+            message[:, start : start + values.shape[1]].copy_(values)
+            start += values.shape[1]
+        pending = self.collectives.exchange(message, "batches")
+        pending.wait()
+        received = pending.result
+        assert received is not None
+        return [{**_unpack(row, layout), **others} for row, layout, (_, _, others) in zip(received, layouts, everyone, strict=True)]
+
+
+class SliceStream(IterableDataset[Batch]):
+    """The steps of an adapter as a dataset."""
+
+    def __init__(self, adapter: UlyssesSPDataLoaderAdapter) -> None:
+        self._adapter = adapter
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._adapter)
+
+    def __len__(self) -> int:
+        return len(self._adapter)
+
+
+def prepare(batch: Any, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """A batch with what slices need, its tensors cut: (ranks, batch, slice, ...); and the values that are no tensors.
+
+    Args:
+        batch: ``input_ids`` or ``inputs_embeds`` and whatever else the model takes, tensors (batch, tokens, ...).
+        ranks: Number of slices.
+
+    Raises:
+        ConfigError: A tensor has no dimension of tokens.
+    """
+    batch = dict(batch)
+    first = batch.get("input_ids") if isinstance(batch.get("input_ids"), torch.Tensor) else batch.get("inputs_embeds")
+    if not isinstance(first, torch.Tensor) or first.dim() < 2:
+        raise ConfigError(f"sequence parallelism: a batch needs input_ids (batch, tokens) to be divided; this one has {sorted(batch)}")
+    rows, length = first.shape[:2]
+    if batch.get("position_ids") is None:
+        batch["position_ids"] = torch.arange(length, device=first.device).expand(rows, -1)
+    labels = batch.pop("labels", None)
+    if labels is not None and batch.get("shift_labels") is None:
+        _require_tokens("labels", labels, rows, length)
+        batch["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    extra = -length % ranks
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    for name, value in tensors.items():
+        _require_tokens(name, value, rows, length)
+        padded = _padded(name, value.expand(rows, *value.shape[1:]), extra)
+        tensors[name] = padded.unflatten(1, (ranks, -1)).transpose(0, 1)
+    return tensors, {name: value for name, value in batch.items() if name not in tensors}
+
+
+def _require_tokens(name: str, value: torch.Tensor, rows: int, length: int) -> None:
+    shape = tuple(value.shape)
+    if value.dim() < 2 or shape[0] not in (1, rows) or shape[1] != length:
+        raise ConfigError(
+            f"sequence parallelism: {name} of a batch has shape {shape}, and input_ids has {rows} rows of {length} tokens: tensors are cut "
+            "along their second dimension, which must be that of the tokens (a mask (batch, tokens) has it, one of four dimensions has not)"
+        )
+
+
+def _padded(name: str, value: torch.Tensor, extra: int) -> torch.Tensor:
+    """``extra`` more tokens at the end; positions go on counting, so that nobody takes them for another sequence."""
+    if not extra:
+        return value
+    if name == "position_ids":
+        more = value[:, -1:] + torch.arange(1, extra + 1, device=value.device)
+    else:
+        more = torch.full((value.shape[0], extra, *value.shape[2:]), _FILL.get(name, 0), dtype=value.dtype, device=value.device)
+    return torch.cat([value, more.to(value.dtype)], dim=1)
+
+
+def _nbytes(layout: list[tuple[str, torch.dtype, list[int]]]) -> int:
+    return sum(torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in layout)
+
+
+def _unpack(row: torch.Tensor, layout: list[tuple[str, torch.dtype, list[int]]]) -> Batch:
+    """The tensors of one rank's message, by name."""
+    batch, start = {}, 0
+    for name, dtype, shape in layout:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        batch[name] = row[start : start + size].clone().view(dtype).view(shape)  # a copy begins where its type may
+        start += size
+    return batch

@@ -1,0 +1,112 @@
+"""The trade of attention: all heads of a slice of each sequence for some heads of whole sequences, and back.
+
+Source of the scheme: Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509. Each trade is one all-to-all; its gradient is the same
+trade of the gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.sequence_parallel.heads import key_heads
+
+
+class _Trade(torch.autograd.Function):
+    """Row ``r`` of every tensor goes to rank ``r``; the row from rank ``r`` takes its place."""
+
+    @staticmethod
+    def forward(ctx: Any, collectives: Collectives, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.collectives = collectives
+        return _trade(collectives, rows)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *_trade(ctx.collectives, gradients)
+
+
+def _trade(collectives: Collectives, rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """One message of all tensors: several would have to keep an order that autograd does not promise."""
+    dtype = rows[0].dtype if len({row.dtype for row in rows}) == 1 else torch.uint8
+    sizes = [row[0].numel() * (row.element_size() // dtype.itemsize) for row in rows]
+    message = torch.empty(collectives.world, sum(sizes), dtype=dtype, device=rows[0].device)
+    for row, place in zip(rows, message.split(sizes, dim=1), strict=True):
+        values = row if row.dtype == dtype else row.contiguous().view(dtype)
+        place.view(values.shape).copy_(values)
+    pending = collectives.exchange(message, "heads")
+    pending.wait()
+    received = pending.result
+    assert received is not None
+    return tuple(
+        (part if row.dtype == dtype else part.contiguous().view(row.dtype)).view(row.shape)
+        for row, part in zip(rows, received.split(sizes, dim=1), strict=True)
+    )
+
+
+def trade(collectives: Collectives, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Sends row ``r`` of each tensor (ranks, ...) to rank ``r`` of the group and returns what the others sent; differentiable."""
+    traded: tuple[torch.Tensor, ...] = _Trade.apply(collectives, *rows)  # type: ignore[no-untyped-call]
+    return traded
+
+
+def heads_for_sequences(
+    collectives: Collectives, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Gives up most heads and gets whole sequences of the rest; collective.
+
+    Args:
+        collectives: The sequence-parallel group.
+        query: All heads of this rank's slice, (batch, query heads, slice, width).
+        key: (batch, key heads, slice, width); its slice may be of another length than the query's.
+        value: As ``key``, maybe of another width.
+
+    Returns:
+        The three as (batch, this rank's heads, whole sequence, width), and how many query heads read one key head.
+
+    Raises:
+        ConfigError: The group does not divide the query heads.
+    """
+    ranks = collectives.world
+    plan = key_heads(query.shape[1], key.shape[1], ranks)
+    if plan.sent is not None:
+        sent = torch.tensor(plan.sent, device=key.device)
+        key, value = key.index_select(1, sent), value.index_select(1, sent)
+    rows = [tensor.unflatten(1, (ranks, -1)).transpose(0, 1) for tensor in (query, key, value)]  # (ranks, batch, heads, slice, width)
+    query, key, value = (part.permute(1, 2, 0, 3, 4).flatten(2, 3) for part in trade(collectives, *rows))
+    return query, key, value, plan.queries_per_key
+
+
+def sequences_for_heads(collectives: Collectives, output: torch.Tensor) -> torch.Tensor:
+    """The way back: this rank's slice of the result, with all heads; collective.
+
+    Args:
+        collectives: The sequence-parallel group.
+        output: (batch, whole sequence, this rank's heads, width).
+
+    Returns:
+        (batch, slice, heads, width).
+    """
+    rows = output.unflatten(1, (collectives.world, -1)).transpose(0, 1)  # (ranks, batch, slice, heads here, width)
+    (traded,) = trade(collectives, rows)
+    return traded.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def join_slices(collectives: Collectives, tensor: torch.Tensor, dim: int, what: str) -> torch.Tensor:
+    """The whole of a tensor of which each rank holds a slice along ``dim``, without gradient; collective.
+
+    Args:
+        collectives: The sequence-parallel group.
+        tensor: This rank's slice, of one shape on all ranks.
+        dim: The sequence's dimension.
+        what: Name for labels.
+    """
+    slice_ = tensor.detach().contiguous()
+    values = slice_.view(torch.uint8) if slice_.dtype == torch.bool else slice_
+    whole = torch.empty((collectives.world, *values.shape), dtype=values.dtype, device=values.device)
+    collectives.all_gather(whole.view(-1), values.view(-1), what).wait()
+    dim %= tensor.dim()
+    return whole.movedim(0, dim).flatten(dim, dim + 1).to(tensor.dtype)

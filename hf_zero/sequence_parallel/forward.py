@@ -1,0 +1,227 @@
+"""Forwards of a transformers model over slices: when they are, what they need, and their random numbers."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.errors import ConfigError, StateError, UnsupportedError
+from hf_zero.sequence_parallel.attention import SlicedAttention
+from hf_zero.sequence_parallel.heads import require_even_heads
+from hf_zero.sequence_parallel.masks import WholeMasks, modules_of
+
+
+@dataclass(frozen=True)
+class SliceSettings:
+    """What a script has said about its slices.
+
+    Attributes:
+        implementation: Attention implementation of transformers; None takes the model's.
+        whole_in_eval: Forwards in evaluation mode are over whole sequences, unless they come with ``shift_labels``.
+        length: Tokens of every whole sequence; None where they vary.
+        prepare: Puts the trading attention function in the place of ``implementation``'s.
+    """
+
+    implementation: str | None
+    whole_in_eval: bool
+    length: int | None
+    prepare: Callable[[str], None]
+
+
+class SlicedForwards:
+    """Hooks around the forward of one model.
+
+    Attributes:
+        collectives: The sequence-parallel group.
+        settings: What the script has said.
+        attention: State of the model's attention modules.
+    """
+
+    def __init__(self, model: nn.Module, collectives: Collectives, settings: SliceSettings) -> None:
+        implementation = require_sliceable(model, collectives.world, settings.implementation)
+        self.collectives = collectives
+        self.settings = settings
+        self.implementation = implementation
+        settings.prepare(implementation)
+        self.attention = SlicedAttention(model, collectives, implementation not in ("sdpa", "eager"))
+        self._masks = WholeMasks(model, collectives)
+        self._randomness = Randomness(collectives)
+        self._compared = False
+        self._open = False
+        self._hooks = (
+            model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._after, always_call=True),
+        )
+
+    def remove(self) -> None:
+        """Takes the hooks off; the model sees whole sequences again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        attention, settings = self.attention, self.settings
+        whole = settings.whole_in_eval or kwargs.get("past_key_values") is not None
+        attention.sliced = model.training or not whole or kwargs.get("shift_labels") is not None
+        if not attention.sliced:
+            return
+        length = self._require_positions(kwargs)
+        if kwargs.get("output_attentions"):
+            raise UnsupportedError("sequence parallelism: output_attentions=True is not supported, no rank has all heads of its tokens")
+        if not self._compared:
+            self._compare(args, kwargs)
+        attention.calls = 0
+        self._masks.enter(length)
+        self._randomness.enter(model.training)
+        self._open = True
+
+    def _after(self, model: nn.Module, args: Any, output: Any) -> None:
+        if not self._open:
+            return
+        self._open = False
+        self._masks.leave()
+        self._randomness.leave()
+        if output is not None and self.attention.calls == 0:
+            raise UnsupportedError(
+                f"sequence parallelism: {type(model).__name__} did not call its attention through transformers' attention interface "
+                f"({self.implementation}), so each rank attended to its slice only; this model is not supported with this version of "
+                "transformers"
+            )
+
+    def _require_positions(self, kwargs: dict[str, Any]) -> int:
+        """Tokens of the slice.
+
+        Raises:
+            StateError: The forward has no positions: each rank would begin to count at 0.
+            ConfigError: The sequence is not as long as the script has said.
+        """
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            raise StateError(
+                "sequence parallelism: the forward got no position_ids, so every rank would count its slice from 0. Iterate over "
+                "UlyssesSPDataLoaderAdapter (accelerate does it in prepare), or pass the slice of torch.arange(length) yourself; for a "
+                "forward over whole sequences call model.eval() and register with disable_in_eval=True"
+            )
+        length = int(positions.shape[-1])
+        if self.settings.length is not None and length * self.collectives.world != self.settings.length:
+            raise ConfigError(
+                f"sequence parallelism: sequences have {length * self.collectives.world} tokens, seq_length says {self.settings.length}; "
+                "set seq_length_is_variable (sp_seq_length_is_variable) to True, or bring all batches to that length"
+            )
+        return length
+
+    def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuses slices that are not of one batch, once: equal names and shapes on all ranks of the group; collective."""
+        self._compared = True
+        mine = {name: list(value.shape) for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+        mine.update({f"argument {place}": list(value.shape) for place, value in enumerate(args) if isinstance(value, torch.Tensor)})
+        everyone = self.collectives.gather_objects(mine, "slices")
+        if any(other != everyone[0] for other in everyone):
+            raise StateError(
+                "sequence parallelism: the ranks of a group were given different arguments in the first forward, but must hold slices of "
+                "the same batch: " + "; ".join(f"rank {rank} of the group {shapes}" for rank, shapes in enumerate(everyone))
+            )
+
+
+class Randomness:
+    """[Note: dropout over slices]
+
+    Scripts set one seed on every rank. The ranks of a group would then draw one mask of dropout for all slices of a sequence and for all
+    groups of heads. So each rank draws from a stream of its own during the forward, which begins at a number drawn from the common one:
+    that goes on alike on all ranks, for whatever the script draws from it, and is what checkpoints hold. Ranks that were seeded
+    differently stay so.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._rank = collectives.rank
+        self._device = collectives.topology.device
+        self._outer: list[torch.Tensor] | None = None
+
+    def enter(self, training: bool) -> None:
+        """Begins the rank's own stream; evaluation draws nothing."""
+        if not training:
+            return
+        start = int(torch.randint(2**31, ()))
+        self._outer = [torch.get_rng_state()]
+        own = torch.Generator().manual_seed(start * 1024 + self._rank)
+        torch.set_rng_state(own.get_state())
+        if self._device.type != "cpu":
+            module = getattr(torch, self._device.type)
+            self._outer.append(module.get_rng_state(self._device))
+            module.set_rng_state(torch.Generator(self._device).manual_seed(start * 1024 + self._rank).get_state(), self._device)
+
+    def leave(self) -> None:
+        """Goes on with the common stream."""
+        if self._outer is None:
+            return
+        torch.set_rng_state(self._outer[0])
+        if len(self._outer) > 1:
+            getattr(torch, self._device.type).set_rng_state(self._outer[1], self._device)
+        self._outer = None
+
+
+def require_sliceable(model: nn.Module, ranks: int, implementation: str | None) -> str:
+    """The attention implementation of a transformers model that can be trained over slices.
+
+    Args:
+        model: The model, or an adapter around it.
+        ranks: Size of the sequence-parallel group.
+        implementation: What the script asks for; None takes the model's.
+
+    Raises:
+        ConfigError: The model has another implementation, or heads that do not divide.
+        UnsupportedError: It is of a kind that cannot be sliced.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        raise UnsupportedError(f"sequence parallelism: {type(model).__name__} is no model of transformers; use DistributedAttention")
+    name = type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"sequence parallelism: {name} is an encoder-decoder; causal language models are supported")
+    if config.get_text_config() is not config:
+        raise UnsupportedError(f"sequence parallelism: {name} has other towers beside its text model; text models are supported")
+    recurrent = sorted({kind for kind in getattr(config, "layer_types", None) or [] if kind not in _ATTENTION_LAYERS})
+    if recurrent:
+        raise UnsupportedError(
+            f"sequence parallelism: {name} has layers of type {', '.join(recurrent)}; only layers that see other tokens through attention "
+            f"alone can be sliced ({', '.join(_ATTENTION_LAYERS)})"
+        )
+    found = getattr(config, "_attn_implementation", None)
+    if implementation is not None and found != implementation:
+        raise ConfigError(
+            f"sequence parallelism: core_attn_implementation (sp_attn_implementation) is {implementation!r} and the model was made with "
+            f"attn_implementation={found!r}; make them equal"
+        )
+    if found is None:
+        raise UnsupportedError(f"sequence parallelism: {name} names no attention implementation")
+    _require_interface(model)
+    heads = getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int):
+        require_even_heads(heads, ranks)
+    return str(found)
+
+
+def _require_interface(model: nn.Module) -> None:
+    """The model takes positions, and attends through the table of functions in which the trading one stands."""
+    inside: Any = getattr(model, "get_base_model", None)  # of an adapter
+    base: Any = model if inside is None else inside()
+    name = type(base).__name__
+    if "position_ids" not in inspect.signature(base.forward).parameters:
+        raise UnsupportedError(f"sequence parallelism: {name}.forward takes no position_ids, so each rank would count its slice from 0")
+    tables = [vars(module)[_TABLE] for module in modules_of(base) if _TABLE in vars(module) and module.__name__ != _LIBRARY]
+    shared = getattr(sys.modules.get(_LIBRARY), _TABLE, None)
+    if not tables or any(table is not shared for table in tables):
+        raise UnsupportedError(
+            f"sequence parallelism: {name} does not call its attention through transformers' table of attention functions, which is where "
+            "slices are put together; use a model that does, or DistributedAttention in one of your own"
+        )
+
+
+_TABLE, _LIBRARY = "ALL_ATTENTION_FUNCTIONS", "transformers.modeling_utils"
+_ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention", "dense", "sparse", "global_attention")

@@ -1,0 +1,98 @@
+"""The classic Ulysses module: attention of any kind, wrapped so that its inputs and its output are slices of sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.recorded import open_collectives
+from hf_zero.comm.topology import axis_over
+from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.sequence_parallel.exchange import trade
+from hf_zero.sequence_parallel.heads import require_even_heads
+
+
+class DistributedAttention(nn.Module):
+    """Runs ``local_attention`` on some heads of whole sequences. DeepSpeed's class of that name, with its arguments.
+
+    Args:
+        local_attention: Called with query, key and value that hold whole sequences and this rank's heads; its result has the
+            query's layout.
+        sequence_process_group: The ranks that hold slices of the same sequences.
+        scatter_idx: Dimension of the heads.
+        gather_idx: Dimension of the sequence.
+        sp_stream: Refused unless None; trades are waited for where their result is read.
+        num_kv_heads: Accepted; the key tensor has them.
+    """
+
+    def __init__(
+        self,
+        local_attention: nn.Module,
+        sequence_process_group: dist.ProcessGroup,
+        scatter_idx: int = 2,
+        gather_idx: int = 0,
+        sp_stream: Any = None,
+        num_kv_heads: int | None = None,
+    ) -> None:
+        super().__init__()
+        if sp_stream is not None:
+            raise UnsupportedError("DistributedAttention(sp_stream=...): a stream of its own for the trade is not provided; leave it out")
+        self.local_attn = local_attention
+        self.spg = sequence_process_group
+        self.scatter_idx = scatter_idx
+        self.gather_idx = gather_idx
+        self.collectives: Collectives = open_collectives(axis_over(sequence_process_group))
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch_dim_idx: int = 0,
+        rotary_pos_emb: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Trades, attends, trades back; collective.
+
+        Args:
+            query: All heads of this rank's slice, with heads and sequence at the dimensions the constructor was given.
+            key: Likewise; its heads must divide among the ranks too.
+            value: Likewise.
+            batch_dim_idx: Accepted; every other dimension stays as it is.
+            rotary_pos_emb: Refused unless None: rotate query and key by their positions before the call.
+            *args: For ``local_attention``.
+            **kwargs: For ``local_attention``.
+
+        Returns:
+            This rank's slice of what ``local_attention`` gives, with all heads.
+
+        Raises:
+            ConfigError: The group does not divide the heads.
+        """
+        if rotary_pos_emb is not None:
+            raise UnsupportedError("DistributedAttention(rotary_pos_emb=...) is not provided: rotate query and key before the call")
+        ranks = self.collectives.world
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if max(self.scatter_idx, self.gather_idx) >= tensor.dim():
+                raise ConfigError(f"DistributedAttention: {name} has {tensor.dim()} dimensions, heads are {self.scatter_idx}")
+            require_even_heads(tensor.shape[self.scatter_idx], ranks, f"dimension {self.scatter_idx} of {name}")
+        rows = [_rows(tensor, self.scatter_idx, ranks) for tensor in (query, key, value)]
+        whole = [_joined(part, self.gather_idx) for part in trade(self.collectives, *rows)]
+        output = self.local_attn(*whole, *args, **kwargs)
+        (traded,) = trade(self.collectives, _rows(output, self.gather_idx, ranks))
+        return _joined(traded, self.scatter_idx)
+
+
+def _rows(tensor: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
+    """``tensor`` cut into ``ranks`` parts along ``dim``, stacked: (ranks, ...)."""
+    return tensor.unflatten(dim, (ranks, -1)).movedim(dim, 0)
+
+
+def _joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
+    """The opposite: ``parts`` (ranks, ...) one behind the other along ``dim``."""
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
