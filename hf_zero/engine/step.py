@@ -67,6 +67,8 @@ class Stepper:
 
     def prepare(self, boundary: bool) -> None:
         """Called before each backward; ``boundary``: its gradients complete an optimizer step."""
+        for unit in self.optimizer.units:
+            unit.take_assigned()
         self.optimizer.residence.expect(self.optimizer, self.scaler.scale if boundary else None)
 
     def norm_of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:

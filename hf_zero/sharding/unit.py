@@ -143,6 +143,8 @@ class Unit:
         """Allocates the full buffer and starts the all-gather; collective. Does nothing unless SHARDED."""
         if self.state is not UnitState.SHARDED:
             return
+        if not self._outlined:
+            self._whole.refuse_assigned(self.params)
         self._whole.allocate()
         self._pending = self._all_gather()
         self._enter(UnitState.GATHERING)
@@ -257,6 +259,11 @@ class Unit:
         if self.state is not UnitState.GATHERED or (self.layout.world == 1 and not self.releasable):
             return None
         return self._all_gather()
+
+    def take_assigned(self) -> None:
+        """Takes over values that whole parameters were given outside of a gather, as ``param.data = value``; local."""
+        if self.state is UnitState.GATHERED and not self._pins and self._whole.adopt(self.params):
+            self.take_full()
 
     def take_full(self) -> None:
         """Copies this rank's part of the gathered buffer into shard and master, after the parameters were written to; local."""

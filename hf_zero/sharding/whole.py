@@ -54,22 +54,41 @@ class WholeBuffer:
         """Empties the parameters."""
         _point(params, repeat(self._empty))
 
-    def adopt(self, params: Iterable[nn.Parameter | None]) -> None:
+    def refuse_assigned(self, params: Iterable[nn.Parameter | None]) -> None:
+        """Raises when a hidden parameter was given values: they would be lost.
+
+        Raises:
+            StateError: It names the parameter.
+        """
+        for param, slot in zip(params, self._layout.slots, strict=True):
+            if param is not None and param.numel():
+                raise StateError(
+                    f"parameter {slot.name} was given data of shape {tuple(param.shape)} while it was divided over the ranks (ZeRO stage 3). "
+                    "Set it on all ranks inside `with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`"
+                )
+
+    def adopt(self, params: Iterable[nn.Parameter | None]) -> bool:
         """Takes the values of parameters that were given other memory (``param.data = value``), and shows them their views again.
+
+        Returns:
+            Whether there were any.
 
         Raises:
             StateError: The other memory has another shape.
         """
+        found = False
         for param, view, slot in zip(params, self._views, self._layout.slots, strict=True):
             if param is None or (param.data_ptr() == view.data_ptr() and param.shape == view.shape):
                 continue
             if param.shape != view.shape:
                 raise StateError(
                     f"parameter {slot.name} has shape {tuple(view.shape)}, and was given data of shape {tuple(param.shape)} while it was "
-                    "gathered; a divided parameter keeps its shape: register a new one in its place"
+                    "whole; a parameter of an engine keeps its shape: register a new one in its place, before initialize"
                 )
             view.copy_(param.data)
             param.data = view
+            found = True
+        return found
 
     def free(self, params: Iterable[nn.Parameter | None], leave: bool) -> None:
         """Empties the parameters and gives the memory back.
