@@ -60,12 +60,13 @@ class WholeBuffer:
         Raises:
             StateError: It names the parameter.
         """
-        for param, slot in zip(params, self._layout.slots, strict=True):
-            if param is not None and param.numel():
-                raise StateError(
-                    f"parameter {slot.name} was given data of shape {tuple(param.shape)} while it was divided over the ranks (ZeRO stage 3). "
-                    "Set it on all ranks inside `with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`"
-                )
+        with torch._C.DisableTorchFunction():  # zero.Init would answer with the whole shape
+            given = [index for index, param in enumerate(params) if param is not None and param.numel()]
+        for index in given:
+            raise StateError(
+                f"parameter {self._layout.slots[index].name} was given data while it was divided (ZeRO stage 3). Set it on all ranks "
+                "inside `with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`"
+            )
 
     def adopt(self, params: Iterable[nn.Parameter | None]) -> bool:
         """Takes the values of parameters that were given other memory (``param.data = value``), and shows them their views again.
