@@ -31,6 +31,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Literal
 
+from tests import pretend
+
 PRELOAD = ("tests.alias_first", "torch", "torch.distributed", "numpy", "transformers.modeling_utils") + tuple(
     f"transformers.models.{name}.modeling_{name}"
     for name in ("gpt2", "llama", "t5", "bart", "albert", "mixtral", "deberta_v2", "blenderbot", "vit")
@@ -116,15 +118,17 @@ def observe_ranks(
     grace: float = GRACE_SECONDS,
 ) -> list[RankOutcome]:
     """Like ``run_ranks``, but returns how each rank ended instead of raising. ``grace``: see ``GRACE_SECONDS``."""
-    pool = _POOLS.get(world_size)
+    # A process that has loaded the pretend accelerator keeps it: ranks of the CPU have a pool of their own.
+    key = (world_size, (env or {}).get("HF_ZERO_TEST_DEVICE", os.environ.get("HF_ZERO_TEST_DEVICE", "cpu")))
+    pool = _POOLS.get(key)
     if pool is None or not pool.healthy():
         if pool is not None:
             pool.kill()
-        pool = _POOLS[world_size] = RankPool(world_size)
+        pool = _POOLS[key] = RankPool(world_size)
     outcomes = pool.call(pickle.dumps((function, args)), timeout=timeout, group_timeout=group_timeout, group=group, env=env, grace=grace)
     if not all(outcome.ok for outcome in outcomes):
         pool.kill()
-        del _POOLS[world_size]
+        del _POOLS[key]
     return outcomes
 
 
@@ -244,10 +248,14 @@ def device() -> Any:
     """Where the ranks of the suite keep their tensors: ``HF_ZERO_TEST_DEVICE`` (all ranks may share one GPU) or the CPU."""
     import torch
 
-    return torch.device(os.environ.get("HF_ZERO_TEST_DEVICE", "cpu"))
+    name = os.environ.get("HF_ZERO_TEST_DEVICE", "cpu")
+    if name == "pretend":
+        pretend.load()
+        return torch.device(name, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
+    return torch.device(name)
 
 
-_POOLS: dict[int, RankPool] = {}
+_POOLS: dict[tuple[int, str], RankPool] = {}  # by number of ranks and device
 _FACTORIES: dict[str, Any] = {}  # of a rank: the functions that zero.Init may replace for a while
 atexit.register(close_pools)
 
@@ -314,6 +322,7 @@ def _run(job: Job, rank: int, world_size: int) -> Any:
                 limit = timedelta(seconds=job.group_timeout)
                 backend = os.environ.get("HF_ZERO_TEST_BACKEND", "gloo")
                 dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+            device()  # the pretend accelerator must be there before anything asks for one
             function, args = pickle.loads(job.payload)
             value = function(*args)
             _check_leaks()
@@ -345,6 +354,10 @@ def _check_leaks() -> None:
         raise AssertionError(f"the job left the default dtype at {torch.get_default_dtype()}, expected torch.float32")
     if not torch.is_grad_enabled():
         raise AssertionError("the job left autograd switched off")
+    if pretend.loaded():
+        torch.accelerator.synchronize()
+        if complaints := pretend.complaints():
+            raise AssertionError("the pretend accelerator complains:\n" + "\n".join(complaints))
     replaced = [name for name, original in _FACTORIES.items() if getattr(torch, name) is not original]
     if replaced:
         raise AssertionError(f"the job left these functions of torch replaced: {replaced}")

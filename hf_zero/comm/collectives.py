@@ -256,6 +256,8 @@ class GlooCollectives(Collectives):
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
         label = observe.note("all_gather", unit)
         numel = shard.numel()
+        if self.world == 1:
+            return Pending(label, [], finish=lambda: _copy_unless_same(full, shard))
         if full.device.type != "cpu":
             host_full, host_shard = torch.empty(full.shape, dtype=full.dtype), shard.cpu()
             works = self._exchange(label, lambda peer: host_shard, lambda peer: host_full[peer * numel : (peer + 1) * numel])
@@ -288,6 +290,26 @@ class GlooCollectives(Collectives):
         works = self._exchange(label, lambda peer: host[peer * numel : (peer + 1) * numel], lambda peer: parts[peer])
         scratch = 1 if self.rank == 0 else 0  # the sum may overwrite what was received from that rank, never what ``full`` holds
         return Pending(label, works, lambda: _sum_in_order(parts, dtype, scratch).to(full.device), keep=(full, host, *parts))
+
+    def all_reduce(self, tensor: torch.Tensor, unit: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+        if self.world == 1 or tensor.device.type == "cpu":
+            return super().all_reduce(tensor, unit, op)
+        host = tensor.cpu()
+        pending = super().all_reduce(host, unit, op)
+
+        def finish() -> None:
+            tensor.copy_(host)
+
+        pending.finish = finish
+        return pending
+
+    def broadcast(self, tensor: torch.Tensor, source: int, unit: str) -> None:
+        if self.world == 1 or tensor.device.type == "cpu":
+            super().broadcast(tensor, source, unit)
+            return
+        host = tensor.cpu()
+        super().broadcast(host, source, unit)
+        tensor.copy_(host)
 
     def all_reduce_in_order(self, tensor: torch.Tensor, unit: str) -> Pending:
         label = observe.note("all_reduce", unit)

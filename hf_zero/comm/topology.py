@@ -52,9 +52,12 @@ def default_device() -> torch.device:
 
 
 def default_backend() -> str:
-    """The backend torch.distributed recommends for the device of this rank (nccl, xccl, ...; gloo on a CPU)."""
+    """The backend torch.distributed recommends for the device of this rank (nccl, xccl, ...); gloo on a CPU, and where there is none."""
     device = default_device()
-    return "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
+    try:
+        return "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
+    except ValueError:
+        return "gloo"
 
 
 def default_timeout() -> timedelta:
@@ -366,5 +369,9 @@ def group_timeout(topology: Topology) -> timedelta:
 
 def _timeout_of(topology: Topology) -> timedelta | None:
     """The timeout the group was created with; ``new_group`` would take the library's default otherwise. None if it does not tell."""
-    options = getattr(topology.group._get_backend(topology.device), "options", None)
+    try:
+        backend = topology.group._get_backend(topology.device)
+    except RuntimeError:  # a back end of the host serves a device that has none of its own
+        backend = topology.group._get_backend(torch.device("cpu"))
+    options = getattr(backend, "options", None)
     return getattr(options, "_timeout", None)

@@ -1,0 +1,135 @@
+"""A pretend accelerator for tests: ``pretend.load()`` gives torch a device type "pretend".
+
+It computes with the CPU's kernels in host memory, and is strict where a device is lenient by luck:
+
+- Addresses of device memory fault when host code uses them, and an operation on tensors of two devices is refused.
+- Fresh and freed memory holds NaN.
+- Copies from and to page-locked memory run as late as they may: the host sees them when it has waited, and not before.
+- Every stream has a clock. An operation that touches bytes which another stream may still be using is an error that names both
+  (``wait_stream`` or an event is missing), and so is memory given back while another stream may be using it (``record_stream``).
+
+It says nothing about speed, nccl, CUDA's own allocator or Triton. One thing differs from a device: operations whose results no other
+stream touches run at once, so the host never runs ahead of the device.
+
+Environment: ``PRETEND_DEVICES`` (2), ``PRETEND_MEMORY`` (bytes per device, 2 GiB).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+NAME = "pretend"
+FOLDER = Path(__file__).parent
+_library: ctypes.CDLL | None = None
+
+
+class BuildError(RuntimeError):
+    """The extension could not be compiled; the text is the compiler's."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler that builds the extension; None where there is none."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+
+
+@cache
+def build() -> Path:
+    """The compiled extension, from a folder of this user, these sources and this torch; about 15 seconds the first time.
+
+    Raises:
+        BuildError: The compiler failed, or there is none.
+    """
+    import torch
+
+    sources = sorted(FOLDER.glob("*.cpp"))
+    text = b"".join(path.read_bytes() for path in [*sources, *FOLDER.glob("*.h")]) + f"{torch.__version__} {sys.version}".encode()
+    folder = Path(tempfile.gettempdir()) / f"hf_zero_pretend_{os.getuid()}_{hashlib.sha256(text).hexdigest()[:16]}"
+    library = folder / "libpretend.so"
+    if library.exists() and folder.stat().st_uid == os.getuid():
+        return library
+    chosen = compiler()
+    if chosen is None:
+        raise BuildError("no C++ compiler was found (g++, c++ or clang++; CXX names another)")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        _compile(chosen, sources, Path(made))
+        os.replace(Path(made) / library.name, library)  # another process may have done the same
+    return library
+
+
+def _compile(chosen: str, sources: list[Path], folder: Path) -> None:
+    import torch
+    from torch.utils.cpp_extension import include_paths
+
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    flags = ["-std=c++20", "-O0", "-fPIC", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *(f"-I{path}" for path in include_paths())]
+    running = []
+    for path in sources:
+        command = [chosen, *flags, "-c", str(path), "-o", str(folder / f"{path.stem}.o")]
+        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    texts = [process.communicate()[0] for process in running]
+    failed = [text for process, text in zip(running, texts, strict=True) if process.returncode != 0]
+    if failed:
+        raise BuildError(failed[0][-4000:])
+    libraries = Path(torch.__file__).parent / "lib"
+    objects = [str(folder / f"{path.stem}.o") for path in sources]
+    link = [chosen, "-shared", *objects, f"-L{libraries}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{libraries}", "-o", str(folder / "libpretend.so")]
+    done = subprocess.run(link, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise BuildError(done.stderr[-4000:])
+
+
+def load() -> None:
+    """Makes the device known to torch, for the life of this process. Nothing happens the second time."""
+    global _library
+    if _library is not None:
+        return
+    import torch
+
+    path = str(build())
+    torch.ops.load_library(path)
+    _library = ctypes.CDLL(path)
+    _library.pretend_complaints.restype = ctypes.c_char_p
+    _library.pretend_counter.restype = ctypes.c_int64
+    _library.pretend_register.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    _library.pretend_unregister.argtypes = [ctypes.c_void_p]
+    torch.utils.rename_privateuse1_backend(NAME)
+    from tests.pretend import module
+
+    torch._register_device_module(NAME, module)
+    sys.modules[f"torch.{NAME}"] = module
+    torch.utils.generate_methods_for_privateuse1_backend()
+
+
+def loaded() -> bool:
+    """Whether ``load`` has been called in this process."""
+    return _library is not None
+
+
+def library() -> ctypes.CDLL:
+    """The extension's C interface."""
+    assert _library is not None, "call pretend.load() first"
+    return _library
+
+
+def complaints() -> list[str]:
+    """What was done wrong since the last call. Most of it was raised where it happened; a thread may have kept the error to itself."""
+    return library().pretend_complaints().decode().splitlines()
+
+
+def late_copies() -> int:
+    """Copies from and to page-locked memory so far that ran beside the computation."""
+    return library().pretend_counter(b"late")
+
+
+def pageable_copies() -> int:
+    """Copies so far that were asked to run beside the computation and could not: the host memory was not page-locked."""
+    return library().pretend_counter(b"pageable")
