@@ -59,6 +59,7 @@ def blocks_of(way: tuple[bool, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     from hf_zero.engine import offloading
 
     apart, blocks = way
+    apart = apart or ranks.device().type != "cpu"
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(offloading, "trains_on_host", lambda device: not apart):
         yield {name: _with_path(value, folder) for name, value in blocks.items()}
         assert not any(Path(folder).iterdir()), "swap files are left"

@@ -248,9 +248,12 @@ def device() -> Any:
     """Where the ranks of the suite keep their tensors: ``HF_ZERO_TEST_DEVICE`` (all ranks may share one GPU) or the CPU."""
     import torch
 
+    from tests.pretend import network
+
     name = os.environ.get("HF_ZERO_TEST_DEVICE", "cpu")
     if name == "pretend":
         pretend.load()
+        network.register()
         return torch.device(name, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
     return torch.device(name)
 
@@ -317,12 +320,12 @@ def _run(job: Job, rank: int, world_size: int) -> Any:
         # Fills what torch.empty returns with NaN: padding or a hole that somebody forgot to write shows at once.
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
+            device()  # the pretend accelerator must be there before anything asks for one
             if job.store is not None:
                 store = dist.FileStore(job.store, world_size)
                 limit = timedelta(seconds=job.group_timeout)
                 backend = os.environ.get("HF_ZERO_TEST_BACKEND", "gloo")
                 dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-            device()  # the pretend accelerator must be there before anything asks for one
             function, args = pickle.loads(job.payload)
             value = function(*args)
             _check_leaks()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -369,9 +370,7 @@ def group_timeout(topology: Topology) -> timedelta:
 
 def _timeout_of(topology: Topology) -> timedelta | None:
     """The timeout the group was created with; ``new_group`` would take the library's default otherwise. None if it does not tell."""
-    try:
-        backend = topology.group._get_backend(topology.device)
-    except RuntimeError:  # a back end of the host serves a device that has none of its own
-        backend = topology.group._get_backend(torch.device("cpu"))
-    options = getattr(backend, "options", None)
-    return getattr(options, "_timeout", None)
+    for device in (topology.device, torch.device("cpu")):  # a back end of the host serves a device that has none of its own
+        with contextlib.suppress(RuntimeError):
+            return getattr(getattr(topology.group._get_backend(device), "options", None), "_timeout", None)
+    return None

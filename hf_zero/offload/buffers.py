@@ -35,7 +35,9 @@ class HostMemory:
     def __init__(self, device: torch.device, pin: bool = True) -> None:
         self.nbytes = 0
         self.locked_bytes = 0
-        self._locks = _Locks(device) if pin and device.type == "cuda" else None
+        runtime = _runtime_of(device) if pin else None
+        self._locks = _Locks(device, runtime) if runtime is not None else None
+        self._asks_torch = pin and runtime is None and device.type != "cpu"
         # Memory must be unlocked before the kernel takes it back.
         self._finalizer = weakref.finalize(self, self._locks.release) if self._locks is not None else None
 
@@ -48,6 +50,10 @@ class HostMemory:
             pinned: The device copies from or to it.
         """
         nbytes = max(ALIGNMENT, -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT)
+        if pinned and self._asks_torch and (locked := _locked_by_torch(nbytes)) is not None:
+            self.nbytes += nbytes
+            self.locked_bytes += nbytes
+            return locked[: numel * dtype.itemsize].view(dtype)
         pages = mmap.mmap(-1, nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= 2 << 20:
             with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -64,20 +70,39 @@ class HostMemory:
             self._finalizer()
 
 
-class _Locks:
-    """Page locks of a CUDA driver."""
+def _runtime_of(device: torch.device) -> Any:
+    """The run-time library of CUDA or ROCm, which can lock pages that it has not allocated; None for other devices."""
+    module = torch.get_device_module(device) if device.type != "cpu" else None
+    return module.cudart() if hasattr(module, "cudart") else None
 
-    def __init__(self, device: torch.device) -> None:
+
+def _locked_by_torch(nbytes: int) -> torch.Tensor | None:
+    """Zeros from torch's own page-locked memory, beginning at a page; None, with a warning, where there is none to be had."""
+    try:
+        memory = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        warn_once(f"no page-locked host memory ({error}): offloading goes on with ordinary memory, whose copies do not overlap")
+        return None
+    return memory[-memory.data_ptr() % ALIGNMENT :][:nbytes]
+
+
+class _Locks:
+    """Page locks of a driver.
+
+    Args:
+        device: Whose.
+        runtime: The driver's library.
+    """
+
+    def __init__(self, device: torch.device, runtime: Any) -> None:
         self._device = device
-        self._runtime: Any = None
+        self._runtime = runtime
         self._held: list[torch.Tensor] = []  # kept alive until unlocked
         self._failed = False
 
     def lock(self, tensor: torch.Tensor) -> bool:
         if self._failed:
             return False
-        if self._runtime is None:
-            self._runtime = torch.cuda.cudart()
         status = int(self._runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
         if status != 0:
             self._failed = True
@@ -94,7 +119,7 @@ class _Locks:
     def release(self) -> None:
         if not self._held:
             return
-        torch.cuda.synchronize(self._device)
+        torch.get_device_module(self._device).synchronize(self._device)
         for tensor in self._held:
             status = int(self._runtime.cudaHostUnregister(tensor.data_ptr()))
             if status != 0:

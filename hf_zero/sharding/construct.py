@@ -61,7 +61,8 @@ def build_unit(name: str, members: Sequence[NamedParam], dtype: torch.dtype, spe
         master_dtype = spec.master_dtype or dtype
         # From the 16-bit values, as DeepSpeed does: a model that zero.Init cast at construction gives the same masters.
         own_master = master_dtype == dtype and spec.home is ON_DEVICE
-        unit.own.master = unit.shard if own_master else host_memory.cast(unit.shard, master_dtype)
+        # A master is born on the device, wherever the shard rests: only an offloaded optimizer moves it.
+        unit.own.master = unit.shard if own_master else host_memory.cast(unit.full[unit.owned.start : unit.owned.stop], master_dtype)
     own(unit, spec.announced)
     return unit
 

@@ -1,0 +1,133 @@
+"""A pretend nccl: collectives of device tensors over gloo, with the order of work that nccl has.
+
+A collective waits for the current stream, runs on a stream of its own and returns at once; ``Work.wait`` lets the current stream wait
+for it and blocks nobody. What the works hold is given back when they have been waited for. So a buffer that is read before ``wait``, or
+freed without it, is an error of the pretend accelerator. The host does wait for the other ranks at the call, as gloo needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests import pretend
+from torch import Tensor
+
+NAME = "pretend_ccl"
+
+
+class _Work(dist.Work if hasattr(dist, "Work") else dist._Work):  # type: ignore[misc, name-defined]
+    """A collective on the network's stream."""
+
+    def __init__(self, event: Any, keep: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._event, self._keep = event, list(keep)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if self._event is not None:
+            torch.accelerator.current_stream(self._keep[0].device).wait_event(self._event)
+        self._event, self._keep = None, []
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def is_success(self) -> bool:
+        return True
+
+
+class Network(dist.ProcessGroup):
+    """The group; ``inner`` is gloo's."""
+
+    def __init__(self, inner: Any, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.inner = inner
+        self._stream: Any = None
+
+    def _run(self, tensors: Sequence[Tensor], call: Callable[..., Any]) -> _Work:
+        """Stages ``tensors`` through the host on the network's stream; ``call`` gets the copies."""
+        device = tensors[0].device
+        if device.type == "cpu":
+            call(*tensors).wait()
+            return _Work(None, tensors)
+        module = torch.get_device_module(device)
+        if self._stream is None:
+            self._stream = module.Stream(device)
+        self._stream.wait_stream(module.current_stream(device))
+        with module.stream(self._stream):
+            hosts = [tensor.to("cpu", copy=True) for tensor in tensors]
+            call(*hosts).wait()
+            for tensor, host in zip(tensors, hosts, strict=True):
+                tensor.copy_(host.pin_memory(), non_blocking=True)
+            event = module.Event()
+            event.record(self._stream)
+        return _Work(event, tensors)
+
+    def _exchange(self, output: Tensor, input: Tensor) -> _Work:
+        return self._run([output, input], lambda out, into: self.inner.alltoall_base(out, into, [], []))
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> _Work:
+        return self._run(tensors, lambda *hosts: self.inner.broadcast(list(hosts), opts))
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Work:
+        return self._run(tensors, lambda *hosts: self.inner.allreduce(list(hosts), opts))
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Work:
+        return self._run([*outputs[0], *inputs], lambda *hosts: self.inner.allgather([list(hosts[:-1])], [hosts[-1]]))
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> _Work:
+        return self._run([output, input], lambda out, into: self.inner._allgather_base(out, into))
+
+    all_gather_single = _allgather_base
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> _Work:
+        def call(out: Tensor, into: Tensor) -> Any:
+            parts = torch.empty_like(into)
+            self.inner.alltoall_base(parts, into, [], []).wait()
+            out.copy_(parts.view(self.size(), -1).float().sum(0))
+            return _Finished()
+
+        return self._run([output, input], call)
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def alltoall_base(self, output: Tensor, input: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None) -> _Work:
+        return self._run([output, input], lambda out, into: self.inner.alltoall_base(out, into, list(out_sizes), list(in_sizes)))
+
+    all_to_all_single = alltoall_base
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self.inner.barrier()
+
+    def size(self) -> int:
+        return self.inner.size()
+
+    def rank(self) -> int:
+        return self.inner.rank()
+
+    def getBackendName(self) -> str:
+        return NAME
+
+
+class _Finished:
+    """A work that is over."""
+
+    def wait(self) -> None: ...
+
+
+def register() -> None:
+    """Makes the back end known to torch.distributed, as the one of pretend devices; CPU tensors go through it too."""
+    if NAME in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(NAME, _create, devices=[pretend.NAME, "cpu"])
+    dist.Backend.default_device_backend_map[pretend.NAME] = NAME
+
+
+def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Network:
+    return Network(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
