@@ -76,12 +76,15 @@ def _device_facts() -> dict[str, str]:
     memory = _host_memory_bytes()
     if memory:
         facts["host memory"] = f"{memory / 2**30:.1f} GiB"
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            device = torch.cuda.get_device_properties(index)
-            facts[f"cuda:{index}"] = f"{device.name}, {device.total_memory / 2**30:.1f} GiB"
-    else:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
         facts["accelerator"] = "none"
+        return facts
+    properties = getattr(torch.get_device_module(accelerator), "get_device_properties", None)
+    for index in range(torch.accelerator.device_count()):
+        device = properties(index) if properties is not None else None
+        text = f"{device.name}, {device.total_memory / 2**30:.1f} GiB" if device is not None else "nothing known of it"
+        facts[f"{accelerator.type}:{index}"] = text
     return facts
 
 

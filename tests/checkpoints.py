@@ -90,8 +90,8 @@ def steps(engine: Any, first: int, count: int, dtype: str = "fp32", same_on_all:
     for step in range(first, first + count):
         generator = torch.Generator().manual_seed(1000 * step + (0 if same_on_all else ranks.rank()))
         batch: Batch = {
-            "inputs": torch.randn(2, LENGTH, generator=generator).to(DTYPES[dtype]),
-            "labels": torch.randint(0, CLASSES, (2,), generator=generator),
+            "inputs": torch.randn(2, LENGTH, generator=generator).to(ranks.device(), DTYPES[dtype]),
+            "labels": torch.randint(0, CLASSES, (2,), generator=generator).to(ranks.device()),
         }
         loss = class_loss(engine, batch)
         engine.backward(loss)
@@ -127,6 +127,7 @@ def full_state(engine: Any) -> dict[str, Any]:
     for group in engine.optimizer.param_groups:
         decay = "decayed" if group["weight_decay"] else "plain"
         state[f"group {decay}"] = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
+    state = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
     state["scheduler"] = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
     state["scaler"] = engine.scaler.state_dict()
     state["counters"] = (engine.global_steps, engine.skipped_steps, engine.micro_steps)

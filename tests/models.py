@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests import ranks
+
 VOCAB = 64
 LENGTH = 8
 CLASSES = 4
@@ -39,9 +41,9 @@ class ModelCase:
             return self.make().train()
 
     def rows(self, *seed: int, rows: int = 2) -> Batch:
-        """Return the batch of ``rows`` rows that belongs to a seed such as (step, micro-step, rank)."""
+        """Return the batch of ``rows`` rows that belongs to a seed such as (step, micro-step, rank), where the ranks keep tensors."""
         generator = torch.Generator().manual_seed(hash(tuple(seed)) % (2**31))
-        return self.batch(generator, rows)
+        return {name: value.to(ranks.device()) for name, value in self.batch(generator, rows).items()}
 
 
 def concatenate(batches: list[Batch]) -> Batch:

@@ -120,6 +120,8 @@ def observe_ranks(
     """Like ``run_ranks``, but returns how each rank ended instead of raising. ``grace``: see ``GRACE_SECONDS``."""
     # A process that has loaded the pretend accelerator keeps it: ranks of the CPU have a pool of their own.
     key = (world_size, (env or {}).get("HF_ZERO_TEST_DEVICE", os.environ.get("HF_ZERO_TEST_DEVICE", "cpu")))
+    if key[1] == pretend.NAME:
+        pretend.build()  # once, rather than in every rank
     pool = _POOLS.get(key)
     if pool is None or not pool.healthy():
         if pool is not None:

@@ -86,9 +86,9 @@ class FakeDevice:
             def __init__(self, enable_timing: bool) -> None:
                 assert enable_timing
 
-            def record(self) -> None:
+            def record(self, stream: str) -> None:
                 device.time += 1.0
-                self.time, self.stream = device.time, device.current
+                self.time, self.stream = device.time, stream
 
             def query(self) -> bool:
                 return device.reached
@@ -104,6 +104,9 @@ class FakeDevice:
                 self.name = "side"
 
         self.Event, self.Stream = Event, Stream
+
+    def current_stream(self, device: torch.device) -> str:
+        return self.current
 
     def stream(self, stream: Any) -> Any:
         from contextlib import contextmanager

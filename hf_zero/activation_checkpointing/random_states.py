@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -50,7 +49,12 @@ class RandomStates:
             raise StateError(f"random state {name!r} with seed {seed}: {what} is taken; reset() forgets all")
         self._seeds.add(seed)
         before = _get_state()
-        torch.manual_seed(seed) if default_device().type == "cpu" else _device_module().manual_seed(seed)
+        device = default_device()
+        if device.type == "cpu":
+            torch.manual_seed(seed)
+        else:
+            with torch.accelerator.device_index(device.index):
+                torch.get_device_module(device).manual_seed(seed)
         self._states[name] = _get_state()
         _set_state(before)
 
@@ -88,13 +92,11 @@ def seed_model_parallel(seed: int, model_rank: int) -> None:
     _states.add(MODEL_PARALLEL, seed + _OFFSET + model_rank)
 
 
-def _device_module() -> Any:
-    return torch.get_device_module(default_device())
-
-
 def _get_state() -> torch.Tensor:
-    return torch.get_rng_state() if default_device().type == "cpu" else _device_module().get_rng_state()
+    device = default_device()  # of this rank, which need not be the current one
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
 def _set_state(state: torch.Tensor) -> None:
-    torch.set_rng_state(state) if default_device().type == "cpu" else _device_module().set_rng_state(state)
+    device = default_device()
+    torch.set_rng_state(state) if device.type == "cpu" else torch.get_device_module(device).set_rng_state(state, device)

@@ -122,8 +122,8 @@ class Background:
                     rows.append(self._copy_piece(piece, start))
                     start += _room(piece)
                 copied[name].append(Entry(entry.name, entry.dtype, entry.shape, tuple(rows)))
-        if any(_on_device(piece) for piece in pieces):
-            torch.accelerator.synchronize()
+        for device in {piece.device for piece in pieces if isinstance(piece, torch.Tensor) and piece.device.type != "cpu"}:
+            torch.get_device_module(device).synchronize(device)
         return direct, copied
 
     def _reserve(self, nbytes: int, pinned: bool) -> None:

@@ -135,12 +135,13 @@ class DeviceWatch(Watch):
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._module: Any = torch.get_device_module(device)
         self._side = self._module.Stream(device)
 
     def now(self) -> Any:
         event = self._module.Event(enable_timing=True)
-        event.record()
+        event.record(self._module.current_stream(self._device))  # the current device may be another
         return event
 
     def end_of(self, works: list[Any]) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.comm.topology import default_device
 from hf_zero.errors import ConfigError
 from hf_zero.observe import global_rank, logger, warn_once
 
@@ -130,6 +131,9 @@ def see_memory_usage(message: str, force: bool = False, ranks: Sequence[int] | N
     # ru_maxrss is in kilobytes on Linux, in bytes on macOS.
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     text = f"{message}: host max {host / 2**30:.2f} GB"
-    if torch.cuda.is_available():
-        text += f", allocated {torch.cuda.memory_allocated() / 2**30:.2f} GB, max {torch.cuda.max_memory_allocated() / 2**30:.2f} GB"
+    device = default_device()
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        used, peak = module.memory_allocated(device), module.max_memory_allocated(device)
+        text += f", allocated {used / 2**30:.2f} GB, max {peak / 2**30:.2f} GB"
     log_dist(text, ranks if ranks is not None else [0])

@@ -72,8 +72,8 @@ class HostMemory:
 
 def _runtime_of(device: torch.device) -> Any:
     """The run-time library of CUDA or ROCm, which can lock pages that it has not allocated; None for other devices."""
-    module = torch.get_device_module(device) if device.type != "cpu" else None
-    return module.cudart() if hasattr(module, "cudart") else None
+    cudart = getattr(torch.get_device_module(device), "cudart", None) if device.type != "cpu" else None
+    return cudart() if cudart is not None else None
 
 
 def _locked_by_torch(nbytes: int) -> torch.Tensor | None:

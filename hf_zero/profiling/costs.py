@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.hooks import RemovableHandle
 
+from hf_zero.comm.topology import default_device
 from hf_zero.sharding.unit import full_shape
 
 
@@ -213,6 +214,7 @@ def _in_backward() -> bool:
 
 def _now() -> float:
     """Seconds, after all that was asked of the device is done."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+    device = default_device()
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
     return time.perf_counter()

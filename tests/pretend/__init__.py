@@ -81,7 +81,17 @@ def _compile(chosen: str, sources: list[Path], folder: Path) -> None:
         raise BuildError(failed[0][-4000:])
     libraries = Path(torch.__file__).parent / "lib"
     objects = [str(folder / f"{path.stem}.o") for path in sources]
-    link = [chosen, "-shared", *objects, f"-L{libraries}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{libraries}", "-o", str(folder / "libpretend.so")]
+    link = [
+        chosen,
+        "-shared",
+        *objects,
+        f"-L{libraries}",
+        "-ltorch_cpu",
+        "-lc10",
+        f"-Wl,-rpath,{libraries}",
+        "-o",
+        str(folder / "libpretend.so"),
+    ]
     done = subprocess.run(link, capture_output=True, text=True)
     if done.returncode != 0:
         raise BuildError(done.stderr[-4000:])

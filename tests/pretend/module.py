@@ -7,25 +7,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
 from tests import pretend
 
 _AMP = [torch.bfloat16, torch.float16]
 
 
-class Stream(torch.Stream):
-    """A stream of a pretend device."""
-
-    def __new__(cls, device: Any = None, priority: int = 0, **identity: Any) -> Any:
-        if identity:
-            return super().__new__(cls, priority=priority, **identity)
-        return super().__new__(cls, device=_device(device), priority=priority)
+def Stream(device: Any = None, priority: int = 0) -> torch.Stream:
+    """A new stream of a device."""
+    return torch.Stream(_device(device), priority=priority)
 
 
-class Event(torch.Event):
-    """An event of the current pretend device."""
-
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
-        return super().__new__(cls, device=pretend.NAME, enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+def Event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
+    """An event; it belongs to the device of the stream on which it is recorded first."""
+    return torch.Event(device=pretend.NAME, enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
 
 
 class device:
@@ -104,7 +99,7 @@ def current_stream(device: Any = None) -> torch.Stream:
 
 
 def default_stream(device: Any = None) -> torch.Stream:
-    return Stream(stream_id=0, device_index=_device(device).index, device_type=int(torch._C._autograd.DeviceType.PrivateUse1))
+    return torch.Stream(stream_id=0, device_index=_device(device).index, device_type=int(torch._C._autograd.DeviceType.PrivateUse1))
 
 
 def set_stream(wanted: torch.Stream) -> None:

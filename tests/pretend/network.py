@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests import pretend
 from torch import Tensor
+
+from tests import pretend
 
 NAME = "pretend_ccl"
 
@@ -24,12 +25,12 @@ class _Work(dist.Work if hasattr(dist, "Work") else dist._Work):  # type: ignore
 
     def __init__(self, event: Any, keep: Sequence[Tensor]) -> None:
         super().__init__()
-        self._event, self._keep = event, list(keep)
+        self._event, self._keep, self._device = event, list(keep), keep[0].device
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         if self._event is not None:
-            torch.accelerator.current_stream(self._keep[0].device).wait_event(self._event)
-        self._event, self._keep = None, []
+            torch.accelerator.current_stream(self._device).wait_event(self._event)
+        self._keep = []  # as nccl: at the first of several waits
         return True
 
     def synchronize(self) -> None:

@@ -228,6 +228,19 @@ class Call {
 
 void on_cpu(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack).run(); }
 
+c10::OperatorHandle find(const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); }
+
+// torch sends the convolutions of devices that it does not know here.
+void convolution(const c10::OperatorHandle&, Stack* stack) { Call(find("aten::convolution"), stack).run(); }
+
+void convolution_backward(const c10::OperatorHandle& op, Stack* stack) {
+  const auto first = stack->end() - op.schema().arguments().size();
+  const Tensor weight = first[2].toTensor();
+  const bool transposed = first[6].toBool();
+  stack->insert(first + 3, IValue(std::vector<int64_t>{transposed ? weight.size(1) * first[8].toInt() : weight.size(0)}));
+  Call(find("aten::convolution_backward"), stack).run();
+}
+
 // --------------------------------------------------------------------------------------------------------- own operations
 
 Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>, std::optional<c10::Device> device,
@@ -366,6 +379,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", &local_scalar_dense);
   m.impl("copy_", &copy_);
   m.impl("record_stream", &record_stream);
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   m.impl("_has_compatible_shallow_copy_type", &same_kind);
 }
 
