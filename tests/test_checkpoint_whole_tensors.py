@@ -34,7 +34,19 @@ def _everything(engine: Any) -> dict[str, Any]:
         state = {f"weight {name}": param.detach().clone() for name, param in named}
     state |= {f"master {name}": value for name, value in full_masters(engine).items()}
     for name, param in engine.module.named_parameters():
-        for key in ("row_var", "col_var", "variance", "step", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq", "exp_avg", "momentum"):
+        for key in (
+            "row_var",
+            "col_var",
+            "variance",
+            "step",
+            "exp_avg_sq_row",
+            "exp_avg_sq_col",
+            "exp_avg_sq",
+            "exp_avg",
+            "momentum",
+            "codes",
+            "scales",
+        ):
             value = hf_zero.utils.safe_get_full_optimizer_state(param, key) if param.requires_grad and param.is_floating_point() else None
             if value is not None:
                 state[f"{key} {name}"] = value
@@ -75,6 +87,7 @@ def _same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         ("transformers relative step", "fp32", (2, 2), (0, 2)),
         ("RowScaled", "fp16", (1, 3), (3, 1)),
         ("LAMB", "fp32", (0, 2), (3, 4)),
+        ("8 bit", "fp32", (2, 3), (3, 2)),
     ],
 )
 def test_states_move_between_stages_and_numbers_of_ranks(
@@ -83,7 +96,7 @@ def test_states_move_between_stages_and_numbers_of_ranks(
     """What is loaded is what was saved, bit for bit, and training goes on as it would have."""
     before, final, after = ranks.run_ranks(_save, saved[1], str(tmp_path), name, saved[0], dtype)[0]
     found, end, later = ranks.run_ranks(_load, loaded[1], str(tmp_path), name, loaded[0], dtype)[0]
-    assert sum(any(key.startswith(kind) for kind in ("row_var", "exp_avg", "momentum")) for key in before)
+    assert sum(any(key.startswith(kind) for kind in ("row_var", "exp_avg", "momentum", "codes")) for key in before)
     _same(found, before)
     if saved[1] == loaded[1]:
         assert [loss for loss, _ in after] == [loss for loss, _ in later]

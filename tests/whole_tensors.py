@@ -40,6 +40,27 @@ class RowScaled(torch.optim.Optimizer):
                 param.sub_(group["lr"] * state["momentum"] / (state["rows"][0].sqrt() + 1e-3))
 
 
+class Momentum8bit(torch.optim.Optimizer):
+    """Momentum kept in bytes, with one scale per block of 32 elements of the whole parameter."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                blocks = torch.nn.functional.pad(param.grad.flatten(), (0, -param.numel() % 32)).view(-1, 32)
+                if state:
+                    blocks = 0.9 * (state["codes"].float() - 128) / 127 * state["scales"] + 0.1 * blocks
+                state["scales"] = blocks.abs().amax(dim=1, keepdim=True) + 1e-12
+                state["codes"] = (blocks / state["scales"] * 127).round().add(128).to(torch.uint8)
+                param.sub_(group["lr"] * blocks.flatten()[: param.numel()].view_as(param).sign())
+
+
 def matrices(model: nn.Module) -> list[Tensor]:
     """Those alone; the others are frozen."""
     for param in model.parameters():
@@ -82,6 +103,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], Groups]] = {
         everything,
     ),
     "RowScaled": (RowScaled, everything),
+    "8 bit": (Momentum8bit, everything),
     "LAMB": (lamb, everything),
 }
 if hasattr(torch.optim, "Muon"):  # since torch 2.9

@@ -23,6 +23,17 @@ from hf_zero.optim.muon import MuonWithAuxAdam as MuonWithAuxAdam
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
 # Keys that stay in the groups of an optimizer that was no Adam: SGD's, RMSprop's, Adadelta's.
+# Those of Adafactor (transformers', torch's), Muon, LAMB, LARS, Shampoo and SOAP, GaLore and APOLLO.
+_WHOLE_TENSOR_KEYS = (
+    "clip_threshold",
+    "beta2_decay",
+    "ns_steps",
+    "use_muon",
+    "max_coeff",
+    "trust_coefficient",
+    "precondition_frequency",
+    "update_proj_gap",
+)
 _FOREIGN_KEYS = ("momentum", "nesterov", "alpha", "rho", "lr_decay")
 
 
@@ -183,7 +194,18 @@ def _require_grad_none(owner: str, value: bool) -> None:
 
 
 def _warn_about_foreign_groups(owner: str, params: list[Any]) -> None:
-    """accelerate replaces any optimizer by Adam when the optimizer is offloaded; a user of SGD should hear of it."""
+    """accelerate replaces any optimizer by Adam when the optimizer is offloaded; a user of SGD should hear of it.
+
+    Raises:
+        UnsupportedError: The groups are those of an optimizer like Adafactor, of which Adam would make something else altogether.
+    """
+    groups = [group for group in params if isinstance(group, dict)]
+    odd = sorted({key for group in groups for key in _WHOLE_TENSOR_KEYS if key in group})
+    if odd:
+        raise UnsupportedError(
+            f"{owner} got parameter groups of another optimizer (they hold {', '.join(odd)}): accelerate replaces an optimizer by Adam "
+            'when zero_optimization.offload_optimizer is set. Put "zero_force_ds_cpu_optimizer": false into the configuration to keep yours'
+        )
     foreign = sorted({key for group in params if isinstance(group, dict) and "betas" not in group for key in _FOREIGN_KEYS if key in group})
     if foreign:
         warn_once(

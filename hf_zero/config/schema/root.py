@@ -58,7 +58,7 @@ class ZeroConfig(Section):
     zero_force_ds_cpu_optimizer: Bool = accepted(
         True,
         "Refuse a client optimizer that is not a DeepSpeed CPU optimizer when the optimizer is offloaded",
-        "any element-wise optimizer can be offloaded, so there is nothing to force",
+        "any optimizer can be offloaded, so there is nothing to force; accelerate reads it, and false makes it leave the client's in place",
     )
     scheduler: Scheduler | None = section(None, "Scheduler the engine builds on engine.optimizer and advances inside step()")
     communication_data_type: Dtype | None = used(
