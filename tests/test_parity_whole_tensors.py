@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -218,3 +219,16 @@ def test_combinations_that_are_not_provided_are_named(tmp_path: Any) -> None:
     zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     for answer in ranks.run_ranks(_refusal, 2, Run(stage=2, extra={**lamb, "zero_optimization": zero})):
         assert "Lamb with zero_optimization.offload_optimizer.device nvme is not provided" in answer
+
+
+def _rate_of_its_own() -> list[float]:
+    engine = start("transformers relative step", CASES["mlp"], Run(stage=3, extra={"steps_per_print": 1}))
+    micro_step(engine, CASES["mlp"].rows(0, 0, ranks.rank()), CASES["mlp"].forward, 0)
+    rates = engine.get_lr()
+    engine.destroy()
+    return rates
+
+
+def test_optimizer_that_sets_its_rate_itself_is_reported_as_such() -> None:
+    for rates in ranks.run_ranks(_rate_of_its_own, 2):
+        assert len(rates) == 1 and math.isnan(rates[0])

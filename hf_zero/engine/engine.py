@@ -28,7 +28,7 @@ from hf_zero.engine.step import Stepper, StepResult
 from hf_zero.engine.step_profile import build_clock
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import log_rank0, warn_once
-from hf_zero.optim.sharded import ShardedOptimizer
+from hf_zero.optim.sharded import ShardedOptimizer, learning_rates
 from hf_zero.sequence_parallel.state import SequenceParallel
 from hf_zero.sharding.runtime import Runtime
 from hf_zero.sharding.stages import StagePolicy
@@ -288,7 +288,7 @@ class Engine(nn.Module):
         print_line = bool(every) and progress.global_steps % every == 0  # type: ignore[operator]
         if not (print_line or self.sinks):
             return
-        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        rates = learning_rates(self.optimizer.param_groups)
         loss = float(progress.last_loss) if progress.last_loss is not None else float("nan")
         if print_line:
             log_rank0(

@@ -10,6 +10,7 @@ import torch
 
 from hf_zero.engine.timers import SynchronizedWallClockTimer
 from hf_zero.metrics import EventWriter
+from hf_zero.optim.sharded import learning_rates
 
 # The engine's type is not named here: engine.py imports this table, and imports go one way.
 Getter = Callable[[Any], Any]
@@ -21,7 +22,7 @@ def _groups(engine: Any) -> list[dict[str, Any]]:
 
 
 def _rates(engine: Any) -> list[float]:
-    return [float(group["lr"]) for group in _groups(engine)]
+    return learning_rates(_groups(engine))
 
 
 def _zero(key: str) -> Getter:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,11 @@ def group_of_params(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> 
                 )
             groups[id(param)] = index if param.requires_grad else FROZEN
     return groups
+
+
+def learning_rates(groups: Iterable[dict[str, Any]]) -> list[float]:
+    """The rate of each param group; nan where the optimizer sets it itself (Adafactor with ``relative_step``)."""
+    return [math.nan if group["lr"] is None else float(group["lr"]) for group in groups]
 
 
 def _is_fresh(optimizer: torch.optim.Optimizer) -> bool:
