@@ -19,7 +19,7 @@ def _start(name: str, stage: int, dtype: str, seed: int = 0) -> Any:
 
     model = checkpoints.build(seed)
     make, groups_of = OPTIMIZERS[name]
-    settings = checkpoints.config(stage, dtype)
+    settings = checkpoints.config(stage, dtype, **({"checkpoint": {"writer": {"decoupled": True}}} if name == "8 bit" else {}))
     if name == "transformers relative step":  # it sets its rate itself
         del settings["scheduler"]
     return hf_zero.initialize(model=model, optimizer=make(groups_of(model)), config=settings)[0]
@@ -67,6 +67,10 @@ def _save(folder: str, name: str, stage: int, dtype: str) -> tuple[dict[str, Any
 def _load(folder: str, name: str, stage: int, dtype: str) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     engine = _start(name, stage, dtype, seed=1)
     engine.load_checkpoint(folder, "a")
+    for state in engine.optimizer.inner.state.values():
+        if "turned" in state:
+            assert torch.equal(state["turned"]["by"], torch.arange(6.0).view(2, 3).T) and state["turned"][2].item() == 1.5
+            assert state["turned"][2].dtype == torch.float64 and len(state["rows"]) == 1 and state["extent"] > 0
     loaded = _everything(engine)
     after = checkpoints.steps(engine, 3, 2, dtype, same_on_all=True)
     final = _everything(engine)
@@ -115,7 +119,7 @@ def test_index_says_version_3_and_each_state_is_written_once(tmp_path: Path) -> 
         assert index["version"] == 3
         assert sorted(record["param"] for record in records) == sorted(trained - {"nothing"})
         assert {record["file"] for record in records} == {f"optimizer_params-0000{rank}-of-00002.safetensors" for rank in (0, 1)}
-        assert all(set(record["values"]) == {"step", "momentum", "rows", "extent"} for record in records)
+        assert all(set(record["values"]) == {"step", "momentum", "rows", "extent", "turned"} for record in records)
 
 
 class KeepsObject(RowScaled):

@@ -33,6 +33,7 @@ class RowScaled(torch.optim.Optimizer):
                 rows = param.grad.square().mean(dim=tuple(range(1, param.ndim)), keepdim=True) if param.ndim > 1 else param.grad.square()
                 if not state:
                     state.update(step=0, momentum=torch.zeros_like(param), rows=[torch.zeros_like(rows)], extent=None)
+                    state["turned"] = {"by": torch.arange(6.0).view(2, 3).T, 2: torch.tensor(1.5, dtype=torch.float64)}
                 state["step"] += 1
                 state["extent"] = float(param.grad.norm())
                 state["rows"][0].lerp_(rows, 1 - beta)
