@@ -227,3 +227,13 @@ def test_scripts_ask_for_the_file_operator_and_for_the_kind_of_optimizer() -> No
     assert importlib.import_module("deepspeed.runtime.zero.stage3").DeepSpeedZeroOptimizer_Stage3 is ShardedOptimizer
     with pytest.raises(UnsupportedError, match="not a public interface"):
         _ = aio.aio_handle
+
+
+def test_lamb_and_muon_under_deepspeeds_names() -> None:
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    lamb = FusedLamb([_parameter(1.0)], lr=0.1, bias_correction=False, eps_inside_sqrt=True, max_coeff=5.0, min_coeff=0.1)
+    assert lamb.param_groups[0]["max_coeff"] == 5.0 and lamb.get_lamb_coeffs() == []
+    muon = MuonWithAuxAdam([{"params": [torch.nn.Parameter(torch.ones(2, 2))], "use_muon": True}])
+    assert (muon.param_groups[0]["lr"], muon.param_groups[0]["momentum"]) == (0.02, 0.95)
