@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,30 @@ def test_switched_off_accelerate_finds_no_deepspeed(tmp_path: Path) -> None:
 
 def test_environment_commands_print_a_version(tmp_path: Path) -> None:
     assert "DeepSpeed version: 0.19.6" in run(["transformers", "env"], cwd=tmp_path)
+
+
+_AGAIN = """
+    import torch
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState, GradientState
+
+    for stage in (2, 3, 2):
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage))
+        accelerator.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
+        model = torch.nn.Linear(2, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        accelerator.print("trained at stage", stage, "on", accelerator.num_processes)
+        accelerator.end_training()
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+"""
+
+
+def test_one_run_after_another_in_the_same_processes(tmp_path: Path) -> None:
+    """`end_training` destroys the process group; the next one must not meet the last one's addresses in torchrun's store."""
+    (tmp_path / "again.py").write_text(textwrap.dedent(_AGAIN))
+    command = ["torchrun", "--standalone", "--nproc_per_node", "2", "again.py"]
+    out = run(command, cwd=tmp_path, env={"ACCELERATE_USE_DEEPSPEED": "true"}, timeout=90)
+    assert out.count("on 2") == 3

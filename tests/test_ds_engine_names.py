@@ -201,3 +201,48 @@ def _version_is_a_text() -> None:
 
 def test_version_of_the_package() -> None:
     ranks.run_ranks(_version_is_a_text, 1)
+
+
+def _every_question(stage: int) -> None:
+    from hf_zero.engine import getters
+
+    engine = initialize(MLP.build(), Run(stage))
+    for name in getters.METHODS:
+        getattr(engine, name)()
+    for name in getters.VALUES:
+        getattr(engine, name)
+    assert engine.get_data_parallel_rank() == ranks.rank() and engine.get_model_parallel_rank() == 0 and engine.autotp_size() == 1
+    assert not engine.is_compiled and not engine.zero_use_cpu_optimizer() and engine.zero_hpz_partition_size() == 1
+    engine.optimizer.set_lr(0.25)
+    assert engine.optimizer.get_lr() == 0.25 and engine.get_lr() == [0.25] * len(engine.get_lr())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_every_question_has_an_answer(stage: int) -> None:
+    ranks.run_ranks(_every_question, 2, stage)
+
+
+def _whole_weights_loaded(stage: int) -> None:
+    import hf_zero
+
+    other = MLP.build(1).state_dict()
+    engine = initialize(MLP.build(), Run(stage))
+    engine.load_module_state_dict(other if ranks.rank() == 0 or stage < 3 else {}, strict=ranks.rank() == 0 or stage < 3)
+    for name, param in engine.module.named_parameters():
+        assert torch.equal(hf_zero.utils.safe_get_full_fp32_param(param), other[name].float()), name
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_whole_weights_are_loaded_by_the_engine(stage: int) -> None:
+    ranks.run_ranks(_whole_weights_loaded, 2, stage)
+
+
+def _scale_names() -> None:
+    optimizer = initialize(MLP.build(), Run(0, "fp16", scale_power=4, scale_window=2)).optimizer
+    scaler = optimizer.loss_scale_config
+    assert scaler is optimizer.loss_scaler and (scaler.cur_scale, scaler.loss_scale, scaler.scale_window, scaler.cur_iter) == (16, 16, 2, 0)
+    assert scaler.dynamic_loss_scale and scaler.scale_factor == 2 and scaler.min_loss_scale == 1 and scaler.cur_hysteresis >= 1
+
+
+def test_the_loss_scale_has_deepspeeds_names() -> None:
+    ranks.run_ranks(_scale_names, 1)

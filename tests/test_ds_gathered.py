@@ -202,3 +202,38 @@ def _other_data(threshold: int) -> None:
 @pytest.mark.parametrize("threshold", [0, 10**6])
 def test_data_replaced_inside_a_gather(threshold: int) -> None:
     ranks.run_ranks(_other_data, 2, threshold)
+
+
+def _averages(modifier_rank: int | None) -> tuple[list[str], bool]:
+    """An average of weights, kept by a second engine, as scripts of reinforcement learning write it; (warnings, whether it has changed)."""
+    import logging
+
+    import hf_zero
+    from hf_zero import observe
+    from hf_zero.sharding import gathered
+
+    observe._warned.clear()
+    gathered._said = False
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage()) if record.levelno >= logging.WARNING else None  # type: ignore[method-assign]
+    observe.logger.addHandler(handler)
+    engine, average = initialize(MLP.build(), Run(3)), initialize(MLP.build(1), Run(3))
+    start = whole(average.module)
+    with torch.no_grad():
+        for param, mean in zip(engine.parameters(), average.parameters(), strict=True):
+            with hf_zero.zero.GatheredParameters([param, mean], modifier_rank=modifier_rank):
+                mean.data.copy_(0.5 * param.data + 0.5 * mean.data)
+        for param in engine.parameters():  # looking changes nothing, and a frozen one may be changed for a while
+            param.requires_grad_(False)
+            with hf_zero.zero.GatheredParameters([param]):
+                param.add_(1)
+    observe.logger.removeHandler(handler)
+    now = whole(average.module)
+    return [line for line in lines if "are dropped" in line], any(not torch.equal(start[name], now[name]) for name in start)
+
+
+@pytest.mark.parametrize(("modifier_rank", "kept"), [(None, False), (0, True)])
+def test_dropped_changes_are_said(modifier_rank: int | None, kept: bool) -> None:
+    warned, changed = ranks.run_ranks(_averages, 2, modifier_rank)[0]
+    assert changed is kept and len(warned) == (0 if kept else 1) and all("modifier_rank=0" in line for line in warned)

@@ -135,19 +135,26 @@ def init_distributed(
         log_rank0("process group: backend %s, %d rank(s), timeout %s", backend, dist.get_world_size(), timeout)
 
 
+_groups_made = 0
+
+
 def _store_of_attempt(timeout: timedelta) -> dist.Store | None:
     """The part of torchrun's store that belongs to this attempt; None where torchrun has made no store.
 
     [Note: stores of restarted runs] The ranks of a restarted run meet in the store of the launcher, which may be that of the attempt
     before: a rank then finds the address of one that is dead, and the attempt fails (accelerate's launcher always, torchrun at
-    times). Attempts are counted alike on one machine only; on several ones PyTorch's own way stays.
+    times). Attempts are counted alike on one machine only; on several ones PyTorch's own way stays. The groups
+    of one process are counted too: after ``destroy_process_group`` (``accelerator.end_training`` does it) the next group would find
+    the addresses of the last.
     """
+    global _groups_made
     variables = os.environ
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or variables.get("GROUP_WORLD_SIZE") != "1":
         return None
     address, port, world = variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), int(variables["WORLD_SIZE"])
     store = dist.TCPStore(address, port, world, is_master=False, timeout=timeout)
-    return dist.PrefixStore(f"attempt_{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    _groups_made += 1
+    return dist.PrefixStore(f"attempt_{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}_group_{_groups_made}", store)
 
 
 def build_topology(group: dist.ProcessGroup | None = None, device: torch.device | None = None, model_parallel: int = 1) -> Topology:

@@ -152,6 +152,7 @@ HELPERS: Final[dict[str, str]] = {
         for module in ("utils", "partition_parameters")
     },
     **_rows("runtime.fp16.loss_scaler", "compat.loss_scalers", _SCALERS),
+    "deepspeed.runtime.zero.utils.ZeRORuntimeException": "hf_zero.errors:ConfigError",
     # One class serves every precision, as it does every stage.
     "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": "hf_zero.optim.sharded:ShardedOptimizer",
     "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": "hf_zero.optim.sharded:ShardedOptimizer",

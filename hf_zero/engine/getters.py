@@ -68,6 +68,12 @@ _NEVER = (
     "amp_enabled",
     "autotuning_enabled",
     "curriculum_enabled_legacy",
+    "curriculum_learning_enabled",
+    "data_efficiency_enabled",
+    "data_sampling_enabled",
+    "is_deepcompile_active",
+    "is_deepcompile_enabled",
+    "zero_legacy_stage1",
     "eigenvalue_enabled",
     "has_moe_layers",
     "load_universal_checkpoint",
@@ -76,8 +82,38 @@ _NEVER = (
     "sparse_gradients_enabled",
 )
 
+# Keys of `zero_optimization` under the names of DeepSpeed's questions about them.
+_ZERO_KEYS = (
+    "allgather_partitions",
+    "elastic_checkpoint",
+    "load_from_fp32_weights",
+    "log_trace_cache_warnings",
+    "round_robin_gradients",
+)
+
 METHODS: dict[str, Getter] = {
     **{name: lambda engine: False for name in _NEVER},
+    **{f"zero_{key}": _zero(key) for key in _ZERO_KEYS},
+    **{key: _zero(key) for key in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")},
+    "zero_quantized_nontrainable_weights": _zero("zero_quantized_nontrainable_weights"),
+    "zero_module_granularity_threshold": _zero("stage3_module_granularity_threshold"),
+    "zero_multi_rank_bucket_allreduce": _zero("use_multi_rank_bucket_allreduce"),
+    "zero_allgather_sequential": _zero("stage3_allgather_sequential"),
+    "zero_use_cpu_optimizer": lambda engine: engine.settings.zero_optimization.offload_optimizer.device != "none",
+    "zero_nvme_offload_optimizer": lambda engine: engine.settings.zero_optimization.offload_optimizer.device == "nvme",
+    "zero_partial_offload": lambda engine: engine.settings.zero_optimization.offload_optimizer.ratio,
+    "super_offload": lambda engine: engine.settings.zero_optimization.offload_optimizer.super_offload,
+    "zero_force_ds_cpu_optimizer": lambda engine: engine.settings.zero_force_ds_cpu_optimizer,
+    "fp16_master_weights_and_gradients": lambda engine: engine.settings.fp16.fp16_master_weights_and_grads,
+    "bf16_master_weights_and_gradients": lambda engine: engine.settings.bf16.bf16_master_weights_and_grads,
+    "bf16_optimizer_states": lambda engine: engine.settings.bf16.bf16_optimizer_states,
+    "use_node_local_storage": lambda engine: engine.settings.checkpoint.use_node_local_storage,
+    "aio_config": lambda engine: engine.settings.aio,
+    "autotp_size": lambda engine: engine.collectives.topology.model.world if engine.collectives.topology.model else 1,
+    "get_data_parallel_rank": lambda engine: engine.collectives.rank,
+    "get_model_parallel_rank": lambda engine: engine.collectives.topology.model.rank if engine.collectives.topology.model else 0,
+    "get_tensor_parallel_rank": lambda engine: engine.collectives.topology.model.rank if engine.collectives.topology.model else 0,
+    "get_wall_clock_timers": lambda engine: {name: timer.elapsed(reset=False) for name, timer in engine.timers.get_timers().items()},
     "train_batch_size": lambda engine: engine.resolved.batch.total,
     "train_micro_batch_size_per_gpu": lambda engine: engine.resolved.batch.micro,
     "gradient_accumulation_steps": lambda engine: engine.accumulation.steps,
@@ -145,6 +181,8 @@ METHODS: dict[str, Getter] = {
 }
 
 VALUES: dict[str, Getter] = {
+    "is_compiled": lambda engine: any(module._compiled_call_impl is not None for module in engine.module.modules()),
+    "client_lr_scheduler": lambda engine: engine.lr_scheduler,
     "global_steps": lambda engine: engine.progress.global_steps,
     "global_samples": lambda engine: engine.progress.global_samples,
     "skipped_steps": lambda engine: engine.progress.skipped_steps,

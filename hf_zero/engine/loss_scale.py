@@ -33,6 +33,7 @@ class LossScaler:
     Attributes:
         scale: the present factor, a float above 0.
         dynamic: whether ``update`` can change it.
+        cur_iter: boundaries so far, in this process.
 
     Raises:
         ConfigError: for a value out of its range, by its key of the ``fp16`` section.
@@ -64,6 +65,44 @@ class LossScaler:
         self.min_scale = float(min_loss_scale)
         self._good_steps = 0
         self._tolerance = self.hysteresis
+        self.cur_iter = 0
+
+    # DeepSpeed's names, on its scalers and configurations of them.
+
+    @property
+    def cur_scale(self) -> float:
+        """As ``scale``."""
+        return self.scale
+
+    @property
+    def loss_scale(self) -> float:
+        """As ``scale``."""
+        return self.scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """As ``dynamic``."""
+        return self.dynamic
+
+    @property
+    def scale_window(self) -> int:
+        """As ``window``."""
+        return self.window
+
+    @property
+    def scale_factor(self) -> float:
+        """What the scale is multiplied with, or divided by."""
+        return _FACTOR
+
+    @property
+    def min_loss_scale(self) -> float:
+        """As ``min_scale``."""
+        return self.min_scale
+
+    @property
+    def cur_hysteresis(self) -> int:
+        """Overflows left until the scale is halved, that one included."""
+        return self._tolerance
 
     def update(self, overflow: bool) -> None:
         """Takes note of one boundary; call it once per step, with the same ``overflow`` on every rank.
@@ -71,6 +110,7 @@ class LossScaler:
         Raises:
             StateError: an overflow at ``min_loss_scale`` with no tolerance left.
         """
+        self.cur_iter += 1
         if not self.dynamic:
             return
         if overflow:

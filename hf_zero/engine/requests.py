@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from hf_zero.engine import checkpoints
 from hf_zero.engine.set_aside import offload_states, reload_states
 from hf_zero.errors import ConfigError, StateError
+from hf_zero.sharding.gathered import GatheredParameters
 
 
 def empty_partition_cache(engine: Any) -> None:
@@ -32,6 +33,27 @@ def module_state_dict(engine: Any, *args: Any, exclude_frozen_parameters: bool =
             if not param.requires_grad:
                 state.pop(prefix + name, None)
     return state
+
+
+def load_module_state_dict(
+    engine: Any, state_dict: dict[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None, **kwargs: Any
+) -> None:
+    """Loads whole weights into the module; collective at stage 3, where rank 0's values count. Masters follow.
+
+    Args:
+        engine: The engine.
+        state_dict: Whole weights by name, the same on every rank; at stage 3 only rank 0's are read.
+        strict: All names must fit.
+        custom_load_fn: Called with ``src=`` and ``dst=`` in place of ``load_state_dict``.
+        kwargs: Ignored: ``fetch_z3_params`` is what happens at stage 3.
+    """
+    with GatheredParameters(list(engine.module.parameters()), modifier_rank=0, enabled=engine.policy.shards_parameters):
+        if custom_load_fn is not None:
+            custom_load_fn(src=state_dict, dst=engine.module)
+        else:
+            engine.module.load_state_dict(state_dict, strict=strict)
+    for unit in engine.units:
+        unit.own.refresh_master()
 
 
 def set_train_batch_size(engine: Any, train_batch_size: int) -> None:
@@ -125,6 +147,7 @@ METHODS: dict[str, Callable[..., Any]] = {
         allreduce_gradients,
         deepspeed_io,
         empty_partition_cache,
+        load_module_state_dict,
         module_state_dict,
         offload_states,
         reload_states,

@@ -204,6 +204,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return bool(self.scaler.dynamic) if self.scaler is not None else False
 
     @property
+    def loss_scaler(self) -> Any:
+        """The loss scale with DeepSpeed's names: ``cur_scale``, ``cur_iter``, ``scale_window``, ...; None without an engine."""
+        return self.scaler
+
+    loss_scale_config = loss_scaler
+
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate of every group."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def get_lr(self) -> float:
+        """The learning rate of the first group."""
+        return float(self.param_groups[0]["lr"])
+
+    @property
     def _global_grad_norm(self) -> float | None:
         """``norm`` as a number."""
         return None if self.norm is None else float(self.norm)

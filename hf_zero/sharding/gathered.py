@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.observe import warn_once
 from hf_zero.sharding.external import register_external_parameter
 from hf_zero.sharding.unit import Unit, find_unit
 
@@ -21,8 +22,10 @@ class GatheredParameters:
     forward gathered stays gathered.
 
     [Note: changes inside GatheredParameters] With ``modifier_rank`` the values of that rank are broadcast at exit and become the
-    values of shards and masters on all ranks. Without it changes made to a sharded parameter are dropped at exit. When an outer
-    context with a ``modifier_rank`` holds the same unit, the broadcast is left to it: transformers enters inner contexts on rank 0 only.
+    values of shards and masters on all ranks. Without it changes made to a sharded parameter are dropped at exit, as in DeepSpeed (who
+    merges adapters for generation relies on it); where the parameter requires a gradient, as an average of weights does, a warning
+    says so. When an outer context with a ``modifier_rank`` holds the same unit, the broadcast is left to it: transformers enters inner
+    contexts on rank 0 only.
 
     Args:
         params: Parameters.
@@ -57,7 +60,43 @@ class GatheredParameters:
             if kind is None and self._modifier_rank is not None and unit.modifier_of_outer() is None:
                 with torch.no_grad():
                     unit.broadcast_from(self._modifier_rank)
+            if kind is None and self._modifier_rank is None and not was_whole:
+                _warn_of_dropped(unit)
             unit.unpin(release=not was_whole)
+
+
+_said = False  # a loop over all parameters says it once
+
+
+def _warn_of_dropped(unit: Unit) -> None:
+    global _said
+    name = None if _said else _changed_here(unit)
+    if name is not None:
+        _said = True
+        warn_once(
+            f"GatheredParameters(...) without modifier_rank: the new values of {name} are dropped. Pass modifier_rank=0 to keep what "
+            "rank 0 wrote"
+        )
+
+
+def _changed_here(unit: Unit) -> str | None:
+    """The first parameter that requires a gradient and whose part in the gathered buffer is not what this rank's shard holds; local.
+
+    None too where the shard rests elsewhere than the buffer.
+    """
+    if not unit.releasable or unit.shard.device != unit.full.device:
+        return None
+    here = unit.full[unit.owned.start : unit.owned.stop]
+    if _same_bits(here, unit.shard):
+        return None
+    for index, param in enumerate(unit.params):
+        if param is not None and param.requires_grad and not _same_bits(unit.shard_part(index, here), unit.shard_part(index, unit.shard)):
+            return unit.layout.slots[index].name
+    return None
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _units_of(params: Any) -> list[Unit]:
