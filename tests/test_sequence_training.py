@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers.modeling_utils
 from torch import nn
 
 from tests import ranks, zoo
@@ -15,7 +16,7 @@ from tests.models import VOCAB
 from tests.parity import Run
 from tests.sequences import Data, check, llama
 
-pytest.importorskip("transformers", minversion="5.0")
+EAGER = hasattr(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS, "get_interface")  # with transformers 4 it is refused
 
 
 def gpt2() -> nn.Module:
@@ -62,6 +63,8 @@ MASKS: dict[str, tuple[Callable[[], nn.Module], Run, Data]] = {
 def each(names: list[str], size: int) -> None:
     for name in names:
         make, run, data = MASKS[name]
+        if "eager" in name and not EAGER:
+            continue
         check(make, run, data, size, None)
 
 
@@ -72,6 +75,8 @@ def test_masks_and_stages_over_two_ranks(part: int) -> None:
 
 def architectures(names: list[str]) -> None:
     for place, name in enumerate(names):
+        if name in ("Gemma2ForCausalLM", "GptOssForCausalLM") and not EAGER:
+            continue
         check(
             partial(zoo.build, name) if name != "gpt2" else gpt2, Run(stage=1 + place % 3, clip=1.0), Data(length=16), ranks.world(), None
         )
@@ -179,3 +184,17 @@ def test_evaluation_is_over_what_it_is_given() -> None:
     for found in ranks.run_ranks(evaluation, 2):
         expected = found.pop("expected")
         assert found == {name: pytest.approx(expected, rel=1e-5) for name in found} and len(found) == 5
+
+
+def eager() -> str:
+    from hf_zero.errors import UnsupportedError
+    from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
+
+    with pytest.raises(UnsupportedError) as caught:
+        UlyssesSPAttentionHF.register_with_transformers(llama(implementation="eager"), "eager", 2, 2)
+    return str(caught.value)
+
+
+@pytest.mark.skipif(EAGER, reason="transformers 5 calls eager attention through its table")
+def test_eager_attention_is_refused_with_transformers_4() -> None:
+    assert "make the model with attn_implementation='sdpa'" in ranks.run_ranks(eager, 2)[0]

@@ -80,6 +80,11 @@ def trade_in_attention(implementation: str) -> None:
     present = functions.get(implementation)
     if present is not None and present is _replaced.get(implementation):
         return
+    if implementation == "eager" and not hasattr(functions, "get_interface"):
+        raise UnsupportedError(
+            "sequence parallelism: with transformers 4 eager attention is not called through the table of attention functions; make the "
+            "model with attn_implementation='sdpa', or install transformers 5"
+        )
     if present is None and implementation != "eager":
         raise UnsupportedError(f"sequence parallelism: transformers has no attention function {implementation!r}: {sorted(functions)}")
     own = dispatching((lambda module: present) if present is not None else eager_function)
