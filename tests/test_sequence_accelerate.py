@@ -129,7 +129,7 @@ def trainer_run(folder: str, stage: int | None, size: int, resume: bool = False,
             parallelism_config=parallelism(size, ranks.world() // size) if size > 1 else None, **extra,
         )  # fmt: skip
         data = rows(20, 1, masked=accumulation == 1)
-        trainer = Trainer(model=build(llama), args=args, train_dataset=data, eval_dataset=rows(16, 2, masked=False))
+        trainer = Trainer(model=build(llama), args=args, train_dataset=data, eval_dataset=rows(32, 2, masked=False))
         trainer.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-3") if resume else None)
         history = trainer.state.log_history
         found = {name: [float(entry[name]) for entry in history if name in entry] for name in ("loss", "grad_norm")}
@@ -142,11 +142,11 @@ def close(found: dict[str, list[float]], expected: dict[str, list[float]]) -> No
         assert found[name] == pytest.approx(values, rel=2e-4 if name == "grad_norm" else 2e-5), name
 
 
-@pytest.mark.parametrize(("stage", "accumulation"), [(1, 1), (3, 2)])
-def test_trainer_trains_and_evaluates_like_one_rank(tmp_path: Path, stage: int, accumulation: int) -> None:
+@pytest.mark.parametrize(("world", "stage", "accumulation"), [(2, 1, 1), (2, 3, 2), (4, 2, 1)])
+def test_trainer_trains_and_evaluates_like_one_rank(tmp_path: Path, world: int, stage: int, accumulation: int) -> None:
     extra = {"gradient_accumulation_steps": accumulation}
     expected = ranks.run_ranks(_plain, 1, str(tmp_path / "whole"), accumulation)[0]
-    for found in ranks.run_ranks(_over_slices, 2, str(tmp_path / "slices"), stage, extra):
+    for found in ranks.run_ranks(_over_slices, world, str(tmp_path / "slices"), stage, extra):
         close(found, expected)
 
 
@@ -155,7 +155,7 @@ def _plain(folder: str, accumulation: int) -> dict[str, list[float]]:
 
 
 def _over_slices(folder: str, stage: int, extra: dict[str, Any]) -> dict[str, list[float]]:
-    return trainer_run(folder, stage, 2, **extra)
+    return trainer_run(folder, stage, ranks.world(), **extra)
 
 
 def _resumed(folder: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:

@@ -284,6 +284,9 @@ def test_loaders_that_end_apart_and_tensors_that_cannot_be_cut() -> None:
 
 
 def test_other_values_and_masks_are_kept() -> None:
+    lengths = torch.tensor([0, 1, 3], dtype=torch.int32)
+    packed = {"input_ids": torch.arange(3)[None], "position_ids": torch.tensor([[0, 0, 1]]), "cu_seq_lens_q": lengths, "max_length_q": 2}
+    assert prepare(packed, 2)[0].keys() == {"input_ids", "position_ids"} and not prepare(packed, 2)[1]
     batch = {"input_ids": torch.arange(6).view(2, 3), "attention_mask": torch.ones(2, 3, dtype=torch.bool), "name": "x", "nothing": None}
     tensors, rest = prepare(batch, 2)
     assert rest == {"name": "x", "nothing": None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ import torch
 import transformers.modeling_utils
 from torch import nn
 
-from tests import ranks, zoo
+import hf_zero
+from hf_zero.errors import UnsupportedError
+from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
+from tests import parity, ranks, zoo
 from tests.models import VOCAB
 from tests.parity import Run
-from tests.sequences import Data, check, llama
+from tests.sequences import LOSS, NORM, Data, build, check, cut, llama, loss_over_slices, sliced, whole
 
 EAGER = hasattr(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS, "get_interface")  # with transformers 4 it is refused
 
@@ -112,7 +116,6 @@ def test_groups_over_four_ranks(groups: Callable[[], None]) -> None:
 
 def low_precision(stage: int) -> list[float]:
     """Largest differences of losses, norms and weights against whole sequences in bf16, relative."""
-    from tests.sequences import sliced, whole
 
     run, data = Run(stage=stage, dtype="bf16", clip=1.0, lr=1e-3), Data(padding="right")
     found, expected = sliced(llama, run, data, 2), whole(llama, run, data, 1)
@@ -137,9 +140,6 @@ def dropout() -> tuple[bool, bool]:
     """Whether the ranks drew different masks, and went on with one stream."""
     from transformers import LlamaForCausalLM
 
-    from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
-    from tests.sequences import build, cut
-
     torch.manual_seed(11)
     model = build(partial(llama, attention_dropout=0.5))
     assert isinstance(model, LlamaForCausalLM)
@@ -158,8 +158,6 @@ def test_ranks_draw_masks_of_dropout_of_their_own() -> None:
 
 def evaluation() -> dict[str, float]:
     """Loss of whole sequences in evaluation, of slices, and of slices with the labels that say so."""
-    from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
-    from tests.sequences import build, cut, loss_over_slices
 
     batch = Data(padding="right").batch(0)
     expected = float(build(llama).eval()(**batch).loss)
@@ -170,8 +168,8 @@ def evaluation() -> dict[str, float]:
         assert state is not None
         model.eval()
         with torch.no_grad():
-            sliced = loss_over_slices(model, cut(batch, ranks.rank(), 2), state.get_sequence_parallel_group())
-            found[f"slices {whole_in_eval}"] = float(sliced)
+            over_slices = loss_over_slices(model, cut(batch, ranks.rank(), 2), state.get_sequence_parallel_group())
+            found[f"slices {whole_in_eval}"] = float(over_slices)
             if whole_in_eval:
                 found["whole"] = float(model(**batch).loss)
                 found["odd length"] = float(model(input_ids=batch["input_ids"][:, :7]).logits.shape[1]) / 7 * expected
@@ -187,8 +185,6 @@ def test_evaluation_is_over_what_it_is_given() -> None:
 
 
 def eager() -> str:
-    from hf_zero.errors import UnsupportedError
-    from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
 
     with pytest.raises(UnsupportedError) as caught:
         UlyssesSPAttentionHF.register_with_transformers(llama(implementation="eager"), "eager", 2, 2)
@@ -198,3 +194,47 @@ def eager() -> str:
 @pytest.mark.skipif(EAGER, reason="transformers 5 calls eager attention through its table")
 def test_eager_attention_is_refused_with_transformers_4() -> None:
     assert "make the model with attn_implementation='sdpa'" in ranks.run_ranks(eager, 2)[0]
+
+
+def part(folder: str, size: int, first: int, last: int) -> tuple[list[float], list[float]]:
+    """Losses and norms of steps ``first`` to ``last``, resumed from what the steps before have saved."""
+    run, data = Run(stage=3, clip=0.5), Data(padding="right", prompt=3)
+    model = build(llama, seed=first)  # what a resumed run starts with does not matter
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", size, 2)
+    assert mpu is not None
+    engine = hf_zero.initialize(model=model, config=run.config(), mpu=mpu)[0]
+    if first:
+        engine.load_checkpoint(folder)
+    losses, norms = [], []
+    for step in range(first, last):
+        batch = cut(data.batch(step, 0, ranks.rank() // size), ranks.rank() % size, size)
+        loss = loss_over_slices(engine, batch, mpu.get_sequence_parallel_group())
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        norms.append(parity.as_float(engine.get_global_grad_norm()))
+    engine.save_checkpoint(folder)
+    return losses, norms
+
+
+def test_a_checkpoint_resumes_over_groups_of_another_size(tmp_path: Path) -> None:
+    before = ranks.run_ranks(part, 2, str(tmp_path), 2, 0, 2)[0]
+    after = ranks.run_ranks(part, 4, str(tmp_path), 4, 2, 4)[0]
+    expected = whole(llama, Run(steps=4, clip=0.5), Data(padding="right", prompt=3), 1)
+    assert before[0] + after[0] == pytest.approx(expected.losses, rel=LOSS)
+    assert before[1] + after[1] == pytest.approx(expected.norms, rel=NORM)
+
+
+def adapted() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))  # type: ignore[arg-type]
+
+
+def lora() -> None:
+    check(adapted, Run(stage=3), Data(packed=True), 2)
+
+
+def test_adapters() -> None:
+    pytest.importorskip("peft")
+    ranks.run_ranks(lora, 2)

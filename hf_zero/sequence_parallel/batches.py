@@ -17,6 +17,12 @@ from hf_zero.errors import ConfigError
 from hf_zero.observe import warn_once
 
 IGNORED = -100  # label of tokens that no loss counts
+_TOLD_BY_POSITIONS = (
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+)  # where packed samples begin; of padding-free collators
 _FILL = {"labels": IGNORED, "shift_labels": IGNORED}
 
 Batch = dict[str, Any]
@@ -154,7 +160,9 @@ def prepare(batch: Any, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, 
     if not isinstance(first, torch.Tensor) or first.dim() < 2:
         raise ConfigError(f"sequence parallelism: a batch needs input_ids (batch, tokens) to be divided; this one has {sorted(batch)}")
     rows, length = first.shape[:2]
-    if batch.get("position_ids") is None:
+    if batch.get("position_ids") is not None:
+        batch = {name: value for name, value in batch.items() if name not in _TOLD_BY_POSITIONS}
+    else:
         batch["position_ids"] = torch.arange(length, device=first.device).expand(rows, -1)
     labels = batch.pop("labels", None)
     if labels is not None and batch.get("shift_labels") is None:
