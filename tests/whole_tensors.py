@@ -115,8 +115,8 @@ def plain(name: str, case: ModelCase, run: Run, world: int, history: bool = Fals
     """Plain PyTorch: one rank's batch after another, gradients added up in fp32 in rank order, one step over whole fp32 weights."""
     make, groups_of = OPTIMIZERS[name]
     dtype = DTYPES[run.dtype]
-    model = case.build()
-    twins = case.build()
+    model = case.build().to(ranks.device())
+    twins = case.build().to(ranks.device())
     masters = dict(twins.named_parameters())
     if dtype != torch.float32:
         cast_model(model, dtype)
@@ -155,12 +155,12 @@ def plain(name: str, case: ModelCase, run: Run, world: int, history: bool = Fals
             master.grad = sums[key] * (factor / scale) if factor / scale != 1.0 else sums[key]
         optimizer.step()
         if history or run.dtype != "fp32":
-            trace.history.append({key: master.detach().clone() for key, master in masters.items()})
+            trace.history.append({key: master.detach().clone().cpu() for key, master in masters.items()})
         with torch.no_grad():
             for key, param in model.named_parameters():
                 param.copy_(masters[key])
-    trace.weights = {key: param.detach() for key, param in model.named_parameters()}
-    trace.masters = {key: master.detach() for key, master in masters.items() if id(master) in trained}
+    trace.weights = {key: param.detach().cpu() for key, param in model.named_parameters()}
+    trace.masters = {key: master.detach().cpu() for key, master in masters.items() if id(master) in trained}
     return trace
 
 
