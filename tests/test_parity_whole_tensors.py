@@ -13,7 +13,7 @@ from torch import nn
 from tests import ranks
 from tests.memory import live_bytes
 from tests.models import CASES, CLASSES, LENGTH, Mlp, class_loss
-from tests.parity import Run, Trace, check, check_bitwise, initialize, micro_step, train
+from tests.parity import DRIFT, Run, Trace, check, check_bitwise, initialize, micro_step, train
 from tests.whole_tensors import OPTIMIZERS, RowScaled, plain, start, through_engine
 
 STAGES = (0, 1, 2, 3)
@@ -126,9 +126,9 @@ def test_more_ranks_than_parameters(stage: int) -> None:
     ranks.run_ranks(_few, 4, stage)
 
 
-def _by_config(stage: int, optimizer: dict[str, Any]) -> Trace:
+def _by_config(stage: int, optimizer: dict[str, Any], dtype: str = "fp32", **extra: Any) -> Trace:
     case = CASES["gpt2"]
-    run = Run(stage=stage, clip=0.1, extra={"optimizer": optimizer})
+    run = Run(stage=stage, dtype=dtype, clip=0.1, extra={"optimizer": optimizer, **extra})
     engine = initialize(case.build(), run)
     trace = train(engine, case.rows, case.forward, run)
     engine.destroy()
@@ -149,6 +149,16 @@ def test_types_of_the_configuration_are_the_same_on_any_number_of_ranks_and_stag
     for trace in traces[1:]:
         check(trace, traces[0], Run(), str(optimizer))
     assert traces[0].losses[-1] < traces[0].losses[0]
+
+
+def _low_masters(stage: int) -> Trace:
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    return _by_config(stage, {"type": "Adafactor", "params": {"lr": 1e-2}}, "bf16", bf16=bf16)
+
+
+def test_masters_in_16_bit() -> None:
+    traces = [ranks.run_ranks(_low_masters, 2, stage)[0] for stage in (0, 3)]
+    check(traces[1], traces[0], Run(dtype="bf16"), "16-bit masters", DRIFT)
 
 
 def _full_values(stage: int) -> None:
@@ -232,3 +242,17 @@ def _rate_of_its_own() -> list[float]:
 def test_optimizer_that_sets_its_rate_itself_is_reported_as_such() -> None:
     for rates in ranks.run_ranks(_rate_of_its_own, 2):
         assert len(rates) == 1 and math.isnan(rates[0])
+
+
+def _over_slices(stages: tuple[int, ...]) -> None:
+    from tests.sequences import Data, compare, llama, sliced
+
+    extra = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3, "muon_lr": 0.02}}}
+    found = [sliced(llama, Run(stage=stage, extra=extra), Data(), 2) for stage in stages]
+    for stage, result in zip(stages[1:], found[1:], strict=True):
+        compare(result, found[0], f"stage {stage}")
+
+
+def test_ranks_that_share_their_sequences_are_owners_too() -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    ranks.run_ranks(_over_slices, 4, (0, 1, 3))

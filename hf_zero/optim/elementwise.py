@@ -111,11 +111,13 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer, allow_untested: bool =
     reason = _named(kind, ALL_TENSORS)
     if reason is not None:
         raise _refusal(kind, reason, f"{_ALLOW_KEY}, which accelerate and transformers always set, does not change that.")
-    if whole_tensor_reason(kind) is not None or getattr(getattr(optimizer, "args", None), "optim_bits", 32) < 32:
+    if _named(kind, WHOLE_TENSOR) is not None:
         if not kind.__module__.startswith(("torch.optim", "hf_zero.")):
             for group in _distinct_groups(optimizer):
                 _refuse_talkative(optimizer, group)
         return True
+    if whole_tensor_reason(kind) is not None or getattr(getattr(optimizer, "args", None), "optim_bits", 32) < 32:
+        return True  # bitsandbytes: tensors as small as a probe's would stay 32-bit
     answers = [_probe(optimizer, group, allow_untested) for group in _distinct_groups(optimizer)]
     return any(answers)
 
