@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,6 +55,13 @@ print("same")
 @needs_triton
 def test_codes_equal_plain_torch_bit_for_bit() -> None:
     assert run_python(CODES, env={"TRITON_INTERPRET": "1"}).split()[-1] == "same"
+
+
+@needs_triton
+@pytest.mark.timeout(600)
+def test_all_kernels_compile_for_gpus(tmp_path: Path) -> None:
+    out = run_python("from tests.triton_compile import main; main()", env={"TRITON_CACHE_DIR": str(tmp_path)}, timeout=500)
+    assert out.split()[-1] == "compiled"
 
 
 @pytest.mark.gpu

@@ -95,10 +95,11 @@ def _code(
     if not table.chunks:
         return
     mix = (fresh.momentum, fresh.grad, fresh.beta, fresh.weight) if fresh else (error, error, 0.0, 0.0)
-    rows = _rows(sent) if sent else (bits, 0, scales, 0, 1)
+    rows = _rows(sent) if sent else (bits, 0, scales, 0)
     _kernels().compress[(table.chunks,)](
         table.starts, table.counts, *mix, *rows, _bytes(alive, bits), error, bits, scales,
-        HAS_FRESH=fresh is not None, HAS_SENT=sent is not None, HAS_ALIVE=alive is not None, BLOCK=CHUNK_NUMEL, **_EXACT,
+        WORKERS=sent.workers if sent else 1, HAS_FRESH=fresh is not None, HAS_SENT=sent is not None, HAS_ALIVE=alive is not None,
+        BLOCK=CHUNK_NUMEL, **_EXACT,
     )  # fmt: skip
 
 
@@ -106,7 +107,8 @@ def decompress(out: torch.Tensor, table: ChunkTable, sent: Sent, alive: torch.Te
     """As ``decompress`` of ``codes.py``."""
     if table.chunks:
         arguments = (table.starts, table.counts, *_rows(sent), _bytes(alive, sent.bits), out)
-        _kernels().decompress[(table.chunks,)](*arguments, HAS_ALIVE=alive is not None, BLOCK=CHUNK_NUMEL, **_EXACT)
+        options = {"WORKERS": sent.workers, "HAS_ALIVE": alive is not None, "BLOCK": CHUNK_NUMEL, **_EXACT}
+        _kernels().decompress[(table.chunks,)](*arguments, **options)
 
 
 def take(table: ChunkTable, bits: torch.Tensor, scales: torch.Tensor, targets: Sequence[Target], alive: torch.Tensor | None = None) -> None:
@@ -123,7 +125,7 @@ def take(table: ChunkTable, bits: torch.Tensor, scales: torch.Tensor, targets: S
 
 
 def _rows(sent: Sent) -> tuple[Any, ...]:
-    return sent.bits, sent.bits.stride(0), sent.scales, sent.scales.stride(0), sent.workers
+    return sent.bits, sent.bits.stride(0), sent.scales, sent.scales.stride(0)
 
 
 def _bytes(alive: torch.Tensor | None, otherwise: torch.Tensor) -> torch.Tensor:

@@ -6,25 +6,25 @@ import triton.language as tl
 
 
 @triton.jit
-def mean_of(sent_bits, bits_stride, sent_scales, scales_stride, workers, k, at, inside):  # type: ignore[no-untyped-def]
+def mean_of(sent_bits, bits_stride, sent_scales, scales_stride, k, at, inside, WORKERS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The mean over workers of chunk ``k``, added up in their order."""
     place = (at % 8).to(tl.int32)
     byte = tl.load(sent_bits + at // 8, mask=inside, other=0).to(tl.int32)
     scale = tl.load(sent_scales + k)
     total = tl.where(((byte >> place) & 1) != 0, scale, -scale)
-    for worker in range(1, workers):
+    for worker in range(1, WORKERS):
         row = tl.cast(worker, tl.int64)
         byte = tl.load(sent_bits + row * bits_stride + at // 8, mask=inside, other=0).to(tl.int32)
         scale = tl.load(sent_scales + row * scales_stride + k)
         total += tl.where(((byte >> place) & 1) != 0, scale, -scale)
-    return tl.div_rn(total, tl.zeros_like(total) + workers)
+    return tl.div_rn(total, tl.zeros_like(total) + WORKERS)
 
 
 @triton.jit
 def compress(  # type: ignore[no-untyped-def]
-    starts, counts, momentum, grad, beta, weight, sent_bits, bits_stride, sent_scales, scales_stride, workers,
+    starts, counts, momentum, grad, beta, weight, sent_bits, bits_stride, sent_scales, scales_stride,
     alive, error, bits, scales,
-    HAS_FRESH: tl.constexpr, HAS_SENT: tl.constexpr, HAS_ALIVE: tl.constexpr, BLOCK: tl.constexpr,
+    WORKERS: tl.constexpr, HAS_FRESH: tl.constexpr, HAS_SENT: tl.constexpr, HAS_ALIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Error plus fresh momentum or the mean of what was sent: its signs, its scale, and what they do not say."""
     k = tl.program_id(0).to(tl.int64)
@@ -35,7 +35,7 @@ def compress(  # type: ignore[no-untyped-def]
     if HAS_FRESH:
         value += tl.load(momentum + at, mask=inside, other=0.0) * beta + tl.load(grad + at, mask=inside, other=0.0) * weight
     if HAS_SENT:
-        value += mean_of(sent_bits, bits_stride, sent_scales, scales_stride, workers, k, at, inside)
+        value += mean_of(sent_bits, bits_stride, sent_scales, scales_stride, k, at, inside, WORKERS)
     takes = inside
     if HAS_ALIVE:
         takes = takes & (tl.load(alive + at, mask=inside, other=0) != 0)
@@ -53,15 +53,15 @@ def compress(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def decompress(  # type: ignore[no-untyped-def]
-    starts, counts, sent_bits, bits_stride, sent_scales, scales_stride, workers, alive, out,
-    HAS_ALIVE: tl.constexpr, BLOCK: tl.constexpr,
+    starts, counts, sent_bits, bits_stride, sent_scales, scales_stride, alive, out,
+    WORKERS: tl.constexpr, HAS_ALIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The mean of what workers sent."""
     k = tl.program_id(0).to(tl.int64)
     start, count = tl.load(starts + k), tl.load(counts + k)
     within = tl.arange(0, BLOCK)
     inside, at = within < count, start + within
-    value = mean_of(sent_bits, bits_stride, sent_scales, scales_stride, workers, k, at, inside)
+    value = mean_of(sent_bits, bits_stride, sent_scales, scales_stride, k, at, inside, WORKERS)
     if HAS_ALIVE:
         value = tl.where(tl.load(alive + at, mask=inside, other=0) != 0, value, 0.0)
     tl.store(out + at, value, mask=inside)
@@ -78,7 +78,7 @@ def take(  # type: ignore[no-untyped-def]
     start, count = tl.load(starts + k), tl.load(counts + k)
     within = tl.arange(0, BLOCK)
     inside, at = within < count, start + within
-    m = mean_of(bits, 0, scales, 0, 1, k, at, inside)
+    m = mean_of(bits, 0, scales, 0, k, at, inside, 1)
     if HAS_ALIVE:
         m = tl.where(tl.load(alive + at, mask=inside, other=0) != 0, m, 0.0)
     to = at - begin
