@@ -246,3 +246,38 @@ def _scale_names() -> None:
 
 def test_the_loss_scale_has_deepspeeds_names() -> None:
     ranks.run_ranks(_scale_names, 1)
+
+
+def _gradients_by_hand() -> list[str]:
+    import logging
+
+    from hf_zero import observe
+
+    observe._warned.clear()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    observe.logger.addHandler(handler)
+    engine = initialize(MLP.build(), Run(0))
+    engine.step()
+    for param in engine.parameters():
+        param.grad = torch.ones_like(param)
+    engine.step()
+    observe.logger.removeHandler(handler)
+    return [line for line in lines if "without a backward" in line]
+
+
+def test_gradients_written_by_hand_are_not_passed_over_in_silence() -> None:
+    (line,) = ranks.run_ranks(_gradients_by_hand, 1)[0]
+    assert "safe_set_full_grad" in line
+
+
+def _star() -> None:
+    names: dict[str, Any] = {}
+    exec("from deepspeed.runtime.lr_schedules import *\nfrom deepspeed.utils import *\nfrom deepspeed.comm import *", names)
+    assert names["WARMUP_LR"] == "WarmupLR" and names["WarmupLR"].__name__ == "WarmupLR"
+    assert {"safe_get_full_grad", "logger", "all_reduce", "init_distributed"} <= names.keys()
+
+
+def test_star_imports_bring_the_names() -> None:
+    ranks.run_ranks(_star, 1)

@@ -56,6 +56,8 @@ class AliasModule(types.ModuleType):
             RefusedAttributeError: The table refuses the name, with the reason.
             AttributeError: Neither DeepSpeed's users nor the table know the name.
         """
+        if name == "__all__":  # `from deepspeed.x import *`
+            return self._names()
         full_name = f"{self.__name__}.{name}"
         target = PROVIDED.get(full_name)
         if target is not None:
@@ -74,6 +76,12 @@ class AliasModule(types.ModuleType):
         """Importing a submodule sets it on its package; a row of the same name wins, as it does in DeepSpeed's own packages."""
         if not (isinstance(value, AliasModule) and f"{self.__name__}.{name}" in PROVIDED):
             super().__setattr__(name, value)
+
+    def _names(self) -> list[str]:
+        """Public names of this module's own rows."""
+        prefix = f"{self.__name__}."
+        rows = (row.removeprefix(prefix) for row in PROVIDED if row.startswith(prefix))
+        return sorted(row for row in rows if "." not in row and not row.startswith("_"))
 
     def __dir__(self) -> list[str]:
         prefix = f"{self.__name__}."

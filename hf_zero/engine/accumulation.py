@@ -62,6 +62,11 @@ class Accumulation:
         """Whether the gradients of an optimizer step are complete and ``step`` has not been called yet."""
         return self.boundary and self._awaits_step
 
+    @property
+    def awaits_step(self) -> bool:
+        """Whether there was a backward after the last ``step``."""
+        return self._awaits_step
+
     def step_called(self) -> bool:
         """The caller steps; returns whether that means an update."""
         self._awaits_step = False

@@ -265,7 +265,10 @@ class Engine(nn.Module):
             StateError: The engine has no optimizer, or another engine has taken its module.
         """
         self._require_optimizer("step")
+        had_backward = self.accumulation.awaits_step
         if not self.accumulation.step_called():
+            if not had_backward:
+                self._warn_of_gradients_by_hand()
             return
         with self.clock.phase("step"):
             result = self.stepper.take()  # type: ignore[union-attr]
@@ -279,6 +282,14 @@ class Engine(nn.Module):
         if self.lr_scheduler is not None and not result.skipped:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self._report(result)
+
+    def _warn_of_gradients_by_hand(self) -> None:
+        name = next((name for name, param in self.module.named_parameters() if param.grad is not None), None)
+        if name is not None:
+            warn_once(
+                f"step() without a backward, while {name}.grad is there: gradients written to parameters are not read. Call "
+                "engine.backward(loss), and change gradients between it and step() with deepspeed.utils.safe_set_full_grad"
+            )
 
     def _report(self, result: StepResult) -> None:
         progress = self.progress
