@@ -311,3 +311,13 @@ def test_mistakes_name_key_value_and_remedy(name: str, params: dict[str, Any], m
 def test_torch_schedules_that_json_cannot_describe(name: str) -> None:
     with pytest.raises(UnsupportedError, match="Build it in code"):
         build_scheduler(name, {}, adam())
+
+
+def test_one_cycle_tells_the_momentum_of_deepspeed_before_the_first_step() -> None:
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
+    scheduler = OneCycle(optimizer, cycle_min_lr=1e-3, cycle_max_lr=1e-2, cycle_first_step_size=5, cycle_min_mom=0.08, cycle_max_mom=0.09)
+    assert scheduler.get_mom() == [(0.09, 0.99)] and optimizer.param_groups[0]["betas"] == (0.08, 0.99)
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.get_mom() == [optimizer.param_groups[0]["betas"]] == [(0.08, 0.99)]

@@ -348,8 +348,6 @@ class OneCycle(IterationSchedule):
 
     def momentum(self, iteration: int) -> float:
         """Returns beta 1 of ``iteration`` (-1 or more), the same for every group."""
-        if iteration < 0:
-            return self.min_mom
         if iteration < self.cycle_steps:
             return self.max_mom - (self.max_mom - self.min_mom) * self._height(iteration + 1)
         return self.max_mom * (1.0 + self.decay_mom_rate * self._decay_intervals(iteration))
@@ -386,8 +384,9 @@ class OneCycle(IterationSchedule):
 
     def _apply(self) -> None:
         super()._apply()
+        # Before the first step DeepSpeed's groups have the lowest momentum, while its get_mom() tells the highest.
         for group, betas in zip(self._groups(), self.get_mom() or [], strict=False):
-            group["betas"] = betas
+            group["betas"] = betas if self.last_batch_iteration >= 0 else (self.min_mom, self._SECOND_BETA)
 
 
 class LRRangeTest(IterationSchedule):
