@@ -158,6 +158,32 @@ def _over_slices(folder: str, stage: int, extra: dict[str, Any]) -> dict[str, li
     return trainer_run(folder, stage, ranks.world(), **extra)
 
 
+def _twice(folder: str) -> list[float]:
+    """Losses of a Trainer that trains again, with its model as it is; whole sequences on one rank."""
+    from transformers import Trainer, TrainingArguments
+
+    with clean_state():
+        size = ranks.world()
+        args = TrainingArguments(
+            output_dir=folder, per_device_train_batch_size=2, max_steps=2, learning_rate=1e-2, logging_steps=1, report_to=[], use_cpu=True,
+            disable_tqdm=True, save_strategy="no", deepspeed=config(1, 1),
+            parallelism_config=parallelism(size) if size > 1 else None,
+        )  # fmt: skip
+        trainer = Trainer(model=build(llama), args=args, train_dataset=rows(20, 1))
+        losses = []
+        for _ in range(2):
+            trainer.train()
+            losses += [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+        return losses
+
+
+def test_trainer_trains_again(tmp_path: Path) -> None:
+    expected = ranks.run_ranks(_twice, 1, str(tmp_path))[0]
+    assert len(expected) == 4
+    for found in ranks.run_ranks(_twice, 2, str(tmp_path)):
+        assert found == pytest.approx(expected, rel=2e-5)
+
+
 def _resumed(folder: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     return trainer_run(folder, 2, 2), trainer_run(folder, 2, 2, resume=True)
 

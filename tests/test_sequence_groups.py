@@ -93,6 +93,31 @@ def _sequence_first(parts: list[Tensor]) -> Tensor:
     return found.transpose(0, 1)
 
 
+def shared_keys() -> None:
+    """One key head on two ranks: all query heads of both read it, and its gradient is the sum."""
+
+    class Grouped(nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            parts = [part.transpose(1, 2) for part in (query, key, value)]
+            return nn.functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    generator = torch.Generator().manual_seed(1)
+    whole = [torch.randn(1, 8, heads, 5, generator=generator, dtype=torch.float64, requires_grad=True) for heads in (4, 1, 1)]
+    expected = Grouped()(*whole)
+    expected.square().sum().backward()
+    here = slice(ranks.rank() * 4, ranks.rank() * 4 + 4)
+    mine = [tensor.detach()[:, here].clone().requires_grad_() for tensor in whole]
+    found = DistributedAttention(Grouped(), dist.group.WORLD, gather_idx=1)(*mine)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, expected[:, here])
+    found.square().sum().backward()
+    for tensor, other in zip(mine, whole, strict=True):
+        torch.testing.assert_close(tensor.grad, other.grad[:, here])  # type: ignore[index]
+
+
+def test_distributed_attention_with_shared_keys() -> None:
+    ranks.run_ranks(shared_keys, 2)
+
+
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("first", ["batch", "sequence"])
 def test_distributed_attention(world: int, first: str) -> None:

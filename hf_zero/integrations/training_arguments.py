@@ -12,6 +12,7 @@ from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.typed_values import config_of_launcher, lay_over
+from hf_zero.sequence_parallel.state import requested_slices
 
 __all__ = ["ZeroTrainingArguments"]
 
@@ -155,7 +156,8 @@ class ZeroTrainingArguments(TrainingArguments):
     def _mistakes_inside(self) -> list[str]:
         """What the engine would refuse in the configuration, said before a model is built."""
         try:
-            resolve(self.hf_deepspeed_config.config, world_size=self.world_size, match_sources=False)
+            config = self.hf_deepspeed_config.config
+            resolve(config, world_size=self.world_size // requested_slices(config), match_sources=False)
         except ConfigError as error:
             return [str(error)]
         return []

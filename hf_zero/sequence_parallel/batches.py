@@ -86,8 +86,7 @@ class UlyssesSPDataLoaderAdapter:
     def _slices(self) -> Iterator[Batch]:
         loader = iter(self.dl)
         while True:
-            mine = next(loader, None)
-            batches = deque(self._trade(mine) if self._goes_on(mine is not None) else ())
+            batches = deque(self._trade(next(loader, None)))
             if not batches:
                 return
             # accelerate ends an accumulation at the end of a loader, which is that of its last slice.
@@ -97,28 +96,32 @@ class UlyssesSPDataLoaderAdapter:
                     self.dl.end_of_dataloader = len(batches) == 1
                 yield batches.popleft()
 
-    def _goes_on(self, has_batch: bool) -> bool:
-        """Whether every rank of the group has a batch; the same answer on all of them."""
-        some, all_ = self.collectives.any_rank(has_batch, "batch"), not self.collectives.any_rank(not has_batch, "batch")
-        if some and not all_:
-            warn_once("the loaders of a sequence-parallel group do not end together: what the longer ones have left over is not used")
-        return all_
-
     def _trade(self, batch: Any) -> list[Batch]:
-        """This rank's slices of the batches of all ranks of the group, in rank order; collective."""
+        """This rank's slices of the batches of all ranks of the group, in rank order; none once a rank has none (None); collective."""
         problem = ""
         parts: dict[str, torch.Tensor] = {}
         rest: dict[str, Any] = {}
         try:
-            parts, rest = prepare(batch, self.sp_world_size)
+            if batch is not None:
+                parts, rest = prepare(batch, self.sp_world_size)
         except ConfigError as error:
             problem = str(error)
-        mine = (problem, [(name, str(part.dtype).removeprefix("torch."), list(part.shape[1:])) for name, part in parts.items()], rest)
+        mine = (
+            batch is None,
+            problem,
+            [(name, str(part.dtype).removeprefix("torch."), list(part.shape[1:])) for name, part in parts.items()],
+            rest,
+        )
         everyone = self.collectives.gather_objects(mine, "batches")
-        problems = [found for found, _, _ in everyone if found]
+        ended = sum(found[0] for found in everyone)
+        if ended:
+            if ended < len(everyone):
+                warn_once("the loaders of a sequence-parallel group do not end together: what the longer ones have left over is not used")
+            return []
+        problems = [found for _, found, _, _ in everyone if found]
         if problems:
             raise ConfigError(problems[0])
-        layouts = [[(name, getattr(torch, dtype), shape) for name, dtype, shape in layout] for _, layout, _ in everyone]
+        layouts = [[(name, getattr(torch, dtype), shape) for name, dtype, shape in layout] for _, _, layout, _ in everyone]
         message = torch.zeros(self.sp_world_size, max(map(_nbytes, layouts)), dtype=torch.uint8, device=self.device)
         start = 0
         for part in parts.values():
@@ -129,7 +132,7 @@ class UlyssesSPDataLoaderAdapter:
         pending.wait()
         received = pending.result
         assert received is not None
-        return [{**_unpack(row, layout), **others} for row, layout, (_, _, others) in zip(received, layouts, everyone, strict=True)]
+        return [{**_unpack(row, layout), **others} for row, layout, (_, _, _, others) in zip(received, layouts, everyone, strict=True)]
 
 
 class SliceStream(IterableDataset[Batch]):

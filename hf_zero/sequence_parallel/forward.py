@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -35,6 +36,9 @@ class SliceSettings:
     prepare: Callable[[str], None]
 
 
+_sliced: WeakKeyDictionary[nn.Module, SlicedForwards] = WeakKeyDictionary()
+
+
 class SlicedForwards:
     """Hooks around the forward of one model.
 
@@ -46,6 +50,11 @@ class SlicedForwards:
 
     def __init__(self, model: nn.Module, collectives: Collectives, settings: SliceSettings) -> None:
         implementation = require_sliceable(model, collectives.world, settings.implementation)
+        for part in model.modules():  # prepared again, or inside an adapter since
+            before = _sliced.pop(part, None)
+            if before is not None:
+                before.remove()
+        _sliced[model] = self
         self.collectives = collectives
         self.settings = settings
         self.implementation = implementation
@@ -127,6 +136,11 @@ class SlicedForwards:
                 "sequence parallelism: the ranks of a group were given different arguments in the first forward, but must hold slices of "
                 "the same batch: " + "; ".join(f"rank {rank} of the group {shapes}" for rank, shapes in enumerate(everyone))
             )
+
+
+def is_bound(model: nn.Module, settings: SliceSettings) -> bool:
+    """Whether the forwards of ``model`` are over slices already, as ``settings`` say."""
+    return model in _sliced and _sliced[model].settings is settings
 
 
 class Randomness:

@@ -13,7 +13,7 @@ from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import axis_over
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.sequence_parallel.exchange import trade
-from hf_zero.sequence_parallel.heads import require_even_heads
+from hf_zero.sequence_parallel.heads import key_heads, require_even_heads
 
 
 class DistributedAttention(nn.Module):
@@ -61,7 +61,7 @@ class DistributedAttention(nn.Module):
 
         Args:
             query: All heads of this rank's slice, with heads and sequence at the dimensions the constructor was given.
-            key: Likewise; its heads must divide among the ranks too.
+            key: Likewise. Its heads may be fewer than the query's: each rank gets those that its query heads read, in their order.
             value: Likewise.
             batch_dim_idx: Accepted; every other dimension stays as it is.
             rotary_pos_emb: Refused unless None: rotate query and key by their positions before the call.
@@ -80,7 +80,11 @@ class DistributedAttention(nn.Module):
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if max(self.scatter_idx, self.gather_idx) >= tensor.dim():
                 raise ConfigError(f"DistributedAttention: {name} has {tensor.dim()} dimensions, heads are {self.scatter_idx}")
-            require_even_heads(tensor.shape[self.scatter_idx], ranks, f"dimension {self.scatter_idx} of {name}")
+        require_even_heads(query.shape[self.scatter_idx], ranks, f"dimension {self.scatter_idx} of the query")
+        plan = key_heads(query.shape[self.scatter_idx], key.shape[self.scatter_idx], ranks)
+        if plan.sent is not None:
+            sent = torch.tensor(plan.sent, device=key.device)
+            key, value = key.index_select(self.scatter_idx, sent), value.index_select(self.scatter_idx, sent)
         rows = [_rows(tensor, self.scatter_idx, ranks) for tensor in (query, key, value)]
         whole = [_joined(part, self.gather_idx) for part in trade(self.collectives, *rows)]
         output = self.local_attn(*whole, *args, **kwargs)

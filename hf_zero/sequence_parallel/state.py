@@ -11,7 +11,7 @@ from torch import nn
 from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import SequenceAxes, join_sequence, sequence_axes
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.sequence_parallel.forward import SlicedForwards, SliceSettings
+from hf_zero.sequence_parallel.forward import SlicedForwards, SliceSettings, is_bound
 
 
 class SequenceParallel:
@@ -27,15 +27,11 @@ class SequenceParallel:
     def __init__(self, axes: SequenceAxes, settings: SliceSettings | None = None) -> None:
         self.axes = axes
         self.settings = settings
-        self._bound: tuple[nn.Module, SlicedForwards] | None = None
 
     def bind(self, model: nn.Module) -> None:
         """Makes the forwards of ``model`` forwards over slices, if it is for this object to do."""
-        if self.settings is None or (self._bound is not None and self._bound[0] is model):
-            return
-        if self._bound is not None:
-            self._bound[1].remove()
-        self._bound = (model, SlicedForwards(model, open_collectives(self.axes.sequence), self.settings))
+        if self.settings is not None and not is_bound(model, self.settings):
+            SlicedForwards(model, open_collectives(self.axes.sequence), self.settings)
 
     def get_sequence_parallel_group(self) -> dist.ProcessGroup:
         """The ranks that share this rank's samples."""
