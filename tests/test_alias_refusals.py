@@ -56,3 +56,11 @@ def test_misspelt_name_is_an_attribute_error_with_the_nearest_name() -> None:
         _ = deepspeed.initalize
     with pytest.raises(ModuleNotFoundError, match="deepspeed.frobnicate"):
         importlib.import_module("deepspeed.frobnicate")
+
+
+def test_other_names_of_served_modules_are_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ImportError, match=r"see_memory_usag is not provided.*; did you mean deepspeed\.runtime\.utils\.see_memory_usage\?"):
+        from deepspeed.runtime.utils import see_memory_usag  # noqa: F401
+    with pytest.raises(ImportError, match="an inner part of DeepSpeed"):
+        from deepspeed.runtime.zero.partition_parameters import AllGatherHandle  # noqa: F401
+    assert not hasattr(deepspeed.comm, "all_reduce_coalesced")

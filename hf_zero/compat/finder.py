@@ -69,7 +69,7 @@ class AliasModule(types.ModuleType):
         # Dunder names are Python asking, not a user: no text for them.
         reason = refusal(full_name) if not name.startswith("__") else None
         if reason is not None:
-            raise RefusedAttributeError(_refusal_message(full_name, reason))
+            raise RefusedAttributeError(_refusal_message(full_name, reason) + _nearest(full_name))
         raise AttributeError(f"module {self.__name__!r} (hf_zero's alias) has no attribute {name!r}{_nearest(full_name)}")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -100,7 +100,7 @@ class AliasLoader(importlib.abc.Loader):
         """
         reason = refusal(spec.name) if spec.name not in MODULES else None
         if reason is not None:
-            raise RefusedImportError(_refusal_message(spec.name, reason), spec.name)
+            raise RefusedImportError(_refusal_message(spec.name, reason) + _nearest(spec.name), spec.name)
         return AliasModule(spec.name, f"`{spec.name}` as hf_zero provides it; the names stand in hf_zero.compat.table.")
 
     def exec_module(self, module: types.ModuleType) -> None:

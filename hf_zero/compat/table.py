@@ -287,6 +287,23 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.utils.groups": "the data- and model-parallel getters are provided; other process groups do not exist here",
     "deepspeed.runtime.config": _CONFIG,
     "deepspeed.runtime.config_utils": _CONFIG,
+    # What else these modules of DeepSpeed have.
+    **dict.fromkeys(
+        (
+            "deepspeed.accelerator",
+            "deepspeed.comm",
+            "deepspeed.runtime.engine",
+            "deepspeed.runtime.lr_schedules",
+            "deepspeed.runtime.utils",
+            "deepspeed.runtime.zero",
+            "deepspeed.utils.tensor_fragment",
+            "deepspeed.utils.timer",
+            "deepspeed.utils.torch",
+            "deepspeed.utils.zero_to_fp32",
+        ),
+        f"{_INNER}, or no name of its; hf_zero/compat/table.py lists those that are served",
+    ),
+    "deepspeed.default_inference_config": _INFERENCE,
     "deepspeed.runtime.constants": "the keys of the configuration are plain texts; docs/config.md lists them",
     "deepspeed.runtime.zero.config": _CONFIG,
     "deepspeed.runtime.zero.linear": "linear layers are not replaced; torch.nn.functional.linear works on gathered weights as it is",
