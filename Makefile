@@ -11,8 +11,9 @@ INPUTS := pyproject.toml constraints.txt $(wildcard build_backend/*.py kernels/*
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
+GPU_ARGS ?= --out results-gpu
 
-.PHONY: help demo test test-all lint format bench venv kernels clean
+.PHONY: help demo test test-all lint format bench gpu venv kernels clean
 
 help:
 	@echo "make demo      train, evaluate, save and reload a small GPT-2 with ZeRO-3 on 2 ranks (DEMO_ARGS)"
@@ -20,6 +21,7 @@ help:
 	@echo "make test-all  run every test"
 	@echo "make lint      check format, style, types and spelling; make format repairs the first two"
 	@echo "make bench     measure step times against DDP and FSDP2 (BENCH_ARGS)"
+	@echo "make gpu       tests and measurements that need a GPU, each under its own time limit (GPU_ARGS)"
 	@echo "make kernels   build the native library again, after a change in kernels/"
 	@echo "make venv      only install into $(VENV)"
 
@@ -44,6 +46,9 @@ format: $(READY_DEV)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/step_time.py $(BENCH_ARGS)
+
+gpu: $(READY)
+	$(BIN)/python -m benchmarks.gpu $(GPU_ARGS)
 
 venv: $(READY)
 

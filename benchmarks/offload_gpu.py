@@ -17,6 +17,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,14 @@ def run(job: dict[str, Any], python: str) -> Outcome:
         env["PYTHONPATH"] = str(REPOSITORY)
     if job["device"] == "cpu":
         env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run([python, str(WORKER), json.dumps(job)], env=env, capture_output=True, text=True)
+    if job["device"] == "pretend":
+        env["PRETEND_MEMORY"] = str(int((job["cap_gib"] or 24) * 2**30))
+    try:
+        words = [python, str(WORKER), json.dumps({name: value for name, value in job.items() if name != "limit"})]
+        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=job["limit"] or None)
+    except subprocess.TimeoutExpired as error:
+        print(error.stderr[-2000:].decode() if error.stderr else "", file=sys.stderr)
+        return Outcome({}, f"not done after {job['limit']:g} s")
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if lines:
         return Outcome(json.loads(lines[-1]))
@@ -103,13 +111,16 @@ def largest(base: dict[str, Any], python: str) -> str:
     return f"{numel / 1e9:.2f} G ({fits} layers)" if fits else "none"
 
 
-def rows_of(arguments: argparse.Namespace, base: dict[str, Any], pythons: dict[str, str]) -> tuple[list[list[str]], dict[str, float]]:
-    """Cells for one element type, and the bounds."""
+def limits_of(base: dict[str, Any]) -> dict[str, float]:
+    """What bounds a step; nothing where it could not be measured."""
     measured = run({**base, "contender": "rates"}, sys.executable)
     if not measured.answer:
-        raise RuntimeError(f"the machine's rates could not be measured: {measured.reason}")
-    limits = bounds(measured.answer)
-    rows = []
+        print(f"the machine's rates could not be measured: {measured.reason}", file=sys.stderr)
+    return bounds(measured.answer) if measured.answer else {}
+
+
+def rows_of(arguments: argparse.Namespace, base: dict[str, Any], pythons: dict[str, str], limits: dict[str, float]) -> Iterator[list[str]]:
+    """Cells for one element type, a row as soon as it is measured."""
     for contender, python in pythons.items():
         job = {**base, "contender": contender, "trace": arguments.trace if contender == "hf_zero" and base["dtype"] == "bf16" else ""}
         print(f"{base['dtype']}: {contender}", file=sys.stderr)
@@ -117,16 +128,15 @@ def rows_of(arguments: argparse.Namespace, base: dict[str, Any], pythons: dict[s
         answer = outcome.answer
         cells = [outcome.reason, "", "", "", ""]
         if answer:
-            ratio = answer["seconds"] / max(limits.values())
+            ratio = f"{answer['seconds'] / max(limits.values()):.2f}" if limits else ""
             memory = [f"{answer[name] / 2**30:.2f}" for name in ("gpu", "host")]
-            cells = [f"{answer['seconds']:.3f}", f"{ratio:.2f}", *memory, f"{answer['loss']:.4f}"]
-        rows.append([f"{NAMES[contender]}, {base['dtype']}", *cells, largest(job, python) if arguments.largest else ""])
-    return rows, limits
+            cells = [f"{answer['seconds']:.3f}", ratio, *memory, f"{answer['loss']:.4f}"]
+        yield [f"{NAMES[contender]}, {base['dtype']}", *cells, largest(job, python) if arguments.largest else ""]
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--device", choices=["cuda", "cpu", "pretend"], default="cuda")
     parser.add_argument("--toy", action="store_true", help="a model of 0.1 M parameters")
     parser.add_argument("--dtypes", nargs="+", choices=["bf16", "fp16"], default=["bf16", "fp16"])
     parser.add_argument("--contenders", nargs="+", choices=list(NAMES), default=list(NAMES))
@@ -134,6 +144,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--cap-gib", type=float, default=24.0, help="GPU memory that each process may allocate; 0 for all")
     parser.add_argument("--host-gib", type=float, default=0.0, help="host memory at which a process is ended; 0 for no limit")
+    parser.add_argument("--limit", type=float, default=0.0, help="seconds that each process may take; 0 for no limit")
     parser.add_argument("--overlap", default="auto", help="hf_zero.offload_overlap: auto, none, forward, full")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
@@ -150,14 +161,24 @@ def main() -> int:
     size["length"], size["batch"] = arguments.block or size["length"], arguments.batch or size["batch"]
     pythons = {name: arguments.peer_python if name == "deepspeed" else sys.executable for name in arguments.contenders}
     pythons = {name: python for name, python in pythons.items() if python}
-    base = {name: getattr(arguments, name) for name in ("device", "cap_gib", "host_gib", "steps", "warmup", "overlap")} | {"size": size}
+    names = ("device", "cap_gib", "host_gib", "steps", "warmup", "overlap", "limit")
+    base = {name: getattr(arguments, name) for name in names} | {"size": size}
     rows: list[list[str]] = []
-    texts = []
+    texts: list[str] = []
     for dtype in arguments.dtypes:
-        found, limits = rows_of(arguments, {**base, "dtype": dtype}, pythons)
-        rows += found
-        texts.append(f"{dtype}: " + ", ".join(f"{name} {value:.3f} s" for name, value in limits.items()))
-    table = ResultTable(
+        limits = limits_of({**base, "dtype": dtype})
+        texts.append(f"{dtype}: " + (", ".join(f"{name} {value:.3f} s" for name, value in limits.items()) or "not measured"))
+        for row in rows_of(arguments, {**base, "dtype": dtype}, pythons, limits):
+            rows.append(row)
+            if arguments.json:  # what is measured stays, whatever happens to the next
+                table_of(arguments, size, rows, texts).save(arguments.json)
+    table_of(arguments, size, rows, texts).print()
+    return 0
+
+
+def table_of(arguments: argparse.Namespace, size: dict[str, int], rows: list[list[str]], texts: list[str]) -> ResultTable:
+    """The result so far."""
+    return ResultTable(
         title="CPU offload beside a device",
         command="python -m benchmarks.offload_gpu --peer-python /path/to/venv/bin/python --json benchmarks/results/offload_gpu.json",
         text=f"GPT-2 shape, {size['layers']} layers, width {size['width']}, random weights, "
@@ -167,10 +188,6 @@ def main() -> int:
         columns=["contender", "s/step", "ratio to the bound", "peak GPU GiB", "peak host GiB", "loss", "largest model"],
         rows=rows,
     )
-    table.print()
-    if arguments.json:
-        table.save(arguments.json)
-    return 0
 
 
 if __name__ == "__main__":

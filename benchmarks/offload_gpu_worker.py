@@ -15,6 +15,7 @@ import statistics
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ class Job:
 
     Attributes:
         contender: A key of ``CONTENDERS``, or ``rates``.
-        device: ``cuda`` or ``cpu``.
+        device: ``cuda``, ``cpu``, or ``pretend`` for the tests' pretend accelerator.
         dtype: ``bf16`` or ``fp16``.
         size: layers, width, heads, vocab, length, batch.
         cap_gib: GPU memory that torch may allocate; 0 for all.
@@ -66,7 +67,7 @@ def _config(job: Job, offload: bool) -> dict[str, Any]:
     section: dict[str, Any] = {"enabled": True}
     if job.dtype == "fp16":
         section["loss_scale"] = SCALE
-    blocks = {name: {"device": "cpu", "pin_memory": job.device == "cuda"} for name in ("offload_optimizer", "offload_param")}
+    blocks = {name: {"device": "cpu", "pin_memory": job.device != "cpu"} for name in ("offload_optimizer", "offload_param")}
     return {
         "train_micro_batch_size_per_gpu": job.size["batch"],
         "gradient_clipping": 1.0,
@@ -134,7 +135,7 @@ def fsdp2(job: Job) -> Step:
     options = {
         "mesh": init_device_mesh(job.device, (torch.distributed.get_world_size(),)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[job.dtype], reduce_dtype=DTYPES[job.dtype]),
-        "offload_policy": CPUOffloadPolicy() if job.device == "cuda" else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy() if job.device != "cpu" else OffloadPolicy(),
     }
     for block in model.transformer.h:
         fully_shard(block, **options)
@@ -154,8 +155,8 @@ CONTENDERS: dict[str, Callable[[Job], Step]] = {"hf_zero": hf_zero, "deepspeed":
 
 
 def synchronize(job: Job) -> None:
-    if job.device == "cuda":
-        torch.cuda.synchronize()
+    if job.device != "cpu":
+        torch.accelerator.synchronize()
 
 
 def seconds_of(job: Job, work: Callable[[], object], times: int) -> float:
@@ -174,7 +175,7 @@ def seconds_of(job: Job, work: Callable[[], object], times: int) -> float:
 def rates(job: Job) -> dict[str, float]:
     """What bounds a step: bytes per second of copies and of host memory, seconds of forward and backward alone."""
     numel = (256 << 20) if job.device == "cuda" else (8 << 20)
-    host = torch.zeros(numel, dtype=torch.uint8, pin_memory=job.device == "cuda")
+    host = torch.zeros(numel, dtype=torch.uint8, pin_memory=job.device != "cpu")
     device = torch.zeros(numel, dtype=torch.uint8, device=job.device)
     inward = numel / seconds_of(job, lambda: device.copy_(host, non_blocking=True), 5)
     outward = numel / seconds_of(job, lambda: host.copy_(device, non_blocking=True), 5)
@@ -198,7 +199,7 @@ def _on_device(job: Job, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def peaks(job: Job) -> dict[str, float]:
     """Bytes: the most that torch held on the GPU, the most of this process in host memory."""
-    gpu = torch.cuda.max_memory_allocated() if job.device == "cuda" else 0
+    gpu = torch.get_device_module(job.device).max_memory_allocated() if job.device != "cpu" else 0
     return {"gpu": gpu, "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
@@ -208,7 +209,10 @@ def traced(job: Job) -> Iterator[None]:
     from torch.profiler import ProfilerActivity, profile
 
     kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if job.device == "cuda" else [])
-    threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    try:
+        threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    except TypeError:  # another torch: the update thread is missing in the trace
+        threads = None
     with profile(activities=kinds, experimental_config=threads) as recorded:
         yield
     recorded.export_chrome_trace(job.trace)
@@ -228,12 +232,16 @@ def train(job: Job) -> dict[str, Any]:
         loss = step(batch)
         synchronize(job)
         found.append(time.perf_counter() - start)
+    answer = {"seconds": statistics.median(found), "loss": float(loss), **peaks(job)}
     if job.trace:
-        with traced(job):  # two steps: an update may go on into the next forward
-            for batch in batches[-2:]:
-                step(batch)
-            synchronize(job)
-    return {"seconds": statistics.median(found), "loss": float(loss), **peaks(job)}
+        try:
+            with traced(job):  # two steps: an update may go on into the next forward
+                for batch in batches[-2:]:
+                    step(batch)
+                synchronize(job)
+        except Exception:  # the numbers are there
+            traceback.print_exc()
+    return answer
 
 
 def watch_host(limit_gib: float) -> None:
@@ -257,6 +265,10 @@ def main() -> None:
     os.dup2(2, 1)  # libraries print to standard output
     if job.host_gib:
         watch_host(job.host_gib)
+    if job.device == "pretend":
+        from tests import pretend
+
+        pretend.load()
     if job.device == "cuda":
         torch.cuda.set_device(0)
         if job.cap_gib:
@@ -264,7 +276,8 @@ def main() -> None:
     if job.contender == "rates":
         answers.write(json.dumps(rates(job)) + "\n")
         return
-    torch.distributed.init_process_group("nccl" if job.device == "cuda" else "gloo")
+    # The host's back end is for FSDP2, which adds up norms of offloaded gradients there.
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo")
     answers.write(json.dumps(train(job)) + "\n")
     answers.flush()
     sys.stderr.flush()

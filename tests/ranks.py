@@ -253,11 +253,13 @@ def device() -> Any:
     from tests.pretend import network
 
     name = os.environ.get("HF_ZERO_TEST_DEVICE", "cpu")
-    if name == "pretend":
+    if name == pretend.NAME:
         pretend.load()
         network.register()
-        return torch.device(name, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(name, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
 
 
 _POOLS: dict[tuple[int, str], RankPool] = {}  # by number of ranks and device

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests import ranks
 from tests.models import CASES, Batch
-from tests.parity import Run, Trace, check, collect, initialize, mean_over_ranks, micro_step, reference, reference_case, train
+from tests.parity import Run, Trace, check, check_case, collect, initialize, mean_over_ranks, micro_step, reference, reference_case, train
 
 STAGES = (0, 1, 2, 3)
 CASE = CASES["gpt2"]
@@ -169,3 +169,17 @@ def test_training_after_an_inference_engine(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_destroy_leaves_a_usable_module(stage: int) -> None:
     ranks.run_ranks(_destroy_leaves_a_usable_module, 2, stage)
+
+
+def _back_ends_by_device(run: Run) -> None:
+    from hf_zero.comm.collectives import GlooCollectives
+
+    engine = initialize(CASES["mlp"].build(), run)
+    assert isinstance(engine.collectives, GlooCollectives), "sums are taken in the order of ranks, whatever the group is called"
+    engine.destroy()
+    check_case("mlp", run)
+
+
+@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:gloo", "undefined"])
+def test_a_group_with_a_back_end_per_device(backend: str) -> None:
+    ranks.run_ranks(_back_ends_by_device, 2, Run(stage=3, dtype="bf16"), env={"HF_ZERO_TEST_BACKEND": backend})

@@ -13,12 +13,11 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
-from tests import pretend, ranks
-from tests.models import CASES, CLASSES, class_loss
+from tests import device_jobs, pretend, ranks
+from tests.models import CASES
 from tests.offload_runs import blocks_of, train_case, ways
-from tests.parity import LIMITS, Run, check_bitwise, check_case, difference, initialize, train
+from tests.parity import LIMITS, Run, difference
 from tests.pretend import network
 
 pytestmark = pytest.mark.skipif(
@@ -38,15 +37,9 @@ def on_devices(function: Callable[..., Any], *args: Any, backend: str = network.
 # -- parity ------------------------------------------------------------------------------------------------------------
 
 
-def _parity(names: list[str], runs: list[Run]) -> None:
-    for run in runs:
-        for name in names:
-            check_case(name, run)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gpt2_trains_as_on_the_cpu(backend: str) -> None:
-    on_devices(_parity, ["gpt2"], [Run(stage=stage, accumulation=2, clip=0.5) for stage in STAGES], backend=backend)
+    on_devices(device_jobs.parity, ["gpt2"], [Run(stage=stage, accumulation=2, clip=0.5) for stage in STAGES], backend=backend)
 
 
 @pytest.mark.slow
@@ -55,38 +48,24 @@ def test_gpt2_trains_as_on_the_cpu(backend: str) -> None:
 def test_16_bit(stage: int, dtype: str) -> None:
     """Over gloo, which adds up in fp32 as the reference does; nccl adds in the type of the message."""
     names = ["gpt2", "llama", "tied_coder", "mlp"]
-    on_devices(_parity, names, [Run(stage=stage, dtype=dtype, accumulation=2, clip=0.5)], backend="gloo")
+    on_devices(device_jobs.parity, names, [Run(stage=stage, dtype=dtype, accumulation=2, clip=0.5)], backend="gloo")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_other_models(stage: int) -> None:
-    names = ["llama", "t5", "bart", "albert", "mixtral", "vit", "conv", "tied_coder", "mlp", "mostly_frozen"]
-    on_devices(_parity, [name for name in names if name in CASES], [Run(stage=stage), Run(stage=stage, accumulation=2, clip=0.1)])
+    names = ["llama", "t5", "bart", "albert", "mixtral", "vit", "conv", "tied_coder", "mlp"]
+    on_devices(
+        device_jobs.parity, [name for name in names if name in CASES], [Run(stage=stage), Run(stage=stage, accumulation=2, clip=0.1)]
+    )
 
 
 # -- offload -----------------------------------------------------------------------------------------------------------
 
 
-def _offload(name: str, runs: list[Run], only: list[str]) -> None:
-    """Every way to offload against none: late copies happen, and none of them from memory that is not page-locked."""
-    torch.set_num_threads(1)
-    for run in runs:
-        plain, _ = train_case(name, run, {})
-        for label, way in ways(run.stage).items():
-            if only and label not in only:
-                continue
-            late, pageable = pretend.late_copies(), pretend.pageable_copies()
-            with blocks_of(way) as blocks:
-                trace, _ = train_case(name, run, blocks)
-            found = difference(trace, plain)
-            assert trace.skipped == plain.skipped and found.within(LIMITS[run.dtype]), f"{label}: {found}"
-            assert pretend.late_copies() > late and pretend.pageable_copies() == pageable, f"{label}: copies that overlap nothing"
-
-
 def test_offload_changes_nothing() -> None:
     runs = [Run(stage=3, dtype="bf16"), Run(stage=2, accumulation=2, clip=0.5)]
-    on_devices(_offload, "mlp", runs, ["cpu, apart", "parameters cpu, apart", "both cpu, apart", "both nvme, some kept, apart"])
+    on_devices(device_jobs.offload, "mlp", runs, ["cpu, apart", "parameters cpu, apart", "both cpu, apart", "both nvme, some kept, apart"])
 
 
 @pytest.mark.slow
@@ -94,20 +73,11 @@ def test_offload_changes_nothing() -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_way_to_offload(stage: int, dtype: str, name: str) -> None:
-    on_devices(_offload, name, [Run(stage=stage, dtype=dtype), Run(stage=stage, dtype=dtype, accumulation=2, clip=0.1)], [])
-
-
-def _offload_param_alone() -> None:
-    """Masters stay on the device when only the parameters leave it."""
-    engine = initialize(CASES["gpt2"].build(), Run(stage=3, extra={"zero_optimization": {"offload_param": {"device": "cpu"}}}))
-    train(engine, CASES["gpt2"].rows, CASES["gpt2"].forward, Run(stage=3, steps=1))
-    assert {unit.master.device.type for unit in engine.units} == {pretend.NAME}
-    assert {unit.shard.device.type for unit in engine.units} == {"cpu"}
-    engine.destroy()
+    on_devices(device_jobs.offload, name, [Run(stage=stage, dtype=dtype), Run(stage=stage, dtype=dtype, accumulation=2, clip=0.1)], [])
 
 
 def test_masters_stay_where_only_parameters_are_offloaded() -> None:
-    on_devices(_offload_param_alone)
+    on_devices(device_jobs.offload_param_alone)
 
 
 # -- mistakes are noticed ----------------------------------------------------------------------------------------------
@@ -148,104 +118,24 @@ def test_a_forgotten_wait_is_noticed(target: str) -> None:
 # -- the rest of the engine: jobs of other files, on a device -----------------------------------------------------------
 
 
-def _checkpointing() -> None:
-    from tests.test_parity_checkpointing import _plain, _train_transformers
-
-    _plain(Run(stage=3, accumulation=2), "not reentrant")
-    run = Run(stage=3, accumulation=2, clip=0.1)
-    trace, plain = _train_transformers("gpt2", run, True), _train_transformers("gpt2", run, None)
-    assert difference(trace, plain).within(LIMITS["fp32"])
-
-
 def test_activation_checkpointing() -> None:
-    on_devices(_checkpointing)
-
-
-class _HostInputs(nn.Module):
-    """Blocks whose inputs rest on the host, or not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry = nn.Linear(8, 16)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4))
-        self.head = nn.Linear(16, CLASSES)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        from hf_zero.compat import checkpointing
-
-        hidden = self.entry(inputs)
-        for block in self.blocks:
-            hidden = checkpointing.checkpoint(block, hidden)
-        return self.head(hidden)
-
-
-def _cpu_checkpointing() -> None:
-    """Inputs of blocks rest in page-locked memory: the same bits, dropout too, with copies beside the computation."""
-    from hf_zero.compat import checkpointing
-
-    found: list[tuple[Any, int]] = []
-    for host in (False, True):
-        checkpointing.configure(None, checkpoint_in_cpu=host)
-        torch.manual_seed(0)
-        engine = initialize(_HostInputs().train(), Run(stage=3, dtype="bf16"))
-        late, pageable = pretend.late_copies(), pretend.pageable_copies()
-        torch.manual_seed(1)
-        trace = train(engine, CASES["mlp"].rows, class_loss, Run(stage=3, dtype="bf16"))
-        found.append((trace, pretend.late_copies() - late))
-        assert pretend.pageable_copies() == pageable
-        engine.destroy()
-        checkpointing.reset()
-    check_bitwise(found[1][0], found[0][0], "cpu_checkpointing")
-    assert found[1][1] >= found[0][1] + 2 * 3 * 4, "inputs of four blocks, there and back, in three steps"
+    on_devices(device_jobs.checkpointing)
 
 
 def test_cpu_checkpointing() -> None:
-    on_devices(_cpu_checkpointing)
-
-
-def _saves(folder: str) -> None:
-    from tests.test_checkpoint_background import CONFIGS, _train_on
-
-    for name, (stage, extra) in CONFIGS.items():
-        _train_on(f"{folder}/{name}", stage, extra)
+    on_devices(device_jobs.cpu_checkpointing)
 
 
 def test_saving_in_the_background(tmp_path: Path) -> None:
-    on_devices(_saves, str(tmp_path))
-
-
-def _save(folder: str, extra: dict[str, Any]) -> dict[str, Any]:
-    from tests.checkpoints import full_state, start, steps
-
-    engine = start(3, "bf16", **extra)
-    steps(engine, 0, 2, "bf16")
-    state = full_state(engine)
-    engine.save_checkpoint(folder)
-    engine.wait_for_checkpoint()  # nothing else waits for the device: the current one of rank 1 is another
-    engine.destroy()
-    return state
-
-
-def _load(folder: str, expected: dict[str, Any], extra: dict[str, Any], stage: int) -> list[str]:
-    from tests.checkpoints import differences, full_state, start
-
-    engine = start(stage, "bf16", seed=3, **extra)
-    engine.load_checkpoint(folder)
-    found = differences(full_state(engine), expected)
-    engine.destroy()
-    return found
-
-
-IN_BACKGROUND = {"checkpoint": {"writer": {"decoupled": True}}}
-OFFLOADED = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
+    on_devices(device_jobs.saves, str(tmp_path))
 
 
 def test_checkpoints_travel_between_device_and_host(tmp_path: Path) -> None:
-    state = on_devices(_save, str(tmp_path / "device"), IN_BACKGROUND)[0]
-    assert ranks.run_ranks(_load, 2, str(tmp_path / "device"), state, {}, 2) == [[], []]
-    assert on_devices(_load, str(tmp_path / "device"), state, OFFLOADED, 3) == [[], []]
-    state = ranks.run_ranks(_save, 2, str(tmp_path / "host"), {})[0]
-    assert on_devices(_load, str(tmp_path / "host"), state, {}, 3) == [[], []]
+    state = on_devices(device_jobs.save, str(tmp_path / "device"), device_jobs.IN_BACKGROUND)[0]
+    assert ranks.run_ranks(device_jobs.load, 2, str(tmp_path / "device"), state, {}, 2) == [[], []]
+    assert on_devices(device_jobs.load, str(tmp_path / "device"), state, device_jobs.OFFLOADED, 3) == [[], []]
+    state = ranks.run_ranks(device_jobs.save, 2, str(tmp_path / "host"), {})[0]
+    assert on_devices(device_jobs.load, str(tmp_path / "host"), state, {}, 3) == [[], []]
 
 
 # -- a rank whose device is not the current one (nobody called set_device) ----------------------------------------------
@@ -290,53 +180,9 @@ def test_a_device_that_is_not_the_current_one() -> None:
 # -- names and numbers of the public interface --------------------------------------------------------------------------
 
 
-def _interface() -> None:
-    """zero.Init, gathered and full values, generation, the traffic log, clocks, memory, a lone forward."""
-    import hf_zero
-    from hf_zero.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
-
-    run = Run(
-        stage=3,
-        dtype="bf16",
-        extra={
-            "comms_logger": {"enabled": True},
-            "wall_clock_breakdown": True,
-            "memory_breakdown": True,
-            "flops_profiler": {"enabled": True, "profile_step": 1},
-        },
-    )
-    config = run.config()
-    with hf_zero.zero.Init(config_dict_or_path=config):
-        model = CASES["gpt2"].make()
-    first = model.transformer.h[0].mlp.c_fc.weight
-    assert first.device == ranks.device() and first.numel() == 0
-    engine = hf_zero.initialize(model=model, config=config)[0]
-    for step in range(2):
-        loss = engine(**CASES["gpt2"].rows(step, ranks.rank())).loss
-        engine.backward(loss)
-        assert safe_get_full_grad(first).device == ranks.device()
-        engine.step()
-    engine.module.eval()
-    prompt = torch.randint(3, 60, (2, 4), device=ranks.device())
-    assert engine.generate(prompt, max_new_tokens=3 + ranks.rank(), do_sample=False, pad_token_id=0).shape[0] == 2
-    value = safe_get_full_fp32_param(first)
-    safe_set_full_fp32_param(first, torch.zeros_like(value))
-    with hf_zero.zero.GatheredParameters([first], modifier_rank=0):
-        assert first.float().abs().sum().item() == 0
-        if ranks.rank() == 0:
-            first.data.fill_(1.0)
-    assert safe_get_full_fp32_param(first).eq(1).all()
-    state = engine._zero3_consolidated_16bit_state_dict()
-    assert ranks.rank() != 0 or {tensor.device.type for tensor in state.values()} == {"cpu"}
-    engine.empty_partition_cache()
-    used = torch.accelerator.memory_allocated(ranks.device())
-    engine.destroy()
-    assert torch.accelerator.memory_allocated(ranks.device()) < used
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_public_interface(backend: str) -> None:
-    on_devices(_interface, backend=backend)
+    on_devices(device_jobs.interface, backend=backend)
 
 
 def _facts() -> None:

@@ -395,6 +395,13 @@ def _sum_in_order(parts: Sequence[torch.Tensor], dtype: torch.dtype, scratch: in
 
 
 def build_collectives(topology: Topology) -> Collectives:
-    """The back end that fits the group: direct exchange on gloo, the native calls elsewhere."""
-    backend = str(dist.get_backend(topology.group))
-    return GlooCollectives(topology) if backend in ("gloo", "cpu:gloo") else NativeCollectives(topology)
+    """The back end that fits the group: direct exchange where gloo serves the device, the native calls elsewhere."""
+    return GlooCollectives(topology) if _serving_backend(topology) == "gloo" else NativeCollectives(topology)
+
+
+def _serving_backend(topology: Topology) -> str:
+    """Name of the back end that carries tensors of the topology's device; a group may have one per device type (``cpu:gloo,cuda:nccl``)."""
+    config = dist.get_backend_config(topology.group)
+    served = dict(part.split(":") for part in config.split(",") if ":" in part)
+    # A host's back end serves a device that has none of its own.
+    return served.get(topology.device.type) or served.get("cpu") or str(dist.get_backend(topology.group))

@@ -139,7 +139,10 @@ class Machine {
   void use_again(int device, int stream);
   void raise_kept();
 
+  friend class Locked;
   std::recursive_mutex mutex_;
+  int depth_ = 0;  // how often this thread has locked it
+  std::vector<at::Tensor> dead_;
   int devices_;
   size_t total_;
   uint64_t issued_ = 0;

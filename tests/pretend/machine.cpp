@@ -14,6 +14,24 @@
 
 namespace pretend {
 
+// Holds the lock. Tensors that tasks held go when it is given back: taking or dropping a reference may need Python's lock, which another
+// thread may hold while it waits for this one.
+class Locked {
+ public:
+  explicit Locked(Machine& machine) : machine_(machine) {
+    machine_.mutex_.lock();
+    ++machine_.depth_;
+  }
+  ~Locked() {
+    std::vector<at::Tensor> dead;
+    if (--machine_.depth_ == 0) dead.swap(machine_.dead_);
+    machine_.mutex_.unlock();
+  }
+
+ private:
+  Machine& machine_;
+};
+
 namespace {
 
 constexpr int kPoison = 0xFF;  // NaN in every floating-point type, -1 in the integers
@@ -135,7 +153,7 @@ int Machine::current() const { return t_device * kStreams + current_stream(t_dev
 c10::DataPtr Machine::allocate(size_t bytes, int device) {
   const c10::Device where(kType, device);
   if (bytes == 0) return c10::DataPtr(nullptr, where);
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Locked lock(*this);
   const int stream = device * kStreams + current_stream(device);
   use_again(device, stream);
   auto& stats = stats_[device];
@@ -160,7 +178,7 @@ c10::DataPtr Machine::allocate(size_t bytes, int device) {
 }
 
 void Machine::free(std::shared_ptr<Block> block) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Locked lock(*this);
   stats_[block->device].now -= block->bytes;
   freed_.push_back(std::move(block));
 }
@@ -191,17 +209,17 @@ void Machine::use_again(int device, int stream) {
 }
 
 void Machine::record_stream(const c10::DataPtr& data, const c10::Stream& stream) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Locked lock(*this);
   if (auto block = block_of(data)) block->recorded.insert(ordinal(stream));
 }
 
 Stats Machine::stats(int device) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Locked lock(*this);
   return stats_.at(device);
 }
 
 void Machine::reset_peak(int device) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Locked lock(*this);
   stats_.at(device).peak = stats_.at(device).now;
 }
 
@@ -215,13 +233,13 @@ c10::DataPtr Machine::allocate_pinned(size_t bytes) {
 }
 
 void Machine::add_pinned(void* memory, size_t bytes, bool registered) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Locked lock(*this);
   pinned_.emplace_back(reinterpret_cast<uintptr_t>(memory), Pinned{bytes, registered});
   std::sort(pinned_.begin(), pinned_.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
 }
 
 bool Machine::remove_pinned(void* memory) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Locked lock(*this);
   const auto address = reinterpret_cast<uintptr_t>(memory);
   for (auto found = pinned_.begin(); found != pinned_.end(); ++found) {
     if (found->first != address) continue;
@@ -239,7 +257,7 @@ bool Machine::remove_pinned(void* memory) {
 }
 
 bool Machine::is_pinned(const void* memory) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Locked lock(*this);
   return find_pinned(memory) != nullptr;
 }
 
@@ -254,7 +272,7 @@ const Machine::Pinned* Machine::find_pinned(const void* memory) const {
 // ------------------------------------------------------------------------------------------------------------ operations
 
 void Machine::begin(const std::string&) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Locked lock(*this);
   raise_kept();
   const int stream = current();
   ++operations_;
@@ -267,7 +285,7 @@ void Machine::touch(const at::Tensor& tensor, bool write, const std::string& nam
   auto block = block_of(tensor.storage().data_ptr());
   const auto [begin, end] = extent(tensor);
   if (!block || begin == end) return;
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Locked lock(*this);
   const int stream = current();
   touch(*block, stream, places_[stream], begin, end, write, name);
 }
@@ -290,15 +308,17 @@ void Machine::touch(Block& block, int stream, uint64_t place, size_t begin, size
 }
 
 void Machine::copy_later(const at::Tensor& device_side, const at::Tensor& host, bool to_host) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Task task{0, 0, {}, to_host, region_of(device_side), host, {}};  // before the lock: see Locked
+  Locked lock(*this);
   raise_kept();
   ++late_;
   const int stream = current();
   join(clocks_[stream], host_);
-  const Clock needs = clocks_[stream];
-  clocks_[stream][stream] = ++places_[stream];
+  task.needs = clocks_[stream];
+  task.place = clocks_[stream][stream] = ++places_[stream];
+  task.order = ++issued_;
   touch(device_side, !to_host, to_host ? "a copy to the host" : "a copy from the host");
-  waiting_[stream].push_back({++issued_, places_[stream], needs, to_host, region_of(device_side), host, {}});
+  waiting_[stream].push_back(std::move(task));
 }
 
 void Machine::run_until(const Clock& clock) {
@@ -310,6 +330,7 @@ void Machine::run_until(const Clock& clock) {
       run_until(task.needs);
       run(task);
       if (task.to_host) staged_[stream].push_back(std::move(task));
+      else dead_.push_back(std::move(task.host));
     }
   }
 }
@@ -329,6 +350,7 @@ void Machine::run(Task& task) {
 void Machine::make_visible(Task& task) {
   check_alive(task);
   task.host.copy_(task.staged);
+  dead_.push_back(std::move(task.host));
 }
 
 // The allocator of page-locked memory waits for copies before it uses memory again; nobody waits for memory that was only registered.
@@ -375,7 +397,7 @@ bool Machine::done(const Clock& clock) const {
 }
 
 void Machine::record(Event& event, const c10::Stream& stream) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Locked lock(*this);
   auto& clock = clocks_[ordinal(stream)];
   join(clock, host_);
   event.seen = clock;
@@ -384,43 +406,43 @@ void Machine::record(Event& event, const c10::Stream& stream) {
 }
 
 void Machine::block(const Event& event, const c10::Stream& stream) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Locked lock(*this);
   join(clocks_[ordinal(stream)], event.seen);
 }
 
 bool Machine::query(Event& event) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Locked lock(*this);
   if (!done(event.seen) && event.asked++) show(event.seen);  // "not yet" the first time
   return done(event.seen);
 }
 
 void Machine::wait(const Event& event) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Locked lock(*this);
   show(event.seen);
 }
 
 bool Machine::query(const c10::Stream& stream) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Locked lock(*this);
   return done(clocks_[ordinal(stream)]);
 }
 
 void Machine::wait(const c10::Stream& stream) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Locked lock(*this);
   show(Clock(clocks_[ordinal(stream)]));
 }
 
 void Machine::wait_current() {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Locked lock(*this);
   show(Clock(clocks_[current()]));
 }
 
 void Machine::wait_device(int device) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Locked lock(*this);
   for (int stream = device * kStreams; stream < (device + 1) * kStreams; ++stream) show(Clock(clocks_[stream]));
 }
 
 double Machine::elapsed(const Event& first, const Event& second) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Locked lock(*this);
   TORCH_CHECK(done(first.seen) && done(second.seen), "both events must be completed before the time between them is asked for");
   return second.milliseconds - first.milliseconds;
 }
@@ -440,7 +462,7 @@ void Machine::raise_kept() {
 }
 
 std::vector<std::string> Machine::take_complaints() {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Locked lock(*this);
   kept_.clear();
   return std::exchange(complaints_, {});
 }
