@@ -317,3 +317,24 @@ def test_other_values_and_masks_are_kept() -> None:
     assert rest == {"name": "x", "nothing": None}
     assert tensors["attention_mask"].tolist() == [[[True, True], [True, True]], [[True, False], [True, False]]]
     assert tensors["position_ids"].tolist() == [[[0, 1], [0, 1]], [[2, 3], [2, 3]]]
+
+
+def traffic() -> tuple[int, int]:
+    """Bytes that a rank sends in a forward, and in its backward."""
+    from hf_zero.sequence_parallel.forward import _sliced
+
+    model = build(llama)
+    UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, 2)
+    network, batch = _sliced[model].collectives, cut(Data().batch(0), ranks.rank(), 2)
+    before = network.sent_bytes
+    loss = model(**batch, labels=batch["shift_labels"]).loss
+    after = network.sent_bytes
+    loss.backward()
+    return after - before, network.sent_bytes - after
+
+
+def test_bytes_sent_are_those_of_the_formula() -> None:
+    rows, tokens, hidden, ranks_, layers = 2, 24, 32, 2, 2
+    each = rows * tokens * hidden * 4 // ranks_ * (2 + 2 * 2 // 4) * (ranks_ - 1) // ranks_  # half as many key heads as query heads
+    positions = rows * tokens // ranks_ * 8
+    assert ranks.run_ranks(traffic, 2) == [(layers * each + positions, layers * each)] * 2

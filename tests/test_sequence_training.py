@@ -15,6 +15,7 @@ from torch import nn
 import hf_zero
 from hf_zero.errors import UnsupportedError
 from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
+from hf_zero.sequence_parallel.batches import UlyssesSPDataLoaderAdapter
 from tests import parity, ranks, zoo
 from tests.models import VOCAB
 from tests.parity import Run
@@ -167,11 +168,16 @@ def evaluation() -> dict[str, float]:
         state = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, 2, disable_in_eval=whole_in_eval)
         assert state is not None
         model.eval()
+        group = state.get_sequence_parallel_group()
         with torch.no_grad():
-            over_slices = loss_over_slices(model, cut(batch, ranks.rank(), 2), state.get_sequence_parallel_group())
+            slices = cut(batch, ranks.rank(), 2)
+            if whole_in_eval:  # what an adapter gives is taken for what it is
+                slices = next(UlyssesSPDataLoaderAdapter([batch], ranks.rank(), group, 2, "cpu"))
+            over_slices = loss_over_slices(model, slices, group)
             found[f"slices {whole_in_eval}"] = float(over_slices)
             if whole_in_eval:
-                found["whole"] = float(model(**batch).loss)
+                labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+                found["whole"] = float(model(**batch, shift_labels=labels).loss)
                 found["odd length"] = float(model(input_ids=batch["input_ids"][:, :7]).logits.shape[1]) / 7 * expected
                 tokens = model.generate(batch["input_ids"][:1], max_new_tokens=2, do_sample=False, pad_token_id=0)
                 found["generated"] = tokens.shape[1] / (batch["input_ids"].shape[1] + 2) * expected

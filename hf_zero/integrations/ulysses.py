@@ -48,7 +48,7 @@ class UlyssesSPAttentionHF:
             micro_batch_size: Accepted; any batch size is taken as it comes.
             seq_length: Tokens of every whole sequence, where they do not vary.
             seq_length_is_variable: False refuses sequences of another length.
-            disable_in_eval: Forwards in evaluation mode are over whole sequences, unless they come with ``shift_labels``.
+            disable_in_eval: Forwards in evaluation mode are over whole sequences, unless the tokens come from an adapter.
             max_length: Older name of ``seq_length``.
 
         Returns:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.recorded import open_collectives
@@ -25,7 +26,16 @@ _TOLD_BY_POSITIONS = (
 )  # where packed samples begin; of padding-free collators
 _FILL = {"labels": IGNORED, "shift_labels": IGNORED}
 
+_TOKENS = ("input_ids", "inputs_embeds")
+_cut = WeakTensorKeyDictionary()  # the tokens of the slices that adapters have given
+
 Batch = dict[str, Any]
+
+
+def is_slice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the arguments of a forward hold the tokens of a slice that an adapter has given."""
+    given = (*args[:1], *(kwargs.get(name) for name in _TOKENS))
+    return any(isinstance(value, torch.Tensor) and value in _cut for value in given)
 
 
 class UlyssesSPDataLoaderAdapter:
@@ -94,7 +104,11 @@ class UlyssesSPDataLoaderAdapter:
             while batches:
                 if at_end:
                     self.dl.end_of_dataloader = len(batches) == 1
-                yield batches.popleft()
+                batch = batches.popleft()
+                for name in _TOKENS:
+                    if name in batch:
+                        _cut[batch[name]] = True
+                yield batch
 
     def _trade(self, batch: Any) -> list[Batch]:
         """This rank's slices of the batches of all ranks of the group, in rank order; none once a rank has none (None); collective."""
@@ -159,7 +173,7 @@ def prepare(batch: Any, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, 
         ConfigError: A tensor has no dimension of tokens.
     """
     batch = dict(batch)
-    first = batch.get("input_ids") if isinstance(batch.get("input_ids"), torch.Tensor) else batch.get("inputs_embeds")
+    first = next((batch[name] for name in _TOKENS if batch.get(name) is not None), None)
     if not isinstance(first, torch.Tensor) or first.dim() < 2:
         raise ConfigError(f"sequence parallelism: a batch needs input_ids (batch, tokens) to be divided; this one has {sorted(batch)}")
     rows, length = first.shape[:2]

@@ -15,6 +15,7 @@ from torch import nn
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.sequence_parallel.attention import SlicedAttention
+from hf_zero.sequence_parallel.batches import is_slice
 from hf_zero.sequence_parallel.heads import require_even_heads
 from hf_zero.sequence_parallel.masks import WholeMasks, modules_of
 
@@ -25,7 +26,7 @@ class SliceSettings:
 
     Attributes:
         implementation: Attention implementation of transformers; None takes the model's.
-        whole_in_eval: Forwards in evaluation mode are over whole sequences, unless they come with ``shift_labels``.
+        whole_in_eval: Forwards in evaluation mode are over whole sequences, unless the tokens come from an adapter.
         length: Tokens of every whole sequence; None where they vary.
         prepare: Puts the trading attention function in the place of ``implementation``'s.
     """
@@ -77,7 +78,7 @@ class SlicedForwards:
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         attention, settings = self.attention, self.settings
         whole = settings.whole_in_eval or kwargs.get("past_key_values") is not None
-        attention.sliced = model.training or not whole or kwargs.get("shift_labels") is not None
+        attention.sliced = model.training or not whole or is_slice(args, kwargs)
         if not attention.sliced:
             return
         length = self._require_positions(kwargs)
