@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from itertools import repeat
@@ -112,12 +113,21 @@ class WholeBuffer:
         so the tensor shares the buffer's storage. When such a tensor, or one that autograd saved, is alive, the storage stays with
         it and the unit takes another buffer. While the model runs this is not done: what autograd saved is to be freed then.
         """
-        own = 2 + len(self._views)  # the buffer, the storage object asked here, the views
-        return torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata) > own  # type: ignore[attr-defined]
+        return _uses(self.flat) > _uses_of_one() + len(self._views)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a view of the buffer."""
         return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr() != 0
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _uses_of_one() -> int:
+    """What a tensor counts that nobody else shares: asking is one more use in newer versions of torch (2.13, not 2.8)."""
+    return _uses(torch.empty(1))
 
 
 def _point(params: Iterable[nn.Parameter | None], values: Iterable[torch.Tensor]) -> None:
