@@ -173,6 +173,11 @@ def test_what_looks_at_all_parameters_together_is_refused(caplog: pytest.LogCapt
     with pytest.raises(UnsupportedError, match="AllNorm cannot run with ZeRO: .*all parameters together.*zero_allow_untested_optimizer"):
         needs_whole_tensors(AllNorm(params()))
     assert needs_whole_tensors(AllNorm(params()), allow_untested=True)
+    assert needs_whole_tensors(AllNorm(params()), all_here=True)
+    prodigy = type("Prodigy", (Base,), {})(params())
+    assert needs_whole_tensors(prodigy, all_here=True)
+    with pytest.raises(UnsupportedError, match="Prodigy cannot run with ZeRO: .*Or use stage 0"):
+        needs_whole_tensors(prodigy)
 
 
 def test_probe_sees_every_groups_options() -> None:
@@ -211,7 +216,7 @@ def test_known_classes_are_told_by_name() -> None:
     for optimizer, message in cases:
         for allow in (False, True):
             with pytest.raises(UnsupportedError, match=message):
-                needs_whole_tensors(optimizer, allow)
+                needs_whole_tensors(optimizer, allow, all_here="Prodigy" not in message)
 
 
 def test_optimizer_that_says_it_quantizes_needs_whole_tensors() -> None:

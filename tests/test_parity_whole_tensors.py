@@ -49,6 +49,11 @@ def test_bitwise_on_other_numbers_of_ranks(world: int) -> None:
         ranks.run_ranks(_bitwise, world, name, "odd_mlp", (1, 3), 2)
 
 
+def test_optimizers_that_look_at_all_parameters_where_every_rank_has_them() -> None:
+    ranks.run_ranks(_close, 2, "Prodigy", "mlp", Run(stage=0, accumulation=2))
+    ranks.run_ranks(_close, 1, "Prodigy", "mlp", Run(stage=3))
+
+
 @pytest.mark.parametrize("case", ["tied_coder", "gpt2", "conv"])
 def test_tied_weights_transformers_and_convolutions(case: str) -> None:
     ranks.run_ranks(_close, 2, "Adafactor", case, Run(stage=3, clip=0.1))

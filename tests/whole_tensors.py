@@ -41,6 +41,20 @@ class RowScaled(torch.optim.Optimizer):
                 param.sub_(group["lr"] * state["momentum"] / (state["rows"][0].sqrt() + 1e-3))
 
 
+class Prodigy(torch.optim.Optimizer):
+    """Looks at all parameters together: its rate is the ratio of two norms over all of them."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        weights, grads = (sum(float(value.double().square().sum()) for value in values) for values in (params, [p.grad for p in params]))
+        for param in params:
+            param.sub_(self.param_groups[0]["lr"] * (weights / grads) ** 0.5 * param.grad)
+
+
 class Momentum8bit(torch.optim.Optimizer):
     """Momentum kept in bytes, with one scale per block of 32 elements of the whole parameter."""
 
@@ -107,13 +121,14 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], Groups]] = {
     "8 bit": (Momentum8bit, everything),
     "LAMB": (lamb, everything),
 }
+ALL_TOGETHER = {"Prodigy": (Prodigy, everything)}
 if hasattr(torch.optim, "Muon"):  # since torch 2.9
     OPTIMIZERS["Muon"] = (lambda params: torch.optim.Muon(params, lr=1e-2), matrices)
 
 
 def plain(name: str, case: ModelCase, run: Run, world: int, history: bool = False) -> Trace:
     """Plain PyTorch: one rank's batch after another, gradients added up in fp32 in rank order, one step over whole fp32 weights."""
-    make, groups_of = OPTIMIZERS[name]
+    make, groups_of = (OPTIMIZERS | ALL_TOGETHER)[name]
     dtype = DTYPES[run.dtype]
     model = case.build().to(ranks.device())
     twins = case.build().to(ranks.device())
@@ -171,7 +186,7 @@ def _as_groups(groups: Any) -> list[dict[str, Any]]:
 
 def start(name: str, case: ModelCase, run: Run) -> Any:
     """An engine that trains ``case`` with the client optimizer of that name."""
-    make, groups_of = OPTIMIZERS[name]
+    make, groups_of = (OPTIMIZERS | ALL_TOGETHER)[name]
     model = case.build()
     return initialize(model, run, optimizer=make(groups_of(model)), model_parameters=None)
 

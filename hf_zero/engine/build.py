@@ -232,7 +232,8 @@ class EngineBuilder:
             inner = build_optimizer(kind, section.get("params"), params, device_type=device_type, offloaded=offloaded, matrices=matrices)
         else:
             return None
-        self.whole_tensors = needs_whole_tensors(inner, self.config.zero_allow_untested_optimizer)
+        all_here = not self.policy.shards_optimizer or self.topology.world == 1
+        self.whole_tensors = needs_whole_tensors(inner, self.config.zero_allow_untested_optimizer, all_here)
         if self.whole_tensors:
             check_whole_tensors(inner, self.topology.model is not None, self.config.zero_optimization.offload_optimizer.device)
         return inner

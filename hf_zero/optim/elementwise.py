@@ -2,7 +2,7 @@
 
 A shard cuts through tensors wherever the rank's range ends. An optimizer that looks at a whole tensor (its norm, its rows,
 its shape) would compute something else there, without any error; it runs where parameters are whole, see [Note: whole tensors].
-One that looks at all tensors together would need them on one rank, and is refused.
+One that looks at all tensors together needs them on one rank, which is so at stage 0; else it is refused.
 """
 
 from __future__ import annotations
@@ -74,11 +74,15 @@ WHOLE_TENSOR: dict[str, str] = {
     "apolloadamw": "it projects whole gradient matrices",
 }
 ALL_TENSORS: dict[str, str] = {
-    "lbfgs": "it takes inner products over all parameters and evaluates the loss several times a step",
-    "sparseadam": "it needs sparse gradients, and flat units have dense ones",
     "prodigy": "it estimates its step size from norms over all parameters",
     "dadaptadam": "it estimates its step size from norms over all parameters",
+    "dadaptadanip": "it estimates its step size from norms over all parameters",
+    "dadaptlion": "it estimates its step size from norms over all parameters",
     "dadaptsgd": "it estimates its step size from norms over all parameters",
+}
+REFUSED: dict[str, str] = {
+    "lbfgs": "it takes inner products over all parameters and evaluates the loss several times a step",
+    "sparseadam": "it needs sparse gradients, and flat units have dense ones",
     "lomo": "it updates parameters inside backward, before gradients are reduced",
     "adalomo": "it updates parameters inside backward, before gradients are reduced",
 }
@@ -86,7 +90,7 @@ _QUANTIZED = "it quantizes its state in blocks of a whole parameter"
 _QUANTIZED_SUFFIXES = ("8bit", "4bit", "fp8")
 
 
-def needs_whole_tensors(optimizer: torch.optim.Optimizer, allow_untested: bool = False) -> bool:
+def needs_whole_tensors(optimizer: torch.optim.Optimizer, allow_untested: bool = False, all_here: bool = False) -> bool:
     """Whether the optimizer's update of an element depends on more than that element, but on nothing outside its parameter.
 
     Classes known to be element-wise, or known not to be, are told by exact class or by name. Every other class, subclasses of
@@ -98,6 +102,7 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer, allow_untested: bool =
         optimizer: The client's or the config's optimizer, with any parameters.
         allow_untested: ``zero_allow_untested_optimizer``: what a probe cannot tell, or tells against, runs on whole tensors with a
             warning.
+        all_here: Every rank updates all parameters (stage 0, or one rank), so that an optimizer may look at them together.
 
     Returns:
         False: it may run on flat shards. True: it needs each parameter in its own shape.
@@ -108,9 +113,11 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer, allow_untested: bool =
     kind = type(optimizer)
     if kind in _ELEMENTWISE:
         return False
-    reason = _named(kind, ALL_TENSORS)
+    reason = refused_reason(kind) or (None if all_here else _named(kind, ALL_TENSORS))
     if reason is not None:
         raise _refusal(kind, reason, f"{_ALLOW_KEY}, which accelerate and transformers always set, does not change that.")
+    if _named(kind, ALL_TENSORS) is not None:
+        return True
     if _named(kind, WHOLE_TENSOR) is not None:
         if not kind.__module__.startswith(("torch.optim", "hf_zero.")):
             for group in _distinct_groups(optimizer):
@@ -118,7 +125,7 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer, allow_untested: bool =
         return True
     if whole_tensor_reason(kind) is not None or getattr(getattr(optimizer, "args", None), "optim_bits", 32) < 32:
         return True  # bitsandbytes: tensors as small as a probe's would stay 32-bit
-    answers = [_probe(optimizer, group, allow_untested) for group in _distinct_groups(optimizer)]
+    answers = [_probe(optimizer, group, allow_untested, all_here) for group in _distinct_groups(optimizer)]
     return any(answers)
 
 
@@ -129,9 +136,9 @@ def whole_tensor_reason(kind: type) -> str | None:
     )
 
 
-def all_tensors_reason(kind: type) -> str | None:
-    """Why a class is known to need more than one parameter at a time, or None when it is not known so."""
-    return _named(kind, ALL_TENSORS)
+def refused_reason(kind: type) -> str | None:
+    """Why a class can run nowhere here, or None when nothing is known against it."""
+    return _named(kind, REFUSED)
 
 
 def _named(kind: type, reasons: dict[str, str]) -> str | None:
@@ -142,9 +149,10 @@ def _named(kind: type, reasons: dict[str, str]) -> str | None:
 def _refusal(kind: type, reason: str, switch: str = "") -> UnsupportedError:
     """The error for a class that cannot run. ``switch``: what the key that allows untested classes does for it."""
     switch = switch or f'Or set "{_ALLOW_KEY}": true to run it anyway, on each rank\'s parameters by themselves, with other results.'
+    stage = " Or use stage 0, where every rank updates all parameters." if refused_reason(kind) is None else ""
     return UnsupportedError(
         f"optimizer {kind.__name__} cannot run with ZeRO: {reason}. Each parameter is updated by itself here: use AdamW, Lion, SGD, "
-        f"Adafactor, Muon, LAMB or another optimizer that allows it. {switch}"
+        f"Adafactor, Muon, LAMB or another optimizer that allows it.{stage} {switch}"
     )
 
 
@@ -173,7 +181,7 @@ def _refuse_talkative(optimizer: torch.optim.Optimizer, options: dict[str, Any])
             return
 
 
-def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], allow_untested: bool) -> bool:
+def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], allow_untested: bool, all_here: bool) -> bool:
     """Compares one small matrix with its halves, and with itself beside another, under one set of options.
 
     Returns:
@@ -206,6 +214,8 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], allow_unte
             difference = float("inf")
         if difference <= _PROBE_TOLERANCE * largest:  # a NaN is not
             return False
+        if all_here:
+            return True
         other, other_grads = 3.0 * start.flip(0), [7.0 * grad.flip(0) for grad in grads]
         together = _run(optimizer, options, [start, other], [grads, other_grads])
     difference = (whole - together).abs().max().item()

@@ -13,7 +13,7 @@ from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
 from hf_zero.native.library import library
 from hf_zero.observe import warn_once
 from hf_zero.ops import HostAdam, HostLion
-from hf_zero.optim.elementwise import all_tensors_reason
+from hf_zero.optim.elementwise import refused_reason
 from hf_zero.optim.keywords import boolean, nearest, plain_values, unknown_key
 from hf_zero.optim.lamb import Lamb
 from hf_zero.optim.lion import Lion
@@ -177,18 +177,18 @@ def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
     return {
         name: value
         for name, value in found.items()
-        if issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer and all_tensors_reason(value) is None
+        if issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer and refused_reason(value) is None
     }
 
 
 def _refuse_type(type_name: str) -> None:
-    """Raises for DeepSpeed types that are not provided and torch classes that need all tensors together."""
+    """Raises for DeepSpeed types that are not provided and torch classes that can run nowhere here."""
     remedy = _REFUSED.get(str(type_name).lower())
     if remedy is not None:
         raise UnsupportedError(f"optimizer.type {type_name!r} is not provided: {remedy}.")
     for name, value in vars(torch.optim).items():
         if name.lower() == str(type_name).lower() and inspect.isclass(value):
-            reason = all_tensors_reason(value)
+            reason = refused_reason(value)
             if reason is not None:
                 raise UnsupportedError(
                     f'optimizer.type {type_name!r} cannot run with ZeRO: {reason}. Use "AdamW", "Adam", "Lion" or "SGD".'
