@@ -234,6 +234,7 @@ class Distributed(OwnNorm):
 
 
 def _refuses_collectives(name: str) -> str:
+    torch.distributed.barrier()  # a rank that is done must not leave before the others have connected
     try:
         needs_whole_tensors(type(name, (Distributed,), {})(params()))
     except UnsupportedError as error:
