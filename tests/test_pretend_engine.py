@@ -197,3 +197,48 @@ def _facts() -> None:
 
 def test_facts_of_any_accelerator() -> None:
     on_devices(_facts)
+
+
+# -- Accelerate, told about the device -----------------------------------------------------------------------------------
+
+
+def _accelerate(zero: dict[str, Any]) -> tuple[list[float], set[str]]:
+    """Losses of four steps under an Accelerator, and where its weights are. Accelerate chooses among devices it knows by name."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState, PartialState
+    from torch.utils.data import DataLoader
+
+    case, device = CASES["gpt2"], ranks.device()
+    rows = [{name: value[0].cpu() for name, value in case.rows(index, rows=1).items()} for index in range(16)]
+    section = {"stage3_gather_16bit_weights_on_model_save": True, **zero}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": section, "bf16": {"enabled": True}}
+    with (
+        mock.patch.object(PartialState, "set_device", lambda state: setattr(state, "device", device)),
+        mock.patch.object(PartialState, "default_device", device),
+    ):
+        try:
+            accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), mixed_precision="bf16")
+            model = case.build()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=2))
+            losses = []
+            for batch in loader:
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            devices = {param.device.type for param in model.parameters()}
+            accelerator.get_state_dict(model)
+            model.destroy()
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+    return losses, devices
+
+
+def test_accelerate_trains_and_offloads_on_a_device() -> None:
+    plain = on_devices(_accelerate, {"stage": 2}, group=False)
+    assert {str(device) for _, devices in plain for device in devices} == {pretend.NAME}
+    offloaded = on_devices(_accelerate, device_jobs.OFFLOADED["zero_optimization"], group=False)
+    for mine, other in zip(offloaded, plain, strict=True):
+        assert len(mine[0]) == 4 and mine[0] == pytest.approx(other[0], rel=2e-3)
