@@ -330,6 +330,7 @@ def _run(job: Job, rank: int, world_size: int) -> Any:
                 limit = timedelta(seconds=job.group_timeout)
                 backend = os.environ.get("HF_ZERO_TEST_BACKEND", "gloo")
                 dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+                dist.barrier()  # a rank that ends without a collective would close its connections before others have made theirs
             function, args = pickle.loads(job.payload)
             value = function(*args)
             _check_leaks()
