@@ -1,4 +1,4 @@
-"""The jobs of ``test_gpu_engine.py`` without pytest, each in turn whatever happens to the others:
+"""Most jobs of ``test_gpu_engine.py`` without pytest, each in turn whatever happens to the others:
 
     python -m tests.gpu --device cuda        # or pretend
 

@@ -13,9 +13,7 @@ from torch import nn
 
 from tests import pretend, ranks
 
-pytestmark = pytest.mark.skipif(
-    pretend.compiler() is None, reason="the pretend accelerator is built with a C++ compiler, and none was found"
-)
+pytestmark = pytest.mark.skipif(bool(pretend.missing()), reason=pretend.missing())
 
 
 def on_device(function: Callable[..., Any], *args: Any) -> Any:

@@ -20,9 +20,7 @@ from tests.offload_runs import blocks_of, train_case, ways
 from tests.parity import LIMITS, Run, difference
 from tests.pretend import network
 
-pytestmark = pytest.mark.skipif(
-    pretend.compiler() is None, reason="the pretend accelerator is built with a C++ compiler, and none was found"
-)
+pytestmark = pytest.mark.skipif(bool(pretend.missing()), reason=pretend.missing())
 
 STAGES = (0, 1, 2, 3)
 BACKENDS = {"gloo": "staged through the host", network.NAME: "ordered as nccl orders it"}
@@ -89,8 +87,10 @@ def _without(target: str, replacement: Any, way: str, run: Run) -> bool:
 
     plain, _ = train_case("mlp", run, {})
     owner, name = target.split(".")
+    part, where = getattr(copies, owner), ways(run.stage)[way]
+    assert hasattr(part, name)
     try:
-        with blocks_of(ways(run.stage)[way]) as blocks, mock.patch.object(getattr(copies, owner), name, replacement):
+        with blocks_of(where) as blocks, mock.patch.object(part, name, replacement):
             trace, _ = train_case("mlp", run, blocks)
     except Exception:  # whatever it leads to
         pretend.complaints()
@@ -112,7 +112,8 @@ def test_a_forgotten_wait_is_noticed(target: str) -> None:
         Run(stage=3, dtype="bf16"),
         env={"HF_ZERO_TEST_DEVICE": pretend.NAME, "HF_ZERO_TEST_BACKEND": network.NAME},
     )
-    assert outcomes[0].value is True or not outcomes[0].ok
+    # A read of memory that the device gave back ends the process.
+    assert outcomes[0].value is True or outcomes[0].status == "died", outcomes[0].text
 
 
 # -- the rest of the engine: jobs of other files, on a device -----------------------------------------------------------

@@ -146,7 +146,7 @@ def by_configuration(how: str) -> tuple[Any, ...]:
 @pytest.mark.parametrize("how", ["keys", "mesh"])
 def test_groups_of_the_configuration(how: str) -> None:
     found = ranks.run_ranks(by_configuration, 4, how)
-    assert [value[:4] for value in found] == [(4, (2, 4), place % 2, place // 2) for place in range(4)]
+    assert [value[:4] for value in found] == [(4, (2, 4), place % 2, place) for place in range(4)]
     assert found[0][4] == found[1][4] and found[2][4] == found[3][4] and found[0][4] != found[2][4]
 
 
@@ -175,7 +175,7 @@ def by_mpu() -> tuple[int, int, int, list[int]]:
 
 
 def test_groups_of_an_mpu_object() -> None:
-    assert ranks.run_ranks(by_mpu, 4) == [(4, 4, place % 2, [place % 2, place % 2 + 2]) for place in range(4)]
+    assert ranks.run_ranks(by_mpu, 4) == [(4, 4, place, [place % 2, place % 2 + 2]) for place in range(4)]
 
 
 def by_module() -> int:

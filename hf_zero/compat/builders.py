@@ -74,7 +74,7 @@ BUILDERS: Final[dict[str, type[OpBuilder]]] = {
         ("CPULionBuilder", "cpu_lion", "deepspeed.ops.lion.DeepSpeedCPULion"),
         ("FusedLionBuilder", "fused_lion", "deepspeed.ops.lion.FusedLion"),
         ("UtilsBuilder", "utils", "torch._utils._flatten_dense_tensors and _unflatten_dense_tensors"),
-        ("FusedLambBuilder", "fused_lamb", ""),
+        ("FusedLambBuilder", "fused_lamb", "deepspeed.ops.lamb.FusedLamb"),
         ("CCLCommBuilder", "deepspeed_ccl_comm", ""),
         ("ShareMemCommBuilder", "deepspeed_shm_comm", ""),
         ("DeepCompileBuilder", "dc", ""),

@@ -32,18 +32,18 @@ def get_data_parallel_group() -> dist.ProcessGroup:
 
 
 def get_data_parallel_world_size() -> int:
-    """Number of data-parallel ranks; of groups that share their samples under sequence parallelism."""
+    """Number of ranks in ``get_data_parallel_group()``."""
     topology, sequence = _split(), latest_sequence()
     if sequence is not None:
-        return sequence.groups
+        return sequence.joint.world
     return get_world_size() if topology is None else topology.world
 
 
 def get_data_parallel_rank() -> int:
-    """This process' data-parallel rank."""
+    """This process' rank in ``get_data_parallel_group()``."""
     topology, sequence = _split(), latest_sequence()
     if sequence is not None:
-        return sequence.place
+        return sequence.joint.rank
     return get_rank() if topology is None else topology.rank
 
 
@@ -103,22 +103,10 @@ def _get_sequence_parallel_rank() -> int:
     return 0 if sequence is None else sequence.sequence.rank
 
 
-def _get_sequence_data_parallel_world_size() -> int:
-    """Number of ranks gradients are averaged over."""
-    sequence = latest_sequence()
-    return get_data_parallel_world_size() if sequence is None else sequence.joint.world
-
-
-def _get_sequence_data_parallel_rank() -> int:
-    """This rank's place among them."""
-    sequence = latest_sequence()
-    return get_data_parallel_rank() if sequence is None else sequence.joint.rank
-
-
 # DeepSpeed's names carry an underscore, older ones none.
 _get_data_parallel_group = _get_sequence_data_parallel_group = get_data_parallel_group
-_get_data_parallel_world_size = get_data_parallel_world_size
-_get_data_parallel_rank = get_data_parallel_rank
+_get_data_parallel_world_size = _get_sequence_data_parallel_world_size = get_data_parallel_world_size
+_get_data_parallel_rank = _get_sequence_data_parallel_rank = get_data_parallel_rank
 _get_model_parallel_world_size = get_model_parallel_world_size
 _get_model_parallel_rank = get_model_parallel_rank
 get_tensor_model_parallel_group = _get_model_parallel_group = get_model_parallel_group

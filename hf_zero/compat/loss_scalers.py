@@ -10,6 +10,7 @@ import torch
 
 from hf_zero.compat.norms import CheckOverflow
 from hf_zero.engine import loss_scale as own
+from hf_zero.errors import ConfigError
 
 INITIAL_LOSS_SCALE, SCALE_WINDOW, DELAYED_SHIFT = "init_scale", "scale_window", "delayed_shift"
 CONSECUTIVE_HYSTERESIS, MIN_LOSS_SCALE = "consecutive_hysteresis", "min_scale"
@@ -93,7 +94,12 @@ class DynamicLossScaler(LossScalerBase):
         raise_error_at_min_scale: bool = True,
         dtype: torch.dtype = torch.half,
     ) -> None:
-        power = round(math.log2(init_scale))
+        power = round(math.log2(init_scale)) if init_scale > 0 else 0
+        if init_scale != 2.0**power or scale_factor != 2:
+            raise ConfigError(
+                f"DynamicLossScaler(init_scale={init_scale!r}, scale_factor={scale_factor!r}): the factor here is a power of two, and "
+                "doubles and halves"
+            )
         self._scaler = own.LossScaler(0, power, scale_window, delayed_shift, consecutive_hysteresis, min_scale)
         super().__init__(self._scaler.scale)
 

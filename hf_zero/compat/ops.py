@@ -22,7 +22,6 @@ from hf_zero.optim.muon import MuonWithAuxAdam as MuonWithAuxAdam
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
-# Keys that stay in the groups of an optimizer that was no Adam: SGD's, RMSprop's, Adadelta's.
 # Those of Adafactor (transformers', torch's), Muon, LAMB, LARS, Shampoo and SOAP, GaLore and APOLLO.
 _WHOLE_TENSOR_KEYS = (
     "clip_threshold",
@@ -34,6 +33,7 @@ _WHOLE_TENSOR_KEYS = (
     "precondition_frequency",
     "update_proj_gap",
 )
+# Keys that stay in the groups of an optimizer that was no Adam: SGD's, RMSprop's, Adadelta's.
 _FOREIGN_KEYS = ("momentum", "nesterov", "alpha", "rho", "lr_decay")
 
 

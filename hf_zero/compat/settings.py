@@ -6,10 +6,11 @@ from enum import Enum
 from typing import Any
 
 from hf_zero.compat.comm import get_world_size
-from hf_zero.compat.groups import get_data_parallel_world_size
+from hf_zero.compat.groups import _get_sequence_parallel_world_size, get_data_parallel_world_size
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
 from hf_zero.config.view import ConfigView, MonitorView, ZeroView
+from hf_zero.sequence_parallel.state import requested_slices
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "adagrad", "lion"
 LAMB_OPTIMIZER, MUON_OPTIMIZER = "lamb", "muon"
@@ -61,8 +62,20 @@ class DeepSpeedConfig(ConfigView):
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
-        world = mpu.get_data_parallel_world_size() if mpu is not None else get_data_parallel_world_size()
-        super().__init__(resolve(config, world_size=world, match_sources=False))
+        source = read_config(config)
+        super().__init__(resolve(source, world_size=_replicas(source, mpu), match_sources=False))
+
+
+def _replicas(config: dict[str, Any], mpu: Any) -> int:
+    """How many ranks, or groups of ranks, train on samples of their own."""
+    if hasattr(mpu, "get_data_parallel_world_size"):
+        return int(mpu.get_data_parallel_world_size())
+    found = (
+        mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else _get_sequence_parallel_world_size()
+    )
+    sharers = max(int(found), requested_slices(config))
+    ranks = get_data_parallel_world_size()
+    return ranks // sharers if ranks % sharers == 0 else ranks
 
 
 class DeepSpeedZeroConfig(ZeroView):

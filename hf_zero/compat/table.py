@@ -284,7 +284,7 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.pipe": _PIPELINE,
     "deepspeed.runtime.pipe": _PIPELINE,
     "deepspeed.moe": _MOE,
-    "deepspeed.utils.groups": "the data- and model-parallel getters are provided; other process groups do not exist here",
+    "deepspeed.utils.groups": "the data-, model- and sequence-parallel getters are provided; other process groups do not exist here",
     "deepspeed.runtime.config": _CONFIG,
     "deepspeed.runtime.config_utils": _CONFIG,
     # What else these modules of DeepSpeed have.
@@ -333,7 +333,7 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.utils.comms_logging": "read deepspeed.comm.log_summary(return_dict=True)",
     "deepspeed.utils.debug": f"{_INNER}; engine.param_names has the name of each parameter",
     "deepspeed.utils.numa": "bind ranks with numactl in your launcher's command",
-    "deepspeed.utils.parallel_state": "the data- and model-parallel getters are in deepspeed.utils.groups",
+    "deepspeed.utils.parallel_state": "the getters are in deepspeed.utils.groups and deepspeed.runtime.sequence_parallel.parallel_state_sp",
     "deepspeed.DeepSpeedTransformerLayer": "fused transformer layers are not implemented; use attn_implementation='sdpa' or torch.compile",
     "deepspeed.DeepSpeedTransformerConfig": "fused transformer layers are not implemented; use attn_implementation='sdpa' or torch.compile",
     "deepspeed.ops.transformer": "fused transformer layers are not implemented; use attn_implementation='sdpa' or torch.compile",

@@ -387,7 +387,9 @@ class EngineBuilder:
             # which may differ between ranks that skip a block, would have to agree too.
             collectives = open_collectives(twin_topology(self.topology))
         patient = gathers_in_backward and collectives.blocks_host
-        policy = replace(gradient_policy(self.config, self.precision, self.policy, self.topology.world), pollable=patient)
+        sharers = self.slices.axes.sequence.world if self.slices is not None else 1
+        policy = gradient_policy(self.config, self.precision, self.policy, self.topology.world, sharers)
+        policy = replace(policy, pollable=patient)
         if one_bit:
             policy = local_policy(policy, self.config.gradient_allreduce_op != "sum", self.topology.world)
         overlap = self.config.zero_optimization.overlap_comm is not False
@@ -466,15 +468,15 @@ def precision_policy(config: ZeroConfig, sliced: bool = False) -> PrecisionPolic
     )
 
 
-def gradient_policy(config: ZeroConfig, precision: PrecisionPolicy, stage: StagePolicy, world: int) -> GradientPolicy:
+def gradient_policy(config: ZeroConfig, precision: PrecisionPolicy, stage: StagePolicy, world: int, sharers: int = 1) -> GradientPolicy:
     """Scaling and element types of the reduction.
 
     The mean is taken before the sum in fp32, where it costs nothing (the copy into the flat buffer scales on the way), and after it
     in 16 bit, where dividing by a number of ranks that is no power of two would round every element of the message.
     ``prescale_gradients`` divides before in any case (fp16 sums on a device then cannot overflow), ``gradient_predivide_factor``
-    splits the division.
+    splits the division. ``sharers`` ranks share the sequences of their samples: a "sum" over samples is their mean.
     """
-    total = 1.0 if config.gradient_allreduce_op == "sum" else 1.0 / world
+    total = 1.0 / sharers if config.gradient_allreduce_op == "sum" else 1.0 / world
     low = (precision.message_dtype or precision.param_dtype or torch.float32).itemsize < 4
     if total == 1.0:
         pre = 1.0

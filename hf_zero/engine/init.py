@@ -14,10 +14,8 @@ from hf_zero.config.resolve import resolve
 from hf_zero.engine.build import precision_policy
 from hf_zero.engine.offloading import init_home
 from hf_zero.errors import UnsupportedError
-from hf_zero.sequence_parallel.state import requested_slices
 from hf_zero.sharding.home import ON_DEVICE
 from hf_zero.sharding.init_context import ModelInit
-from hf_zero.tensor_parallel.split import count_groups_once, requested_ranks
 
 
 class Init:
@@ -81,10 +79,7 @@ class Init:
             init_distributed()
             if source is not None:
                 source = read_config(source)
-                together = requested_ranks(source) * requested_slices(source)
-                groups = torch.distributed.get_world_size() // together
-                source = count_groups_once(source, groups, together)
-                config = resolve(source, world_size=groups).config
+                config = resolve(_without_batch_sizes(source), world_size=1).config
                 dtype = dtype or precision_policy(config).param_dtype
                 section = config.zero_optimization.offload_param
                 offloads, pins = offloads or section.device != "none", pins or section.pin_memory
@@ -108,3 +103,9 @@ def _group_of(mpu: Any) -> Any:
         return None
     joint = getattr(mpu, "get_sequence_data_parallel_group", None)
     return joint() if joint is not None else mpu.get_data_parallel_group()
+
+
+def _without_batch_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """``config`` with any batch size: only ``initialize`` knows how many ranks share their samples."""
+    kept = {key: value for key, value in config.items() if key not in ("train_batch_size", "gradient_accumulation_steps", "elasticity")}
+    return {**kept, "train_micro_batch_size_per_gpu": 1}

@@ -155,9 +155,14 @@ class ZeroTrainingArguments(TrainingArguments):
 
     def _mistakes_inside(self) -> list[str]:
         """What the engine would refuse in the configuration, said before a model is built."""
+        config = self.hf_deepspeed_config.config
+        together = max(requested_slices(config), getattr(getattr(self, "parallelism_config", None), "sp_size", 1) or 1)
+        if self.world_size % together:
+            return [f"- {together} ranks are to share their sequences, and there are {self.world_size}: give a number that divides them"]
+        if together > 1:  # the Trainer's total counts every rank; initialize says what counts
+            config = {key: value for key, value in config.items() if key != "train_batch_size"}
         try:
-            config = self.hf_deepspeed_config.config
-            resolve(config, world_size=self.world_size // requested_slices(config), match_sources=False)
+            resolve(config, world_size=self.world_size // together, match_sources=False)
         except ConfigError as error:
             return [str(error)]
         return []

@@ -146,9 +146,9 @@ def count_slices_once(config: dict[str, Any], axes: SequenceAxes) -> dict[str, A
     accelerate multiplies with the data-parallel sizes of its ParallelismConfig, which are 1 where a script has left them out.
     """
     total, micro, steps = (config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
-    if not isinstance(total, int) or not isinstance(micro, int) or not isinstance(steps, (int, type(None))):
-        return config
-    one = micro * (steps or 1)
+    if not (isinstance(total, int) and isinstance(micro, int) and isinstance(steps, int)):
+        return config  # two of the three say what the third is
+    one = micro * steps
     if total != one * axes.groups and total in (one, one * axes.joint.world):
         return {**config, "train_batch_size": one * axes.groups}
     return config

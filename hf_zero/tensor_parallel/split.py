@@ -50,11 +50,11 @@ def count_groups_once(config: dict[str, Any], groups: int, ranks: int) -> dict[s
         ranks: Ranks that hold one model together.
     """
     total, micro, accumulation = (config.get(key) for key in _BATCH_KEYS)
-    if ranks == 1 or not isinstance(total, int) or not isinstance(micro, int) or not isinstance(accumulation, (int, type(None))):
-        return config
-    steps = accumulation or 1
-    if total != micro * steps * groups and total == micro * steps * groups * ranks:
-        return {**config, _BATCH_KEYS[0]: micro * steps * groups}
+    if ranks == 1 or not (isinstance(total, int) and isinstance(micro, int) and isinstance(accumulation, int)):
+        return config  # two of the three say what the third is
+    own = micro * accumulation * groups
+    if total != own and total == own * ranks:
+        return {**config, _BATCH_KEYS[0]: own}
     return config
 
 

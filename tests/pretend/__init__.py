@@ -40,6 +40,17 @@ def compiler() -> str | None:
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 
 
+def missing() -> str:
+    """Why there can be no pretend accelerator here; "" where there can."""
+    import torch
+
+    if compiler() is None:
+        return "the pretend accelerator is built with a C++ compiler, and none was found"
+    if not hasattr(torch.accelerator, "memory_allocated"):
+        return f"torch {torch.__version__} does not count the memory of a device of its kind"
+    return ""
+
+
 @cache
 def build() -> Path:
     """The compiled extension, from a folder of this user, these sources and this torch; about 15 seconds the first time.
