@@ -153,6 +153,9 @@ class Writer(nn.Module):
         self.scale = nn.Parameter(torch.ones(3))
         self.many = nn.ModuleList(nn.Linear(2, 2) for _ in range(12))
         biases = [layer.bias for layer in self.many]
+        with torch.no_grad():  # in one call, too
+            torch._foreach_zero_([layer.weight for layer in self.many])
+            self.third.bias += torch.stack([layer.weight for layer in self.many]).sum() + torch.cat(biases).sum()
         for step in range(2):  # more at once than stay whole
             for bias in biases:
                 bias.data.fill_(step + 1.0)

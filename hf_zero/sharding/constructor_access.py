@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hf_zero.sharding.gathered import GatheredParameters
-from hf_zero.sharding.unit import Unit, find_unit, full_shape, is_released
+from hf_zero.sharding.unit import Unit, UnitState, find_unit, full_shape, is_released
 
 # More than a line of a constructor names; what was touched before is divided again.
 _MOST_OPEN = 8
@@ -29,8 +29,9 @@ class ConstructorAccess(TorchFunctionMode):
     [Note: writes in constructors] ``self.out = nn.Linear(...)`` divides the weight, and ``self.out.weight.data.zero_()`` in the next
     line would be lost in an empty tensor, without a word; torch's own Transformer ends its constructor with a loop of such
     writes. So while a model is built, a parameter that is touched becomes whole, collectively, until the next module is assigned (or
-    ``_MOST_OPEN`` others were touched). Constructors do the same on all ranks, or the ranks' modules would differ anyway. Questions
-    about shapes are answered without a gather, and those about types and gradients need none.
+    ``_MOST_OPEN`` others were touched). Constructors do the same on all ranks, or the ranks' modules would differ anyway; what one rank
+    alone does, a print of a norm, waits for the others. Questions about shapes are answered without a gather, and those about types and
+    gradients need none.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,8 @@ class ConstructorAccess(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        released = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, nn.Parameter) and is_released(value)]
+        divided = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, nn.Parameter) and find_unit(value)]
+        released = [param for param in divided if is_released(param)]
         if not released:
             return func(*args, **kwargs)
         name, attribute = getattr(func, "__name__", ""), getattr(getattr(func, "__self__", None), "__name__", "")
@@ -52,18 +54,19 @@ class ConstructorAccess(TorchFunctionMode):
         else:
             touches = name not in _VALUELESS_METHODS
         if touches:
-            for param in released:
-                self._touch(param)
+            self._touch(divided)
         return func(*args, **kwargs)
 
-    def _touch(self, param: nn.Parameter) -> None:
-        unit, _ = find_unit(param)  # type: ignore[misc]
-        if unit in self._open:
-            return
-        while len(self._open) >= _MOST_OPEN:
-            self._open.pop(next(iter(self._open))).__exit__(None, None, None)
-        self._open[unit] = GatheredParameters([param], modifier_rank=0)
-        self._open[unit].__enter__()
+    def _touch(self, params: Sequence[nn.Parameter]) -> None:
+        """Makes all of ``params`` whole at once, and divides the longest open ones of the others."""
+        wanted = {find_unit(param)[0]: param for param in params}  # type: ignore[index]
+        others = [unit for unit in self._open if unit not in wanted]
+        for unit in others[: max(0, len(others) + len(wanted) - _MOST_OPEN)]:
+            self._open.pop(unit).__exit__(None, None, None)
+        for unit, param in wanted.items():
+            if unit not in self._open and unit.state is not UnitState.GATHERED:
+                self._open[unit] = GatheredParameters([param], modifier_rank=0)
+                self._open[unit].__enter__()
 
     def close(self) -> None:
         """Divides again what was made whole, with rank 0's values; collective."""

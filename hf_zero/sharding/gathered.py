@@ -84,7 +84,9 @@ def _changed_here(unit: Unit) -> str | None:
 
     None too where the shard rests elsewhere than the buffer.
     """
-    if not unit.releasable or unit.shard.device != unit.full.device:
+    if not unit.releasable or not any(param is not None and param.requires_grad for param in unit.params):
+        return None
+    if unit.shard.device != unit.full.device:
         return None
     here = unit.full[unit.owned.start : unit.owned.stop]
     if _same_bits(here, unit.shard):
