@@ -151,3 +151,83 @@ def test_state_that_is_an_object_is_refused_by_name(tmp_path: Path) -> None:
     for answer in ranks.run_ranks(_cannot_be_saved, 2, str(tmp_path)):
         assert "optimizer.state[" in answer and "['projector'] is a builtins.object" in answer
     assert not list(tmp_path.iterdir())
+
+
+MAKERS: dict[str, Any] = {
+    "AdamW": lambda groups: torch.optim.AdamW(groups, betas=(0.8, 0.95)),
+    "Adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.02),
+    "Adafactor of transformers": lambda groups: _relative(groups),
+    "Lamb": lambda groups: _lamb(groups),
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.02, momentum=0.9),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.02),
+    "RowScaled": lambda groups: RowScaled(groups),
+}
+
+
+def _lamb(groups: Any) -> torch.optim.Optimizer:
+    from hf_zero.optim.lamb import Lamb
+
+    return Lamb(groups, lr=0.02, betas=(0.7, 0.9))
+
+
+def _relative(groups: Any) -> torch.optim.Optimizer:
+    from transformers import Adafactor
+
+    return Adafactor([{"params": group["params"]} for group in groups], lr=None, relative_step=True)
+
+
+def _of(name: str, stage: int) -> Any:
+    import hf_zero
+
+    model = checkpoints.build()
+    settings = checkpoints.config(stage, "fp32")
+    del settings["scheduler"]
+    return hf_zero.initialize(model=model, optimizer=MAKERS[name](checkpoints.groups(model)), config=settings)[0]
+
+
+def _into_another(folder: str, saved: str, loaded: list[str], stage: int) -> list[dict[str, Any]]:
+    engine = _of(saved, stage)
+    checkpoints.steps(engine, 0, 2, same_on_all=True)
+    engine.save_checkpoint(folder, saved)
+    moments = {key: value for key, value in _everything(engine).items() if key.startswith("exp_avg") and value.numel()}
+    engine.destroy()
+    answers = []
+    for name in loaded:
+        engine = _of(name, stage)
+        checkpoints.steps(engine, 5, 1, same_on_all=True)  # what is loaded replaces a state that is there
+        own = dict(engine.optimizer.param_groups[0])
+        engine.load_checkpoint(folder, saved)
+        group = engine.optimizer.param_groups[0]
+        kept = [key for key in own if key not in ("lr", "weight_decay", "initial_lr", "params") and group[key] != own[key]]
+        found = {key: value for key, value in _everything(engine).items() if key.startswith("exp_avg") and value.numel()}
+        whole = [set(state) for state in engine.optimizer.inner.state.values()]
+        answer = {"kept": kept, "lr": (own["lr"], group["lr"]), "states": whole, "same": found.keys() == moments.keys() and bool(found)}
+        answer["same"] = answer["same"] and all(torch.equal(value, moments[key]) for key, value in found.items())
+        answer["steps"] = checkpoints.steps(engine, 7, 2, same_on_all=True)
+        answers.append(answer)
+        engine.destroy()
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "stage"),
+    [
+        ("AdamW", ["Adafactor", "Adafactor of transformers", "Lamb", "SGD", "Adagrad"], 3),
+        ("Adafactor", ["Lamb", "AdamW", "RowScaled"], 1),
+        ("SGD", ["AdamW", "Lamb", "Adafactor"], 2),
+        ("Lamb", ["AdamW", "SGD"], 3),
+    ],
+)
+def test_state_of_another_optimizer_is_taken_only_where_it_has_the_same_names(
+    saved: str, loaded: list[str], stage: int, tmp_path: Path
+) -> None:
+    answers = ranks.run_ranks(_into_another, 2, str(tmp_path), saved, loaded, stage)
+    for position, name in enumerate(loaded):
+        answer = answers[0][position]
+        assert answer["kept"] == [], name
+        assert answer["lr"][1] == (None if "transformers" in name else 0.01), (name, answer["lr"])
+        assert answer["same"] == (saved == "AdamW" and name == "Lamb"), name
+        if not answer["same"]:
+            assert all(names == {"step", "sum"} if name == "Adagrad" else not names for names in answer["states"]), answer["states"]
+        assert all(torch.tensor(step).isfinite().all() for step in answer["steps"])
+        assert answers[1][position]["steps"] == answer["steps"]

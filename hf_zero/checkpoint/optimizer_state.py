@@ -13,10 +13,12 @@ from hf_zero.checkpoint.catalog import Catalog, Located
 from hf_zero.checkpoint.element_types import DTYPES
 from hf_zero.checkpoint.format import GroupRecord, OptimizerRecord, ScalarRecord, state_kind
 from hf_zero.checkpoint.state import TensorAxis
+from hf_zero.checkpoint.takeover import Takeover
 from hf_zero.checkpoint.tensor_file import Copy, Entry, Piece, Row
 from hf_zero.checkpoint.values import Decoder, Encoder, encode_scalar
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import warn_once
+from hf_zero.optim.elementwise import state_at_start
 from hf_zero.optim.sharded import OwnedSegment, ShardedOptimizer
 from hf_zero.sharding.layout import ParamSlot
 from hf_zero.sharding.unit import Unit
@@ -116,10 +118,6 @@ def _names(units: Sequence[Unit], group: int) -> tuple[str, ...]:
     return tuple(slot.name for unit in units for slot in unit.layout.slots if slot.group == group)
 
 
-# Classes whose states have the same names and meaning: which of them trains depends on the machine (native kernels or not).
-_ALIKE = {"HostAdam": "AdamW", "Adam": "AdamW", "UncorrectedAdam": "AdamW", "HostLion": "Lion"}
-
-
 # -- from files -------------------------------------------------------------------------------------------------------
 
 
@@ -162,18 +160,13 @@ class GroupsPlan:
             raise CheckpointError(
                 "the checkpoint was saved by an engine without optimizer; pass load_optimizer_states=False to load the weights alone"
             )
-        name = type(optimizer.inner).__name__
-        if record.name and _ALIKE.get(record.name, record.name) != _ALIKE.get(name, name):  # a conversion may not know it
-            warn_once(
-                f"the checkpoint holds the optimizer state of {record.name}, this engine trains with {name}; states of "
-                "the same name are taken"
-            )
         self.optimizer = optimizer
         self.copies: list[Copy] = []
         self._catalog = catalog
         self._record: OptimizerRecord = record
         self._decoder = decoder
         self._numbers = {(entry.unit, entry.group): entry.values for entry in record.scalars}
+        self._takeover = Takeover(optimizer, record, catalog)
         self._groups = [self._match(index) for index in range(len(optimizer.param_groups))]
 
     def warn_of_fresh(self, names: Sequence[str]) -> None:
@@ -187,16 +180,17 @@ class GroupsPlan:
         matches = [saved for saved in self._record.groups if names & set(saved.params)]
         if not matches:
             return {}
-        first = matches[0]
+        first, group = matches[0], self.optimizer.param_groups[index]
         for other in matches[1:]:
-            if other.values != first.values:
+            if self._takeover.settings(group, other.values) != self._takeover.settings(group, first.values):
                 raise CheckpointError(
                     f"param group {index} of this optimizer holds parameters of saved groups with different settings: "
                     f"{_differences(first.values, other.values)} ({first.params[0]} and {other.params[0]}). "
                     "Build the optimizer with the groups it was saved with, or pass load_optimizer_states=False"
                 )
         values: dict[str, Any] = self._decoder.decode(first.values)
-        return {key: value for key, value in values.items() if key not in _EXECUTION_KEYS}
+        values = {key: value for key, value in values.items() if key not in _EXECUTION_KEYS}
+        return self._takeover.settings(group, values)
 
     def apply(self) -> None:
         """Installs the groups' values; local."""
@@ -232,7 +226,7 @@ class OptimizerPlan(GroupsPlan):
 
     def _plan(self, segment: OwnedSegment) -> SegmentPlan:
         located = [(slot, found) for slot in _slots_in(segment) if (found := self._catalog.find(slot.name)) is not None]
-        trained = [(slot, found) for slot, found in located if found.trained]
+        trained = [(slot, found) for slot, found in located if found.trained and self._takeover.takes(slot.name)]
         flat: dict[str, Row] = {}
         for state in self._record.states:
             dtypes = {dtype for _, found in trained if (dtype := self._catalog.dtype(found, state_kind(state))) is not None}
@@ -273,7 +267,8 @@ class OptimizerPlan(GroupsPlan):
             group = self.optimizer.param_groups[plan.segment.group]
             on_device = bool(group.get("capturable") or group.get("fused"))
             numbers = {name: _placed(value, plan.segment.tensor, on_device) for name, value in plan.numbers.items()}
-            self._arrays.install(self.optimizer, plan.segment, {**numbers, **plan.flat})
+            fresh = {} if numbers or plan.flat else state_at_start(self.optimizer.inner, plan.segment.group, plan.segment.tensor)
+            self._arrays.install(self.optimizer, plan.segment, {**fresh, **numbers, **plan.flat})
         self._arrays.settle(self.optimizer)
 
 

@@ -12,6 +12,7 @@ from hf_zero.checkpoint.format import ParamStateRecord, state_kind
 from hf_zero.checkpoint.optimizer_state import GroupsPlan
 from hf_zero.checkpoint.tensor_file import Entry, RangeReader, whole
 from hf_zero.checkpoint.values import Decoder, Encoder
+from hf_zero.optim.elementwise import state_at_start
 from hf_zero.optim.whole_tensors import WholeParam, WholeTensorOptimizer
 
 
@@ -56,6 +57,8 @@ class ParamStatesPlan(GroupsPlan):
         self._flat: dict[str, dict[str, Any]] = {}
         fresh = []
         for entry in optimizer.whole:
+            if not self._takeover.takes(entry.slot.name):
+                continue
             found = catalog.find(entry.slot.name)
             record = records.get(catalog.canonical(entry.slot.name))
             if record is not None:
@@ -92,9 +95,8 @@ class ParamStatesPlan(GroupsPlan):
         for entry in self.optimizer.whole:
             name = entry.slot.name
             group = self.optimizer.param_groups[entry.slot.group]
-            self.optimizer.install(
-                name, _placed(self._state(name), entry.param.device, bool(group.get("capturable") or group.get("fused")))
-            )
+            state = self._state(name) or state_at_start(self.optimizer.inner, entry.slot.group, entry.param)
+            self.optimizer.install(name, _placed(state, entry.param.device, bool(group.get("capturable") or group.get("fused"))))
 
     def _state(self, name: str) -> dict[str, Any]:
         record = self._whole.get(name)

@@ -129,6 +129,36 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer, allow_untested: bool =
     return any(answers)
 
 
+def state_names(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> frozenset[str] | None:
+    """Names of what the optimizer keeps for a parameter of ``ndim`` dimensions in its group ``group``, by trying it on a small one.
+
+    Returns:
+        None where the class cannot be tried. The optimizer itself and the global random state stay untouched.
+    """
+    start, grads = _probe_data(optimizer)
+    shape = (*[1] * (ndim - 2), *_PROBE_SHAPE) if ndim >= 2 else (-1,)
+    values = [value.float().view(shape) if ndim else value.float().flatten()[0] for value in (start, *grads)]
+    with torch.random.fork_rng(devices=[]):
+        try:
+            twin, param = _stepped(optimizer, _options(optimizer.param_groups[group]), values[:1], [values[1:]])
+        except Exception:  # whatever a foreign constructor or step raises
+            return None
+    return frozenset(twin.state.get(param, {}))
+
+
+def state_at_start(optimizer: torch.optim.Optimizer, group: int, param: Tensor) -> dict[str, Any]:
+    """What the optimizer keeps for ``param`` before the first step; empty for nearly all, not so for Adagrad."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            return dict(_twin(optimizer, copy.deepcopy(_options(optimizer.param_groups[group])), [param]).state.get(param, {}))
+        except Exception:  # whatever a foreign constructor raises
+            return {}
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
 def whole_tensor_reason(kind: type) -> str | None:
     """Why a class is known to need whole tensors, or None when it is not known so."""
     return _named(kind, WHOLE_TENSOR) or next(
@@ -160,7 +190,7 @@ def _distinct_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The groups' options without parameters, each different set once: options can switch the algorithm (GaLore's do)."""
     distinct: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        options = _options(group)
         # The rate does not change the algorithm, but one of 0 (a warm-up that has begun) would make every probe pass.
         for key in ("lr", "initial_lr"):
             if isinstance(options.get(key), (int, float, Tensor)) and float(options[key]) == 0.0:
@@ -210,6 +240,8 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], allow_unte
             first = _run(optimizer, options, [flat[:middle]], [[grad[:middle] for grad in flat_grads]])
             second = _run(optimizer, options, [flat[middle:]], [[grad[middle:] for grad in flat_grads]])
             difference = (whole.flatten() - torch.cat([first, second])).abs().max().item()
+        except _Talks:
+            raise _talkative(kind) from None
         except Exception:  # it fails on a flat part of a matrix
             difference = float("inf")
         if difference <= _PROBE_TOLERANCE * largest:  # a NaN is not
@@ -217,7 +249,13 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], allow_unte
         if all_here:
             return True
         other, other_grads = 3.0 * start.flip(0), [7.0 * grad.flip(0) for grad in grads]
-        together = _run(optimizer, options, [start, other], [grads, other_grads])
+        try:
+            together = _run(optimizer, options, [start, other], [grads, other_grads])
+        except _Talks:
+            raise _talkative(kind) from None
+        except Exception as error:
+            problem = f"could not be tried on two small matrices: {type(error).__name__}: {error}"
+            return _untold(kind, problem, allow_untested, error)
     difference = (whole - together).abs().max().item()
     if not difference <= _PROBE_TOLERANCE * largest:
         problem = (
@@ -275,10 +313,17 @@ def _probe_data(optimizer: torch.optim.Optimizer) -> tuple[Tensor, list[Tensor]]
 
 def _run(optimizer: torch.optim.Optimizer, options: dict[str, Any], starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]) -> Tensor:
     """Steps a new optimizer of the same class over copies of ``starts``, one gradient each per step; returns the first one's result."""
+    return _stepped(optimizer, options, starts, grads)[1].detach()
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer, options: dict[str, Any], starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
+) -> tuple[torch.optim.Optimizer, Tensor]:
+    """As ``_run``; returns the new optimizer and its first parameter."""
     params = [torch.nn.Parameter(start.clone()) for start in starts]
     own = copy.deepcopy(options)
     with _Silence():
-        twin = type(optimizer)([{"params": params, **own}], **_constructor_arguments(type(optimizer), optimizer.defaults))
+        twin = _twin(optimizer, own, params)
         train = getattr(twin, "train", None)
         if callable(train):
             train()  # schedule-free optimizers refuse to step before
@@ -287,7 +332,14 @@ def _run(optimizer: torch.optim.Optimizer, options: dict[str, Any], starts: Sequ
             for param, own_grads in zip(params, grads, strict=True):
                 param.grad = own_grads[step].clone()
             twin.step()
-    return params[0].detach()
+    return twin, params[0]
+
+
+def _twin(optimizer: torch.optim.Optimizer, options: dict[str, Any], params: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """A new optimizer of the same class with one group."""
+    make: Any = type(optimizer)
+    twin: torch.optim.Optimizer = make([{"params": params, **options}], **_constructor_arguments(make, optimizer.defaults))
+    return twin
 
 
 def _constructor_arguments(kind: type, defaults: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,98 @@
+"""What an optimizer takes from the saved state of another class: rates and decay, and states of exactly the names that it keeps itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from hf_zero.checkpoint.catalog import Catalog
+from hf_zero.checkpoint.format import OptimizerRecord, state_kind
+from hf_zero.observe import warn_once
+from hf_zero.optim.elementwise import state_names
+from hf_zero.optim.sharded import ShardedOptimizer
+from hf_zero.optim.whole_tensors import WholeTensorOptimizer
+from hf_zero.sharding.layout import FROZEN, ParamSlot
+
+# Classes whose states have the same names and meaning, lower-case: which of them trains depends on the machine (native kernels or not).
+_ALIKE = {
+    "hostadam": "adamw",
+    "adam": "adamw",
+    "uncorrectedadam": "adamw",
+    "fusedadam": "adamw",
+    "deepspeedcpuadam": "adamw",
+    "hostlion": "lion",
+    "fusedlion": "lion",
+    "fusedlamb": "lamb",
+}
+_COMMON = ("lr", "weight_decay", "initial_lr")  # hyper-parameters that mean the same everywhere
+
+
+class Takeover:
+    """Decides by the index and the optimizer's class and options alone, for all parameters of all ranks, so that ranks agree.
+
+    Attributes:
+        foreign: The state was saved by an optimizer of another class.
+
+    Args:
+        optimizer: That takes the state.
+        record: What was saved.
+        catalog: What the checkpoint holds.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer, record: OptimizerRecord, catalog: Catalog) -> None:
+        self._optimizer = optimizer
+        self._record = record
+        self._catalog = catalog
+        self._whole = isinstance(optimizer, WholeTensorOptimizer)
+        self._numbers = {(entry.unit, entry.group): entry.values for entry in record.scalars}
+        self._params = {entry.param: entry.values for entry in record.params} if self._whole else {}
+        self._kept = cache(lambda group, ndim: state_names(optimizer.inner, group, ndim))
+        self.foreign = self._is_foreign()
+        slots = [slot for unit in optimizer.units for slot in unit.layout.slots if slot.group != FROZEN and slot.numel]
+        saved = {slot.name: (slot, self._saved(slot)) for slot in slots} if self.foreign else {}
+        self._left = {name for name, (slot, names) in saved.items() if names and names != self._names(slot)}
+        if self.foreign:
+            self._warn(sum(bool(names) for _, names in saved.values()) - len(self._left))
+
+    def _is_foreign(self) -> bool:
+        name, own = self._record.name.lower(), type(self._optimizer.inner).__name__.lower()
+        if name:
+            return _ALIKE.get(name, name) != _ALIKE.get(own, own)
+        # A conversion may not know the class: told by the names.
+        known = self._kept(0, 1) if self._record.states and self._optimizer.param_groups else None
+        return known is not None and known - {"step"} != set(self._record.states)
+
+    def _names(self, slot: ParamSlot) -> frozenset[str] | None:
+        return self._kept(slot.group, len(slot.shape) if self._whole else 1)
+
+    def _saved(self, slot: ParamSlot) -> set[str]:
+        """Names of the states that this optimizer could read for a parameter."""
+        whole = self._params.get(self._catalog.canonical(slot.name))
+        if whole is not None:
+            return set(whole)
+        found = self._catalog.find(slot.name)
+        if found is None or not found.trained:
+            return set()
+        numbers = self._numbers.get((found.unit.name, found.group)) if found.unit is not None else None
+        return {state for state in self._record.states if self._catalog.dtype(found, state_kind(state)) is not None} | set(numbers or ())
+
+    def _warn(self, taken: int) -> None:
+        left = f", those of {len(self._left)} ({min(self._left)}, ...) start fresh" if self._left else ""
+        saved = self._record.name or "another optimizer"
+        warn_once(
+            f"the checkpoint holds the optimizer state of {saved}, this engine trains with {type(self._optimizer.inner).__name__}: taken are "
+            f"{', '.join(_COMMON)} of the param groups, and the states of {taken} parameters{left}. States are taken where both "
+            "optimizers keep the same ones"
+        )
+
+    def takes(self, name: str) -> bool:
+        """Whether the saved states of parameter ``name`` are taken, where there are any."""
+        return name not in self._left
+
+    def settings(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The saved hyper-parameters that a present group takes."""
+        if not self.foreign:
+            return dict(saved)
+        # None: an optimizer that sets its rate itself.
+        return {key: saved[key] for key in _COMMON if saved.get(key) is not None and group.get(key, 0.0) is not None}
