@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests import ranks
 from tests.memory import live_bytes
@@ -194,6 +194,43 @@ def test_whole_values_of_states(stage: int) -> None:
     ranks.run_ranks(_full_values, 2, stage)
 
 
+def _bad_values(stage: int) -> list[str]:
+    import hf_zero
+
+    torch.distributed.barrier()
+    put, put_own = hf_zero.utils.safe_set_full_optimizer_state, hf_zero.utils.safe_set_local_optimizer_state
+    engine = start("RowScaled", CASES["mlp"], Run(stage=stage))
+    param = next(param for param in engine.module.parameters() if param.requires_grad)
+    found = []
+
+    def refused(set_it: Any, value: Tensor, key: str) -> None:
+        try:
+            set_it(param, value, key)
+        except hf_zero.errors.StateError as error:
+            found.append(str(error))
+
+    shape = param.ds_shape if hasattr(param, "ds_shape") else param.shape
+    refused(put, torch.zeros(shape), "momentum")
+    refused(put_own, torch.zeros(shape), "momentum")
+    micro_step(engine, CASES["mlp"].rows(0, 0, ranks.rank()), CASES["mlp"].forward, 0)
+    refused(put, torch.zeros(shape), "momentun")
+    refused(put, torch.zeros(3, 3, 3), "momentum")
+    put_own(param, torch.full(tuple(shape), 0.5).flatten(), "momentum")
+    value = hf_zero.utils.safe_get_full_optimizer_state(param, "momentum")
+    assert value is not None and (value == 0.5).all() and value.shape == tuple(shape)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_states_that_cannot_be_set_are_refused_on_all_ranks(stage: int) -> None:
+    answers = ranks.run_ranks(_bad_values, 2, stage)
+    assert sorted(map(len, answers)) == ([4, 4] if stage == 0 else [3, 4])  # of the local function the owner's alone
+    for answer in answers:
+        assert "no optimizer state 'momentum'" in answer[0]
+        assert "no optimizer state 'momentun'" in answer[-2] and "the value has (3, 3, 3)" in answer[-1]
+
+
 def _memory(stage: int) -> tuple[int, int]:
     before = live_bytes()
     model = Mlp(192, 6)
@@ -240,14 +277,14 @@ def test_combinations_that_are_not_provided_are_named(tmp_path: Any) -> None:
 def _rate_of_its_own() -> list[float]:
     engine = start("transformers relative step", CASES["mlp"], Run(stage=3, extra={"steps_per_print": 1}))
     micro_step(engine, CASES["mlp"].rows(0, 0, ranks.rank()), CASES["mlp"].forward, 0)
-    rates = engine.get_lr()
+    rates = [*engine.get_lr(), engine.optimizer.get_lr()]
     engine.destroy()
     return rates
 
 
 def test_optimizer_that_sets_its_rate_itself_is_reported_as_such() -> None:
     for rates in ranks.run_ranks(_rate_of_its_own, 2):
-        assert len(rates) == 1 and math.isnan(rates[0])
+        assert len(rates) == 2 and all(map(math.isnan, rates))
 
 
 def _over_slices(stages: tuple[int, ...]) -> None:

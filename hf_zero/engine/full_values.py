@@ -206,20 +206,29 @@ def _state_of_owner(optimizer: WholeTensorOptimizer, unit: Unit, index: int, key
 
 
 def _set_state_of_owner(optimizer: WholeTensorOptimizer, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
+    """The owner writes, and all learn whether it can. Collective at stages 1 to 3."""
     name = unit.layout.slots[index].name
-    state = optimizer.state_of(name)
-    if state is None and unit.layout.world > 1 and optimizer.owner_of(name) != unit.collectives.rank:
-        return
-    present = (state or {}).get(key)
-    if not isinstance(present, torch.Tensor):
-        raise StateError(f"there is no optimizer state {key!r}; states exist after the first step")
-    if present.shape != value.shape:
-        raise StateError(f"the state {key!r} of parameter {name} has shape {tuple(present.shape)}, the value has {tuple(value.shape)}")
-    present.copy_(value.detach())
+    present = (optimizer.state_of(name) or {}).get(key)
+    shape = tuple(present.shape) if isinstance(present, torch.Tensor) else None
+    owner = optimizer.owner_of(name)
+    if unit.layout.world > 1 and owner is not None:
+        shape = unit.collectives.broadcast_object(shape, owner, f"{unit.name}: {key}")
+    if shape is None:
+        raise _no_state(key)
+    if shape != tuple(value.shape):
+        raise StateError(f"the state {key!r} of parameter {name} has shape {shape}, the value has {tuple(value.shape)}")
+    if isinstance(present, torch.Tensor):
+        present.copy_(value.detach())
+
+
+def _no_state(key: str) -> StateError:
+    return StateError(f"there is no optimizer state {key!r}; states exist after the first step")
 
 
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    """Sets the state ``optim_state_key`` of ``param`` from ``value`` (full shape).
+    """Sets the state ``optim_state_key`` of ``param`` from ``value`` (full shape, or the state's own); every rank must call it.
+
+    Collective where an optimizer needs whole tensors.
 
     Raises:
         StateError: No engine trains ``param``, there is no such state yet, or the shapes differ.
@@ -231,7 +240,7 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
         return
     parts, flat = _state_parts(unit, optim_state_key), _state_flat(unit, optim_state_key)
     if parts is None or flat is None:
-        raise StateError(f"there is no optimizer state {optim_state_key!r}; states exist after the first step")
+        raise _no_state(optim_state_key)
     _write(unit, index, flat, value)
     for segment, state in parts:
         state.copy_(flat[segment.range.start : segment.range.stop])
@@ -289,22 +298,32 @@ def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     unit.shard_part(index, training.gradients.writable()).copy_(value * training.scaler.scale)
 
 
+def _set_own_state(optimizer: WholeTensorOptimizer, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
+    name = unit.layout.slots[index].name
+    present = (optimizer.state_of(name) or {}).get(key)
+    if not isinstance(present, torch.Tensor):
+        if unit.layout.world > 1 and optimizer.owner_of(name) != unit.collectives.rank:
+            return  # nothing of it is here
+        raise _no_state(key)
+    if present.numel() != value.numel():
+        raise StateError(f"the state {key!r} of parameter {name} has shape {tuple(present.shape)}, the value has {tuple(value.shape)}")
+    present.copy_(value.detach().reshape(present.shape))
+
+
 def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    """Sets this rank's part of an optimizer state of ``param``.
+    """Sets this rank's part of an optimizer state of ``param``; nothing where another rank updates it whole. Local.
 
     Raises:
-        StateError: No engine trains ``param``, or there is no such state yet.
+        StateError: No engine trains ``param``, there is no such state yet, or the shapes differ.
     """
     unit, index = _must_find(param, "safe_set_local_optimizer_state")
     optimizer = _training[unit].optimizer
     if isinstance(optimizer, WholeTensorOptimizer):
-        present = (optimizer.state_of(unit.layout.slots[index].name) or {}).get(optim_state_key)
-        if present is not None:
-            _set_state_of_owner(optimizer, unit, index, optim_state_key, value.reshape(present.shape))
+        _set_own_state(optimizer, unit, index, optim_state_key, value)
         return
     parts, flat = _state_parts(unit, optim_state_key), _state_flat(unit, optim_state_key)
     if parts is None or flat is None:
-        raise StateError(f"there is no optimizer state {optim_state_key!r}; states exist after the first step")
+        raise _no_state(optim_state_key)
     unit.shard_part(index, flat).copy_(value)
     for segment, state in parts:
         state.copy_(flat[segment.range.start : segment.range.stop])

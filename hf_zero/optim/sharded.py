@@ -216,8 +216,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group["lr"] = lr
 
     def get_lr(self) -> float:
-        """The learning rate of the first group."""
-        return float(self.param_groups[0]["lr"])
+        """The learning rate of the first group; nan where the optimizer sets it itself."""
+        return learning_rates(self.param_groups[:1])[0]
 
     @property
     def _global_grad_norm(self) -> float | None:
