@@ -79,9 +79,9 @@ class Takeover:
 
     def _warn(self, taken: int) -> None:
         left = f", those of {len(self._left)} ({min(self._left)}, ...) start fresh" if self._left else ""
-        saved = self._record.name or "another optimizer"
+        saved, own = self._record.name or "another optimizer", type(self._optimizer.inner).__name__
         warn_once(
-            f"the checkpoint holds the optimizer state of {saved}, this engine trains with {type(self._optimizer.inner).__name__}: taken are "
+            f"the checkpoint holds the optimizer state of {saved}, this engine trains with {own}: taken are "
             f"{', '.join(_COMMON)} of the param groups, and the states of {taken} parameters{left}. States are taken where both "
             "optimizers keep the same ones"
         )
