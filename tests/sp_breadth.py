@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from tests import ranks, zoo
-from tests.sequences import cut, loss_over_slices
+from tests.sequences import loss_over_slices
 from tests.tp_breadth import perturb
 
 LOSS, GRAD = 1e-5, 1e-4
+PADDED = 5  # tokens
 RESULTS = Path(__file__).resolve().parent / "data" / "sp_breadth.json"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "sequence-parallel.md"
 START, STOP = "<!-- breadth: made by python -m tests.sp_breadth -->", "<!-- end of breadth -->"
@@ -47,13 +48,13 @@ def measure(name: str) -> Row:
     """One architecture, on this rank of the group."""
     from hf_zero.errors import HfZeroError
     from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
+    from hf_zero.sequence_parallel.batches import UlyssesSPDataLoaderAdapter
 
     row = Row(name, zoo.architecture(name).model_type)
     whole, divided = zoo.build(name), zoo.build(name)
     perturb(whole), perturb(divided)
     batch: dict[str, Any] = zoo.batch(name, torch.Generator().manual_seed(0))
-    batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).expand(len(batch["input_ids"]), -1)
-    batch.pop("attention_mask", None)
+    pad(batch, getattr(whole.config, "pad_token_id", None))
     try:
         torch.manual_seed(3)
         expected = whole(**batch).loss
@@ -66,7 +67,9 @@ def measure(name: str) -> Row:
         if row.error:  # of a model that would be sliced
             return row
         torch.manual_seed(3)
-        loss = loss_over_slices(divided, cut(batch, ranks.rank(), ranks.world()), state.get_sequence_parallel_group())
+        group = state.get_sequence_parallel_group()
+        slices = next(UlyssesSPDataLoaderAdapter([batch], ranks.rank(), group, ranks.world(), "cpu"))
+        loss = loss_over_slices(divided, slices, group)
         loss.backward()
     except HfZeroError as error:
         row.refused = str(error)
@@ -77,6 +80,17 @@ def measure(name: str) -> Row:
     row.loss = float((loss.detach() - expected.detach()).abs() / expected.detach().abs())
     row.grad = worst_gradient(whole, divided)
     return row
+
+
+def pad(batch: dict[str, Any], padding: int | None) -> None:
+    """Makes ``batch`` what a tokenizer and a collator would give: no positions, and the second row padded on the left."""
+    tokens, labels = batch["input_ids"], batch["labels"]
+    if labels.shape != tokens.shape:
+        return
+    batch["attention_mask"] = torch.ones_like(tokens)
+    batch["attention_mask"][1, :PADDED] = 0
+    tokens[1, :PADDED] = padding if isinstance(padding, int) and padding >= 0 else 0
+    labels[1, :PADDED] = -100
 
 
 def worst_gradient(whole: nn.Module, divided: nn.Module) -> float:
@@ -156,7 +170,7 @@ def _reason(row: Row) -> str:
         "has layers of type": "layers that pass states along the tokens, or choose among them, outside of attention",
         "has other towers": "there are other towers beside the text model",
         "does not call its attention": "attention is not called through transformers' table of attention functions",
-        "were given different arguments": "it needs images or audio in every batch",
+        "pixel_values of a batch": "it needs images or audio in every batch",
     }
     return next((text for part, text in told.items() if part in row.refused), row.refused or row.error).replace("|", "/")
 

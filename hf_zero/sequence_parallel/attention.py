@@ -40,6 +40,13 @@ class SlicedAttention:
         for module in model.modules():
             _sliced[module] = self
 
+    def trades(self, module: nn.Module) -> bool:
+        """Whether a forward of ``module``, one of the model's, is over slices.
+
+        Recomputation under activation checkpointing comes after the forward, maybe after an evaluation: training decides then.
+        """
+        return self.sliced or (module.training and torch.is_grad_enabled())
+
     def attend(
         self,
         core: Core,
@@ -125,8 +132,7 @@ def dispatching(core_of: Callable[[nn.Module], Core]) -> Core:
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         sliced, core = _sliced.get(module), core_of(module)
-        # Recomputation under activation checkpointing comes after the forward, maybe after an evaluation: training decides then.
-        if sliced is None or not (sliced.sliced or (module.training and torch.is_grad_enabled())):
+        if sliced is None or not sliced.trades(module):
             return core(module, query, key, value, attention_mask, **kwargs)
         return sliced.attend(core, module, query, key, value, attention_mask, **kwargs)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,15 +28,44 @@ _TOLD_BY_POSITIONS = (
 _FILL = {"labels": IGNORED, "shift_labels": IGNORED}
 
 _TOKENS = ("input_ids", "inputs_embeds")
-_cut = WeakTensorKeyDictionary()  # the tokens of the slices that adapters have given
+_PER_TOKEN = ("attention_mask", "position_ids", "labels", "shift_labels")
+_MARKED = ("input_ids", "position_ids")  # whole numbers, which engines and Trainer never cast to another tensor
+_cut = WeakTensorKeyDictionary()  # tensors of the slices that adapters have given; whether they counted the positions
 
 Batch = dict[str, Any]
 
 
 def is_slice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the arguments of a forward hold the tokens of a slice that an adapter has given."""
-    given = (*args[:1], *(kwargs.get(name) for name in _TOKENS))
+    """Whether the arguments of a forward hold tokens or positions of a slice that an adapter has given."""
+    given = (*args[:1], *(kwargs.get(name) for name in _MARKED))
     return any(isinstance(value, torch.Tensor) and value in _cut for value in given)
+
+
+def counted_by_adapter(positions: torch.Tensor) -> bool | None:
+    """Whether an adapter has made these positions; False for those of a batch, None for those that come from no adapter."""
+    found: bool | None = _cut.get(positions)
+    return found
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells its group of the batch it has loaded.
+
+    Attributes:
+        ended: Its loader had none.
+        last: The loader says that there will be no other.
+        counted: The batch had no positions.
+        problem: Why it cannot be cut, or "".
+        layout: (name, type, shape of one slice) of each tensor.
+        rest: Values that are no tensors.
+    """
+
+    ended: bool
+    last: bool
+    counted: bool
+    problem: str
+    layout: list[tuple[str, str, list[int]]]
+    rest: dict[str, Any]
 
 
 class UlyssesSPDataLoaderAdapter:
@@ -96,22 +126,29 @@ class UlyssesSPDataLoaderAdapter:
     def _slices(self) -> Iterator[Batch]:
         loader = iter(self.dl)
         while True:
-            batches = deque(self._trade(next(loader, None)))
+            loaded = next(loader, None)
+            batches, at_end = self._trade(loaded)
             if not batches:
+                self._end_early(loaded)
                 return
-            # accelerate ends an accumulation at the end of a loader, which is that of its last slice.
-            at_end = bool(getattr(self.dl, "end_of_dataloader", False))
+            # accelerate ends an accumulation at the end of a loader, which is that of its last slice, on all ranks of the group.
+            tells_end = hasattr(self.dl, "end_of_dataloader")
             while batches:
-                if at_end:
+                if at_end and tells_end:
                     self.dl.end_of_dataloader = len(batches) == 1
-                batch = batches.popleft()
-                for name in _TOKENS:
-                    if name in batch:
-                        _cut[batch[name]] = True
-                yield batch
+                yield batches.popleft()
 
-    def _trade(self, batch: Any) -> list[Batch]:
-        """This rank's slices of the batches of all ranks of the group, in rank order; none once a rank has none (None); collective."""
+    def _end_early(self, left_over: Any) -> None:
+        """Ends the loader of accelerate whose batch is left over, so that nobody takes it for one that is being read."""
+        end = getattr(self.dl, "end", None)
+        if left_over is not None and callable(end):
+            end()
+
+    def _trade(self, batch: Any) -> tuple[deque[Batch], bool]:
+        """This rank's slices of the batches of all ranks of the group, in rank order, and whether they are the last; collective.
+
+        There are none once a rank has none (None).
+        """
         problem = ""
         parts: dict[str, torch.Tensor] = {}
         rest: dict[str, Any] = {}
@@ -120,23 +157,30 @@ class UlyssesSPDataLoaderAdapter:
                 parts, rest = prepare(batch, self.sp_world_size)
         except ConfigError as error:
             problem = str(error)
-        mine = (
-            batch is None,
-            problem,
-            [(name, str(part.dtype).removeprefix("torch."), list(part.shape[1:])) for name, part in parts.items()],
-            rest,
-        )
-        everyone = self.collectives.gather_objects(mine, "batches")
-        ended = sum(found[0] for found in everyone)
+        layout = [(name, str(part.dtype).removeprefix("torch."), list(part.shape[1:])) for name, part in parts.items()]
+        last = bool(getattr(self.dl, "end_of_dataloader", False))
+        counted = isinstance(batch, Mapping) and batch.get("position_ids") is None
+        everyone: list[_Told] = self.collectives.gather_objects(_Told(batch is None, last, counted, problem, layout, rest), "batches")
+        ended = sum(told.ended for told in everyone)
         if ended:
             if ended < len(everyone):
                 warn_once("the loaders of a sequence-parallel group do not end together: what the longer ones have left over is not used")
-            return []
-        problems = [found for _, found, _, _ in everyone if found]
+            return deque(), True
+        problems = [told.problem for told in everyone if told.problem]
         if problems:
             raise ConfigError(problems[0])
-        layouts = [[(name, getattr(torch, dtype), shape) for name, dtype, shape in layout] for _, _, layout, _ in everyone]
-        message = torch.zeros(self.sp_world_size, max(map(_nbytes, layouts)), dtype=torch.uint8, device=self.device)
+        layouts = [[(name, getattr(torch, dtype), shape) for name, dtype, shape in told.layout] for told in everyone]
+        received = self._exchange(parts, max(map(_nbytes, layouts)))
+        batches: deque[Batch] = deque()
+        for row, each, told in zip(received, layouts, everyone, strict=True):
+            found = _unpack(row, each)
+            _cut.update({found[name]: told.counted for name in _MARKED if name in found})
+            batches.append({**found, **told.rest})
+        return batches, any(told.last for told in everyone)
+
+    def _exchange(self, parts: dict[str, torch.Tensor], nbytes: int) -> torch.Tensor:
+        """One row of ``nbytes`` bytes from every rank: this rank's slices of the parts there; collective."""
+        message = torch.zeros(self.sp_world_size, nbytes, dtype=torch.uint8, device=self.device)
         start = 0
         for part in parts.values():
             values = part.contiguous().view(self.sp_world_size, -1).view(torch.uint8)
@@ -144,9 +188,8 @@ class UlyssesSPDataLoaderAdapter:
             start += values.shape[1]
         pending = self.collectives.exchange(message, "batches")
         pending.wait()
-        received = pending.result
-        assert received is not None
-        return [{**_unpack(row, layout), **others} for row, layout, (_, _, _, others) in zip(received, layouts, everyone, strict=True)]
+        assert pending.result is not None
+        return pending.result
 
 
 class SliceStream(IterableDataset[Batch]):
@@ -170,13 +213,20 @@ def prepare(batch: Any, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, 
         ranks: Number of slices.
 
     Raises:
-        ConfigError: A tensor has no dimension of tokens.
+        ConfigError: The batch is no dictionary, or something in it has no dimension of tokens.
     """
+    if not isinstance(batch, Mapping):
+        raise ConfigError(f"sequence parallelism: a batch must be a dictionary with input_ids; the loader gives {type(batch).__name__}")
     batch = dict(batch)
     first = next((batch[name] for name in _TOKENS if batch.get(name) is not None), None)
     if not isinstance(first, torch.Tensor) or first.dim() < 2:
         raise ConfigError(f"sequence parallelism: a batch needs input_ids (batch, tokens) to be divided; this one has {sorted(batch)}")
     rows, length = first.shape[:2]
+    for name in _PER_TOKEN:
+        if batch.get(name) is not None and not isinstance(batch[name], torch.Tensor):
+            raise ConfigError(
+                f"sequence parallelism: {name} of a batch is of type {type(batch[name]).__name__}; a tensor (batch, tokens) is needed"
+            )
     if batch.get("position_ids") is not None:
         batch = {name: value for name, value in batch.items() if name not in _TOLD_BY_POSITIONS}
     else:

@@ -18,6 +18,7 @@ from hf_zero.sequence_parallel.attention import SlicedAttention
 from hf_zero.sequence_parallel.batches import is_slice
 from hf_zero.sequence_parallel.heads import require_even_heads
 from hf_zero.sequence_parallel.masks import WholeMasks, modules_of
+from hf_zero.sequence_parallel.positions import OwnPositions, WholeRotary, require_even_temperature
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class SlicedForwards:
         settings.prepare(implementation)
         self.attention = SlicedAttention(model, collectives, implementation not in ("sdpa", "eager"))
         self._masks = WholeMasks(model, collectives)
+        self._positions = OwnPositions(model, collectives)
+        self._rotary = WholeRotary(model, self.attention)
         self._randomness = Randomness(collectives)
         self._compared = False
         self._open = False
@@ -74,22 +77,28 @@ class SlicedForwards:
         """Takes the hooks off; the model sees whole sequences again."""
         for hook in self._hooks:
             hook.remove()
+        self._rotary.remove()
 
-    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         attention, settings = self.attention, self.settings
         whole = settings.whole_in_eval or kwargs.get("past_key_values") is not None
         attention.sliced = model.training or not whole or is_slice(args, kwargs)
         if not attention.sliced:
-            return
+            return None
         length = self._require_positions(kwargs)
         if kwargs.get("output_attentions"):
             raise UnsupportedError("sequence parallelism: output_attentions=True is not supported, no rank has all heads of its tokens")
+        if kwargs.get(_ROUTERS, getattr(model.config, _ROUTERS, False)):
+            raise UnsupportedError(_NO_ROUTERS)
+        require_even_temperature(model, length * self.collectives.world)
         if not self._compared:
             self._compare(args, kwargs)
+        kwargs = {**kwargs, "position_ids": self._positions.of(args, kwargs)}
         attention.calls = 0
         self._masks.enter(length)
         self._randomness.enter(model.training)
         self._open = True
+        return args, kwargs
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
         if not self._open:
@@ -207,6 +216,8 @@ def require_sliceable(model: nn.Module, ranks: int, implementation: str | None) 
             f"sequence parallelism: {name} has layers of type {', '.join(recurrent)}; only layers that see other tokens through attention "
             f"alone can be sliced ({', '.join(_ATTENTION_LAYERS)})"
         )
+    _require_causal(model)
+    _require_alike(name, config)
     found = getattr(config, "_attn_implementation", None)
     if implementation is not None and found != implementation:
         raise ConfigError(
@@ -222,10 +233,47 @@ def require_sliceable(model: nn.Module, ranks: int, implementation: str | None) 
     return str(found)
 
 
+def _inside(model: nn.Module) -> Any:
+    """The model in an adapter, or itself."""
+    inside: Any = getattr(model, "get_base_model", None)
+    return model if inside is None else inside()
+
+
+def _require_causal(model: nn.Module) -> None:
+    """Labels are shifted, and tokens put at the end of sequences, for causal language models; classes of a script's own may be any."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as mapping
+
+    base = _inside(model)
+    name = type(base).__name__
+    causal = {found for names in mapping.values() for found in ([names] if isinstance(names, str) else names)}
+    own = [kind for kind in type(base).__mro__ if kind.__module__.startswith("transformers.models.")]
+    if own and not own[0].__name__.endswith("PreTrainedModel") and not any(kind.__name__ in causal for kind in own):
+        raise UnsupportedError(
+            f"sequence parallelism: {name} is no causal language model; labels are shifted by one token, so ...ForCausalLM it must be"
+        )
+    if any(getattr(part, "is_decoder", None) is False for part in base.modules()) or getattr(base.config, "is_causal", True) is False:
+        raise UnsupportedError(
+            f"sequence parallelism: attention of {name} sees later tokens, also those put at the end of sequences; make it with is_decoder="
+            "True (is_causal=True)"
+        )
+
+
+def _require_alike(name: str, config: Any) -> None:
+    """Refuses what each rank would do in another way, or of its slice alone."""
+    for key in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        value = getattr(config, key, None)
+        if isinstance(value, (int, float)) and value > 0:
+            raise UnsupportedError(
+                f"sequence parallelism: {key} of {name} is {value}: the ranks of a group would leave out other layers and wait for each "
+                f"other; set config.{key} = 0"
+            )
+    if getattr(config, _ROUTERS, False):
+        raise UnsupportedError(_NO_ROUTERS)
+
+
 def _require_interface(model: nn.Module) -> None:
     """The model takes positions, and attends through the table of functions in which the trading one stands."""
-    inside: Any = getattr(model, "get_base_model", None)  # of an adapter
-    base: Any = model if inside is None else inside()
+    base = _inside(model)
     name = type(base).__name__
     if "position_ids" not in inspect.signature(base.forward).parameters:
         raise UnsupportedError(f"sequence parallelism: {name}.forward takes no position_ids, so each rank would count its slice from 0")
@@ -238,5 +286,10 @@ def _require_interface(model: nn.Module) -> None:
         )
 
 
+_ROUTERS = "output_router_logits"
+_NO_ROUTERS = (
+    "sequence parallelism: output_router_logits=True adds a loss of all tokens of a batch, and each rank would take it of its slice; "
+    "leave it out (config.output_router_logits = False)"
+)
 _TABLE, _LIBRARY = "ALL_ATTENTION_FUNCTIONS", "transformers.modeling_utils"
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention", "dense", "sparse", "global_attention")

@@ -77,19 +77,24 @@ class DistributedAttention(nn.Module):
         if rotary_pos_emb is not None:
             raise UnsupportedError("DistributedAttention(rotary_pos_emb=...) is not provided: rotate query and key before the call")
         ranks = self.collectives.world
+        dims = query.dim()
         for name, tensor in (("query", query), ("key", key), ("value", value)):
-            if max(self.scatter_idx, self.gather_idx) >= tensor.dim():
-                raise ConfigError(f"DistributedAttention: {name} has {tensor.dim()} dimensions, heads are {self.scatter_idx}")
-        require_even_heads(query.shape[self.scatter_idx], ranks, f"dimension {self.scatter_idx} of the query")
-        plan = key_heads(query.shape[self.scatter_idx], key.shape[self.scatter_idx], ranks)
+            if tensor.dim() != dims or not all(-dims <= dim < dims for dim in (self.scatter_idx, self.gather_idx)):
+                raise ConfigError(
+                    f"DistributedAttention: {name} has {tensor.dim()} dimensions, the query {dims}; heads are dimension {self.scatter_idx} "
+                    f"(scatter_idx) and the sequence {self.gather_idx} (gather_idx)"
+                )
+        heads, sequence = self.scatter_idx % dims, self.gather_idx % dims
+        require_even_heads(query.shape[heads], ranks, f"dimension {self.scatter_idx} of the query")
+        plan = key_heads(query.shape[heads], key.shape[heads], ranks)
         if plan.sent is not None:
             sent = torch.tensor(plan.sent, device=key.device)
-            key, value = key.index_select(self.scatter_idx, sent), value.index_select(self.scatter_idx, sent)
-        rows = [_rows(tensor, self.scatter_idx, ranks) for tensor in (query, key, value)]
-        whole = [_joined(part, self.gather_idx) for part in trade(self.collectives, *rows)]
+            key, value = key.index_select(heads, sent), value.index_select(heads, sent)
+        rows = [_rows(tensor, heads, ranks) for tensor in (query, key, value)]
+        whole = [_joined(part, sequence) for part in trade(self.collectives, *rows)]
         output = self.local_attn(*whole, *args, **kwargs)
-        (traded,) = trade(self.collectives, _rows(output, self.gather_idx, ranks))
-        return _joined(traded, self.scatter_idx)
+        (traded,) = trade(self.collectives, _rows(output, sequence, ranks))
+        return _joined(traded, heads)
 
 
 def _rows(tensor: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:

@@ -78,7 +78,7 @@ def sequence_parallel_of(config: Mapping[str, Any], mpu: Any, mesh: Any = None) 
         ConfigError: What they say does not agree, or does not fit the ranks.
         UnsupportedError: Tensor parallelism is asked for too.
     """
-    size, data = requested_slices(config), config.get("data_parallel_size")
+    size, data = requested_slices(config), _number(config.get("data_parallel_size"))
     if mesh is not None:
         data, size = _mesh_sizes(mesh, size)
     found = _from_mpu(mpu)
@@ -91,9 +91,9 @@ def sequence_parallel_of(config: Mapping[str, Any], mpu: Any, mesh: Any = None) 
         raise ConfigError(
             f"sequence_parallel_size is {size}, and the sequence-parallel group of the mpu object has {axes.sequence.world} ranks"
         )
-    if size > 1 and data is not None and int(data) != axes.groups:
+    if size > 1 and data is not None and data != axes.groups:
         raise ConfigError(
-            f"data_parallel_size is {data} and sequence_parallel_size {axes.sequence.world}, which makes {int(data) * axes.sequence.world} "
+            f"data_parallel_size is {data} and sequence_parallel_size {axes.sequence.world}, which makes {data * axes.sequence.world} "
             f"ranks; there are {axes.joint.world}. Set data_parallel_size to {axes.groups}, or leave it out"
         )
     section = config.get("tensor_parallel")
@@ -108,10 +108,15 @@ def sequence_parallel_of(config: Mapping[str, Any], mpu: Any, mesh: Any = None) 
 
 def requested_slices(config: Mapping[str, Any]) -> int:
     """``sequence_parallel_size`` of a configuration as the user gave it; 1 where it asks for none."""
+    return max(1, _number(config.get("sequence_parallel_size")) or 1)
+
+
+def _number(value: Any) -> int | None:
+    """``value`` of a configuration as a whole number; None for what is none: the schema says what is wrong with it."""
     try:
-        return max(1, int(config.get("sequence_parallel_size") or 1))
+        return None if value is None else int(value)
     except (TypeError, ValueError):
-        return 1  # the schema says what is wrong with it
+        return None
 
 
 def _mesh_sizes(mesh: Any, size: int) -> tuple[int, int]:
