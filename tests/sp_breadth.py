@@ -152,8 +152,9 @@ def table(rows: list[Row]) -> str:
     lines = [
         START,
         f"{len(rows)} causal language models of transformers {transformers.__version__}, tiny, on 2 gloo ranks, fp32, against whole",
-        f"sequences on one rank (loss and every gradient): **{len(exact)} exact**, {len(refused)} refused by name, none that trains with",
-        f"other numbers ({', '.join(f'{row.name}: {row.error}' for row in rest)}).",
+        "sequences on one rank that get the batch as a tokenizer gives it, without positions, one row padded on the left (loss and every",
+        f"gradient): **{len(exact)} exact**, {len(refused)} refused by name, none that trains with other numbers "
+        f"({', '.join(f'{row.name}: {row.error}' for row in rest)}).",
         "",
         "Exact: " + ", ".join(sorted(row.name.removesuffix("ForCausalLM") for row in exact)) + ".",
         "",
