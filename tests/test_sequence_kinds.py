@@ -29,11 +29,12 @@ def rotary(kind: str) -> nn.Module:
     """Sequences of LENGTH are longer than what it was trained on; the first slice alone is not."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    scales: dict[str, Any] = {"short_factor": [1.0] * 4, "long_factor": [3.0, 5.0, 7.0, 9.0]} if kind == "longrope" else {}
+    scales = {"short_factor": [1.0] * 4, "long_factor": [3.0, 5.0, 7.0, 9.0]} if kind == "longrope" else {}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": LENGTH // 2, **scales}
+    extra: dict[str, Any] = {"attn_implementation": "sdpa", "rope_parameters": rope}
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=LENGTH // 2, attn_implementation="sdpa", use_cache=False,
-        rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": LENGTH // 2, **scales},
+        max_position_embeddings=LENGTH // 2, use_cache=False, **extra,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 

@@ -216,8 +216,6 @@ def require_sliceable(model: nn.Module, ranks: int, implementation: str | None) 
             f"sequence parallelism: {name} has layers of type {', '.join(recurrent)}; only layers that see other tokens through attention "
             f"alone can be sliced ({', '.join(_ATTENTION_LAYERS)})"
         )
-    _require_causal(model)
-    _require_alike(name, config)
     found = getattr(config, "_attn_implementation", None)
     if implementation is not None and found != implementation:
         raise ConfigError(
@@ -227,6 +225,8 @@ def require_sliceable(model: nn.Module, ranks: int, implementation: str | None) 
     if found is None:
         raise UnsupportedError(f"sequence parallelism: {name} names no attention implementation")
     _require_interface(model)
+    _require_causal(model)
+    _require_alike(name, config)
     heads = getattr(config, "num_attention_heads", None)
     if isinstance(heads, int):
         require_even_heads(heads, ranks)

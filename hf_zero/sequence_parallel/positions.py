@@ -49,7 +49,7 @@ class OwnPositions:
         if counted:
             return own
         mask = kwargs.get("attention_mask")
-        differs = own != given if mask is None else (own != given) & mask.bool()
+        differs = own != given if mask is None or mask.dim() != 2 else (own != given) & mask.bool()
         if self._collectives.any_rank(bool(differs.any()), "position_ids"):
             raise StateError(
                 f"sequence parallelism: {self._name} counts positions its own way, and the position_ids of this forward are others. Give "
@@ -66,7 +66,7 @@ class OwnPositions:
                 return given + padding + 1
             return self._slice(count(join_slices(self._collectives, tokens, -1, "input_ids"), padding))
         mask = kwargs.get("attention_mask")
-        if mask is None:
+        if mask is None or mask.dim() != 2:  # of four dimensions: refused where masks are made
             return given
         whole = join_slices(self._collectives, mask, -1, "attention_mask").long()
         return self._slice(whole.cumsum(dim=1) * whole - 1)
