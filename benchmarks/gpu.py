@@ -108,7 +108,8 @@ def run(part: Part, out: Path) -> dict[str, Any]:
             with contextlib.suppress(ProcessLookupError):  # ranks of its own, too
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return {"status": status, "seconds": round(time.monotonic() - start, 1), "command": " ".join(words), "tail": log.read_text()[-TAIL:]}
+    tail = log.read_text(errors="replace")[-TAIL:]  # a progress bar may have been cut
+    return {"status": status, "seconds": round(time.monotonic() - start, 1), "command": " ".join(words), "tail": tail}
 
 
 def parse() -> argparse.Namespace:

@@ -62,9 +62,9 @@ def run(job: dict[str, Any], python: str) -> Outcome:
         env["PRETEND_MEMORY"] = str(int((job["cap_gib"] or 24) * 2**30))
     try:
         words = [python, str(WORKER), json.dumps({name: value for name, value in job.items() if name != "limit"})]
-        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=job["limit"] or None)
+        done = subprocess.run(words, env=env, capture_output=True, text=True, errors="replace", timeout=job["limit"] or None)
     except subprocess.TimeoutExpired as error:
-        print(error.stderr[-2000:].decode() if error.stderr else "", file=sys.stderr)
+        print(error.stderr[-2000:].decode(errors="replace") if error.stderr else "", file=sys.stderr)
         return Outcome({}, f"not done after {job['limit']:g} s")
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if lines:
@@ -120,7 +120,7 @@ def limits_of(base: dict[str, Any]) -> dict[str, float]:
 
 
 def rows_of(arguments: argparse.Namespace, base: dict[str, Any], pythons: dict[str, str], limits: dict[str, float]) -> Iterator[list[str]]:
-    """Cells for one element type, a row as soon as it is measured."""
+    """Cells for one element type, a row as soon as it is measured, and again with the largest model; the last cell is that."""
     for contender, python in pythons.items():
         job = {**base, "contender": contender, "trace": arguments.trace if contender == "hf_zero" and base["dtype"] == "bf16" else ""}
         print(f"{base['dtype']}: {contender}", file=sys.stderr)
@@ -131,7 +131,10 @@ def rows_of(arguments: argparse.Namespace, base: dict[str, Any], pythons: dict[s
             ratio = f"{answer['seconds'] / max(limits.values()):.2f}" if limits else ""
             memory = [f"{answer[name] / 2**30:.2f}" for name in ("gpu", "host")]
             cells = [f"{answer['seconds']:.3f}", ratio, *memory, f"{answer['loss']:.4f}"]
-        yield [f"{NAMES[contender]}, {base['dtype']}", *cells, largest(job, python) if arguments.largest else ""]
+        measured = [f"{NAMES[contender]}, {base['dtype']}", *cells]
+        yield [*measured, ""]
+        if arguments.largest:  # takes long; what is measured already stays when it is ended
+            yield [*measured, largest(job, python)]
 
 
 def parse() -> argparse.Namespace:
@@ -169,6 +172,8 @@ def main() -> int:
         limits = limits_of({**base, "dtype": dtype})
         texts.append(f"{dtype}: " + (", ".join(f"{name} {value:.3f} s" for name, value in limits.items()) or "not measured"))
         for row in rows_of(arguments, {**base, "dtype": dtype}, pythons, limits):
+            if rows and rows[-1][0] == row[0]:
+                rows.pop()
             rows.append(row)
             if arguments.json:  # what is measured stays, whatever happens to the next
                 table_of(arguments, size, rows, texts).save(arguments.json)

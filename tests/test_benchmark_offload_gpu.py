@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks import gpu, offload_gpu
 from tests.processes import REPO
 
 
@@ -27,3 +30,30 @@ def test_toy_run_on_the_cpu(tmp_path: Path) -> None:
     assert max(losses) - min(losses) < 0.02 * losses[0]
     names = {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}
     assert any(name.startswith("hf_zero::speculate") for name in names)
+
+
+CUT = "import sys, time; sys.stderr.buffer.write(b'50%|\\xe2\\x96'); sys.stderr.flush(); time.sleep({seconds})"
+
+
+def test_a_progress_bar_that_is_cut_is_shown_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(CUT.format(seconds=60))
+    monkeypatch.setattr(offload_gpu, "WORKER", worker)
+    job = {"contender": "deepspeed", "device": "cpu", "limit": 1}
+    assert offload_gpu.run(job, sys.executable).reason == "not done after 1 s"
+    assert "50%|" in capsys.readouterr().err
+    part = gpu.Part("cut", [sys.executable, "-c", CUT.format(seconds=0)], 30)
+    assert gpu.run(part, tmp_path)["tail"].startswith("50%|")
+
+
+def test_a_measured_row_stays_when_the_search_for_the_largest_model_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: Any) -> str:
+        raise KeyboardInterrupt
+
+    answer = {"seconds": 2.0, "gpu": 2**30, "host": 2**31, "loss": 1.0}
+    monkeypatch.setattr(offload_gpu, "run", lambda job, python: offload_gpu.Outcome(answer))
+    monkeypatch.setattr(offload_gpu, "largest", killed)
+    rows = offload_gpu.rows_of(Namespace(trace="", largest=True), {"dtype": "bf16"}, {"pytorch": sys.executable}, {})
+    assert next(rows) == ["PyTorch, bf16", "2.000", "", "1.00", "2.00", "1.0000", ""]
+    with pytest.raises(KeyboardInterrupt):
+        next(rows)
