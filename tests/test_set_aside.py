@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from hf_zero.compat.settings import OffloadDeviceEnum, OffloadStateTypeEnum
+from hf_zero.engine.full_values import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_grad,
+    safe_set_full_fp32_param,
+)
 from hf_zero.engine.set_aside import KINDS, Storages, set_aside
 from hf_zero.errors import ConfigError, StateError
+from hf_zero.sharding.gathered import GatheredParameters
+from hf_zero.sharding.unit import full_shape
 from tests import ranks
 from tests.models import CASES
 from tests.parity import Run, initialize
@@ -28,11 +39,16 @@ def test_views_of_one_memory_move_once_and_stay_views() -> None:
     assert half[3] == 0
 
 
+def batch_of(engine: Any, step: int) -> dict[str, torch.Tensor]:
+    dtype = engine.precision.param_dtype or torch.float32
+    rows = MLP.rows(step, 0, ranks.rank())
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in rows.items()}
+
+
 def train(engine: Any, steps: range) -> list[torch.Tensor]:
     losses = []
     for step in steps:
-        batch = {name: value.bfloat16() if value.is_floating_point() else value for name, value in MLP.rows(step, 0, ranks.rank()).items()}
-        losses.append(MLP.forward(engine, batch))
+        losses.append(MLP.forward(engine, batch_of(engine, step)))
         engine.backward(losses[-1])
         engine.step()
     return losses
@@ -42,8 +58,9 @@ def _moved(stage: int, kinds: tuple[str, ...]) -> None:
     plain, moved = (initialize(MLP.build(), Run(stage, "bf16")) for _ in range(2))
     expected = train(plain, range(4))
     first = train(moved, range(2))
+    masters = [unit.own.master for unit in moved.units if unit.own.master is not None]
     set_aside(moved, kinds, pin_memory=False)
-    held = sum(unit.own.master.untyped_storage().nbytes() for unit in moved.units if unit.own.master is not None)
+    held = sum(master.untyped_storage().nbytes() for master in masters)
     assert (held == 0) is ("hp_params" in kinds)
     with pytest.raises(StateError, match=r"reload_states\(\) first"):
         train(moved, range(2, 3))
@@ -59,6 +76,142 @@ def _moved(stage: int, kinds: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_training_goes_on_with_the_same_bits(stage: int, kinds: tuple[str, ...]) -> None:
     ranks.run_ranks(_moved, 2, stage, kinds)
+
+
+def _refused(run: Run, folder: str) -> None:
+    plain, moved = (initialize(MLP.build(), run) for _ in range(2))
+    train(plain, range(1))
+    train(moved, range(1))
+    params = list(moved.module.parameters())
+    whole = {name: torch.zeros(full_shape(param)) for name, param in moved.module.named_parameters()}
+    set_aside(moved, ("hp_params", "lp_params"), pin_memory=False)
+    set_aside(moved, KINDS, pin_memory=False)  # what is away already stays as it is
+    for refused in (
+        GatheredParameters(params).__enter__,
+        moved.units[0].gather,
+        partial(moved.load_module_state_dict, whole),
+        partial(moved.save_16bit_model, folder),
+        moved.module.state_dict,
+        moved.optimizer.state_dict,
+        partial(safe_get_full_fp32_param, params[0]),
+        partial(safe_set_full_fp32_param, params[0], torch.zeros(full_shape(params[0]))),
+        partial(safe_get_full_grad, params[0]),
+        partial(safe_get_local_grad, params[0]),
+        partial(safe_get_full_optimizer_state, params[0], "exp_avg"),
+        partial(next(iter(moved.module.children())), torch.zeros(2, 2)),
+    ):
+        with pytest.raises(StateError, match=r"reload_states\(\) first"):
+            refused()
+    assert all(param.detach().clone().numel() == 0 for param in params)  # a read finds a wrong shape, not missing memory
+    moved.reload_states()
+    for one, other in zip(train(plain, range(1, 3)), train(moved, range(1, 3)), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(plain.module.parameters(), params, strict=True):
+        assert torch.equal(safe_get_full_fp32_param(one), safe_get_full_fp32_param(other))
+
+
+@pytest.mark.parametrize(("stage", "dtype", "small"), [(1, "bf16", 0), (3, "fp32", 0), (3, "bf16", 100_000)])
+def test_every_way_to_values_that_are_away_is_refused(stage: int, dtype: str, small: int, tmp_path: Path) -> None:
+    ranks.run_ranks(
+        _refused, 2, Run(stage, dtype, extra={"zero_optimization": {"stage3_param_persistence_threshold": small}}), str(tmp_path)
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def _weights_stay(stage: int) -> None:
+    engine = initialize(MLP.build(), Run(stage, "bf16"))
+    train(engine, range(1))
+    batch = batch_of(engine, 1)
+    params = list(engine.module.parameters())
+    with torch.no_grad():
+        expected = MLP.forward(engine, batch)
+        set_aside(engine, ("optim_states", "hp_params"), pin_memory=False)
+        assert torch.equal(MLP.forward(engine, batch), expected)
+    with GatheredParameters(params):
+        assert all(param.shape == full_shape(param) for param in params)
+    with pytest.raises(StateError, match=r"reload_states\(\) first"), GatheredParameters(params, modifier_rank=0):
+        pass
+    engine.reload_states()
+    with GatheredParameters(params, modifier_rank=0), torch.no_grad():
+        params[0].add_(1)
+    train(engine, range(1, 2))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_that_stay_are_read_while_masters_and_moments_are_away(stage: int) -> None:
+    ranks.run_ranks(_weights_stay, 2, stage)
+
+
+def _busy(stage: int) -> None:
+    engine = initialize(MLP.build(), Run(stage))
+    batch = MLP.rows(0, 0, ranks.rank())
+    loss = MLP.forward(engine, batch)
+    with pytest.raises(StateError, match=r"offload_states\(\) in the middle"):
+        engine.offload_states()
+    raised = []
+
+    def in_backward(grad: torch.Tensor) -> None:
+        with pytest.raises(StateError, match=r"offload_states\(\) in the middle"):
+            engine.offload_states()
+        raised.append(True)
+
+    loss.register_hook(in_backward)
+    engine.backward(loss)
+    assert raised
+    engine.offload_states()
+    engine.reload_states()
+    engine.step()
+    MLP.forward(engine, batch)  # its graph is gone: no backward can come
+    engine.offload_states()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_backward_under_way_or_to_come_is_not_robbed(stage: int) -> None:
+    ranks.run_ranks(_busy, 1, stage)
+
+
+def test_nothing_is_lost_when_a_copy_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, made, empty = [torch.ones(4), torch.ones(5)], [], torch.empty
+
+    def fails(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if "pin_memory" in kwargs:
+            made.append(args)
+            if len(made) == 2:
+                raise RuntimeError("no memory can be page-locked")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", fails)
+    with pytest.raises(RuntimeError, match="page-locked"):
+        Storages(tensors, pin_memory=True)
+    assert [tensor.tolist() for tensor in tensors] == [[1.0] * 4, [1.0] * 5]
+
+
+class Nested(torch.optim.SGD):
+    """Keeps its state as second-order optimizers keep their preconditioners: in lists."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param] = {"step": torch.tensor(1.0), "factors": [torch.ones(3), {"basis": (torch.ones(2, 2),)}]}
+
+
+def _nested() -> None:
+    module = MLP.build()
+    engine = initialize(module, Run(0), optimizer=Nested(module.parameters(), lr=0.1))
+    train(engine, range(1))
+    states = list(engine.optimizer.state.values())
+    set_aside(engine, ("optim_states",), pin_memory=False)
+    assert states
+    for state in states:
+        factors, steps = (state["factors"][0], state["factors"][1]["basis"][0]), state["step"]
+        assert [tensor.untyped_storage().nbytes() for tensor in (*factors, steps)] == [0, 0, 4]
+    engine.reload_states()
+    assert all(state["factors"][1]["basis"][0].tolist() == [[1, 1], [1, 1]] for state in states)
+
+
+def test_moments_inside_lists_move_too() -> None:
+    ranks.run_ranks(_nested, 1)
 
 
 def _on_a_host() -> None:

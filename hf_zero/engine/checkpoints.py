@@ -144,6 +144,7 @@ def load(
 
 def save_16bit_model(engine: Engine, save_dir: str | os.PathLike[str], filename: str, trained: bool, max_shard_size: int | str) -> bool:
     """Writes the whole weights as safetensors files; see ``Engine.save_16bit_model``."""
+    require_states(engine, "save_16bit_model()")
     if engine.policy.shards_parameters and not engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save:
         log_rank0(
             "no model saved to %s: zero_optimization.stage3_gather_16bit_weights_on_model_save is false. Set it to true, or save a "

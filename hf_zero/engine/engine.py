@@ -12,7 +12,6 @@ from weakref import WeakMethod
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from hf_zero.checkpoint.export import consolidated_state_dict
 from hf_zero.checkpoint.model_files import MAX_SHARD_SIZE
@@ -131,7 +130,7 @@ class Engine(nn.Module):
         self.progress = Progress()
         self.destroyed = False
         self.aside: list[Storages] = []
-        self.aside_guard: RemovableHandle | None = None
+        self.aside_guards: list[Any] = []  # handles of hooks
         self.accumulation = Accumulation(resolved.batch.accumulation, self.settings.managed_gradient_accumulation)
         self.clock = build_clock(self.settings, parts.collectives, module, self.progress)
         handle = OffloadHandle(module)

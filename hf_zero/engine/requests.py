@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hf_zero.engine import checkpoints
-from hf_zero.engine.set_aside import offload_states, reload_states
+from hf_zero.engine.set_aside import offload_states, reload_states, require_states
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.sharding.gathered import GatheredParameters
 
@@ -46,7 +46,11 @@ def load_module_state_dict(
         strict: All names must fit.
         custom_load_fn: Called with ``src=`` and ``dst=`` in place of ``load_state_dict``.
         kwargs: Ignored: ``fetch_z3_params`` is what happens at stage 3.
+
+    Raises:
+        StateError: State of the engine waits on the host.
     """
+    require_states(engine, "load_module_state_dict()")
     with GatheredParameters(list(engine.module.parameters()), modifier_rank=0, enabled=engine.policy.shards_parameters):
         if custom_load_fn is not None:
             custom_load_fn(src=state_dict, dst=engine.module)

@@ -13,6 +13,8 @@ import torch
 
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import warn_once
+from hf_zero.sharding.outputs import tensors_in
+from hf_zero.sharding.own_part import has_memory
 
 KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 """DeepSpeed's names: moments, fp32 masters, parameters, gradients accumulated so far, buffers of gradients on their way."""
@@ -36,7 +38,8 @@ class Storages:
                 pinned = pin_memory and tensor.device.type != "cpu"
                 copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
                 self._copies.append((storage, copy.copy_(_as_bytes(storage), non_blocking=pinned)))
-                storage.resize_(0)  # freed in the order of the stream that copies
+        for storage, _ in self._copies:  # not before all have a copy: page-locking may fail
+            storage.resize_(0)  # freed in the order of the stream that copies
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +57,10 @@ class Storages:
 def offload_states(
     engine: Any, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
 ) -> None:
-    """Moves state of an idle engine to host memory; local. Until ``reload_states`` it can neither run nor be saved.
+    """Moves state of an idle engine to host memory; local. Until ``reload_states`` it can neither train nor be saved.
+
+    A forward, ``GatheredParameters`` and the like go on working while the parameters stay where they are: without "lp_params" and, where
+    the masters are the parameters themselves (fp32), without "hp_params".
 
     On a machine without accelerator, and for state that the configuration offloads, there is nothing to move.
 
@@ -67,7 +73,7 @@ def offload_states(
 
     Raises:
         ConfigError: An unknown kind or device.
-        StateError: The engine is in the middle of a backward.
+        StateError: The engine is in the middle of a forward or a backward, or of a forward whose backward may still come.
     """
     kinds = KINDS if include is None else tuple(getattr(kind, "value", kind) for kind in include)
     for kind in kinds:
@@ -78,6 +84,11 @@ def offload_states(
         return
     if where != "cpu":
         raise ConfigError(f"offload_states(device={where!r}): state of an idle engine goes to 'cpu' only")
+    if not engine.runtime.idle:
+        raise StateError(
+            "offload_states() in the middle of a forward or a backward, or between them: call it after backward() and step(), and run "
+            "forwards without a backward under torch.no_grad() or let go of what they returned"
+        )
     if engine.collectives.topology.device.type == "cpu":
         warn_once("offload_states(): nothing to move, the engine lives in host memory already")
         return
@@ -88,13 +99,18 @@ def set_aside(engine: Any, kinds: Iterable[str], pin_memory: bool) -> None:
     """As ``offload_states``, for kinds known to be right; whatever device the engine lives on."""
     here = engine.collectives.topology.device.type
     engine.empty_partition_cache()
+    for unit in engine.units:
+        if all(has_memory(tensor) for tensor in unit.own.tensors()):
+            unit.take_assigned()
     tensors = [tensor for kind in kinds for tensor in _TENSORS[kind](engine) if tensor.device.type == here]
     aside = Storages(tensors, pin_memory)
     if "contiguous_grad_buffer" in kinds and engine.stepper is not None:
         for gradients in engine.stepper.reducer.gradients:
             gradients.pool.clear()
     engine.aside.append(aside)
-    engine.aside_guard = engine.aside_guard or engine.module.register_forward_pre_hook(_refuse_to_run, prepend=True)
+    for unit in engine.units:
+        unit.set_aside()
+    _guard(engine)
 
 
 def reload_states(engine: Any, non_blocking: bool = False) -> None:
@@ -102,9 +118,11 @@ def reload_states(engine: Any, non_blocking: bool = False) -> None:
     for aside in engine.aside:
         aside.bring_back(non_blocking)
     engine.aside.clear()
-    if engine.aside_guard is not None:
-        engine.aside_guard.remove()
-        engine.aside_guard = None
+    for unit in engine.units:
+        unit.bring_back()
+    for guard in engine.aside_guards:
+        guard.remove()
+    engine.aside_guards.clear()
 
 
 def require_states(engine: Any, what: str) -> None:
@@ -117,8 +135,25 @@ def require_states(engine: Any, what: str) -> None:
         raise StateError(f"{what} while state of the engine waits on the host; call engine.reload_states() first")
 
 
-def _refuse_to_run(module: torch.nn.Module, args: Any) -> None:
-    raise StateError("the model was called while state of its engine waits on the host; call engine.reload_states() first")
+def _guard(engine: Any) -> None:
+    """Puts hooks where values are read without asking the engine: modules, all of them, and the optimizer's own state dict."""
+    for guard in engine.aside_guards:
+        guard.remove()
+    engine.aside_guards.clear()
+    if not all(has_memory(tensor) for unit in engine.units for tensor in unit.own.tensors()[:1]):
+        for module in engine.module.modules():
+            engine.aside_guards.append(module.register_forward_pre_hook(_refuse("the model was called"), prepend=True))
+            engine.aside_guards.append(module.register_state_dict_pre_hook(_refuse("the model's state_dict() was called")))
+    if engine.stepper is not None:
+        inner, refuse = engine.optimizer.inner, _refuse("the optimizer's state was saved or loaded")
+        engine.aside_guards += [inner.register_state_dict_pre_hook(refuse), inner.register_load_state_dict_pre_hook(refuse)]
+
+
+def _refuse(what: str) -> Callable[..., None]:
+    def refuse(*_: Any) -> None:
+        raise StateError(f"{what} while state of its engine waits on the host; call engine.reload_states() first")
+
+    return refuse
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -127,16 +162,16 @@ def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def _moments(engine: Any) -> Iterator[torch.Tensor]:
     for state in engine.optimizer.state.values() if engine.stepper is not None else ():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0)
+        yield from (value for value in tensors_in(state) if value.dim() > 0)
 
 
 def _masters(engine: Any) -> Iterator[torch.Tensor]:
-    return (unit.own.master for unit in engine.units if unit.own.master is not None)
+    return (tensor for unit in engine.units for tensor in unit.own.tensors()[1:])
 
 
 def _parameters(engine: Any) -> Iterator[torch.Tensor]:
     for unit in engine.units:
-        yield unit.own.shard
+        yield unit.own.tensors()[0]
         yield from (param.data for param in unit.params if param is not None)
 
 

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from hf_zero.errors import StateError
+
 
 class Arriving(Protocol):
     """New values of a shard and its master that another thread may still be computing."""
@@ -23,6 +25,10 @@ class OwnPart:
     [Note: updates under way] An offloaded unit may still be updated when ``step`` has returned. Nobody sees half of it: a gather, a
     checkpoint and everything else come to the values through ``shard`` and ``master``, which wait for this unit alone.
 
+    Attributes:
+        aside: Some of the unit's state waits on the host (``engine.offload_states``). Reading a shard or master that has no memory
+            meanwhile would end the process; the properties raise instead.
+
     Args:
         shard: Where it rests.
     """
@@ -31,6 +37,7 @@ class OwnPart:
         self._shard = shard
         self._master: torch.Tensor | None = None
         self._arriving: Arriving | None = None
+        self.aside = False
 
     def expect(self, values: Arriving) -> None:
         """Whoever reads shard or master from now on waits for ``values`` first."""
@@ -47,10 +54,21 @@ class OwnPart:
         """Whether shard and master can be read at once."""
         return self._arriving is None or self._arriving.ready()
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Shard and master, whether or not they have memory now."""
+        self.settle()
+        return [self._shard] if self._master is None else [self._shard, self._master]
+
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's part of the parameters, where it rests."""
+        """This rank's part of the parameters, where it rests.
+
+        Raises:
+            StateError: It waits on the host.
+        """
         self.settle()
+        if self.aside:
+            require_memory(self._shard, "the shard of a unit")
         return self._shard
 
     @shard.setter
@@ -59,8 +77,14 @@ class OwnPart:
 
     @property
     def master(self) -> torch.Tensor | None:
-        """What the optimizer updates: the shard itself when the types agree; None where nothing is trained."""
+        """What the optimizer updates: the shard itself when the types agree; None where nothing is trained.
+
+        Raises:
+            StateError: It waits on the host.
+        """
         self.settle()
+        if self.aside and self._master is not None:
+            require_memory(self._master, "the master of a unit")
         return self._master
 
     @master.setter
@@ -84,3 +108,18 @@ class OwnPart:
         shard = self.shard.to(self.master.device)
         changed = self.master.to(shard.dtype) != shard
         self.master.copy_(torch.where(changed, shard.to(self.master.dtype), self.master))
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements of ``tensor`` are there; False while they wait on the host after ``engine.offload_states``."""
+    return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
+
+
+def require_memory(tensor: torch.Tensor, what: str) -> None:
+    """Raises when ``tensor`` has no memory.
+
+    Raises:
+        StateError: ``what`` waits on the host.
+    """
+    if not has_memory(tensor):
+        raise StateError(f"{what} was read while it waits on the host; call engine.reload_states() first")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import nn
@@ -53,6 +53,7 @@ class Runtime:
         self.state = IterationState.FORWARD
         self.on_user_backward: WeakMethod[Callable[[], None]] | None = None  # called when a backward begins that the engine did not start
         self._backwards = 0
+        self._awaited: WeakSet[Callable[..., Any]] = WeakSet()  # hooks of outputs; they live as long as the graph
         self.forwards = 0  # forwards of the whole module, or of a block by itself, outside backward
         self._training_forward = False
         self._stack: list[Block] = []  # blocks whose forward runs now, outermost first
@@ -112,6 +113,11 @@ class Runtime:
     def backward_begun(self) -> bool:
         """Whether a backward has begun and not ended."""
         return self.state is IterationState.BACKWARD
+
+    @property
+    def idle(self) -> bool:
+        """Whether no forward or backward runs, and no backward can come of the forwards so far."""
+        return not (self.running or self.backward_begun or self._awaited)
 
     @property
     def attached(self) -> bool:
@@ -230,6 +236,7 @@ class Runtime:
             tensor.register_hook(hook)
         if watched:
             block.pending += 1
+            self._awaited.add(hook)
 
     def read(self, block: Block) -> None:
         """A released parameter of ``block`` is read while other modules run: gathers it and remembers who reads it."""
@@ -316,6 +323,7 @@ class Runtime:
     def _finish(self) -> None:
         self.state = IterationState.FORWARD
         self._stack.clear()
+        self._awaited.clear()
         for block in (self.root, *self.blocks):
             block.open = block.pending = block.checkpointed = 0
 

@@ -18,7 +18,7 @@ from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.errors import StateError
 from hf_zero.sharding.home import ON_DEVICE, ShardHome
 from hf_zero.sharding.layout import FROZEN, Range, UnitLayout
-from hf_zero.sharding.own_part import OwnPart
+from hf_zero.sharding.own_part import OwnPart, has_memory, require_memory
 from hf_zero.sharding.whole import WholeBuffer
 
 
@@ -99,6 +99,7 @@ class Unit:
         self.own.shard = spec.home.rest(self, shard)
         self._pending: Pending | None = None
         self._outlined = False  # released, and the parameters show their shapes
+        self._emptied = False  # whole, but its memory waits on the host
         self._pins: list[int | None] = []  # one entry per holder: the rank whose changes it will broadcast, or None
 
     @property
@@ -120,6 +121,7 @@ class Unit:
         """
         if self.state is not UnitState.GATHERED:
             raise StateError(f"unit {self.name} is {self.state.value}; gather it first (hf_zero.zero.GatheredParameters)")
+        self._require_whole()
         return self._whole.flat
 
     @property
@@ -145,6 +147,8 @@ class Unit:
             return
         if not self._outlined:
             self._whole.refuse_assigned(self.params)
+        if self.own.aside:
+            require_memory(self.own.shard, f"unit {self.name}")
         self._whole.allocate()
         self._pending = self._all_gather()
         self._enter(UnitState.GATHERING)
@@ -160,6 +164,7 @@ class Unit:
     def gather(self) -> None:
         """Makes the parameters whole: waits for the all-gather, starting it if need be; collective."""
         if self.state is UnitState.GATHERED:
+            self._require_whole()
             return
         self.start_gather()
         if self._pending is not None:
@@ -211,6 +216,9 @@ class Unit:
         Args:
             modifier_rank: Rank whose changes the holder will broadcast before it lets go.
         """
+        if modifier_rank is not None and self.own.aside:
+            for part in self.own.tensors():  # the changes will go there
+                require_memory(part, f"unit {self.name}")
         was_whole = self.state is not UnitState.SHARDED
         self.gather()
         self._pins.append(modifier_rank)
@@ -242,6 +250,29 @@ class Unit:
             for param in self.params:
                 if param is not None:
                     param.ds_status = status  # type: ignore[attr-defined]
+
+    # -- waiting on the host ------------------------------------------------------------------------------------------
+
+    def _require_whole(self) -> None:
+        if self.own.aside:
+            require_memory(self._whole.flat, f"unit {self.name}")
+
+    def set_aside(self) -> None:
+        """State of the unit was moved to the host: until ``bring_back`` whoever asks for values that are not here is refused; local.
+
+        Nobody can be kept from reading a whole parameter. It is empty meanwhile: operations find a wrong shape, not missing memory.
+        """
+        self.own.aside = True
+        if self.state is UnitState.GATHERED and not has_memory(self._whole.flat):
+            self._whole.hide(self.params)
+            self._emptied = True
+
+    def bring_back(self) -> None:
+        """All state has its memory again; local."""
+        self.own.aside = False
+        if self._emptied and self.state is UnitState.GATHERED:
+            self._whole.show(self.params)
+        self._emptied = False
 
     def forget(self, index: int) -> None:
         """Lets go of parameter ``index``: another unit owns it now."""
