@@ -200,6 +200,57 @@ def test_what_cannot_be_probed_names_the_switch(kind: Any, message: str) -> None
     assert needs_whole_tensors(optimizer, allow_untested=True)  # right for every class that treats parameters one by one
 
 
+class Single(Base):
+    """A fused kernel: element-wise, for one type."""
+
+    def factor(self, param: torch.Tensor) -> torch.Tensor:
+        if param.dtype != torch.float32:
+            raise RuntimeError("expected float32")
+        return 1 / param.grad.abs().sqrt()
+
+
+class SingleNorm(Single):
+    """Looks at whole tensors, of one type."""
+
+    def factor(self, param: torch.Tensor) -> torch.Tensor:
+        return super().factor(param) * param.norm()
+
+
+@pytest.mark.parametrize("lr", [0.1, 1e-5])
+def test_what_wants_float32_is_tried_there(lr: float) -> None:
+    assert not needs_whole_tensors(Single(params(), lr))
+    assert needs_whole_tensors(SingleNorm(params(), lr))
+
+
+def test_what_cannot_be_told_runs_on_shards_where_there_is_nothing_else() -> None:
+    assert not needs_whole_tensors(NeedsMore(params(), model=None), allow_untested=True, shards_only=True)
+    assert needs_whole_tensors(OwnNorm(params()), allow_untested=True, shards_only=True)  # told, and refused by the engine
+
+
+class Late(OwnNorm):
+    """Fails, or talks, only when it has two parameters, or one without a second dimension."""
+
+    def __init__(self, params: Any, lr: float = 0.1, error: Any = ValueError, many: bool = True) -> None:
+        super().__init__(params, lr, error=error, many=many)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        if len(group["params"]) > 1 if group["many"] else group["params"][0].ndim == 1:
+            if group["error"] is not None:
+                raise group["error"]("late")
+            torch.ops._c10d_functional.all_reduce(torch.ones(1), "sum", "0")
+        super().step()
+
+
+def test_failures_of_later_runs_are_named() -> None:
+    with pytest.raises(UnsupportedError, match="two small matrices: ValueError: late"):
+        needs_whole_tensors(Late(params()))
+    assert needs_whole_tensors(Late(params(), many=False))
+    for many in (False, True):
+        with pytest.raises(UnsupportedError, match="exchanges tensors"):
+            needs_whole_tensors(Late(params(), error=None, many=many))
+
+
 def test_known_classes_are_told_by_name() -> None:
     for optimizer in (
         torch.optim.Adafactor(params()),

@@ -161,6 +161,18 @@ def test_muon_by_config_divides_every_group() -> None:
     assert optimizer.param_groups[0]["momentum"] == 0.9 and optimizer.param_groups[1]["betas"] == (0.9, 0.98)
 
 
+def test_what_a_group_says_of_muon_overrules() -> None:
+    model = Model()
+    weights = [p for p in model.parameters() if p.ndim > 1]
+    groups = [
+        {"params": weights[:2], "use_muon": True, "muon_lr": 0.5, "name": "first"},
+        {"params": weights[2:], "use_muon": False, "betas": (0.5, 0.6), "momentum": 0.3},
+    ]
+    made = build_optimizer("Muon", {"lr": 0.1, "muon_lr": 0.02}, groups, matrices=lambda: muon_parameters(model)).param_groups
+    assert [(len(group["params"]), group["use_muon"], group["lr"]) for group in made] == [(2, True, 0.5), (len(weights) - 2, False, 0.1)]
+    assert made[0]["name"] == "first" and made[1]["betas"] == (0.5, 0.6) and "momentum" not in made[1] and "muon_lr" not in made[0]
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [({"ns_method": "cubic"}, "ns_method is 'cubic'"), ({"momentun": 0.9}, "momentun.*momentum"), ({"momentum": 1.0}, "momentum is 1")],

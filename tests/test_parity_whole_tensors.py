@@ -252,6 +252,23 @@ def test_memory_between_steps_is_shared(stage: int, whole: int, shared: int) -> 
         assert held == pytest.approx(numel * (whole + shared / 3), rel=0.08)
 
 
+def _host_bytes() -> tuple[int, int]:
+    extra = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    engine = start("RowScaled", CASES["mlp"], Run(stage=2, dtype="bf16", extra=extra))
+    batch = {key: value.bfloat16() if value.is_floating_point() else value for key, value in CASES["mlp"].rows(0, 0, ranks.rank()).items()}
+    micro_step(engine, batch, CASES["mlp"].forward, 0)
+    masters = sum(unit.master.nbytes for unit in engine.units)
+    found = engine.optimizer.residence.tiers(engine.optimizer)["host"]
+    owned = sum(entry.param.numel() for entry in engine.optimizer.whole)
+    engine.destroy()
+    return found, masters + 4 * owned
+
+
+def test_bytes_on_the_host_are_counted() -> None:
+    for found, expected in ranks.run_ranks(_host_bytes, 2):
+        assert expected <= found < 1.5 * expected  # besides: a number per row, and some more
+
+
 def _refusal(run: Run) -> str:
     import hf_zero
 

@@ -77,3 +77,21 @@ def test_equal_models_pass() -> None:
 
 def _equal(rank: int) -> Small:
     return Small(8)
+
+
+def _another_extent() -> str:
+    import hf_zero
+
+    rank = torch.distributed.get_rank()
+    model = Small(8)
+    kind = torch.optim.Adafactor if rank else torch.optim.AdamW
+    try:
+        hf_zero.initialize(model=model, optimizer=kind(model.parameters()), config={"train_micro_batch_size_per_gpu": 1})
+    except hf_zero.errors.StateError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_optimizers_of_another_extent_are_named_everywhere() -> None:
+    for answer in ranks.run_ranks(_another_extent, 2):
+        assert "rank 0 has an optimizer that updates flat shards, rank 1 has an optimizer that updates whole tensors" in answer

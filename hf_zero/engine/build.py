@@ -233,9 +233,11 @@ class EngineBuilder:
         else:
             return None
         all_here = not self.policy.shards_optimizer or self.topology.world == 1
-        self.whole_tensors = needs_whole_tensors(inner, self.config.zero_allow_untested_optimizer, all_here)
+        sliced, device = self.topology.model is not None, self.config.zero_optimization.offload_optimizer.device
+        shards_only = sliced or device == "nvme"
+        self.whole_tensors = needs_whole_tensors(inner, self.config.zero_allow_untested_optimizer, all_here, shards_only)
         if self.whole_tensors:
-            check_whole_tensors(inner, self.topology.model is not None, self.config.zero_optimization.offload_optimizer.device)
+            check_whole_tensors(inner, sliced, device)
         return inner
 
     def build(self, inner: torch.optim.Optimizer | None, lr_scheduler: Any) -> Engine:
@@ -298,7 +300,9 @@ class EngineBuilder:
     def _blocks(self, inner: torch.optim.Optimizer | None) -> tuple[Block, list[Block]]:
         groups = group_of_params(inner, self.names) if inner is not None else {}
         members = [NamedParam(name, param, groups.get(id(param), FROZEN)) for name, param in self.module.named_parameters()]
-        require_same_model(self.module, members, self.collectives)
+        extent = "whole tensors" if self.whole_tensors else "flat shards"
+        notes = [f"an optimizer that updates {extent}"] if inner is not None else ["no optimizer"]
+        require_same_model(self.module, members, self.collectives, notes)
         in_units = [member for member in members if self._belongs_in_unit(member)]
         specs = build_blocks(self.module, in_units, self._leaves())
         sizes = [sum(full_shape(member.param).numel() for member in spec.members) for spec in specs]

@@ -15,8 +15,8 @@ from hf_zero.sharding.layout import FROZEN
 from hf_zero.sharding.unit import full_shape
 
 
-def require_same_model(module: nn.Module, members: Sequence[NamedParam], collectives: Collectives) -> None:
-    """Returns when all ranks have parameters and buffers of the same names, shapes, types and groups; collective.
+def require_same_model(module: nn.Module, members: Sequence[NamedParam], collectives: Collectives, notes: Sequence[str] = ()) -> None:
+    """Returns when all ranks have parameters and buffers of the same names, shapes, types and groups, and the same notes; collective.
 
     Units would otherwise differ in size, and the first exchange of one would end in an error of the network, or in none.
 
@@ -24,13 +24,14 @@ def require_same_model(module: nn.Module, members: Sequence[NamedParam], collect
         module: The user's module.
         members: Its parameters.
         collectives: The data-parallel axis.
+        notes: What else has to be the same, in words.
 
     Raises:
         StateError: They differ; on every rank, with the first difference.
     """
     if collectives.world == 1:
         return
-    lines = [*map(_line, members), *_buffer_lines(module)]
+    lines = [*notes, *map(_line, members), *_buffer_lines(module)]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     digests = collectives.gather_objects(digest, "digest of the model")
     if len(set(digests)) == 1:
@@ -40,8 +41,8 @@ def require_same_model(module: nn.Module, members: Sequence[NamedParam], collect
     first, other = next((mine, theirs) for mine, theirs in zip_longest(everyone[0], everyone[rank]) if mine != theirs)
     raise StateError(
         f"the model is not the same on all data-parallel ranks: rank 0 has {first or 'nothing more'}, rank {rank} has "
-        f"{other or 'nothing more'} ({len(everyone[0])} and {len(everyone[rank])} parameters and buffers in all). Build it from the same "
-        "configuration and vocabulary, freeze the same parameters and make the same param groups on every rank"
+        f"{other or 'nothing more'} ({len(everyone[0])} and {len(everyone[rank])} entries in all). Build it from the same "
+        "configuration and vocabulary, freeze the same parameters and make the same optimizer and param groups on every rank"
     )
 
 

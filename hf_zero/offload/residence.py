@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from hf_zero.observe import logger
 from hf_zero.offload.buffers import HostMemory
@@ -17,6 +18,7 @@ from hf_zero.offload.updates import Underway, UnitUpdate, UpdateThread, Work
 from hf_zero.optim.lots import LotStepper
 from hf_zero.optim.residence import Residence, as_gradient, move_to_huge_pages, scale_
 from hf_zero.optim.sharded import OwnedSegment, ShardedOptimizer
+from hf_zero.optim.whole_tensors import WholeTensorOptimizer
 from hf_zero.sharding.layout import Range
 from hf_zero.sharding.unit import Unit, UnitState
 
@@ -193,7 +195,15 @@ class OffloadedResidence(Residence):
         self.states.adopt(optimizer, self.lots(optimizer))
 
     def tiers(self, optimizer: ShardedOptimizer) -> Mapping[str, int]:
+        if isinstance(optimizer, WholeTensorOptimizer):
+            return {self.states.tier: self._whole_nbytes(optimizer)}
         return {self.states.tier: self.states.nbytes(optimizer, self.lots(optimizer)) + self._spares.nbytes}
+
+    def _whole_nbytes(self, optimizer: WholeTensorOptimizer) -> int:
+        """Bytes of offloaded masters, and of the tensors that this rank keeps for the parameters it owns."""
+        masters = [unit.master for unit in optimizer.units if self.holds(unit) and unit.master is not unit.shard]
+        kept = [optimizer.state_of(entry.slot.name) for entry in optimizer.whole if self.holds(entry.unit)]
+        return sum(tensor.nbytes for tensor in tree_leaves([masters, kept]) if isinstance(tensor, torch.Tensor))
 
     def close(self) -> None:
         waits = [unit.own.settle for unit in self._underway] + ([self._last.result] if self._last is not None else [])

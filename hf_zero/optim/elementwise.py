@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,7 +91,9 @@ _QUANTIZED = "it quantizes its state in blocks of a whole parameter"
 _QUANTIZED_SUFFIXES = ("8bit", "4bit", "fp8")
 
 
-def needs_whole_tensors(optimizer: torch.optim.Optimizer, allow_untested: bool = False, all_here: bool = False) -> bool:
+def needs_whole_tensors(
+    optimizer: torch.optim.Optimizer, allow_untested: bool = False, all_here: bool = False, shards_only: bool = False
+) -> bool:
     """Whether the optimizer's update of an element depends on more than that element, but on nothing outside its parameter.
 
     Classes known to be element-wise, or known not to be, are told by exact class or by name. Every other class, subclasses of
@@ -103,6 +106,8 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer, allow_untested: bool =
         allow_untested: ``zero_allow_untested_optimizer``: what a probe cannot tell, or tells against, runs on whole tensors with a
             warning.
         all_here: Every rank updates all parameters (stage 0, or one rank), so that an optimizer may look at them together.
+        shards_only: No rank can have whole tensors (tensor parallelism, states in files): with ``allow_untested``, what a probe cannot
+            tell runs on flat shards with a warning.
 
     Returns:
         False: it may run on flat shards. True: it needs each parameter in its own shape.
@@ -125,7 +130,8 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer, allow_untested: bool =
         return True
     if whole_tensor_reason(kind) is not None or getattr(getattr(optimizer, "args", None), "optim_bits", 32) < 32:
         return True  # bitsandbytes: tensors as small as a probe's would stay 32-bit
-    answers = [_probe(optimizer, group, allow_untested, all_here) for group in _distinct_groups(optimizer)]
+    untold = _Untold(kind, allow_untested, shards_only)
+    answers = [_probe(optimizer, group, untold, all_here) for group in _distinct_groups(optimizer)]
     return any(answers)
 
 
@@ -211,7 +217,7 @@ def _refuse_talkative(optimizer: torch.optim.Optimizer, options: dict[str, Any])
             return
 
 
-def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], allow_untested: bool, all_here: bool) -> bool:
+def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], untold: _Untold, all_here: bool) -> bool:
     """Compares one small matrix with its halves, and with itself beside another, under one set of options.
 
     Returns:
@@ -222,20 +228,25 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], allow_unte
     """
     kind = type(optimizer)
     start, grads = _probe_data(optimizer)
-    middle = start.numel() // 2
-    flat, flat_grads = start.flatten(), [grad.flatten() for grad in grads]
     with torch.random.fork_rng(devices=[]):
         try:
             whole = _run(optimizer, options, [start], [grads])
         except _Talks:
             raise _talkative(kind) from None
-        except Exception as error:  # whatever a foreign constructor or step raises
-            problem = f"could not be tried on a small matrix: {type(error).__name__}: {error}"
-            return _untold(kind, problem, allow_untested, error)
+        except Exception:  # whatever a foreign constructor or step raises; perhaps at float64
+            start, grads, options = start.float(), [grad.float() for grad in grads], _large_rate(options)
+            try:
+                whole = _run(optimizer, options, [start], [grads])
+            except _Talks:
+                raise _talkative(kind) from None
+            except Exception as error:
+                return untold(f"could not be tried on a small matrix: {type(error).__name__}: {error}", error)
+        middle = start.numel() // 2
+        flat, flat_grads = start.flatten(), [grad.flatten() for grad in grads]
         update = whole - start
         largest = update.abs().max().item()
         if largest == 0.0:
-            return _untold(kind, f"did not move a small matrix in {_PROBE_STEPS} steps", allow_untested)
+            return untold(f"did not move a small matrix in {_PROBE_STEPS} steps")
         try:
             first = _run(optimizer, options, [flat[:middle]], [[grad[:middle] for grad in flat_grads]])
             second = _run(optimizer, options, [flat[middle:]], [[grad[middle:] for grad in flat_grads]])
@@ -254,28 +265,55 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], allow_unte
         except _Talks:
             raise _talkative(kind) from None
         except Exception as error:
-            problem = f"could not be tried on two small matrices: {type(error).__name__}: {error}"
-            return _untold(kind, problem, allow_untested, error)
+            return untold(f"could not be tried on two small matrices: {type(error).__name__}: {error}", error)
     difference = (whole - together).abs().max().item()
     if not difference <= _PROBE_TOLERANCE * largest:
         problem = (
             f"after {_PROBE_STEPS} steps a matrix beside another one differs by {difference:.3g} from the matrix alone (update "
             f"{largest:.3g}), so it looks at all parameters together"
         )
-        if not allow_untested:
+        if not untold.allowed:
             raise _refusal(kind, problem)
         warn_once(f"optimizer {kind.__name__}: {problem}; with {_ALLOW_KEY} it runs on each rank's parameters by themselves")
     return True
 
 
-def _untold(kind: type, problem: str, allow_untested: bool, cause: Exception | None = None) -> bool:
-    """What happens to a class that the probe tells nothing about: whole tensors, which are right for element-wise ones too, or an error."""
-    if not allow_untested:
-        raise UnsupportedError(
-            f'optimizer {kind.__name__} is not known to treat parameters one by one and {problem}. If it does, set "{_ALLOW_KEY}": true.'
-        ) from cause
-    warn_once(f"optimizer {kind.__name__} {problem}; each parameter is updated whole, by one rank")
-    return True
+def _large_rate(options: dict[str, Any]) -> dict[str, Any]:
+    """With a rate that moves float32 by more than its rounding; it does not change the algorithm."""
+    rate = options.get("lr")
+    return {**options, "lr": 1e-2} if isinstance(rate, float) and 0.0 < rate < 1e-2 else options
+
+
+@dataclass(frozen=True)
+class _Untold:
+    """What happens to a class that the probe tells nothing about.
+
+    Attributes:
+        kind: The class.
+        allowed: It may run: on whole tensors, which are right for element-wise ones too.
+        shards_only: There are none: on flat shards.
+    """
+
+    kind: type
+    allowed: bool
+    shards_only: bool
+
+    def __call__(self, problem: str, cause: Exception | None = None) -> bool:
+        """Whether it runs on whole tensors.
+
+        Raises:
+            UnsupportedError: It may not run.
+        """
+        name = self.kind.__name__
+        if not self.allowed:
+            raise UnsupportedError(
+                f'optimizer {name} is not known to treat parameters one by one and {problem}. If it does, set "{_ALLOW_KEY}": true.'
+            ) from cause
+        if self.shards_only:
+            warn_once(f"optimizer {name} {problem}; with {_ALLOW_KEY} it runs on flat shards, which is right if it is element-wise")
+        else:
+            warn_once(f"optimizer {name} {problem}; each parameter is updated whole, by one rank")
+        return not self.shards_only
 
 
 class _Talks(Exception):

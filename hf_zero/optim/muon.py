@@ -163,10 +163,14 @@ def muon_parameters(model: nn.Module) -> set[int]:
     return found
 
 
+_DIVIDED = {"params", "param_names", "use_muon", "muon_lr", "adam_lr"}  # keys of a group that its halves have in their own way
+
+
 def muon_from_config(values: Mapping[str, Any], groups: Sequence[Any], matrices: set[int]) -> MuonWithAuxAdam:
     """Muon of `optimizer.params`: each group is divided into its matrices and the rest.
 
-    `muon_lr` and `adam_lr` overrule `lr`; what a group itself says overrules both.
+    `muon_lr` and `adam_lr` overrule `lr`; what a group itself says overrules both: ``use_muon`` decides for all of its parameters, and keys
+    that neither half knows are kept.
 
     Args:
         values: `optimizer.params`, of the types that they should have.
@@ -185,11 +189,12 @@ def muon_from_config(values: Mapping[str, Any], groups: Sequence[Any], matrices:
         inside = group["params"]
         params = [inside] if isinstance(inside, torch.Tensor) else [item[1] if isinstance(item, tuple) else item for item in inside]
         for uses in (True, False):
-            half = [param for param in params if (id(param) in matrices) is uses]
+            half = [param for param in params if bool(group.get("use_muon", id(param) in matrices)) is uses]
             settings = {key: value for key, value in values.items() if key in allowed[uses]}
             if rates[uses] in values:
                 settings["lr"] = values[rates[uses]]
-            settings |= {key: value for key, value in group.items() if key in allowed[uses] | {"initial_lr"}}
+            settings |= {key: value for key, value in group.items() if key not in (allowed[not uses] | _DIVIDED) - allowed[uses]}
+            settings["lr"] = group.get(rates[uses], settings.get("lr", (_MUON_DEFAULTS if uses else _ADAM_DEFAULTS)["lr"]))
             if half:
                 made.append({**settings, "params": half, "use_muon": uses})
     try:
