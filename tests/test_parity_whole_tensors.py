@@ -133,7 +133,7 @@ def test_more_ranks_than_parameters(stage: int) -> None:
 
 def _by_config(stage: int, optimizer: dict[str, Any], dtype: str = "fp32", **extra: Any) -> Trace:
     case = CASES["gpt2"]
-    run = Run(stage=stage, dtype=dtype, clip=0.1, extra={"optimizer": optimizer, **extra})
+    run = Run(stage=stage, dtype=dtype, extra={"optimizer": optimizer, **extra})  # clipping would bring the norm's rounding in
     engine = initialize(case.build(), run)
     trace = train(engine, case.rows, case.forward, run)
     engine.destroy()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes
+from tests import processes, ranks
 from tests.examples import EXAMPLES, REPOSITORY, modules
 
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *EXAMPLES.rglob("*.md")])
@@ -172,7 +172,8 @@ def test_quickstart_without_trainer(tmp_path: Path) -> None:
             saved = AutoModelForCausalLM.from_pretrained("out")
             print("PARAMETERS", sum(parameter.numel() for parameter in saved.parameters()), type(model).__module__)
         """
-    launcher = ["accelerate.commands.accelerate_cli", "launch", "--config_file", "accelerate.yaml", "--main_process_port", "0"]
+    port = str(ranks._free_port())  # 0 means a free one to newer accelerate only
+    launcher = ["accelerate.commands.accelerate_cli", "launch", "--config_file", "accelerate.yaml", "--main_process_port", port]
     printed = run_on_two_ranks(tmp_path, launcher, "import torch", GPT2, before, quickstart("Quickstart: a script without Trainer"), after)
     (line,) = [line for line in printed if line.startswith("PARAMETERS")]
     assert int(line.split()[1]) > 1000

@@ -102,7 +102,7 @@ METHODS: dict[str, Getter] = {
     "zero_use_cpu_optimizer": lambda engine: engine.settings.zero_optimization.offload_optimizer.device != "none",
     "zero_nvme_offload_optimizer": lambda engine: engine.settings.zero_optimization.offload_optimizer.device == "nvme",
     "zero_partial_offload": lambda engine: engine.settings.zero_optimization.offload_optimizer.ratio,
-    "super_offload": lambda engine: engine.settings.zero_optimization.offload_optimizer.super_offload,
+    "super_offload": lambda engine: False,  # accepted and without effect
     "zero_force_ds_cpu_optimizer": lambda engine: engine.settings.zero_force_ds_cpu_optimizer,
     "fp16_master_weights_and_gradients": lambda engine: engine.settings.fp16.fp16_master_weights_and_grads,
     "bf16_master_weights_and_gradients": lambda engine: engine.settings.bf16.bf16_master_weights_and_grads,
