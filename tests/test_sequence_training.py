@@ -112,6 +112,8 @@ def one_group_of_four() -> None:
 
 @pytest.mark.parametrize("groups", [two_groups, one_group_of_four])
 def test_groups_over_four_ranks(groups: Callable[[], None]) -> None:
+    if groups is two_groups and torch.__version__.startswith("2.8."):
+        pytest.skip("torch 2.8's all_gather with gradient, in the loss of the script, fails on gloo groups that are not all ranks")
     ranks.run_ranks(groups, 4)
 
 
