@@ -12,9 +12,7 @@ from tests.parity import Run, check
 from tests.pretend import network
 from tests.whole_tensors import plain, through_engine
 
-pytestmark = pytest.mark.skipif(
-    pretend.compiler() is None, reason="the pretend accelerator is built with a C++ compiler, and none was found"
-)
+pytestmark = pytest.mark.skipif(bool(pretend.missing()), reason=pretend.missing())
 
 
 def _close(name: str, runs: list[Run]) -> None:
