@@ -114,7 +114,7 @@ def run(part: Part, out: Path) -> dict[str, Any]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--out", type=Path, default=Path("results-gpu"), help="folder of the results")
     parser.add_argument("--only", nargs="+", default=[], help="names of parts")
     parser.add_argument("--skip", nargs="+", default=[], help="names of parts")
     parser.add_argument("--budget", type=float, default=0.0, help="seconds that the whole may take; 0 for no limit")

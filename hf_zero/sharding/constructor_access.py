@@ -36,7 +36,7 @@ class ConstructorAccess(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._open: dict[Unit, GatheredParameters] = {}  # the last touched last
+        self._open: dict[Unit, GatheredParameters] = {}  # the last opened last
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
