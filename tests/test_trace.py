@@ -26,7 +26,7 @@ _STAGE_3 = """
     pre_backward (layers.1), all_gather (layers.1), gathering (layers.1), gathered (layers.1),
     all_gather (layers.0), gathering (layers.0), reduce_scatter (layers.1),
     pre_backward (layers.0), gathered (layers.0), sharded (layers.1), reduce_scatter (layers.0), reduce_scatter (root),
-    end_backward, sharded (root), sharded (layers.0)
+    end_backward, sharded (root), sharded (layers.0), all_reduce (late gradients)
 """
 
 EXPECTED = {
@@ -84,13 +84,13 @@ def test_sequence_and_bytes_of_a_step(stage: int) -> None:
     answers = ranks.run_ranks(_second_step, 2, stage)
     whole = answers[0][2]
     # Stage 0: an all-reduce moves 2 (N-1)/N of the units. 1, 2: reduce-scatter and spread, (N-1)/N each, and the norm (8 bytes).
-    # 3: gathers of the root once and of the blocks twice, the reduce-scatter, the norm and the vote (4 bytes).
+    # 3: gathers of the root once and of the blocks twice, the reduce-scatter, the norm and the votes (4 bytes, and 4 for each block).
     root = 4 * 32
     expected_bytes = {
         0: whole,
         1: whole // 2 * 2 + 8,
         2: whole // 2 * 2 + 8,
-        3: (2 * whole - root) // 2 + whole // 2 + 8 + 4,
+        3: (2 * whole - root) // 2 + whole // 2 + 8 + 4 + 2 * 4,
     }
     for labels, sent, _ in answers:
         assert [label.removeprefix("hf_zero::") for label in labels] == EXPECTED[stage]

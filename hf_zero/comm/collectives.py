@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hf_zero import host_memory, observe
-from hf_zero.comm.topology import Topology
+from hf_zero.comm.topology import Topology, host_device, serving_backend
 from hf_zero.errors import CollectiveError
 
 # torch 2.13 renamed the two; both names mean the same call.
@@ -19,6 +19,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _TAGS = 1 << 16
+_VOTE = _TAGS + 1  # tag of votes
 
 
 @dataclass
@@ -59,10 +60,6 @@ class Pending:
         self.before_finish = None
         self.works, self.finish, self.keep = [], None, ()
 
-    def ready(self) -> bool:
-        """Whether ``wait`` would return at once; False also where the back end cannot tell."""
-        return self.done or all(work is None or work.is_completed() for work in self.works)
-
 
 def _collective_error(label: str, error: BaseException) -> CollectiveError:
     return CollectiveError(
@@ -101,7 +98,7 @@ class Collectives(ABC):
         """Fills ``full`` (world * n,) from every rank's ``shard`` (n,); ``shard`` may be this rank's view of ``full``."""
 
     @abstractmethod
-    def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str, pollable: bool = False) -> Pending:
+    def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str) -> Pending:
         """Sums this rank's part of every rank's ``full``; the sum is the ``result`` of what is returned.
 
         The order of summation is the same on every call; ``full`` must stay untouched until the end.
@@ -110,7 +107,6 @@ class Collectives(ABC):
             full: This rank's values, (world * n,).
             dtype: Type of the result, (n,), and of the additions where the back end leaves them to us.
             unit: Name for labels.
-            pollable: ``Pending.ready`` must be able to tell when it is done.
         """
 
     @abstractmethod
@@ -170,12 +166,39 @@ class Collectives(ABC):
         return values
 
     def any_rank(self, flag: bool, unit: str) -> bool:
-        """Whether ``flag`` is True on any rank; the same answer everywhere. Waits for every rank."""
+        """Whether ``flag`` is True on any rank; the same answer everywhere. Waits for every rank, for no device where the host can vote."""
+        return self.any_of([flag], unit)[0]
+
+    def any_of(self, flags: Sequence[bool], unit: str) -> list[bool]:
+        """For each of ``flags`` what ``any_rank`` says, in one message."""
         if self.world == 1:
-            return flag
-        votes = torch.tensor(float(flag), device=self.topology.device)
-        self.all_reduce(votes, unit, dist.ReduceOp.MAX).wait()
-        return bool(votes)
+            return list(flags)
+        votes = torch.tensor(flags, dtype=torch.float32, device=host_device(self.topology))
+        if votes.device.type == "cpu" and serving_backend(replace(self.topology, device=votes.device)) == "gloo":
+            self._disseminate(votes, observe.note("all_reduce", unit))
+        else:
+            self.all_reduce(votes, unit, dist.ReduceOp.MAX).wait()
+        return [bool(vote) for vote in votes.tolist()]
+
+    def _disseminate(self, votes: torch.Tensor, label: str) -> None:
+        """Takes the maximum of ``votes`` over ranks: in round k each rank tells the one 2^k further all it has heard. gloo's own ring would
+        take twice as many messages one after the other as there are ranks, this as many as their number has digits."""
+        group, distance = self.topology.group, 1
+        while distance < self.world:
+            heard = torch.empty_like(votes)
+            source, target = (dist.get_global_rank(group, (self.rank + by) % self.world) for by in (-distance, distance))
+            self.sent_bytes += votes.nbytes
+
+            def exchange(heard: torch.Tensor = heard, source: int = source, target: int = target) -> list[Any]:
+                receive = dist.irecv(heard, src=source, group=group, tag=_VOTE)
+                return [dist.isend(votes, dst=target, group=group, tag=_VOTE), receive]
+
+            Pending(label, self._launch(label, exchange)).wait()
+            torch.maximum(votes, heard, out=votes)
+            distance *= 2
+
+    def connect(self) -> None:  # noqa: B027 - most back ends are connected when they are made
+        """Lets a back end that connects at its first collective do so now, rather than in the first backward; collective."""
 
     @staticmethod
     def _launch(label: str, call: Callable[[], Any]) -> Any:
@@ -188,6 +211,9 @@ class Collectives(ABC):
 class NativeCollectives(Collectives):
     """The back end's own all-gather and reduce-scatter (nccl, xccl, mpi)."""
 
+    def connect(self) -> None:
+        self.all_reduce(torch.zeros(1, device=self.topology.device), "connect").wait()
+
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
         label = observe.note("all_gather", unit)
         if self.world == 1:
@@ -196,7 +222,7 @@ class NativeCollectives(Collectives):
         work = self._launch(label, lambda: _all_gather_single(full, shard, group=self.topology.group, async_op=True))
         return Pending(label, [work], keep=(full, shard))
 
-    def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str, pollable: bool = False) -> Pending:
+    def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str) -> Pending:
         label = observe.note("reduce_scatter", unit)
         if self.world == 1:
             return Pending(label, [], lambda: full.to(dtype))
@@ -271,19 +297,13 @@ class GlooCollectives(Collectives):
         works = self._exchange(label, lambda peer: shard, lambda peer: full[peer * numel : (peer + 1) * numel])
         return Pending(label, works, keep=(full, shard))
 
-    def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str, pollable: bool = False) -> Pending:
+    def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str) -> Pending:
         label = observe.note("reduce_scatter", unit)
         if self.world == 1:
             return Pending(label, [], lambda: full.to(dtype))
         host = full if full.device.type == "cpu" else full.cpu()
         numel = full.numel() // self.world
         own = slice(self.rank * numel, (self.rank + 1) * numel)
-        if pollable:  # gloo can tell of an all-to-all whether it has completed, of sends and receives it cannot; they are faster
-            self.sent_bytes += (self.world - 1) * numel * host.element_size()
-            received = host_memory.passing(host.numel(), host.dtype, host.device)  # (world * n,), part r from rank r
-            work = self._launch(label, lambda: dist.all_to_all_single(received, host, group=self.topology.group, async_op=True))
-            parts = list(received.chunk(self.world))
-            return Pending(label, [work], lambda: _sum_in_order(parts, dtype).to(full.device), keep=(full, host, received))
         parts = [host[own]] * self.world
         for peer in self._peers():
             parts[peer] = host_memory.passing(numel, host.dtype, host.device)
@@ -396,12 +416,4 @@ def _sum_in_order(parts: Sequence[torch.Tensor], dtype: torch.dtype, scratch: in
 
 def build_collectives(topology: Topology) -> Collectives:
     """The back end that fits the group: direct exchange where gloo serves the device, the native calls elsewhere."""
-    return GlooCollectives(topology) if _serving_backend(topology) == "gloo" else NativeCollectives(topology)
-
-
-def _serving_backend(topology: Topology) -> str:
-    """Name of the back end that carries tensors of the topology's device; a group may have one per device type (``cpu:gloo,cuda:nccl``)."""
-    config = dist.get_backend_config(topology.group)
-    served = dict(part.split(":") for part in config.split(",") if ":" in part)
-    # A host's back end serves a device that has none of its own.
-    return served.get(topology.device.type) or served.get("cpu") or str(dist.get_backend(topology.group))
+    return GlooCollectives(topology) if serving_backend(topology) == "gloo" else NativeCollectives(topology)

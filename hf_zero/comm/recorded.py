@@ -23,10 +23,6 @@ class _Stamp:
         """Notes the moment."""
         self._call.waits = self._call.watch.now()
 
-    def is_completed(self) -> bool:
-        """Never in the way."""
-        return True
-
 
 class RecordedCollectives(Collectives):
     """Hands every call to ``inner`` and notes kind, bytes and times of those that go over the network.
@@ -51,8 +47,8 @@ class RecordedCollectives(Collectives):
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
         return self._record("all_gather", unit, full, lambda: self.inner.all_gather(full, shard, unit))
 
-    def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str, pollable: bool = False) -> Pending:
-        return self._record("reduce_scatter", unit, full, lambda: self.inner.reduce_scatter(full, dtype, unit, pollable))
+    def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str) -> Pending:
+        return self._record("reduce_scatter", unit, full, lambda: self.inner.reduce_scatter(full, dtype, unit))
 
     def exchange(self, messages: torch.Tensor, unit: str) -> Pending:
         return self._record("all_to_all", unit, messages, lambda: self.inner.exchange(messages, unit))
@@ -66,6 +62,9 @@ class RecordedCollectives(Collectives):
 
     def all_reduce(self, tensor: torch.Tensor, unit: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         return self._record("all_reduce", unit, tensor, lambda: self.inner.all_reduce(tensor, unit, op))
+
+    def connect(self) -> None:
+        self.inner.connect()
 
     def broadcast(self, tensor: torch.Tensor, source: int, unit: str) -> None:
         self._record_blocking("broadcast", unit, tensor.nbytes, lambda: self.inner.broadcast(tensor, source, unit))

@@ -29,6 +29,7 @@ class Topology:
         world: Number of ranks on the axis.
         device: Device that parameters and collectives use on this rank.
         model: The ranks that hold one model together (tensor parallelism); None where each rank has it all.
+        script_group: The script's group of the same ranks, where ``group`` is one of the engine's own.
     """
 
     group: dist.ProcessGroup
@@ -36,6 +37,12 @@ class Topology:
     world: int
     device: torch.device
     model: Topology | None = None
+    script_group: dist.ProcessGroup | None = None
+
+    @property
+    def public_group(self) -> dist.ProcessGroup:
+        """The group of these ranks that scripts may use."""
+        return self.script_group or self.group
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -220,7 +227,7 @@ _latest: Topology | None = None  # of the newest model that is divided over a mo
 
 def latest_topology() -> Topology | None:
     """The axes of the newest divided model, for libraries that ask without an engine; None if its groups are gone or there is none."""
-    return _latest if _latest is not None and _exists(_latest.group) else None
+    return _latest if _latest is not None and exists(_latest.group) else None
 
 
 @dataclass(frozen=True)
@@ -287,7 +294,7 @@ _latest_sequence: SequenceAxes | None = None
 
 def latest_sequence() -> SequenceAxes | None:
     """The newest sequence-parallel axes, for libraries that ask without an engine; None if their groups are gone or there are none."""
-    return _latest_sequence if _latest_sequence is not None and _exists(_latest_sequence.sequence.group) else None
+    return _latest_sequence if _latest_sequence is not None and exists(_latest_sequence.sequence.group) else None
 
 
 def axis_over(group: dist.ProcessGroup, device: torch.device | None = None) -> Topology:
@@ -301,7 +308,7 @@ def join_topologies(data: dist.ProcessGroup, model: dist.ProcessGroup, device: t
     return replace(_axis(data, device), model=_axis(model, device))
 
 
-def _exists(group: dist.ProcessGroup) -> bool:
+def exists(group: dist.ProcessGroup) -> bool:
     """Whether ``group`` has not been destroyed."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
@@ -326,7 +333,7 @@ def _divided(
     group: dist.ProcessGroup, how: Any, data: list[list[int]], model: list[list[int]], backend: str | None = None
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """This rank's groups of the two axes, made once; every rank of the default group creates all of them."""
-    for known in [key for key in _crossed if not _exists(key[0])]:
+    for known in [key for key in _crossed if not exists(key[0])]:
         del _crossed[known]  # of a default group that was destroyed
     if (group, how) not in _crossed:
         whole = group if data == [dist.get_process_group_ranks(group)] else _divide(group, data)
@@ -336,22 +343,25 @@ def _divided(
 
 def _divide(group: dist.ProcessGroup, lines: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
     """Makes a process group of each line of ranks, with ``group``'s back end and timeout, and returns this rank's."""
-    timeout, backend = _timeout_of(_axis(group, default_device())), backend or dist.get_backend(group)
+    axis = _axis(group, default_device())
+    timeout, backend = timeout_of(axis), backend or backend_with_host(axis)
     made = [dist.new_group(line, timeout=timeout, backend=backend) for line in lines]
     return next(part for line, part in zip(lines, made, strict=True) if dist.get_rank() in line)
 
 
-def twin_topology(topology: Topology) -> Topology:
-    """The same ranks in a process group of their own, with the same back end and timeout; collective."""
-    own = dist.get_process_group_ranks(topology.group)
+def divide_alike(topology: Topology, backend: str) -> dist.ProcessGroup:
+    """Another process group of the ranks of ``topology``, with its timeout; every rank of its lines takes part."""
+    own = list(topology.ranks)
+    timeout, everyone = timeout_of(topology), list(range(dist.get_world_size()))
+    if own != everyone and topology.model is None:  # ranks outside the axis know nothing of this
+        return dist.new_group(own, timeout=timeout, backend=backend, use_local_synchronization=True)
     lines = [own]
-    if topology.model is not None:  # every rank has to take part in making every group, those of the other lines too
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
-        lines = [list(line) for line in dict.fromkeys(tuple(line) for line in everyone)]
-    backend, timeout = dist.get_backend(topology.group), _timeout_of(topology)
+    if own != everyone:  # every rank has to take part in making every group, those of the other lines too
+        told: list[Any] = [None] * len(everyone)
+        dist.all_gather_object(told, own)
+        lines = [list(line) for line in dict.fromkeys(tuple(line) for line in told)]
     made = [dist.new_group(line, timeout=timeout, backend=backend) for line in lines]
-    return replace(topology, group=made[lines.index(own)])
+    return made[lines.index(own)]
 
 
 def joint_topology(topology: Topology) -> Topology:
@@ -372,12 +382,35 @@ def joint_topology(topology: Topology) -> Topology:
 
 def group_timeout(topology: Topology) -> timedelta:
     """The timeout of the axis' group, or the library's default where the group does not tell."""
-    return _timeout_of(topology) or dist.constants.default_pg_timeout
+    return timeout_of(topology) or dist.constants.default_pg_timeout
 
 
-def _timeout_of(topology: Topology) -> timedelta | None:
+def timeout_of(topology: Topology) -> timedelta | None:
     """The timeout the group was created with; ``new_group`` would take the library's default otherwise. None if it does not tell."""
     for device in (topology.device, torch.device("cpu")):  # a back end of the host serves a device that has none of its own
         with contextlib.suppress(RuntimeError):
             return getattr(getattr(topology.group._get_backend(device), "options", None), "_timeout", None)
     return None
+
+
+def serving_backend(topology: Topology) -> str:
+    """Name of the back end that carries tensors of the topology's device; a group may have one per device type (``cpu:gloo,cuda:nccl``)."""
+    served = _served(topology.group)
+    # A host's back end serves a device that has none of its own.
+    return served.get(topology.device.type) or served.get("cpu") or str(dist.get_backend(topology.group))
+
+
+def backend_with_host(topology: Topology) -> str:
+    """Back end for another group like ``topology``'s that carries host tensors over gloo besides: votes and objects wait for no device."""
+    backend, device = serving_backend(topology), topology.device.type
+    return str(dist.get_backend(topology.group)) if device == "cpu" or backend == "gloo" else f"cpu:gloo,{device}:{backend}"
+
+
+def host_device(topology: Topology) -> torch.device:
+    """Where small messages lie: the host if the group carries host tensors, which then wait for no device; else the device."""
+    return torch.device("cpu") if "cpu" in _served(topology.group) else topology.device
+
+
+def _served(group: dist.ProcessGroup) -> dict[str, str]:
+    config = dist.get_backend_config(group)
+    return dict(part.split(":") for part in config.split(",") if ":" in part)

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader
 from hf_zero import heap
 from hf_zero.activation_checkpointing import configure
 from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.own_groups import borrow, give_back, own_topology
 from hf_zero.comm.recorded import open_collectives
-from hf_zero.comm.topology import Topology, build_topology, init_distributed, join_topologies, twin_topology
+from hf_zero.comm.topology import Topology, build_topology, init_distributed, join_topologies
 from hf_zero.comm.traffic import TrafficSettings, start_log
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import ResolvedConfig, resolve
@@ -206,9 +207,11 @@ class EngineBuilder:
         self.policy: StagePolicy = stage_policy(self.config.zero_optimization.stage)
         self.precision = precision_policy(self.config, sliced=slices is not None)
         self.slices = slices
-        self.collectives: Collectives = open_collectives(topology)
+        self.collectives: Collectives = open_collectives(own_topology(topology))
+        self.collectives.connect()
         self.model_collectives = open_collectives(topology.model) if topology.model is not None else None
         self.topology = topology
+        self.give_back: Callable[[], None] | None = None  # lets go of the group for reductions
         self.whole_tensors = False  # the optimizer needs parameters in their own shapes; `inner_optimizer` says
         self.names = {id(param): name for name, param in module.named_parameters()}
         self.lone = lone_modules(module)
@@ -247,9 +250,8 @@ class EngineBuilder:
         root, blocks = self._blocks(inner)
         units = [unit for block in (root, *blocks) for unit in block.units]
         schedule = self._schedule(root, blocks)
-        gathers_in_backward = schedule is not None and not schedule.keeps_all()
         trained = [unit for unit in units if unit.trainable]
-        reducer = self._reducer(trained, gathers_in_backward, isinstance(inner, OneBitAdam)) if inner is not None else None
+        reducer = self._reducer(trained, isinstance(inner, OneBitAdam)) if inner is not None else None
         runtime = Runtime(self.module, root, blocks, schedule, reducer)
         scaler = loss_scaler(self.config) if inner is not None else NullScaler()
         optimizer = self._sharded_optimizer(inner, trained) if inner is not None else None
@@ -277,7 +279,7 @@ class EngineBuilder:
         if schedule is not None or self.topology.model is not None:
             runtime.keep(IdleSaves(self.module))
         parts = EngineParts(runtime, units, self.collectives, self.policy, self.precision, scaler, optimizer, stepper, scheduler, sinks)
-        parts = replace(parts, slices=self.slices)
+        parts = replace(parts, slices=self.slices, give_back=self.give_back)
         engine = Engine(self.module, self.resolved, parts)
         compiling = self.config.compile
         if compiling is not None and compiling.enabled and not compiling.disable:
@@ -384,28 +386,33 @@ class EngineBuilder:
 
     # -- gradients and gathers ------------------------------------------------------------------------------------------
 
-    def _reducer(self, units: list[Unit], gathers_in_backward: bool, one_bit: bool) -> Reducer:
+    def _reducer(self, units: list[Unit], one_bit: bool) -> Reducer:
         collectives = self.collectives
         if self.policy.shards_parameters and self.topology.world > 1:
-            # [Note: two process groups] Gathers and reductions each have an order of their own; on one group their interleaving,
-            # which may differ between ranks that skip a block, would have to agree too.
-            collectives = open_collectives(twin_topology(self.topology))
-        patient = gathers_in_backward and collectives.blocks_host
+            collectives = open_collectives(own_topology(self.topology, "reductions"))
+            collectives.connect()
+            borrow(collectives.topology)
+            self.give_back = partial(give_back, collectives.topology)
         sharers = self.slices.axes.sequence.world if self.slices is not None else 1
         policy = gradient_policy(self.config, self.precision, self.policy, self.topology.world, sharers)
-        policy = replace(policy, pollable=patient)
         if one_bit:
             policy = local_policy(policy, self.config.gradient_allreduce_op != "sum", self.topology.world)
         overlap = self.config.zero_optimization.overlap_comm is not False
         pool = BufferPool()
         place = self.offloading.gradient_place
-        return Reducer([UnitGradients(unit, collectives, policy, pool, place(unit)) for unit in units], overlap, patient)
+        entries = [UnitGradients(unit, collectives, policy, pool, place(unit)) for unit in units]
+        return Reducer(entries, overlap, partial(self.collectives.any_of, unit="late gradients"))
 
     def _schedule(self, root: Block, blocks: list[Block]) -> GatherSchedule | None:
         if not any(unit.releasable for block in (root, *blocks) for unit in block.units):
             return None
         zero = self.config.zero_optimization
-        limits = GatherLimits(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
+        limits = GatherLimits(
+            zero.stage3_prefetch_bucket_size,
+            zero.stage3_max_live_parameters,
+            zero.stage3_max_reuse_distance,
+            updates_overlap=self.offloading.updates_overlap,
+        )
         return GatherSchedule(root, blocks, limits, lambda again: self.collectives.any_rank(again, "another round"))
 
     def _scheduler(self, client: Any, optimizer: ShardedOptimizer | None) -> Any:

@@ -78,6 +78,7 @@ class EngineParts:
         scheduler: Stepped by the engine; None when the caller steps his own.
         sinks: Monitors of the configuration, on rank 0.
         slices: Groups of ranks that share their samples; None where sequences are whole.
+        give_back: Lets go of the process groups that only training needs; every rank calls it.
     """
 
     runtime: Runtime
@@ -91,6 +92,7 @@ class EngineParts:
     scheduler: Any = None
     sinks: list[Sink] = field(default_factory=list)
     slices: SequenceParallel | None = None
+    give_back: Callable[[], None] | None = None
 
 
 class Engine(nn.Module):
@@ -124,6 +126,7 @@ class Engine(nn.Module):
         self.lr_scheduler = parts.scheduler
         self.sinks = parts.sinks
         self.slices = parts.slices
+        self._give_back = parts.give_back
         self.training_dataloader: Any = None
         self.collate_fn: Callable[[Any], Any] | None = None
         self.background = checkpoints.background_of(self.settings, parts.collectives)
@@ -498,6 +501,8 @@ class Engine(nn.Module):
             self.optimizer.dismiss()  # first: it waits for updates under way, failed ones too
             for unit in self.units:
                 unit.own.drop_master()
+            if self._give_back is not None:
+                self._give_back()
         self.stepper = None
         self.optimizer = None
         self.lr_scheduler = None

@@ -200,8 +200,8 @@ VALUES: dict[str, Getter] = {
     "inside_no_sync_ctxt": lambda engine: engine.accumulation.in_no_sync,
     "param_names": lambda engine: {param: name for name, param in engine.module.named_parameters()},
     "pipeline_parallelism": lambda engine: False,
-    "data_parallel_group": lambda engine: engine.collectives.topology.group,
-    "seq_data_parallel_group": lambda engine: engine.collectives.topology.group,
+    "data_parallel_group": lambda engine: engine.collectives.topology.public_group,
+    "seq_data_parallel_group": lambda engine: engine.collectives.topology.public_group,
     "basic_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),
     "client_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),
     "tput_timer": lambda engine: engine.clock,
@@ -209,5 +209,5 @@ VALUES: dict[str, Getter] = {
     "monitor": lambda engine: EventWriter(engine.sinks),
     "_config": _config_view,
     "flops_profiler": lambda engine: getattr(engine.clock, "profiler", None),
-    "dist_backend": lambda engine: torch.distributed.get_backend(engine.collectives.topology.group),
+    "dist_backend": lambda engine: torch.distributed.get_backend(engine.collectives.topology.public_group),
 }

@@ -141,6 +141,11 @@ class Offloading:
             need["buffers of parameters"] = min(self._param.buffer_count * largest, trained + frozen) * param
         return need
 
+    @property
+    def updates_overlap(self) -> bool:
+        """Whether updates may go on after a step; known once ``prepare`` was called."""
+        return self._mode != "none"
+
     def _choose_mode(self, inner: torch.optim.Optimizer | None) -> str:
         """What `offload_overlap` comes to here: none, forward or full."""
         wish = self._config.hf_zero.offload_overlap

@@ -95,10 +95,6 @@ class Underway:
     future: Future[None]
     finish: Callable[[], None]
 
-    def ready(self) -> bool:
-        """Whether the other thread is done."""
-        return self.future.done()
-
     def wait(self) -> None:
         """Blocks until it is; raises what it raised."""
         with span("await_update"):

@@ -24,7 +24,6 @@ class GradientPolicy:
         pre_scale: Factor applied while a gradient is copied into the flat buffer, before the reduction.
         post_scale: Factor applied to the reduced sum.
         sharded: Reduce-scatter to the owner (stages 1 to 3), else all-reduce (stage 0).
-        pollable: Reductions must be able to say whether they are done.
         in_rank_order: Sum rank by rank at stage 0 too, where the back end leaves the order to us.
         local_scale: Factor applied to gradients that stay local, in place of ``pre_scale`` and ``post_scale``.
     """
@@ -34,7 +33,6 @@ class GradientPolicy:
     pre_scale: float
     post_scale: float
     sharded: bool
-    pollable: bool = False
     in_rank_order: bool = False
     local_scale: float = 1.0
 
@@ -192,20 +190,13 @@ class UnitGradients:
         if not self._policy.sharded and self._policy.in_rank_order:
             self._pending = self._collectives.all_reduce_in_order(message, self.unit.name)
         elif self._policy.sharded and self._collectives.world > 1:
-            self._pending = self._collectives.reduce_scatter(
-                message, self._policy.accumulation_dtype, self.unit.name, self._policy.pollable
-            )
+            self._pending = self._collectives.reduce_scatter(message, self._policy.accumulation_dtype, self.unit.name)
         else:
             self._pending = self._collectives.all_reduce(message, self.unit.name)
         self._sent = message
         self._flat = None
         self._written = [False] * len(self._written)
         return self._pending
-
-    @property
-    def ready(self) -> bool:
-        """Whether ``finish_reduce`` would return at once."""
-        return self._pending is None or self._pending.ready()
 
     def finish_reduce(self) -> None:
         """Waits for the reduction in flight, if any, and adds its result to ``shard``."""

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from torch.nn.utils.parametrize import ParametrizationList
 
 from hf_zero import heap
+from hf_zero.comm.own_groups import own_topology
 from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import build_topology
 from hf_zero.observe import warn_once
@@ -62,7 +63,7 @@ class ModelInit:
         self._dtype = dtype
         self._spec: UnitSpec | None = None
         if enabled:
-            topology = build_topology(group, device)
+            topology = own_topology(build_topology(group, device))
             releasable = topology.world > 1 or home.releasable
             self._spec = UnitSpec(open_collectives(topology), shards=True, releasable=releasable, announced=True, home=home)
         self._open: dict[int, nn.Module] = {}  # modules with parameters of their own that are not sharded yet

@@ -12,9 +12,6 @@ from hf_zero.errors import StateError
 class Arriving(Protocol):
     """New values of a shard and its master that another thread may still be computing."""
 
-    def ready(self) -> bool:
-        """Whether ``wait`` would return at once."""
-
     def wait(self) -> None:
         """Blocks until shard and master hold the new values."""
 
@@ -48,11 +45,6 @@ class OwnPart:
         arriving, self._arriving = self._arriving, None
         if arriving is not None:
             arriving.wait()
-
-    @property
-    def settled(self) -> bool:
-        """Whether shard and master can be read at once."""
-        return self._arriving is None or self._arriving.ready()
 
     def tensors(self) -> list[torch.Tensor]:
         """Shard and master, whether or not they have memory now."""

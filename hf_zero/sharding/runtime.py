@@ -60,6 +60,8 @@ class Runtime:
         self._handles: list[Any] = []
         self._strays = Strays(module, root, blocks)
         self._gradients = {id(entry.unit): entry for entry in (reducer.gradients if reducer else ())}
+        if reducer is not None and schedule is not None:
+            reducer.arrange(schedule.place_in_backward())
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -210,8 +212,10 @@ class Runtime:
         self.schedule.end_forward()
         if not self.schedule.learned:
             collectives = next((unit.collectives for block in (self.root, *self.blocks) for unit in block.units), None)
-            names = [block.name for block in self.schedule.observed]
+            names = list(self.schedule.observed)
             self.schedule.learn(collectives.broadcast_object(names, 0, "order of blocks") if collectives else names)
+            if self.reducer is not None:
+                self.reducer.arrange(self.schedule.place_in_backward())
 
     def join_forward(self) -> None:
         """Takes part in a forward that other ranks run and this one does not: its gathers, no computation; collective."""
@@ -260,7 +264,7 @@ class Runtime:
         self._stack.clear()
         note("backward")
         if self.schedule is not None:
-            self.schedule.begin_backward()
+            self.schedule.begin_backward(self.reducer)
 
     def _notice_backward(self) -> None:
         if self.state is not IterationState.BACKWARD:
@@ -282,10 +286,9 @@ class Runtime:
     def _advance_backward(self, block: Block) -> None:
         if self.schedule is None:
             return
-        for done in self.schedule.backward(block):
-            for unit in done.units:
-                if self.reducer is not None and id(unit) in self._gradients:
-                    self.reducer.close(self._gradients[id(unit)])
+        passed = self.schedule.backward(block)
+        if self.reducer is not None:
+            self.reducer.close([self._gradients[id(unit)] for done in passed for unit in done.units if id(unit) in self._gradients])
 
     def _recompute(self, block: Block) -> None:
         """A forward inside backward: activation checkpointing.
@@ -330,7 +333,7 @@ class Runtime:
     def release_for_update(self) -> None:
         """Before an update: what is gathered becomes stale, so it is released; local."""
         if self.schedule is not None:
-            self.schedule.release_all()
+            self.schedule.begin_update()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         return self

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from hf_zero.sharding.backward_order import BackwardOrder
+from hf_zero.sharding.reducer import AT_THE_END, Reducer
 from hf_zero.sharding.unit import Unit, UnitState
 
 
@@ -18,11 +20,14 @@ class GatherLimits:
         prefetch_bucket_size: Gathered ahead of use; at least one block unless 0.
         max_live_parameters: Gathered at once, for what is not strictly needed now.
         max_reuse_distance: A block stays gathered from forward to backward if fewer elements are used in between.
+        updates_overlap: Updates may go on after a step, in the first forward. A gather waits for its unit's; so what is prefetched there
+            is asked for behind what is needed now.
     """
 
     prefetch_bucket_size: int = 50_000_000
     max_live_parameters: int = 1_000_000_000
     max_reuse_distance: int = 1_000_000_000
+    updates_overlap: bool = False
 
 
 @dataclass(eq=False)
@@ -73,14 +78,14 @@ class Block:
         return all(unit.pinned or not unit.releasable for unit in self.units)
 
     @property
+    def coming(self) -> bool:
+        """Whether a gather of it is under way."""
+        return any(unit.state is UnitState.GATHERING for unit in self.units)
+
+    @property
     def gathered(self) -> bool:
         """Whether all units are whole now."""
         return all(unit.state is UnitState.GATHERED for unit in self.units)
-
-    @property
-    def settled(self) -> bool:
-        """Whether a gather would not wait for an update that is under way."""
-        return all(unit.own.settled for unit in self.units)
 
     def start_gather(self) -> None:
         """Starts the all-gathers; collective."""
@@ -125,13 +130,18 @@ class GatherSchedule:
         self.order = list(blocks)  # in the order of forward; the root, needed throughout, is not part of a round
         self.limits = limits
         self.learned = False  # whether `order` is what forward was seen to do; until then nothing skipped is released
-        self.observed: list[Block] = []
+        self.observed: dict[str, None] = {}  # names of blocks in the order in which they first ran
         self._vote = vote
         self._votes = False  # whether rounds of this phase end with a vote
         self._cursor = 0
         self._swept = 0  # position up to which passed blocks were looked at for release
         self._line: list[Block] = []  # the order of the current round
         self._position: dict[int, int] = {}  # id of a block -> its place in the line
+        self._live = 0  # elements gathered now, as far as this schedule has gathered and released them in this phase
+        self._coming: list[Block] = []  # blocks whose gathers may be under way
+        self._updating = False  # updates of the last step may still go on
+        self._reducer: Reducer | None = None  # in backward
+        self._backward_order: BackwardOrder | None = None
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -144,24 +154,27 @@ class GatherSchedule:
         self._begin(self.order)
         self._choose_kept(training)
         self._votes = not all(block.keep or block.pinned for block in self.order)
-        self.root.gather()
-        self._prefetch()
+        self._gather(self.root)
+        if not self._updating:
+            self._prefetch()
 
     def forward(self, block: Block) -> None:
         """Makes ``block`` whole inside a forward of the whole model; collective."""
-        if not self.learned and block not in self.observed:
-            self.observed.append(block)
+        if not self.learned:
+            self.observed.setdefault(block.name)
         self._request(block)
         skipped = [other for other in self._passed(block) if not (other.executed or other.open or other.keep or other.sticky)]
         # What this rank skipped may still come (another order): it stays whole until the end of forward while there is room.
-        if skipped and self.learned and self._live() > self.limits.max_live_parameters:
+        if skipped and self.learned and self._live > self.limits.max_live_parameters:
             for other in skipped:
-                other.release()
+                self._release(other)
 
     def after_forward(self, block: Block) -> None:
         """Releases ``block`` after its forward unless it is needed again soon."""
         if not (block.open or block.keep or block.sticky):
-            block.release()
+            self._release(block)
+        if self._updating:
+            self._prefetch()
 
     def end_forward(self) -> None:
         """Joins the gathers of the blocks this rank skipped; releases what is not kept; collective."""
@@ -177,6 +190,12 @@ class GatherSchedule:
                 block.release()
         if not self.root.keep:
             self.root.release()
+        self._updating = False  # every unit was gathered since
+
+    def begin_update(self) -> None:
+        """A step changes the shards: what is gathered becomes stale, so it is released; local."""
+        self.release_all()
+        self._updating = self.limits.updates_overlap
 
     def _choose_kept(self, training: bool) -> None:
         """[Note: reuse distance] Elements used between a block's forward and its backward: twice all that runs behind it."""
@@ -187,13 +206,6 @@ class GatherSchedule:
             near = 2 * behind + block.numel <= self.limits.max_reuse_distance
             block.keep = training and block.read_in_backward and near and live <= self.limits.max_live_parameters
             behind += block.numel
-
-    def keeps_all(self) -> bool:
-        """Whether every block that backward reads stays gathered from a training forward on."""
-        self._choose_kept(training=True)
-        kept = all(block.keep or not block.read_in_backward for block in self.order)
-        self._choose_kept(training=False)
-        return kept
 
     def learn(self, names: Sequence[str]) -> None:
         """Takes the order in which rank 0 saw the blocks run; unseen ones keep their place behind their predecessor."""
@@ -207,13 +219,30 @@ class GatherSchedule:
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def begin_backward(self) -> None:
-        """Starts the round of a backward and gathers the root; collective."""
-        self._begin([block for block in reversed(self.order) if block.read_in_backward])
+    def begin_backward(self, reducer: Reducer | None) -> None:
+        """Starts the round of a backward and gathers the root; collective.
+
+        Args:
+            reducer: Sends gradients off in the order that this round gives, see [Note: one order].
+        """
+        line = [block for block in reversed(self.order) if block.read_in_backward]
+        self._reducer = reducer
+        if reducer is not None:
+            sizes = [0 if block.resident else block.numel for block in line]
+            self._backward_order = reducer.begin_backward(sizes, self.limits.prefetch_bucket_size)
+        self._begin(line)
         self._votes = False  # a block stays gathered while a backward of it is pending: one round is enough
-        self.root.gather()
+        self._gather(self.root)
         for external in self.root.externals:
             external.outline()
+
+    def place_in_backward(self) -> Callable[[Unit], int]:
+        """For each unit the position of backward's line whose block completes it; ``AT_THE_END`` for those of the root."""
+        places, position = {}, -1
+        for block in reversed(self.order):
+            position += block.read_in_backward
+            places.update({id(unit): max(position, 0) for unit in block.units})
+        return lambda unit: places.get(id(unit), AT_THE_END)
 
     def backward(self, block: Block) -> list[Block]:
         """Makes ``block`` and what it reads elsewhere whole inside backward; collective. Releases what is done, and returns it."""
@@ -224,7 +253,7 @@ class GatherSchedule:
             other for other in self._passed(block) if not (other.pending or other.checkpointed or other.sticky or other in block.externals)
         ]
         for other in done:
-            other.release()
+            self._release(other)
         return done
 
     def end_backward(self) -> None:
@@ -238,6 +267,7 @@ class GatherSchedule:
             block.open = block.pending = block.checkpointed = 0
             block.keep = False
             block.release()
+        self._reducer = self._backward_order = None
 
     # -- one round ----------------------------------------------------------------------------------------------------
 
@@ -245,8 +275,20 @@ class GatherSchedule:
         self._line = line
         self._position = {id(block): index for index, block in enumerate(line)}
         self._cursor = self._swept = 0
+        self._live = sum(block.numel for block in (self.root, *self.order) if block.resident)
+        self._coming = []
         for block in line:
             block.executed = False
+
+    def _gather(self, block: Block) -> None:
+        if not block.resident:
+            self._live += block.numel
+        block.gather()
+
+    def _release(self, block: Block) -> None:
+        if block.resident:
+            block.release()
+            self._live -= 0 if block.resident else block.numel
 
     def _passed(self, block: Block) -> list[Block]:
         """Blocks of the line before ``block`` that were not yet looked at since the line last reached this far."""
@@ -258,19 +300,17 @@ class GatherSchedule:
         return self._line[start:position]
 
     def _request(self, block: Block) -> None:
-        if block is self.root:
-            self.root.gather()
-            return
         position = self._position.get(id(block))
-        if position is None:  # an embedding in backward: a recomputation reads it after all
-            block.gather()
+        if position is None:  # the root, or an embedding in backward: a recomputation reads it after all
+            self._gather(block)
             return
         if position < self._cursor and not block.resident:
             self._again()
         self._advance(position)
         block.executed = True
-        block.gather()
-        self._prefetch()
+        self._gather(block)
+        if not self._updating:
+            self._prefetch()
 
     def _again(self) -> None:
         """Ends the round and begins another; what runs now is gathered again first."""
@@ -282,7 +322,7 @@ class GatherSchedule:
         self._begin(self._line)
         for block in running:
             self._advance(self._position[id(block)])
-            block.gather()
+            self._gather(block)
 
     def _release_for_round(self) -> None:
         """Brings every rank to the same state before another round."""
@@ -293,34 +333,39 @@ class GatherSchedule:
     def _advance(self, position: int) -> None:
         """Issues the gathers up to and including ``position``; blocks skipped on the way are dropped by the callers."""
         while self._cursor <= position:
-            self._line[self._cursor].start_gather()
+            block, order = self._line[self._cursor], self._backward_order
+            if not block.resident:
+                if order is not None and self._reducer is not None:
+                    self._reducer.send(order.before(self._cursor))
+                self._live += block.numel
+                block.start_gather()
+                self._coming.append(block)
             self._cursor += 1
+            if order is not None:
+                order.issued = max(order.issued, self._cursor)
 
     def _prefetch(self) -> None:
-        ahead, live = 0, self._live()
+        """Issues the next gathers while there is room and none is under way."""
+        self._coming = [block for block in self._coming if block.coming]
+        ahead = 0
         while self._cursor < len(self._line) and self.limits.prefetch_bucket_size > 0:
             block = self._line[self._cursor]
             if not block.resident:
-                ahead += block.numel
-                first = ahead == block.numel
-                if (not first and ahead > self.limits.prefetch_bucket_size) or live + ahead > self.limits.max_live_parameters:
+                first, ahead = not ahead, ahead + block.numel
+                if (not first and ahead > self.limits.prefetch_bucket_size) or self._live + block.numel > self.limits.max_live_parameters:
                     return
-                if first and self._in_flight():
-                    return
-                if not block.settled:  # what is needed now must not wait for what comes next
+                if (first and self._coming) or not self._may_precede(self._cursor):
                     return
             self._advance(self._cursor)
 
-    def _live(self) -> int:
-        """Elements gathered now."""
-        return sum(block.numel for block in (self.root, *self.order) if block.resident)
-
-    def _in_flight(self) -> bool:
-        return any(unit.state is UnitState.GATHERING for block in self._line for unit in block.units)
+    def _may_precede(self, position: int) -> bool:
+        """Whether the reductions that go before the gather at ``position`` are done: prefetching sends nothing off incomplete."""
+        order, reducer = self._backward_order, self._reducer
+        return order is None or reducer is None or reducer.has(order.before(position))
 
     def _finish_round(self) -> None:
         while self._cursor < len(self._line):
             block = self._line[self._cursor]
             self._advance(self._cursor)
             if not (block.keep or block.pending or block.sticky or block.open):
-                block.release()
+                self._release(block)

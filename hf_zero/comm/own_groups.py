@@ -1,0 +1,58 @@
+"""Process groups that only the engine uses: what a script issues on its own never stands between the engine's collectives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from hf_zero.comm.topology import Topology, backend_with_host, divide_alike, exists
+
+Purpose = Literal["gathers", "reductions"]
+
+# [Note: the engine's own groups] nccl wants the collectives of one communicator in one order on all ranks. A script's collectives inside
+# a forward (SyncBatchNorm, losses over all ranks) stand in the order of the script, gathers in that of the rounds, which may be ahead:
+# on one group the ranks would have to be ahead alike. Gathers and reductions have an order in common ([Note: one order]) and a group
+# each, because a group carries one collective at a time. Groups are made once per group of the script's and kept: an engine that is
+# made after another takes the same.
+_made: dict[tuple[dist.ProcessGroup, Purpose], Topology] = {}
+_users: dict[dist.ProcessGroup, int] = {}
+
+
+def own_topology(topology: Topology, purpose: Purpose = "gathers") -> Topology:
+    """The ranks of ``topology`` in a process group of the engine's own; made at the first call, by all ranks together.
+
+    Votes and objects travel over the group for gathers.
+    """
+    if topology.world == 1:
+        return topology
+    for gone in [key for key in _made if not exists(key[0])]:
+        del _made[gone]  # of a default group that was destroyed
+    key = topology.group, purpose
+    if key not in _made:
+        backend = backend_with_host(topology) if purpose == "gathers" else str(dist.get_backend(topology.group))
+        group = divide_alike(topology, backend)
+        _made[key] = replace(topology, group=group, script_group=topology.group)
+    return replace(_made[key], model=topology.model)
+
+
+def borrow(topology: Topology) -> None:
+    """Counts one more user of a group of the engine's own; ``give_back`` counts one less."""
+    _users[topology.group] = _users.get(topology.group, 0) + 1
+
+
+def give_back(topology: Topology) -> None:
+    """Destroys a group of the engine's own with its last user; every rank must come here."""
+    left = _users.get(topology.group, 0) - 1
+    _users[topology.group] = left
+    if left > 0 or topology.script_group is None:
+        return
+    del _users[topology.group]
+    for key in [key for key, made in _made.items() if made.group is topology.group]:
+        del _made[key]
+    if exists(topology.group):
+        if topology.device.type != "cpu":
+            torch.accelerator.synchronize(topology.device)  # what is under way on the device would be cut off
+        dist.destroy_process_group(topology.group)
