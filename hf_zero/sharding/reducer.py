@@ -68,7 +68,8 @@ class Reducer:
         self._sort()
 
     def _sort(self) -> None:
-        self._queue = sorted(reversed(self.gradients), key=self._place)  # stable
+        self._queue = self.gradients[::-1]
+        self._queue.sort(key=self._place)  # stable
 
     def _place(self, entry: UnitGradients) -> int:
         return AT_THE_END if id(entry) in self._late else self._places.get(id(entry), AT_THE_END)
