@@ -1,4 +1,4 @@
-"""Gathers and reductions of a backward have one order on all ranks, whatever each computes: the real schedule and reducer over fake units."""
+"""Gathers and reductions have one order on all ranks, whatever each computes: the real schedule and reducer over fake units."""
 
 from __future__ import annotations
 

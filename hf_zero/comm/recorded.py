@@ -63,6 +63,10 @@ class RecordedCollectives(Collectives):
     def all_reduce(self, tensor: torch.Tensor, unit: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         return self._record("all_reduce", unit, tensor, lambda: self.inner.all_reduce(tensor, unit, op))
 
+    def any_of(self, flags: Sequence[bool], unit: str) -> list[bool]:
+        answers: list[bool] = self._record_blocking("all_reduce", unit, 4 * len(flags), lambda: self.inner.any_of(flags, unit))
+        return answers
+
     def connect(self) -> None:
         self.inner.connect()
 

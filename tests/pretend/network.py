@@ -103,8 +103,23 @@ class Network(dist.ProcessGroup):
 
     all_to_all_single = alltoall_base
 
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> Any:
+        return self.inner.send(tensors, target, tag)  # host tensors: votes
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
+        return self.inner.recv(tensors, source, tag)
+
     def barrier(self, opts: Any = None) -> Any:
         return self.inner.barrier()
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def shutdown(self) -> None: ...
 
     def size(self) -> int:
         return self.inner.size()
