@@ -11,7 +11,7 @@ from torch import nn
 from tests import ranks
 
 _FORWARD = ["pre_forward (root)", "pre_forward (layers.0)", "pre_forward (layers.1)", "backward"]
-_STEP = ["finish_reduce", "norm"]
+_STEP = ["all_reduce (micro-steps)", "finish_reduce", "norm"]
 _NORM = ["all_reduce (gradient norm)"]
 _UPDATE = ["clip", "update"]
 _SPREAD = ["all_gather (root)", "all_gather (layers.0)", "all_gather (layers.1)", "spread"]
@@ -84,13 +84,14 @@ def test_sequence_and_bytes_of_a_step(stage: int) -> None:
     answers = ranks.run_ranks(_second_step, 2, stage)
     whole = answers[0][2]
     # Stage 0: an all-reduce moves 2 (N-1)/N of the units. 1, 2: reduce-scatter and spread, (N-1)/N each, and the norm (8 bytes).
+    # All: the number of micro-steps (8 bytes).
     # 3: gathers of the root once and of the blocks twice, the reduce-scatter, the norm and the votes (4 bytes, and 4 for each block).
     root = 4 * 32
     expected_bytes = {
-        0: whole,
-        1: whole // 2 * 2 + 8,
-        2: whole // 2 * 2 + 8,
-        3: (2 * whole - root) // 2 + whole // 2 + 8 + 4 + 2 * 4,
+        0: whole + 8,
+        1: whole // 2 * 2 + 8 + 8,
+        2: whole // 2 * 2 + 8 + 8,
+        3: (2 * whole - root) // 2 + whole // 2 + 8 + 8 + 4 + 2 * 4,
     }
     for labels, sent, _ in answers:
         assert [label.removeprefix("hf_zero::") for label in labels] == EXPECTED[stage]

@@ -171,14 +171,18 @@ class Collectives(ABC):
 
     def any_of(self, flags: Sequence[bool], unit: str) -> list[bool]:
         """For each of ``flags`` what ``any_rank`` says, in one message."""
+        return [bool(vote) for vote in self.largest_of([float(flag) for flag in flags], unit)]
+
+    def largest_of(self, values: Sequence[float], unit: str) -> list[float]:
+        """For each of ``values`` (to 24 bits) the largest of all ranks; the same answer everywhere. Waits as ``any_rank``."""
         if self.world == 1:
-            return list(flags)
-        votes = torch.tensor(flags, dtype=torch.float32, device=host_device(self.topology))
+            return list(values)
+        votes = torch.tensor(values, dtype=torch.float32, device=host_device(self.topology))
         if votes.device.type == "cpu" and serving_backend(replace(self.topology, device=votes.device)) == "gloo":
             self._disseminate(votes, observe.note("all_reduce", unit))
         else:
             self.all_reduce(votes, unit, dist.ReduceOp.MAX).wait()
-        return [bool(vote) for vote in votes.tolist()]
+        return list(votes.tolist())
 
     def _disseminate(self, votes: torch.Tensor, label: str) -> None:
         """Takes the maximum of ``votes`` over ranks: in round k each rank tells the one 2^k further all it has heard. gloo's own ring would

@@ -63,8 +63,8 @@ class RecordedCollectives(Collectives):
     def all_reduce(self, tensor: torch.Tensor, unit: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         return self._record("all_reduce", unit, tensor, lambda: self.inner.all_reduce(tensor, unit, op))
 
-    def any_of(self, flags: Sequence[bool], unit: str) -> list[bool]:
-        answers: list[bool] = self._record_blocking("all_reduce", unit, 4 * len(flags), lambda: self.inner.any_of(flags, unit))
+    def largest_of(self, values: Sequence[float], unit: str) -> list[float]:
+        answers: list[float] = self._record_blocking("all_reduce", unit, 4 * len(values), lambda: self.inner.largest_of(values, unit))
         return answers
 
     def connect(self) -> None:

@@ -11,6 +11,7 @@ import torch
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.engine.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.engine.loss_scale import LossScaler, NullScaler
+from hf_zero.engine.same_pace import require_same_pace
 from hf_zero.observe import log_rank0, span
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.sharding.reducer import Reducer
@@ -81,6 +82,7 @@ class Stepper:
 
     def take(self) -> StepResult:
         """One step over the gradients accumulated so far; collective."""
+        require_same_pace(self.collectives, self.runtime.micro_steps)
         with span("finish_reduce"):
             shards = [self._gradients[id(unit)].reduced() for unit in self.optimizer.units]
         with span("norm"):

@@ -53,6 +53,7 @@ class Runtime:
         self.state = IterationState.FORWARD
         self.on_user_backward: WeakMethod[Callable[[], None]] | None = None  # called when a backward begins that the engine did not start
         self._backwards = 0
+        self._failed_forwards = 0  # of the whole module, for training
         self._awaited: WeakSet[Callable[..., Any]] = WeakSet()  # hooks of outputs; they live as long as the graph
         self.forwards = 0  # forwards of the whole module, or of a block by itself, outside backward
         self._training_forward = False
@@ -120,6 +121,11 @@ class Runtime:
     def idle(self) -> bool:
         """Whether no forward or backward runs, and no backward can come of the forwards so far."""
         return not (self.running or self.backward_begun or self._awaited)
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-steps begun so far, those included whose forward raised."""
+        return self._backwards + self._failed_forwards
 
     @property
     def attached(self) -> bool:
@@ -192,6 +198,7 @@ class Runtime:
             self._stack.pop()
         block.open = max(0, block.open - 1)
         if output is None:
+            self._failed_forwards += block is self.root and self._training_forward
             return
         if self.schedule is None:
             # A backward that the user starts must be noticed before checkpointing recomputes a block in it.

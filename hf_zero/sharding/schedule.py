@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import nn
 
@@ -62,7 +63,7 @@ class Block:
     externals: list[Block] = field(default_factory=list)
     read_by_root: bool = False
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements that gathering it allocates."""
         return sum(unit.layout.padded_numel for unit in self.units)
@@ -346,9 +347,11 @@ class GatherSchedule:
 
     def _prefetch(self) -> None:
         """Issues the next gathers while there is room and none is under way."""
+        if self._cursor >= len(self._line) or self.limits.prefetch_bucket_size <= 0:
+            return
         self._coming = [block for block in self._coming if block.coming]
         ahead = 0
-        while self._cursor < len(self._line) and self.limits.prefetch_bucket_size > 0:
+        while self._cursor < len(self._line):
             block = self._line[self._cursor]
             if not block.resident:
                 first, ahead = not ahead, ahead + block.numel
