@@ -69,7 +69,8 @@ class Log:
         if name is None:
             ranks = tuple(dist.get_process_group_ranks(group))
             # A group may get the name of one that was destroyed; if it has the same ranks, one follows the other on each of them.
-            name = self._names[group] = f"{group.group_name or 'default'} of ranks {','.join(map(str, ranks))}"
+            given = dist.distributed_c10d._world.pg_names[group]  # group_name asks the back end, and not every one knows
+            name = self._names[group] = f"{given} of ranks {','.join(map(str, ranks))}"
             self.record.groups[name] = ranks
         return name
 
@@ -196,10 +197,10 @@ def _logged_pending(method: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _wrap_torch() -> None:
-    work = getattr(dist, "Work", None) or dist._Work
-    if not hasattr(work.wait, "is_logged"):
+    for owner in _with_subclasses(getattr(dist, "Work", None) or dist._Work):
         for name in ("wait", "synchronize"):
-            setattr(work, name, _logged_wait(getattr(work, name)))
+            if name in vars(owner) and not hasattr(vars(owner)[name], "is_logged"):
+                setattr(owner, name, _logged_wait(vars(owner)[name]))
     for owner in _with_subclasses(dist.ProcessGroup):
         for name in (*_OPERATIONS, *_BETWEEN_TWO):
             method = vars(owner).get(name)

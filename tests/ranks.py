@@ -126,8 +126,9 @@ def observe_ranks(
 ) -> list[RankOutcome]:
     """Like ``run_ranks``, but returns how each rank ended instead of raising. ``grace``: see ``GRACE_SECONDS``."""
     __tracebackhide__ = True
-    # A process that has loaded the pretend accelerator keeps it: ranks of the CPU have a pool of their own.
-    key = (world_size, (env or {}).get("HF_ZERO_TEST_DEVICE", os.environ.get("HF_ZERO_TEST_DEVICE", "cpu")))
+    # A process that has loaded the pretend accelerator keeps it, and so with its back end: ranks without have pools of their own.
+    own = {**os.environ, **(env or {})}
+    key = (world_size, own.get("HF_ZERO_TEST_DEVICE", "cpu"), own.get("HF_ZERO_TEST_BACKEND", "gloo"))
     if key[1] == pretend.NAME:
         pretend.build()  # once, rather than in every rank
     pool = _POOLS.get(key)
@@ -266,13 +267,15 @@ def device() -> Any:
     if name == pretend.NAME:
         pretend.load()
         network.register()
+    elif os.environ.get("HF_ZERO_TEST_BACKEND") == network.NAME:
+        network.register()
     device = torch.device(name)
     if device.type == "cpu" or device.index is not None:
         return device
     return torch.device(name, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
 
 
-_POOLS: dict[tuple[int, str], RankPool] = {}  # by number of ranks and device
+_POOLS: dict[tuple[int, str, str], RankPool] = {}  # by number of ranks, device and back end
 _FACTORIES: dict[str, Any] = {}  # of a rank: the functions that zero.Init may replace for a while
 atexit.register(close_pools)
 
