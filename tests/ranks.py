@@ -31,7 +31,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Literal
 
-from tests import pretend
+from tests import collective_order, pretend
 
 PRELOAD = ("tests.alias_first", "torch", "torch.distributed", "numpy", "transformers.modeling_utils") + tuple(
     f"transformers.models.{name}.modeling_{name}"
@@ -54,13 +54,14 @@ class RankError(AssertionError):
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """How one rank ended: its value, or the text of its traceback, exit or stack at the time limit."""
+    """How one rank ended: its value and collectives, or the text of its traceback, exit or stack at the time limit."""
 
     rank: int
     status: Literal["ok", "error", "died", "hung"]
     seconds: float
     value: Any = None
     text: str = ""
+    record: collective_order.Record = field(default_factory=collective_order.Record)
 
     @property
     def ok(self) -> bool:
@@ -86,6 +87,7 @@ def run_ranks(
     group_timeout: float = 90.0,
     group: bool = True,
     env: dict[str, str] | None = None,
+    ordered: bool = True,
 ) -> list[Any]:
     """Call ``function(*args)`` on every rank and return the values by rank.
 
@@ -96,12 +98,16 @@ def run_ranks(
         group_timeout: timeout of the process group's collectives in seconds.
         group: create the default gloo group before the call; otherwise only the launcher's variables are set.
         env: variables set during the call, on every rank.
+        ordered: check that what the ranks issued could not hang on NCCL (``tests/collective_order.py``); whoever says False says why.
 
     Raises:
         RankError: a rank raised, died or hung.
+        OrderError: the ranks' collectives could hang on NCCL.
     """
     __tracebackhide__ = True  # pytest: the ranks' tracebacks are what matters
-    outcomes = observe_ranks(function, world_size, *args, timeout=timeout, group_timeout=group_timeout, group=group, env=env)
+    outcomes = observe_ranks(
+        function, world_size, *args, timeout=timeout, group_timeout=group_timeout, group=group, env=env, ordered=ordered
+    )
     if not all(outcome.ok for outcome in outcomes):
         raise RankError(getattr(function, "__qualname__", str(function)), outcomes)
     return [outcome.value for outcome in outcomes]
@@ -116,10 +122,13 @@ def observe_ranks(
     group: bool = True,
     env: dict[str, str] | None = None,
     grace: float = GRACE_SECONDS,
+    ordered: bool = True,
 ) -> list[RankOutcome]:
     """Like ``run_ranks``, but returns how each rank ended instead of raising. ``grace``: see ``GRACE_SECONDS``."""
-    # A process that has loaded the pretend accelerator keeps it: ranks of the CPU have a pool of their own.
-    key = (world_size, (env or {}).get("HF_ZERO_TEST_DEVICE", os.environ.get("HF_ZERO_TEST_DEVICE", "cpu")))
+    __tracebackhide__ = True
+    # A process that has loaded the pretend accelerator keeps it, and so with its back end: ranks without have pools of their own.
+    own = {**os.environ, **(env or {})}
+    key = (world_size, own.get("HF_ZERO_TEST_DEVICE", "cpu"), own.get("HF_ZERO_TEST_BACKEND", "gloo"))
     if key[1] == pretend.NAME:
         pretend.build()  # once, rather than in every rank
     pool = _POOLS.get(key)
@@ -131,6 +140,8 @@ def observe_ranks(
     if not all(outcome.ok for outcome in outcomes):
         pool.kill()
         del _POOLS[key]
+    elif ordered:
+        collective_order.check([outcome.record for outcome in outcomes])
     return outcomes
 
 
@@ -217,7 +228,7 @@ class RankPool:
             self._processes[rank].join(5)
             return RankOutcome(rank, "died", seconds, text=f"exit code {self._processes[rank].exitcode}\n{self._log(rank)}")
         if status == "ok":
-            return RankOutcome(rank, "ok", seconds, value=body)
+            return RankOutcome(rank, "ok", seconds, value=body[0], record=body[1])
         return RankOutcome(rank, "error", seconds, text=f"{body}\n{self._log(rank)}")
 
     def _stack(self, rank: int) -> str:
@@ -256,13 +267,15 @@ def device() -> Any:
     if name == pretend.NAME:
         pretend.load()
         network.register()
+    elif os.environ.get("HF_ZERO_TEST_BACKEND") == network.NAME:
+        network.register()
     device = torch.device(name)
     if device.type == "cpu" or device.index is not None:
         return device
     return torch.device(name, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
 
 
-_POOLS: dict[tuple[int, str], RankPool] = {}  # by number of ranks and device
+_POOLS: dict[tuple[int, str, str], RankPool] = {}  # by number of ranks, device and back end
 _FACTORIES: dict[str, Any] = {}  # of a rank: the functions that zero.Init may replace for a while
 atexit.register(close_pools)
 
@@ -311,9 +324,11 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int, folder: str)
         pipe.send_bytes(answer)
 
 
-def _run(job: Job, rank: int, world_size: int) -> Any:
+def _run(job: Job, rank: int, world_size: int) -> tuple[Any, collective_order.Record]:
     import torch
     import torch.distributed as dist
+
+    from tests.collective_log import recording
 
     values = (rank, rank, world_size, world_size, "127.0.0.1", job.port)
     launcher = {name: str(value) for name, value in zip(LAUNCHER_VARIABLES, values, strict=True)}
@@ -332,9 +347,10 @@ def _run(job: Job, rank: int, world_size: int) -> Any:
                 dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
                 dist.barrier()  # a rank that ends without a collective would close its connections before others have made theirs
             function, args = pickle.loads(job.payload)
-            value = function(*args)
+            with recording() as record:
+                value = function(*args)
             _check_leaks()
-            return value
+            return value, record
         finally:
             torch.set_default_dtype(torch.float32)
             torch.set_grad_enabled(True)

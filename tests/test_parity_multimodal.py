@@ -102,13 +102,14 @@ def feed_of(batch_of: Callable[[torch.Generator, bool], Batch]) -> Callable[[int
     return feed
 
 
-def llava() -> nn.Module:
+def llava(layers: int = 2) -> nn.Module:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     vision = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=PIXELS, patch_size=PIXELS // 2
+        hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=2, image_size=PIXELS, patch_size=PIXELS // 2
     )
-    config = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**TEXT), image_token_index=IMAGE_TOKEN, vision_feature_layer=-1)
+    text = LlamaConfig(**{**TEXT, "num_hidden_layers": layers})
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN, vision_feature_layer=-1)
     return LlavaForConditionalGeneration(config)
 
 

@@ -19,8 +19,8 @@ WIDTH = 16
 class Chosen(Mlp):
     """Runs the blocks that the batch lists, in the batch's order."""
 
-    def __init__(self, checkpointing: bool = False) -> None:
-        super().__init__(blocks=4)
+    def __init__(self, checkpointing: bool = False, blocks: int = 4) -> None:
+        super().__init__(blocks=blocks)
         self.checkpointing = checkpointing
 
     def forward(self, inputs: Tensor, choice: Tensor) -> Tensor:
@@ -34,12 +34,12 @@ class Chosen(Mlp):
 class TwoTowers(nn.Module):
     """Text blocks that always run, vision blocks that run only when the batch holds pixels."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 2) -> None:
         super().__init__()
-        self.vision = nn.ModuleList(Block(WIDTH) for _ in range(2))
+        self.vision = nn.ModuleList(Block(WIDTH) for _ in range(blocks))
         self.bridge = nn.Linear(WIDTH, WIDTH)
         self.entry = nn.Linear(LENGTH, WIDTH)
-        self.text = nn.ModuleList(Block(WIDTH) for _ in range(2))
+        self.text = nn.ModuleList(Block(WIDTH) for _ in range(blocks))
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, inputs: Tensor, choice: Tensor) -> Tensor:

@@ -1,8 +1,12 @@
-"""A pretend nccl: collectives of device tensors over gloo, with the order of work that nccl has.
+"""A pretend nccl: collectives over gloo, with the order of work that nccl has.
 
-A collective waits for the current stream, runs on a stream of its own and returns at once; ``Work.wait`` lets the current stream wait
-for it and blocks nobody. What the works hold is given back when they have been waited for. So a buffer that is read before ``wait``, or
-freed without it, is an error of the pretend accelerator. The host does wait for the other ranks at the call, as gloo needs it.
+A collective of device tensors waits for the current stream, runs on a stream of its own and returns at once; ``Work.wait`` lets the
+current stream wait for it and blocks nobody. What the works hold is given back when they have been waited for. So a buffer that is read
+before ``wait``, or freed without it, is an error of the pretend accelerator. The host does wait for the other ranks at the call, as gloo
+needs it: ranks that issue the collectives of several groups in different orders hang, whoever waits for what.
+
+Tensors of a CPU, which is its own compute stream, go through too. There a collective runs beside the process and ``wait`` stops it, as
+it stops the stream of a device; the package takes its way for nccl.
 """
 
 from __future__ import annotations
@@ -51,12 +55,11 @@ class Network(dist.ProcessGroup):
         self.inner = inner
         self._stream: Any = None
 
-    def _run(self, tensors: Sequence[Tensor], call: Callable[..., Any]) -> _Work:
-        """Stages ``tensors`` through the host on the network's stream; ``call`` gets the copies."""
+    def _run(self, tensors: Sequence[Tensor], call: Callable[..., Any]) -> Any:
+        """Stages ``tensors`` through the host on the network's stream; ``call`` gets the copies, and the tensors of a host themselves."""
         device = tensors[0].device
         if device.type == "cpu":
-            call(*tensors).wait()
-            return _Work(None, tensors)
+            return call(*tensors)
         module = torch.get_device_module(device)
         if self._stream is None:
             self._stream = module.Stream(device)
@@ -70,35 +73,34 @@ class Network(dist.ProcessGroup):
             event.record(self._stream)
         return _Work(event, tensors)
 
-    def _exchange(self, output: Tensor, input: Tensor) -> _Work:
+    def _exchange(self, output: Tensor, input: Tensor) -> Any:
         return self._run([output, input], lambda out, into: self.inner.alltoall_base(out, into, [], []))
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> _Work:
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self._run(tensors, lambda *hosts: self.inner.broadcast(list(hosts), opts))
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Work:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self._run(tensors, lambda *hosts: self.inner.allreduce(list(hosts), opts))
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Work:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         return self._run([*outputs[0], *inputs], lambda *hosts: self.inner.allgather([list(hosts[:-1])], [hosts[-1]]))
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> _Work:
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self._run([output, input], lambda out, into: self.inner._allgather_base(out, into))
 
     all_gather_single = _allgather_base
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> _Work:
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         def call(out: Tensor, into: Tensor) -> Any:
             parts = torch.empty_like(into)
-            self.inner.alltoall_base(parts, into, [], []).wait()
-            out.copy_(parts.view(self.size(), -1).float().sum(0))
-            return _Finished()
+            work = self.inner.alltoall_base(parts, into, [], [])
+            return _Then(work, lambda: out.copy_(parts.view(self.size(), -1).float().sum(0)), (out, into))
 
         return self._run([output, input], call)
 
     reduce_scatter_single = _reduce_scatter_base
 
-    def alltoall_base(self, output: Tensor, input: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None) -> _Work:
+    def alltoall_base(self, output: Tensor, input: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Any:
         return self._run([output, input], lambda out, into: self.inner.alltoall_base(out, into, list(out_sizes), list(in_sizes)))
 
     all_to_all_single = alltoall_base
@@ -131,14 +133,26 @@ class Network(dist.ProcessGroup):
         return NAME
 
 
-class _Finished:
-    """A work that is over."""
+class _Then(_Work):
+    """A work of a host, and what is left to do when it is over."""
 
-    def wait(self) -> None: ...
+    def __init__(self, work: Any, finish: Callable[[], object], keep: Sequence[Tensor]) -> None:
+        super().__init__(None, keep)
+        self._work, self._finish = work, finish
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if self._work is not None:
+            self._work.wait()
+            self._finish()
+            self._work = None
+        return super().wait(timeout)
+
+    def is_completed(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
 
 
 def register() -> None:
-    """Makes the back end known to torch.distributed, as the one of pretend devices; CPU tensors go through it too."""
+    """Makes the back end known to torch.distributed, as the one of pretend devices and for tensors of the CPU."""
     if NAME in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(NAME, _create, devices=[pretend.NAME, "cpu"])
