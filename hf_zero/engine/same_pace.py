@@ -27,5 +27,5 @@ def require_same_pace(collectives: Collectives, micro_steps: int) -> None:
     raise StateError(
         f"the ranks have begun different numbers of micro-steps: {told}. A rank has skipped a batch: its loader is shorter "
         "(even_batches=False, a sampler that does not divide), or an exception in a forward or backward was caught and the loop went on. "
-        "Ranks would train on different batches until one ends; give every rank the same number of batches, and let an exception end the run"
+        "Ranks would train on different batches until one ends: give all the same number of batches, and let an exception end the run"
     )

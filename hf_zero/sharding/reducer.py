@@ -136,6 +136,11 @@ class Reducer:
         while self._sent < count:
             self._send_next()
 
+    def send_all(self) -> None:
+        """Sends off what is left, if this backward reduces; what comes later is late."""
+        if self.enabled:
+            self.send(len(self._queue))
+
     def has(self, count: int) -> bool:
         """Whether the first ``count`` of the queue are gone or done."""
         return all(self._is_done(entry) for entry in self._queue[self._sent : count])
@@ -152,8 +157,8 @@ class Reducer:
 
     def flush(self) -> None:
         """Ends a backward: sends what is left, in order; collective if ``enabled``."""
+        self.send_all()
         if self.enabled:
-            self.send(len(self._queue))
             self._send_late()
         self._finish()
         for gradients in self.gradients:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.observe import note, span
+from hf_zero.sharding import shared_backward
 from hf_zero.sharding.outputs import tensors_in
 from hf_zero.sharding.reducer import Reducer
 from hf_zero.sharding.schedule import Block, GatherSchedule
@@ -239,6 +240,8 @@ class Runtime:
             self._notice_backward()
             if fired != self._backwards:
                 fired = self._backwards
+                if block is self.root:
+                    shared_backward.reach(self)
                 self._pre_backward(block)
 
         hook = outside_compile(pre_backward)
@@ -269,6 +272,7 @@ class Runtime:
         self.state = IterationState.BACKWARD
         self._backwards += 1
         self._stack.clear()
+        shared_backward.begin(self)
         note("backward")
         if self.schedule is not None:
             self.schedule.begin_backward(self.reducer)
@@ -316,11 +320,20 @@ class Runtime:
         if self.state is not IterationState.BACKWARD:
             return
         with span("end_backward"):
+            shared_backward.close_all()
             if self.schedule is not None:
                 self.schedule.end_backward()
             if self.reducer is not None:
                 self.reducer.flush()
         self._finish()
+
+    def close(self) -> None:
+        """Issues what is left of this backward's gathers and reductions; collective. See [Note: engines in one backward]."""
+        if self.state is IterationState.BACKWARD:
+            if self.schedule is not None:
+                self.schedule.finish_round()
+            if self.reducer is not None:
+                self.reducer.send_all()
 
     def abort(self) -> None:
         """Forgets a forward or backward that broke off with an error; local."""
@@ -332,6 +345,7 @@ class Runtime:
 
     def _finish(self) -> None:
         self.state = IterationState.FORWARD
+        shared_backward.leave(self)
         self._stack.clear()
         self._awaited.clear()
         for block in (self.root, *self.blocks):

@@ -179,11 +179,11 @@ class GatherSchedule:
 
     def end_forward(self) -> None:
         """Joins the gathers of the blocks this rank skipped; releases what is not kept; collective."""
-        self._finish_round()
+        self.finish_round()
         while self._votes and self._vote(False):
             self._release_for_round()
             self._begin(self._line)
-            self._finish_round()
+            self.finish_round()
         for block in self.order:
             if block.keep:
                 block.gather()
@@ -259,7 +259,7 @@ class GatherSchedule:
 
     def end_backward(self) -> None:
         """Joins the gathers that are left and releases everything; collective."""
-        self._finish_round()
+        self.finish_round()
         self.release_all()
 
     def release_all(self) -> None:
@@ -315,7 +315,7 @@ class GatherSchedule:
 
     def _again(self) -> None:
         """Ends the round and begins another; what runs now is gathered again first."""
-        self._finish_round()
+        self.finish_round()
         running = [block for block in self.order if block.open]
         if self._votes:
             self._vote(True)
@@ -366,7 +366,8 @@ class GatherSchedule:
         order, reducer = self._backward_order, self._reducer
         return order is None or reducer is None or reducer.has(order.before(position))
 
-    def _finish_round(self) -> None:
+    def finish_round(self) -> None:
+        """Joins the gathers that are left of this round, and releases what nobody waits for; collective."""
         while self._cursor < len(self._line):
             block = self._line[self._cursor]
             self._advance(self._cursor)
