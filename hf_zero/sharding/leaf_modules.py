@@ -101,9 +101,7 @@ def _is_a(module: nn.Module, kind: type[nn.Module] | str) -> bool:
     return isinstance(module, kind)
 
 
-def _mark_classes(
-    model: nn.Module, classes: Iterable[type[nn.Module] | str], flag: bool, raise_if_not_found: bool
-) -> list[nn.Module]:
+def _mark_classes(model: nn.Module, classes: Iterable[type[nn.Module] | str], flag: bool, raise_if_not_found: bool) -> list[nn.Module]:
     wanted = list(classes)
     found = [module for module in model.modules() if any(_is_a(module, kind) for kind in wanted)]
     if not found and raise_if_not_found:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.observe import note, span
+from hf_zero.sharding.differentiation import outside_transforms, reaches
 from hf_zero.sharding.outputs import tensors_in
 from hf_zero.sharding.reducer import Reducer
 from hf_zero.sharding.schedule import Block, GatherSchedule
@@ -53,6 +54,7 @@ class Runtime:
         self.state = IterationState.FORWARD
         self.on_user_backward: WeakMethod[Callable[[], None]] | None = None  # called when a backward begins that the engine did not start
         self._backwards = 0
+        self._collects = False  # whether the backward that runs hands gradients to parameters
         self._awaited: WeakSet[Callable[..., Any]] = WeakSet()  # hooks of outputs; they live as long as the graph
         self.forwards = 0  # forwards of the whole module, or of a block by itself, outside backward
         self._training_forward = False
@@ -76,7 +78,7 @@ class Runtime:
         if self.schedule is not None:
             self._strays.attach(self)
         if self.reducer is not None:
-            self.reducer.attach(self._notice_backward)
+            self.reducer.attach(self._notice_gradient)
 
     def detach(self) -> None:
         """Takes all hooks out. Parameters of released units stay released until another engine takes the module."""
@@ -244,15 +246,20 @@ class Runtime:
             return
         note("external", block.name)
         add_external(self._stack[-1] if self._stack else self.root, block, self.root)
-        if self.state is IterationState.BACKWARD:
-            self._advance_backward(block)
-        else:
-            self._gather_for_forward(block)
+        with outside_transforms():
+            if self.state is IterationState.BACKWARD:
+                self._advance_backward(block)
+            else:
+                self._gather_for_forward(block)
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Enters BACKWARD; called by the engine, or by the first hook of a backward the user started."""
+        """Enters BACKWARD for a micro-step that the engine has begun."""
+        self._collects = True
+        self._enter_backward()
+
+    def _enter_backward(self) -> None:
         if self.state is IterationState.BACKWARD:
             return
         self.state = IterationState.BACKWARD
@@ -263,12 +270,30 @@ class Runtime:
             self.schedule.begin_backward()
 
     def _notice_backward(self) -> None:
+        """[Note: backwards for inputs] ``torch.autograd.grad`` and the transforms of torch.func give no parameter a gradient.
+
+        They gather as any backward does; they are no micro-step, need no loss scale, and nothing is reduced. Which kind it is must be
+        known before the first block is passed, and all ranks must run the same kind. Where only a recomputation reaches
+        parameters (reentrant checkpointing) the first gradient tells.
+        """
         if self.state is not IterationState.BACKWARD:
-            begin = self.on_user_backward() if self.on_user_backward is not None else None
-            if begin is not None and self.reducer is not None:
-                begin()
-            self.begin_backward()
+            if self.reducer is not None and reaches(
+                param for entry in self.reducer.gradients for param in entry.unit.params if param is not None
+            ):
+                self._begin_collecting()
+            self._enter_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _notice_gradient(self) -> None:
+        if not self._collects:
+            self._begin_collecting()
+        self._notice_backward()
+
+    def _begin_collecting(self) -> None:
+        begin = self.on_user_backward() if self.on_user_backward is not None else None
+        if begin is not None and self.reducer is not None:
+            begin()
+        self._collects = True
 
     def _pre_backward(self, block: Block) -> None:
         if self.schedule is not None:
@@ -284,7 +309,7 @@ class Runtime:
             return
         for done in self.schedule.backward(block):
             for unit in done.units:
-                if self.reducer is not None and id(unit) in self._gradients:
+                if self.reducer is not None and self._collects and id(unit) in self._gradients:
                     self.reducer.close(self._gradients[id(unit)])
 
     def _recompute(self, block: Block) -> None:
@@ -305,10 +330,10 @@ class Runtime:
         """Leaves BACKWARD: joins what other ranks gathered and reduced; collective. Does nothing outside a backward."""
         if self.state is not IterationState.BACKWARD:
             return
-        with span("end_backward"):
+        with span("end_backward"), outside_transforms():
             if self.schedule is not None:
                 self.schedule.end_backward()
-            if self.reducer is not None:
+            if self.reducer is not None and self._collects:
                 self.reducer.flush()
         self._finish()
 
@@ -316,12 +341,13 @@ class Runtime:
         """Forgets a forward or backward that broke off with an error; local."""
         if self.schedule is not None:
             self.schedule.release_all()
-        if self.reducer is not None:
+        if self.reducer is not None and self._collects:
             self.reducer.clear()
         self._finish()
 
     def _finish(self) -> None:
         self.state = IterationState.FORWARD
+        self._collects = False
         self._stack.clear()
         self._awaited.clear()
         for block in (self.root, *self.blocks):
