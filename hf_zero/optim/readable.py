@@ -48,7 +48,7 @@ class ReadableOptimizer(torch.optim.Optimizer):
         return bool(self.scaler.dynamic) if self.scaler is not None else False
 
     def needs_scaler(self) -> bool:
-        """Whether a backward of the script's own needs ``engine.scale(loss)``: the loss scale changes, or is fixed at another factor than 1."""
+        """Whether a script's own backward needs ``engine.scale(loss)``: the loss scale changes, or is fixed at another factor than 1."""
         return self.dynamic_loss_scale or self.loss_scale != 1.0
 
     @property
