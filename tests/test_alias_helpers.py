@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import logging
 import math
+import pickle
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +16,23 @@ import pytest
 import torch
 from torch import nn
 
+from hf_zero import observe
 from hf_zero.compat import builders, helpers, logs, norms
 from hf_zero.compat.accelerator import get_accelerator
 from hf_zero.compat.loss_scalers import CreateLossScaler, DynamicLossScaler, LossScaler
 from hf_zero.engine.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, instrument_w_nvtx, trim_mean
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
-from hf_zero.utils import get_z3_leaf_modules, set_z3_leaf_module, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
+from hf_zero.utils import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+)
 from tests import ranks
+from tests.models import CASES
+from tests.parity import Run, initialize
 
 
 def with_grads(*grads: list[float]) -> list[nn.Parameter]:
@@ -188,6 +200,42 @@ def test_blocks_are_marked_by_name_and_ending() -> None:
     assert set_z3_leaf_modules_by_suffix(model, [".0"])[0] == [model[1][0]]
     with pytest.raises(ConfigError, match=r"no module with name \['7'\]"):
         set_z3_leaf_modules_by_name(model, ["7"])
-    for module in (model[1], model[1][0]):
-        set_z3_leaf_module(module, False)
+    # The mark is an attribute that libraries read, and that goes with copies.
+    assert model[1]._z3_leaf and copy.deepcopy(model)[1][0]._z3_leaf and pickle.loads(pickle.dumps(model))[1]._z3_leaf
+    assert set_z3_leaf_modules_by_name(model, ["1"], False)[0] == [model[1]] and model[1]._z3_leaf is False
+    assert set_z3_leaf_modules(model, ["ReLU"]) == [model[1][1]] and model[1][1]._z3_leaf is True
+    assert unset_z3_leaf_modules(model, [nn.ReLU]) == [model[1][1]] == unset_z3_leaf_modules(model, [nn.ReLU])
+    set_z3_leaf_module(model[1][0], False)
     assert get_z3_leaf_modules(model) == []
+    with pytest.raises(ConfigError, match="no module of class"):
+        unset_z3_leaf_modules(model, [nn.Conv1d])
+
+
+def _configured(stage: int) -> None:
+    observe._warned.clear()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    model = CASES["mlp"].build()
+    leaf = {"classes": ["tests.models.Block"], "names": ["entry", "blocks.9"], "name_suffixes": ["1.down", "tail"]}
+    logging.getLogger("hf_zero").addHandler(handler)
+    engine = initialize(model, Run(stage, extra={"zero_optimization": {"leaf_module": leaf}}))
+    logging.getLogger("hf_zero").removeHandler(handler)
+    marked = get_z3_leaf_modules(model)
+    assert [name for name, module in model.named_modules() if module in marked] == [
+        "entry",
+        "blocks.0",
+        "blocks.1",
+        "blocks.1.down",
+        "blocks.2",
+    ]
+    assert [block.name for block in engine.runtime.blocks] == ["entry", "blocks.0", "blocks.1", "blocks.2"]
+    engine.destroy()
+    if ranks.rank() == 0:
+        assert any("leaf_module.names" in line and "['blocks.9']" in line for line in said), said
+        assert any("leaf_module.name_suffixes" in line and "['tail']" in line for line in said), said
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_the_configuration_names_is_marked(stage: int) -> None:
+    ranks.run_ranks(_configured, 2, stage)

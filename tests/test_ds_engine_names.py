@@ -29,6 +29,7 @@ def _loss_scale(stage: int) -> None:
     optimizer = engine.optimizer
     assert optimizer.optimizer is optimizer.inner is engine.basic_optimizer
     assert (optimizer.loss_scale, optimizer.cur_scale, optimizer.dynamic_loss_scale) == (16.0, 16.0, True)
+    assert optimizer.needs_scaler()
     assert optimizer._global_grad_norm is None
     micro_step(engine)
     assert optimizer._global_grad_norm == engine.get_global_grad_norm() > 0
@@ -45,6 +46,9 @@ def test_the_optimizer_shows_loss_scale_and_norm(stage: int) -> None:
 def _without_loss_scale() -> None:
     optimizer = initialize(MLP.build(), Run(1)).optimizer
     assert (optimizer.loss_scale, optimizer.cur_scale, optimizer.dynamic_loss_scale) == (1.0, 1.0, False)
+    assert not optimizer.needs_scaler()
+    fixed = initialize(MLP.build(), Run(1, "fp16", extra={"fp16": {"loss_scale": 8.0}})).optimizer
+    assert fixed.needs_scaler() and not fixed.dynamic_loss_scale
 
 
 def test_without_fp16_the_loss_scale_is_one() -> None:

@@ -237,3 +237,27 @@ def _averages(modifier_rank: int | None) -> tuple[list[str], bool]:
 def test_dropped_changes_are_said(modifier_rank: int | None, kept: bool) -> None:
     warned, changed = ranks.run_ranks(_averages, 2, modifier_rank)[0]
     assert changed is kept and len(warned) == (0 if kept else 1) and all("modifier_rank=0" in line for line in warned)
+
+
+def _unwrapped(stage: int) -> None:
+    """Inside, each rank runs the model as often as it likes; afterwards training goes on."""
+    from deepspeed.accelerator import is_current_accelerator_supported
+    from deepspeed.runtime.zero import unwrap_model_for_generation
+
+    assert is_current_accelerator_supported()
+    plain = MLP.build().to(ranks.device())
+    engine = initialize(MLP.build(), Run(stage))
+    batch = MLP.rows(0, 0, ranks.rank())
+    with unwrap_model_for_generation(engine) as model, torch.no_grad():
+        assert model is engine and engine.module.blocks[0].up.weight.numel() > 0
+        for _ in range(1 + ranks.rank()):
+            torch.testing.assert_close(model(batch["inputs"]), plain(batch["inputs"]))
+    if stage == 3:
+        assert engine.module.blocks[0].up.weight.numel() == 0
+    micro_step(engine, batch, MLP.forward, 0)
+    assert engine.was_step_applied()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_unwrapped_for_generation(stage: int) -> None:
+    ranks.run_ranks(_unwrapped, 2, stage)

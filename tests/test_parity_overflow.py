@@ -32,7 +32,7 @@ def feed_with_one_infinity(step: int, micro: int, rank: int) -> Batch:
 def _against_reference(run: Run) -> None:
     trace = check_training(CASES["mlp"].build, feed_with_one_infinity, class_loss, run, label="overflow on rank 1")
     assert trace.skipped == [False, True, False, False], trace.skipped
-    assert not math.isfinite(trace.norms[1])
+    assert trace.norms[1] == math.inf, trace.norms  # the gradients are NaN
 
 
 def _initial_scale_too_large(run: Run) -> None:
@@ -51,7 +51,7 @@ def _skip_moves_nothing(stage: int, static: bool) -> None:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("hf_zero").addHandler(handler)
     parameter = engine.module.blocks[1].up.weight
-    seen = []
+    seen, norms = [], []
     for step in range(3):
         batch = CASES["mlp"].rows(step, 0, ranks.rank())
         inputs = batch["inputs"].half()
@@ -59,6 +59,7 @@ def _skip_moves_nothing(stage: int, static: bool) -> None:
             inputs[0, 0] = math.inf
         engine.backward(class_loss(engine, {**batch, "inputs": inputs}))
         engine.step()
+        norms.append((engine.get_global_grad_norm(), engine.optimizer._global_grad_norm))
         master = hf_zero.utils.safe_get_full_fp32_param(parameter).clone()
         moment = hf_zero.utils.safe_get_full_optimizer_state(parameter, "exp_avg").clone()
         seen.append((master, moment, engine.get_lr()[0], engine.optimizer.overflow, engine.was_step_applied()))
@@ -68,6 +69,7 @@ def _skip_moves_nothing(stage: int, static: bool) -> None:
     assert torch.equal(seen[0][0], seen[1][0]) and not torch.equal(seen[1][0], seen[2][0])
     assert torch.equal(seen[0][1], seen[1][1])
     assert seen[0][2] == seen[1][2] < seen[2][2], [entry[2] for entry in seen]
+    assert norms[1] == (math.inf, math.inf) and all(math.isfinite(norm) for norm in (*norms[0], *norms[2])), norms
     assert engine.skipped_steps == 1
     assert engine.scaler.scale == (128.0 if static else 64.0)
     names = [name for name, _ in engine.module.named_parameters()]

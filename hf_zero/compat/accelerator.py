@@ -265,3 +265,8 @@ _TENSOR_TYPES: dict[str, torch.dtype] = {
 def get_accelerator() -> TorchAccelerator:
     """The accelerator object of this process."""
     return TorchAccelerator()
+
+
+def is_current_accelerator_supported() -> bool:
+    """Always True: whatever device this PyTorch drives is one that hf_zero trains on."""
+    return True

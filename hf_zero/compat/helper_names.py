@@ -179,7 +179,7 @@ HELPERS: Final[dict[str, str]] = {
     "deepspeed.comm.Work": "torch.distributed:Work",
     "deepspeed.comm.reduce_op.ReduceOp": "torch.distributed:ReduceOp",
     **_rows("comm.utils", "compat.comm", _LAUNCHER),
-    "deepspeed.accelerator.real_accelerator.get_accelerator": "hf_zero.compat.accelerator:get_accelerator",
+    **_rows("accelerator.real_accelerator", "compat.accelerator", ("get_accelerator", "is_current_accelerator_supported")),
     "deepspeed.accelerator.DeepSpeedAccelerator": "hf_zero.compat.accelerator:TorchAccelerator",
     "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator": "hf_zero.compat.accelerator:TorchAccelerator",
     # Operators.

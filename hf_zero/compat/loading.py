@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -68,6 +70,16 @@ class GatheredParameters(gathered.GatheredParameters):
             # transformers 4 passes detached copies, which are nobody's parameters; 5 passes a set, whose order differs between the ranks.
             params = [param for param in model.parameters() if not getattr(param, "_is_hf_initialized", False)]
         super().__init__(params, *args, **kwargs)
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """A context in which every parameter of ``model``, an engine or a module, is whole, and any rank may generate by itself; collective.
+
+    Yields ``model``. There are no hooks to take off meanwhile: they find every block whole and do nothing.
+    """
+    with GatheredParameters(model.parameters()):
+        yield model
 
 
 def _require_most_weights(model: nn.Module) -> None:

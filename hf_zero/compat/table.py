@@ -154,6 +154,7 @@ PROVIDED: Final[dict[str, str]] = {
     **{f"deepspeed.comm.{name}": f"torch.distributed:{name}" for name in _COMM_TORCH},
     **{f"deepspeed.comm.{name}": f"hf_zero.compat.traffic:{name}" for name in ("configure", "log_summary")},
     "deepspeed.accelerator.get_accelerator": "hf_zero.compat.accelerator:get_accelerator",
+    "deepspeed.accelerator.is_current_accelerator_supported": "hf_zero.compat.accelerator:is_current_accelerator_supported",
     "deepspeed.get_accelerator": "hf_zero.compat.accelerator:get_accelerator",
     "deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME": "hf_zero.compat.command_line:DEEPSPEED_ENVIRONMENT_NAME",
     **{f"deepspeed.utils.groups.{name}": f"hf_zero.compat.groups:{name}" for name in _GROUPS},
@@ -162,6 +163,10 @@ PROVIDED: Final[dict[str, str]] = {
     **{f"deepspeed.runtime.zero.{name}": f"hf_zero.zero:{name}" for name in _ZERO},
     **{f"deepspeed.runtime.zero.partition_parameters.{name}": f"hf_zero.zero:{name}" for name in _ZERO},
     **{f"deepspeed.{path}.GatheredParameters": _GATHERED for path in ("zero", "runtime.zero", "runtime.zero.partition_parameters")},
+    **{
+        f"deepspeed.runtime.zero.{path}unwrap_model_for_generation": "hf_zero.compat.loading:unwrap_model_for_generation"
+        for path in ("", "stage3.")
+    },
     **{f"deepspeed.{path}.Init": _INIT for path in ("zero", "runtime.zero", "runtime.zero.partition_parameters")},
     "deepspeed.zero.partition_parameters": "deepspeed.runtime.zero.partition_parameters",
     "deepspeed.runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor": (

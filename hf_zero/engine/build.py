@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -50,11 +51,11 @@ from hf_zero.sequence_parallel.state import SequenceParallel, count_slices_once,
 from hf_zero.sharding.announce import announce
 from hf_zero.sharding.construct import NamedParam, build_unit
 from hf_zero.sharding.gradients import BufferPool, GradientPolicy, UnitGradients
-from hf_zero.sharding.grouping import BlockSpec, LeafModules, build_blocks, lone_modules
+from hf_zero.sharding.grouping import BlockSpec, build_blocks, lone_modules
 from hf_zero.sharding.home import ShardHome
 from hf_zero.sharding.init_context import warn_if_built_whole
 from hf_zero.sharding.layout import FROZEN
-from hf_zero.sharding.leaf_modules import leaf_module_names
+from hf_zero.sharding.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.sharding.reducer import Reducer
 from hf_zero.sharding.runtime import Runtime
 from hf_zero.sharding.schedule import Block, GatherLimits, GatherSchedule
@@ -258,7 +259,8 @@ class EngineBuilder:
         stepper = None
         if optimizer is not None and reducer is not None:
             clipping = max_norm_of(inner, self.config.gradient_clipping)
-            settings = StepSettings(clipping, self.policy.shards_optimizer, self.precision.skips_overflow)
+            everything = not self.config.zero_optimization.ignore_unused_parameters
+            settings = StepSettings(clipping, self.policy.shards_optimizer, self.precision.skips_overflow, everything)
             optimizer.scaler = scaler
             kind = OneBitStepper if isinstance(inner, OneBitAdam) else Stepper
             stepper = kind(runtime, reducer, optimizer, scaler, self.collectives, settings, self.model_collectives)
@@ -329,10 +331,10 @@ class EngineBuilder:
             return False
         return member.group != FROZEN or self.policy.shards_parameters or find_unit(member.param) is not None
 
-    def _leaves(self) -> LeafModules:
+    def _leaves(self) -> set[str]:
         section = self.config.zero_optimization.leaf_module
-        names = (*section.names, *leaf_module_names(self.module), *self.lone)
-        return LeafModules(tuple(section.classes), names, tuple(section.name_suffixes))
+        mark_configured(self.module, section.classes, section.names, section.name_suffixes)
+        return {*leaf_module_names(self.module), *self.lone}
 
     def _block(self, spec: BlockSpec) -> Block:
         """One unit per element type and kind; the block's own name when there is just one."""
@@ -483,18 +485,22 @@ def gradient_policy(config: ZeroConfig, precision: PrecisionPolicy, stage: Stage
     """Scaling and element types of the reduction.
 
     The mean is taken before the sum in fp32, where it costs nothing (the copy into the flat buffer scales on the way), and after it
-    in 16 bit, where dividing by a number of ranks that is no power of two would round every element of the message.
-    ``prescale_gradients`` divides before in any case (fp16 sums on a device then cannot overflow), ``gradient_predivide_factor``
-    splits the division. ``sharers`` ranks share the sequences of their samples: a "sum" over samples is their mean.
+    in bf16, where dividing by a number of ranks that is no power of two would round every element of the message. fp16 has a
+    largest number, 65504, that a sum over many ranks soon reaches: about the square root of the ranks is divided by before the sum,
+    and the rest after it, so that neither the sum nor small gradients come near fp16's ends. ``prescale_gradients`` divides
+    before in any case, ``gradient_predivide_factor`` splits the division. ``sharers`` ranks share the sequences of their samples: a "sum"
+    over samples is their mean.
     """
     total = 1.0 / sharers if config.gradient_allreduce_op == "sum" else 1.0 / world
-    low = (precision.message_dtype or precision.param_dtype or torch.float32).itemsize < 4
+    message = precision.message_dtype or precision.param_dtype or torch.float32
     if total == 1.0:
         pre = 1.0
     elif config.gradient_predivide_factor != 1.0 and not config.prescale_gradients:
         pre = 1.0 / config.gradient_predivide_factor
+    elif message.itemsize >= 4 or config.prescale_gradients:
+        pre = total
     else:
-        pre = 1.0 if low and not config.prescale_gradients else total
+        pre = 1.0 / _headroom(world) if message is torch.float16 else 1.0
     return GradientPolicy(
         message_dtype=precision.message_dtype,
         accumulation_dtype=precision.accumulation_dtype,
@@ -502,6 +508,11 @@ def gradient_policy(config: ZeroConfig, precision: PrecisionPolicy, stage: Stage
         post_scale=total / pre,
         sharded=stage.shards_optimizer,
     )
+
+
+def _headroom(world: int) -> int:
+    """The smallest power of two from the square root of ``world`` on: dividing by it rounds no element but subnormal ones."""
+    return 1 << math.ceil(math.log2(world) / 2)
 
 
 def loss_scaler(config: ZeroConfig) -> LossScaler | NullScaler:

@@ -27,7 +27,8 @@ from hf_zero.engine.step import Stepper, StepResult
 from hf_zero.engine.step_profile import build_clock
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import log_rank0, warn_once
-from hf_zero.optim.sharded import ShardedOptimizer, learning_rates
+from hf_zero.optim.readable import learning_rates
+from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.sequence_parallel.state import SequenceParallel
 from hf_zero.sharding.runtime import Runtime
 from hf_zero.sharding.stages import StagePolicy
@@ -49,8 +50,8 @@ class Progress:
         global_steps: Optimizer steps taken, skipped ones included.
         skipped_steps: Steps skipped for a gradient that is not finite.
         global_samples: Samples of all ranks seen at the boundaries.
-        last_step_applied: Whether the last step updated the weights.
-        last_norm: Gradient norm of the last step, before clipping; 0-dim tensor, or None before the first.
+        last_step_applied: Whether the last call of ``step`` updated the weights: not off the boundary, not on overflow.
+        last_norm: Gradient norm of the last boundary, before clipping, inf if it was skipped; 0-dim tensor, or None before the first.
         last_loss: Loss given to the last backward, detached; on the device.
     """
 
@@ -260,6 +261,8 @@ class Engine(nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At a boundary: clips, updates, spreads the new weights and steps the scheduler; otherwise nothing. Collective.
 
+        ``was_step_applied()`` then says whether this call changed the weights, ``get_global_grad_norm()`` is the norm of the last boundary.
+
         Args:
             lr_kwargs: Keyword arguments for the scheduler's ``step``.
 
@@ -267,7 +270,7 @@ class Engine(nn.Module):
             StateError: The engine has no optimizer, or another engine has taken its module.
         """
         self._require_optimizer("step")
-        had_backward = self.accumulation.awaits_step
+        had_backward, self.progress.last_step_applied = self.accumulation.awaits_step, False
         if not self.accumulation.step_called():
             if not had_backward:
                 self._warn_of_gradients_by_hand()
@@ -357,7 +360,11 @@ class Engine(nn.Module):
             self.accumulation.leave_no_sync()
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of all gradients in the last step, before clipping and without loss scale; None before the first step."""
+        """The norm of all gradients at the last boundary, before clipping and without loss scale; None before the first.
+
+        A step that was skipped for gradients that are not finite has the norm inf, those that are NaN included, as in DeepSpeed. Where
+        such steps are taken (fp32, and bf16 without ``check_grad_overflow``) the norm is what it is, nan included.
+        """
         return None if self.progress.last_norm is None else float(self.progress.last_norm)
 
     # -- saving and loading -------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 
 from hf_zero.engine.timers import SynchronizedWallClockTimer
 from hf_zero.metrics import EventWriter
-from hf_zero.optim.sharded import learning_rates
+from hf_zero.optim.readable import learning_rates
 
 # The engine's type is not named here: engine.py imports this table, and imports go one way.
 Getter = Callable[[Any], Any]

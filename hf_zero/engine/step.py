@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.engine.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.engine.loss_scale import LossScaler, NullScaler
 from hf_zero.engine.same_pace import require_same_pace
+from hf_zero.errors import StateError
 from hf_zero.observe import log_rank0, span
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.sharding.reducer import Reducer
@@ -26,16 +28,18 @@ class StepSettings:
         max_norm: Clip the global norm to this; 0 is off.
         sharded: Gradients are divided over ranks (stages 1 to 3).
         skips_overflow: Skip the update when a gradient is not finite.
+        wants_all: Every trainable parameter must have had a gradient on every rank.
     """
 
     max_norm: float
     sharded: bool
     skips_overflow: bool
+    wants_all: bool = False
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did: the norm before clipping (0-dim tensor, unscaled), and whether it was skipped and for which parameter."""
+    """What a step did: the norm before clipping (0-dim tensor, unscaled), and whether it was skipped (norm inf) and for which parameter."""
 
     norm: torch.Tensor
     skipped: bool
@@ -80,15 +84,37 @@ class Stepper:
         """Name of the first parameter with a gradient that is not finite; collective."""
         return first_non_finite(self.optimizer.units, shards, self.collectives, self._model)
 
+    def _require_all(self) -> None:
+        unused = [name for gradients in self.reducer.gradients for name in gradients.unused()]
+        by_rank = self.collectives.gather_objects(unused, "parameters without gradient")
+        if self._model is not None:
+            by_rank = [line for part in self._model.collectives.gather_objects(by_rank, "parameters without gradient") for line in part]
+        # In the model's order, each once; every rank has the same lists.
+        names = list(dict.fromkeys(name for line in by_rank for name in line))
+        if names:
+            ranks = [rank for rank, line in enumerate(by_rank) if line]
+            raise StateError(
+                f"{', '.join(names)}: no gradient in this step on rank(s) {', '.join(map(str, ranks))} of {len(by_rank)}, and "
+                "zero_optimization.ignore_unused_parameters is false. Let the loss depend on them, freeze them before initialize(), or "
+                "set the key to true: they count as zero then"
+            )
+
     def take(self) -> StepResult:
-        """One step over the gradients accumulated so far; collective."""
+        """One step over the gradients accumulated so far; collective.
+
+        Raises:
+            StateError: On every rank, if ranks have begun different numbers of micro-steps, or a parameter had no gradient and each must
+                have one; nothing has changed then.
+        """
         require_same_pace(self.collectives, self.runtime.micro_steps)
+        if self.settings.wants_all:
+            self._require_all()
         with span("finish_reduce"):
             shards = [self._gradients[id(unit)].reduced() for unit in self.optimizer.units]
         with span("norm"):
             scaled_norm = self.norm_of(shards)
         overflow = self.settings.skips_overflow and not bool(torch.isfinite(scaled_norm))
-        norm = scaled_norm / self.scaler.scale
+        norm = torch.full_like(scaled_norm, math.inf) if overflow else scaled_norm / self.scaler.scale
         culprit = ""
         if overflow:
             culprit = self.culprit_of(shards)

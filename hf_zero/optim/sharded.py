@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError, StateError
+from hf_zero.optim.readable import ReadableOptimizer
 from hf_zero.optim.residence import Residence
 from hf_zero.sharding.layout import FROZEN, Range
 from hf_zero.sharding.unit import Unit
@@ -56,17 +56,12 @@ def group_of_params(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> 
     return groups
 
 
-def learning_rates(groups: Iterable[dict[str, Any]]) -> list[float]:
-    """The rate of each param group; nan where the optimizer sets it itself (Adafactor with ``relative_step``)."""
-    return [math.nan if group["lr"] is None else float(group["lr"]) for group in groups]
-
-
 def _is_fresh(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it was never stepped. Adagrad fills its state at construction, with step 0."""
     return all("step" in state and float(state["step"]) == 0 for state in optimizer.state.values())
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(ReadableOptimizer):
     """A torch optimizer over flat master shards.
 
     The inner optimizer is the user's own object (or the one the config asked for): its ``param_groups`` stay live, so a
@@ -79,8 +74,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         segments: What ``inner`` updates, in order.
         overflow: Whether the last step was skipped for a gradient that is not finite.
         parameter_offload: Handle for libraries that look for DeepSpeed's hook object here.
-        scaler: The loss scale, with ``scale`` and ``dynamic``; None without an engine.
-        norm: Norm of all gradients in the last step, before clipping, 0-dim tensor; None before the first.
         residence: Where masters and moments live.
     """
 
@@ -91,8 +84,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.residence = residence or Residence()
         self.overflow = False
         self.parameter_offload: Any = None
-        self.scaler: Any = None
-        self.norm: torch.Tensor | None = None
+        self.scaler = None
+        self.norm = None
         self.segments = self._lay_out()
         self._segments_of: dict[int, list[OwnedSegment]] = {}
         for segment in self.segments:
@@ -180,49 +173,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The inner optimizer's defaults."""
         return self.inner.defaults
-
-    # DeepSpeed's names for what training scripts log.
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The inner optimizer."""
-        return self.inner
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor the loss is multiplied with; 1 without fp16."""
-        return float(self.scaler.scale) if self.scaler is not None else 1.0
-
-    @property
-    def cur_scale(self) -> float:
-        """As ``loss_scale``."""
-        return self.loss_scale
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale changes."""
-        return bool(self.scaler.dynamic) if self.scaler is not None else False
-
-    @property
-    def loss_scaler(self) -> Any:
-        """The loss scale with DeepSpeed's names: ``cur_scale``, ``cur_iter``, ``scale_window``, ...; None without an engine."""
-        return self.scaler
-
-    loss_scale_config = loss_scaler
-
-    def set_lr(self, lr: float) -> None:
-        """Sets the learning rate of every group."""
-        for group in self.param_groups:
-            group["lr"] = lr
-
-    def get_lr(self) -> float:
-        """The learning rate of the first group; nan where the optimizer sets it itself."""
-        return learning_rates(self.param_groups[:1])[0]
-
-    @property
-    def _global_grad_norm(self) -> float | None:
-        """``norm`` as a number."""
-        return None if self.norm is None else float(self.norm)
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """As the engine's method of that name."""

@@ -106,6 +106,7 @@ class UnitGradients:
         self._policy = policy
         self._flat: torch.Tensor | None = None  # (padded_numel,); freed when its reduction ends
         self._written = [False] * len(unit.layout.slots)  # what `_flat` holds, over all micro-steps since the last reduction
+        self._used = [False] * len(unit.layout.slots)  # whether a gradient came since the last `clear`
         self._arrived = 0  # gradients of this backward
         self._sent: torch.Tensor | None = None  # what the reduction in flight reads; back to the pool when it ends
         self._pending: Pending | None = None
@@ -120,6 +121,11 @@ class UnitGradients:
     def complete(self) -> bool:
         """Whether every parameter of the unit has handed in a gradient in this backward."""
         return self._arrived >= len(self._written)
+
+    def unused(self) -> list[str]:
+        """Names of the parameters that require a gradient and had none on this rank since the last step."""
+        owners = zip(self.unit.params, self.unit.layout.slots, self._used, strict=True)
+        return [slot.name for param, slot, used in owners if param is not None and param.requires_grad and not used]
 
     def begin_backward(self) -> None:
         """A new backward: no gradient has arrived yet."""
@@ -151,7 +157,7 @@ class UnitGradients:
             torch.mul(grad, scale, out=target)
         else:
             target.copy_(grad).mul_(scale)
-        self._written[index] = True
+        self._written[index] = self._used[index] = True
         self._arrived += 1
 
     def _allocate(self, deferred: bool) -> torch.Tensor:
@@ -256,3 +262,4 @@ class UnitGradients:
         self._flat = None
         self._arrived = 0
         self._written = [False] * len(self._written)
+        self._used = [False] * len(self._used)

@@ -31,21 +31,6 @@ class BlockSpec:
     read_in_backward: bool = True
 
 
-@dataclass(frozen=True)
-class LeafModules:
-    """Modules that are to be gathered as one: by class name (last part of a path), dotted name, or name ending."""
-
-    classes: Collection[str] = ()
-    names: Collection[str] = ()
-    name_suffixes: Collection[str] = ()
-
-    def match(self, name: str, module: nn.Module) -> bool:
-        """Whether ``module`` is one of them."""
-        lineage = type(module).__mro__
-        kinds = {kind.__name__ for kind in lineage} | {f"{kind.__module__}.{kind.__qualname__}" for kind in lineage}
-        return bool(kinds & set(self.classes)) or name in self.names or any(name.endswith(suffix) for suffix in self.name_suffixes)
-
-
 def lone_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Modules, by dotted name, that a library calls on one rank alone, so that they must stay whole whatever their size.
 
@@ -59,17 +44,17 @@ def lone_modules(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def find_blocks(model: nn.Module, leaves: LeafModules = LeafModules()) -> dict[str, nn.Module]:
+def find_blocks(model: nn.Module, leaves: Collection[str] = ()) -> dict[str, nn.Module]:
     """The repeated blocks of ``model`` by dotted name, outermost first, none inside another.
 
     transformers' ``_no_split_modules`` decides if present and matching; else the children of the largest ``ModuleList``
-    or ``Sequential`` containers, found by structure. Leaf modules are added when no block holds them.
+    or ``Sequential`` containers, found by structure. Leaf modules, by dotted name, are added when no block holds them.
     """
     wanted = {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
     found = _outermost(model, lambda name, module: type(module).__name__ in wanted) if wanted else {}
     if not found:
         found = _blocks_by_structure(model)
-    extra = _outermost(model, lambda name, module: name not in found and leaves.match(name, module))
+    extra = _outermost(model, lambda name, module: name not in found and name in leaves)
     for name, module in extra.items():
         if not any(name.startswith(f"{block}.") for block in found):
             found = {block: inner for block, inner in found.items() if not block.startswith(f"{name}.")}
@@ -111,7 +96,7 @@ def _total_numel(module: nn.Module) -> int:
 
 
 def build_blocks(
-    model: nn.Module, members: Sequence[NamedParam], leaves: LeafModules = LeafModules(), large: int = LARGE_MODULE_NUMEL
+    model: nn.Module, members: Sequence[NamedParam], leaves: Collection[str] = (), large: int = LARGE_MODULE_NUMEL
 ) -> list[BlockSpec]:
     """Divides ``members`` (each parameter once) among the root, the blocks, and large embeddings and heads.
 

@@ -81,9 +81,8 @@ class Reducer:
             sizes: Elements gathered at each position of backward's line.
             reach: Elements that may be gathered ahead.
         """
-        gathers = any(sizes) and self.enabled
         places = [min(self._place(entry), len(sizes)) for entry in self._queue]
-        self._order = BackwardOrder(sizes, places, reach) if gathers else None
+        self._order = BackwardOrder(sizes, places, reach) if any(sizes) else None
         return self._order
 
     def attach(self, on_first: Callable[[], None]) -> None:
@@ -132,18 +131,17 @@ class Reducer:
         return (gradients.complete or id(gradients) in self._closed) and id(gradients) not in self._deferred
 
     def send(self, count: int) -> None:
-        """Sends off the first ``count`` of the queue that are not gone yet, complete or not: their place in the order has come."""
-        while self._sent < count:
+        """Sends off the first ``count`` of the queue, complete or not, if this backward reduces: their place in the order has come."""
+        while self.enabled and self._sent < count:
             self._send_next()
 
     def send_all(self) -> None:
-        """Sends off what is left, if this backward reduces; what comes later is late."""
-        if self.enabled:
-            self.send(len(self._queue))
+        """Sends off what is left; what comes later is late."""
+        self.send(len(self._queue))
 
     def has(self, count: int) -> bool:
         """Whether the first ``count`` of the queue are gone or done."""
-        return all(self._is_done(entry) for entry in self._queue[self._sent : count])
+        return not self.enabled or all(self._is_done(entry) for entry in self._queue[self._sent : count])
 
     def _send_next(self) -> None:
         self._sent += 1

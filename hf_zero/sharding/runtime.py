@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_zero.observe import note, span
 from hf_zero.sharding import shared_backward
+from hf_zero.sharding.differentiation import outside_transforms, reaches
 from hf_zero.sharding.outputs import tensors_in
 from hf_zero.sharding.reducer import Reducer
 from hf_zero.sharding.schedule import Block, GatherSchedule
@@ -54,7 +55,9 @@ class Runtime:
         self.state = IterationState.FORWARD
         self.on_user_backward: WeakMethod[Callable[[], None]] | None = None  # called when a backward begins that the engine did not start
         self._backwards = 0
+        self._micro_steps = 0  # backwards that hand gradients to parameters
         self._failed_forwards = 0  # of the whole module, for training
+        self._collects = False  # whether the backward that runs hands gradients to parameters
         self._awaited: WeakSet[Callable[..., Any]] = WeakSet()  # hooks of outputs; they live as long as the graph
         self.forwards = 0  # forwards of the whole module, or of a block by itself, outside backward
         self._training_forward = False
@@ -80,7 +83,7 @@ class Runtime:
         if self.schedule is not None:
             self._strays.attach(self)
         if self.reducer is not None:
-            self.reducer.attach(self._notice_backward)
+            self.reducer.attach(self._notice_gradient)
 
     def detach(self) -> None:
         """Takes all hooks out. Parameters of released units stay released until another engine takes the module."""
@@ -126,7 +129,7 @@ class Runtime:
     @property
     def micro_steps(self) -> int:
         """Micro-steps begun so far, those included whose forward raised."""
-        return self._backwards + self._failed_forwards
+        return self._micro_steps + self._failed_forwards
 
     @property
     def attached(self) -> bool:
@@ -258,15 +261,24 @@ class Runtime:
             return
         note("external", block.name)
         add_external(self._stack[-1] if self._stack else self.root, block, self.root)
-        if self.state is IterationState.BACKWARD:
-            self._advance_backward(block)
-        else:
-            self._gather_for_forward(block)
+        with outside_transforms():
+            if self.state is IterationState.BACKWARD:
+                self._advance_backward(block)
+            else:
+                self._gather_for_forward(block)
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Enters BACKWARD; called by the engine, or by the first hook of a backward the user started."""
+        """Enters BACKWARD for a micro-step that the engine has begun."""
+        self._collect()
+        self._enter_backward()
+
+    def _collect(self) -> None:
+        self._micro_steps += not self._collects
+        self._collects = True
+
+    def _enter_backward(self) -> None:
         if self.state is IterationState.BACKWARD:
             return
         self.state = IterationState.BACKWARD
@@ -274,16 +286,36 @@ class Runtime:
         self._stack.clear()
         shared_backward.begin(self)
         note("backward")
+        if self.reducer is not None and not self._collects:
+            self.reducer.enabled = False
         if self.schedule is not None:
             self.schedule.begin_backward(self.reducer)
 
     def _notice_backward(self) -> None:
+        """[Note: backwards for inputs] ``torch.autograd.grad`` and the transforms of torch.func give no parameter a gradient.
+
+        They gather as any backward does; they are no micro-step, need no loss scale, and nothing is reduced. Which kind it is must be
+        known before the first block is passed, and all ranks must run the same kind. Where only a recomputation reaches
+        parameters (reentrant checkpointing) the first gradient tells.
+        """
         if self.state is not IterationState.BACKWARD:
-            begin = self.on_user_backward() if self.on_user_backward is not None else None
-            if begin is not None and self.reducer is not None:
-                begin()
-            self.begin_backward()
+            if self.reducer is not None and reaches(
+                param for entry in self.reducer.gradients for param in entry.unit.params if param is not None
+            ):
+                self._begin_collecting()
+            self._enter_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _notice_gradient(self) -> None:
+        if not self._collects:
+            self._begin_collecting()
+        self._notice_backward()
+
+    def _begin_collecting(self) -> None:
+        begin = self.on_user_backward() if self.on_user_backward is not None else None
+        if begin is not None and self.reducer is not None:
+            begin()
+        self._collect()
 
     def _pre_backward(self, block: Block) -> None:
         if self.schedule is not None:
@@ -298,7 +330,7 @@ class Runtime:
         if self.schedule is None:
             return
         passed = self.schedule.backward(block)
-        if self.reducer is not None:
+        if self.reducer is not None and self._collects:
             self.reducer.close([self._gradients[id(unit)] for done in passed for unit in done.units if id(unit) in self._gradients])
 
     def _recompute(self, block: Block) -> None:
@@ -319,7 +351,7 @@ class Runtime:
         """Leaves BACKWARD: joins what other ranks gathered and reduced; collective. Does nothing outside a backward."""
         if self.state is not IterationState.BACKWARD:
             return
-        with span("end_backward"):
+        with span("end_backward"), outside_transforms():
             shared_backward.close_all()
             if self.schedule is not None:
                 self.schedule.end_backward()
@@ -339,13 +371,14 @@ class Runtime:
         """Forgets a forward or backward that broke off with an error; local."""
         if self.schedule is not None:
             self.schedule.release_all()
-        if self.reducer is not None:
+        if self.reducer is not None and self._collects:
             self.reducer.clear()
         self._finish()
 
     def _finish(self) -> None:
         self.state = IterationState.FORWARD
         shared_backward.leave(self)
+        self._collects = False
         self._stack.clear()
         self._awaited.clear()
         for block in (self.root, *self.blocks):

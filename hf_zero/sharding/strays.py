@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.observe import logger
+from hf_zero.sharding.differentiation import outside_transforms
 from hf_zero.sharding.external import external_parameters, guard, unguard
 from hf_zero.sharding.schedule import Block
 from hf_zero.sharding.unit import find_unit
@@ -39,7 +40,7 @@ class Follower(Protocol):
 
 
 def outside_compile(function: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
-    """Keeps torch.compile out of a hook, without importing its machinery for those who do not use it.
+    """Keeps torch.compile and torch.func out of a hook, without importing torch.compile's machinery for those who do not use it.
 
     Args:
         function: The hook.
@@ -51,9 +52,11 @@ def outside_compile(function: Callable[..., Any], module: nn.Module | None = Non
         nonlocal wrapped
         if wrapped is None:
             if "torch._dynamo.eval_frame" not in sys.modules:
-                return function(*args, **kwargs)
+                with outside_transforms():
+                    return function(*args, **kwargs)
             wrapped = torch.compiler.disable(function)
-        return wrapped(*args, **kwargs)
+        with outside_transforms():
+            return wrapped(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     if module is not None:

@@ -148,8 +148,10 @@ class ZeroOptimization(Section):
     sub_group_size: Size = used(
         1000000000, "Most elements read, updated and written at a time with offload_optimizer on nvme; 0 is as few as can be"
     )
-    ignore_unused_parameters: Bool = accepted(
-        True, "Tolerate parameters without gradient", "a parameter without gradient always counts as zero, on every rank"
+    ignore_unused_parameters: Bool = used(
+        True,
+        "A parameter without gradient counts as zero; false: a step in which a trainable parameter had none, on any rank, is an error "
+        "that names it",
     )
     legacy_stage1: Bool = refused(False, "Old stage 1 implementation", "remove it: stage 1 has one implementation")
     round_robin_gradients: Bool = accepted(
