@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from hf_zero.checkpoint import folders
+from hf_zero import own_files
+from hf_zero.checkpoint import commit, folders
 from hf_zero.checkpoint.catalog import Catalog
 from hf_zero.checkpoint.checksum import Checksum, first_damaged
 from hf_zero.checkpoint.element_types import DTYPES
@@ -32,6 +33,7 @@ from hf_zero.checkpoint.format import CHUNK_BYTES, FileRecord, Index, ParamRecor
 from hf_zero.checkpoint.slices import Slice
 from hf_zero.checkpoint.tensor_file import Copy, Elsewhere, Entry, RangeReader, cut, whole, write_tensor_file
 from hf_zero.errors import CheckpointError
+from hf_zero.process import Process
 from hf_zero.sharding.layout import build_layout
 
 # -- tensor files -----------------------------------------------------------------------------------------------------------
@@ -380,9 +382,9 @@ def test_no_index_at_all(text: str) -> None:
 
 
 def _seal(save_dir: Path, tag: str, text: str = "{}") -> Path:
-    part = folders.begin(save_dir, tag)
-    folders.seal(part, text)
-    return folders.publish(part, save_dir, tag)
+    part = commit.begin(save_dir, tag)
+    commit.seal(part, text)
+    return commit.publish(part, save_dir, tag)
 
 
 @pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "/abs", ".hidden", "latest", "zero_to_fp32.py", "a\0b"])
@@ -395,7 +397,7 @@ def test_incomplete_folder_is_named_with_the_newest_complete_one(tmp_path: Path)
     for tag in ("global_step1", "global_step2", "global_step10"):
         _seal(tmp_path, tag)
     (tmp_path / "global_step10" / "complete").unlink()
-    folders.begin(tmp_path, "global_step3")  # killed while it was written
+    commit.begin(tmp_path, "global_step3")  # killed while it was written
     for tag, problem in (
         ("global_step10", "is incomplete"),
         ("global_step3", "there is no checkpoint folder"),
@@ -417,19 +419,19 @@ def test_newest_is_by_number_else_by_time(tmp_path: Path) -> None:
 
 def test_latest_that_names_nothing_complete_gives_way_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert folders.find_latest(tmp_path) is None and folders.find_latest(tmp_path / "absent") is None
-    folders.begin(tmp_path, "global_step1")  # killed: nothing was ever saved
+    commit.begin(tmp_path, "global_step1")  # killed: nothing was ever saved
     assert folders.find_latest(tmp_path) is None
-    folders.write_text(tmp_path / "latest", "global_step4")
+    own_files.write_text(tmp_path / "latest", "global_step4")
     with pytest.raises(CheckpointError, match="no checkpoint folder .*global_step4; no other is complete there"):
         folders.find_latest(tmp_path)
     (tmp_path / "latest").unlink()
     _seal(tmp_path, "global_step1")  # killed before ``latest``
     with caplog.at_level("WARNING", "hf_zero"), _propagating():
         assert folders.find_latest(tmp_path) == tmp_path / "global_step1"
-        folders.write_text(tmp_path / "latest", "global_step4")
+        own_files.write_text(tmp_path / "latest", "global_step4")
         assert folders.find_latest(tmp_path) == tmp_path / "global_step1"
     assert "no file 'latest'" in caplog.text and "'latest' names 'global_step4': there is no checkpoint folder" in caplog.text
-    folders.write_text(tmp_path / "latest", "global_step1")
+    own_files.write_text(tmp_path / "latest", "global_step1")
     assert folders.find_latest(tmp_path) == tmp_path / "global_step1"
 
 
@@ -449,24 +451,24 @@ def test_folders_of_killed_saves_are_removed_and_those_of_running_ones_stay(tmp_
     dead = subprocess.Popen([sys.executable, "-c", "pass"])
     dead.wait()
     for tag, writer in {
-        "mine": folders.Process.own(),
-        "dead": replace(folders.Process.own(), pid=dead.pid),
-        "far": folders.Process("x", 1),
+        "mine": Process.own(),
+        "dead": replace(Process.own(), pid=dead.pid),
+        "far": Process("x", 1),
     }.items():
-        (folders.begin(tmp_path, tag) / "writer.json").write_text(json.dumps(writer.as_json()))
-    old = folders.begin(tmp_path, "old") / "writer.json"
+        (commit.begin(tmp_path, tag) / "writer.json").write_text(json.dumps(writer.as_json()))
+    old = commit.begin(tmp_path, "old") / "writer.json"
     old.write_text("{}")
     for path in (old, old.parent):
         os.utime(path, (0, 0))
-    folders.begin(tmp_path, "next")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".far.part", ".mine.part", ".next.part"]
+    commit.begin(tmp_path, "next")
+    assert sorted(str(folders.tag_of_part(path.name)) for path in tmp_path.iterdir()) == ["far", "mine", "next"]
 
 
 def test_a_file_that_is_renamed_while_one_looks_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of a save in the background looks into the folder while others put their notes there."""
     (tmp_path / "stays").write_text("1234")
     monkeypatch.setattr(Path, "iterdir", lambda folder: iter([folder / ".rank-00001.json.part", folder / "stays"]))
-    assert {name: found.st_size for name, found in folders.present_files(tmp_path).items()} == {"stays": 4}
+    assert {name: found.st_size for name, found in own_files.present_files(tmp_path).items()} == {"stays": 4}
 
 
 def test_the_newest_whole_checkpoint_of_a_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -504,8 +506,8 @@ def test_a_former_checkpoint_is_removed_only_when_the_new_one_is_complete(tmp_pa
     for tag in ("done", "lost"):
         shutil.copytree(_seal(tmp_path, tag), tmp_path / f".{tag}.former")
     shutil.rmtree(tmp_path / "lost")
-    folders.begin(tmp_path, "next")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lost.former", ".next.part", "done"]
+    part = commit.begin(tmp_path, "next")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lost.former", part.name, "done"]
     assert folders.find(tmp_path, "lost") == tmp_path / ".lost.former"
 
 
@@ -513,7 +515,7 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "corpus.txt").write_text("precious")
     with pytest.raises(CheckpointError, match="data exists and is no checkpoint of ours"):
-        folders.begin(tmp_path, "data")
+        commit.begin(tmp_path, "data")
     broken = _seal(tmp_path, "t")
     (broken / "index.json").unlink()
     _seal(tmp_path, "t")
@@ -522,8 +524,8 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
 
 def test_killed_between_the_renames_the_former_checkpoint_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _seal(tmp_path, "t", '{"n": 1}')
-    part = folders.begin(tmp_path, "t")
-    folders.seal(part, '{"n": 2}')
+    part = commit.begin(tmp_path, "t")
+    commit.seal(part, '{"n": 2}')
     rename = os.rename
 
     def killed(source: Path, target: Path) -> None:
@@ -533,7 +535,7 @@ def test_killed_between_the_renames_the_former_checkpoint_is_found(tmp_path: Pat
 
     monkeypatch.setattr(os, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
-        folders.publish(part, tmp_path, "t")
+        commit.publish(part, tmp_path, "t")
     monkeypatch.undo()
     assert folders.read_index(folders.find(tmp_path, "t")) == '{"n": 1}'
     assert folders.read_index(_seal(tmp_path, "t", '{"n": 3}')) == '{"n": 3}'
@@ -549,6 +551,6 @@ def test_index_and_marker_must_agree(tmp_path: Path) -> None:
 
 def test_latest_that_names_a_path_is_refused(tmp_path: Path) -> None:
     assert folders.read_latest(tmp_path) is None
-    folders.write_text(tmp_path / "latest", "../../elsewhere")
+    own_files.write_text(tmp_path / "latest", "../../elsewhere")
     with pytest.raises(CheckpointError, match="latest: the checkpoint tag '../../elsewhere'"):
         folders.read_latest(tmp_path)
