@@ -69,13 +69,14 @@ def read_writer(folder: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else {}
 
 
-def is_abandoned(folder: Path) -> bool:
-    """Whether nobody writes into a folder any more: its writer is dead, or on another machine and silent for a day. Not without a sign."""
-    writer = read_writer(folder)
-    return writer is not None and _is_gone(Process.of_json(writer), folder)
+def is_abandoned(path: Path) -> bool:
+    """Whether nobody makes a file or folder any more: who does is dead, or on another machine and silent for a day.
 
-
-def _is_gone(writer: Process | None, path: Path) -> bool:
+    Not where neither its name nor ``writer.json`` in it says who that is.
+    """
+    signed, writer = _maker(path)
+    if not signed:
+        return False
     alive = writer.is_alive() if writer is not None else None
     if alive is not None:
         return not alive
@@ -83,6 +84,15 @@ def _is_gone(writer: Process | None, path: Path) -> bool:
     if path.is_dir():
         changes += [found.st_mtime for found in present_files(path).values()]
     return time.time() - max(changes) > _SILENT_SECONDS
+
+
+def _maker(path: Path) -> tuple[bool, Process | None]:
+    """Whether something says who makes a file or folder, and who that is where it can be read."""
+    found = _HIDDEN.fullmatch(path.name)
+    if found is not None:  # first: such a folder may hold half of a ``writer.json``
+        return True, Process.of_code(found[2])
+    writer = read_writer(path)
+    return writer is not None, Process.of_json(writer)
 
 
 def present_files(folder: Path) -> dict[str, os.stat_result]:
@@ -150,8 +160,8 @@ def remove_folder(folder: Path, is_ours: Callable[[str], bool], last: str = WRIT
         return False
     if folder.is_symlink() or not folder.is_dir():
         return not os.path.lexists(folder)
-    writer = read_writer(folder)
-    if writer is not None and Process.of_json(writer) != Process.own() and not is_abandoned(folder):
+    signed, writer = _maker(folder)
+    if signed and writer != Process.own() and not is_abandoned(folder):
         return False
     with suppress(OSError):
         for path in sorted(folder.iterdir(), key=lambda path: path.name == last):
@@ -180,9 +190,8 @@ def sweep(folder: Path, is_ours: Callable[[str], bool] = WRITER_FILE.__eq__) -> 
         is_ours: Names of files inside a folder that was being made.
     """
     for path in folder.iterdir() if folder.is_dir() else ():
-        found = _HIDDEN.fullmatch(path.name)
         with suppress(FileNotFoundError):  # another process sweeps too
-            if found is None or path.is_symlink() or not _is_gone(Process.of_code(found[2]), path):
+            if not is_hidden_name(path.name) or path.is_symlink() or not is_abandoned(path):
                 continue
             if path.is_dir():
                 remove_folder(path, is_ours)

@@ -35,6 +35,7 @@ from hf_zero.checkpoint.tensor_file import Copy, Elsewhere, Entry, RangeReader, 
 from hf_zero.errors import CheckpointError
 from hf_zero.process import Process
 from hf_zero.sharding.layout import build_layout
+from tests.processes import REPO, environment
 
 # -- tensor files -----------------------------------------------------------------------------------------------------------
 
@@ -520,6 +521,125 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (broken / "index.json").unlink()
     _seal(tmp_path, "t")
     assert folders.is_complete(tmp_path / "t")
+
+
+FOREIGN: dict[str, dict[str, str]] = {
+    "a model": {"model.safetensors": "weights"},
+    "a model in parts": {"model-00001-of-00002.safetensors": "weights", "index.json": "{}"},
+    "an index and a marker of others": {"index.json": "{}", "complete": "yes"},
+    "values of others": {"values.safetensors": "x"},
+    "a checkpoint and more": {"master-00000-of-00001.safetensors": "x", "notes.txt": "x"},
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_others_made_stays(tmp_path: Path, name: str) -> None:
+    for folder in ("best", ".old.former", ".other.0123abcd.part"):
+        (tmp_path / folder).mkdir()
+        for file, content in FOREIGN[name].items():
+            (tmp_path / folder / file).write_text(content)
+            os.utime(tmp_path / folder / file, (0, 0))
+        os.utime(tmp_path / folder, (0, 0))
+    _seal(tmp_path, "old")
+    with pytest.raises(CheckpointError, match="best exists and is no checkpoint of ours.*choose another tag, or move it away"):
+        commit.begin(tmp_path, "best")
+    for folder in ("best", ".other.0123abcd.part"):
+        assert {path.name: path.read_text() for path in (tmp_path / folder).iterdir()} == FOREIGN[name]
+    left = {path.name: path.read_text() for place in ("old", ".old.former") for path in tmp_path.glob(f"{place}/*")}
+    assert {**left, "index.json": "", "complete": ""}.keys() >= FOREIGN[name].keys() - {"master-00000-of-00001.safetensors"}
+
+
+def test_a_link_in_the_place_of_a_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "best").symlink_to(_seal(tmp_path, "t"))
+    with pytest.raises(CheckpointError, match="best is a link; choose another tag"):
+        commit.begin(tmp_path, "best")
+    assert folders.is_complete(tmp_path / "best")
+
+
+def test_what_is_in_a_checkpoint_that_is_replaced_moves_to_the_new_one(tmp_path: Path) -> None:
+    for number in range(3):
+        folder = _seal(tmp_path, "t", json.dumps({"n": number}))
+        if number == 0:
+            (folder / "notes.txt").write_text("mine")
+            (folder / "plots").mkdir()
+            (folder / "plots" / "loss.png").write_text("mine too")
+    assert folders.read_index(folder) == '{"n": 2}'
+    assert (folder / "notes.txt").read_text() == "mine" and (folder / "plots" / "loss.png").read_text() == "mine too"
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+_SAVING = """
+import sys
+from pathlib import Path
+from hf_zero.checkpoint import commit
+part = commit.begin(Path(sys.argv[1]), "t")
+(part / "master-00000-of-00001.safetensors").write_text("theirs")
+print(part, flush=True)
+for step in (lambda: commit.seal(part, "{}"), lambda: commit.publish(part, Path(sys.argv[1]), "t")):
+    sys.stdin.readline()
+    step()
+"""
+
+
+def test_a_second_job_that_saves_the_same_tag_is_refused_by_name(tmp_path: Path) -> None:
+    """What is complete stays until the first one has its own, and the second works when that is dead."""
+    former = _seal(tmp_path, "t", '{"n": 1}')
+    command = [sys.executable, "-c", _SAVING, str(tmp_path)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    other = subprocess.Popen(command, env=environment(), cwd=REPO, **pipes)
+    try:
+        part = Path(other.stdout.readline().strip())  # type: ignore[union-attr]
+        with pytest.raises(
+            CheckpointError, match=rf"process {other.pid} of .*, which runs, is saving checkpoint 't' .*{re.escape(str(part))}"
+        ):
+            commit.begin(tmp_path, "t")
+        assert (part / "master-00000-of-00001.safetensors").read_text() == "theirs"
+        assert folders.read_index(former) == '{"n": 1}'
+        _seal(tmp_path, "another")
+        assert part.is_dir()
+        writer = Process.of_json(json.loads((part / "writer.json").read_text()))
+        assert writer is not None and writer.pid == other.pid
+        commit.clear(tmp_path, "t", [writer])  # ranks of one job that share a disk
+    finally:
+        other.kill()
+        other.communicate()
+    _seal(tmp_path, "t", '{"n": 2}')
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["another", "t"]
+
+
+def test_jobs_that_do_not_know_of_each_other_have_folders_of_their_own(tmp_path: Path) -> None:
+    """On two machines, say: each checkpoint is whole, the later one stays."""
+    parts = []
+    for number in range(2):
+        parts.append(commit.begin(tmp_path, "t"))
+        writer = json.loads((parts[number] / "writer.json").read_text())
+        if number == 0:
+            (parts[0] / "writer.json").write_text(json.dumps({**writer, "place": "elsewhere"}))
+    for number, part in enumerate(parts):
+        (part / "master-00000-of-00001.safetensors").write_text(str(number))
+    (parts[0] / "writer.json").write_text(json.dumps(writer))
+    for number, part in enumerate(parts):
+        commit.seal(part, json.dumps({"n": number}))
+        assert folders.read_index(commit.publish(part, tmp_path, "t")) == json.dumps({"n": number})
+        assert (tmp_path / "t" / "master-00000-of-00001.safetensors").read_text() == str(number)
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+def test_a_folder_that_another_process_has_taken_is_not_completed(tmp_path: Path) -> None:
+    _seal(tmp_path, "t", '{"n": 1}')
+    part = commit.begin(tmp_path, "t")
+    own = (part / "writer.json").read_text()
+    other = json.dumps(replace(Process.own(), pid=1).as_json())
+    (part / "writer.json").write_text(other)
+    with pytest.raises(CheckpointError, match="no longer this process' folder"):
+        commit.seal(part, '{"n": 2}')
+    assert not folders.is_complete(part)
+    (part / "writer.json").write_text(own)
+    commit.seal(part, '{"n": 2}')
+    (part / "writer.json").unlink()
+    with pytest.raises(CheckpointError, match="no longer this process' folder"):
+        commit.publish(part, tmp_path, "t")
+    assert folders.read_index(tmp_path / "t") == '{"n": 1}'
 
 
 def test_killed_between_the_renames_the_former_checkpoint_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ _SHARD = re.compile(
     r"-\d{5,}-of-\d{5,}(\.tensor-\d{5,}-of-\d{5,})?\.safetensors"
 )
 _OTHER = re.compile(r"values(-\d{5,})?\.safetensors|module\.safetensors")  # the second in version 1 alone
+_open: set[str] = set()  # names of hidden folders of saves of this process that are under way
 _NOTE = re.compile(r"rank-\d{5,}\.json|failed-\d{5,}")  # of a save in the background
 
 
@@ -69,6 +70,7 @@ def begin(save_dir: Path, tag: str, number: str | None = None) -> Path:
     clear(save_dir, tag)
     drop_formers(save_dir)
     own_files.make_folder(part, {})
+    _open.add(part.name)
     return part
 
 
@@ -90,11 +92,12 @@ def clear(save_dir: Path, tag: str, job: Collection[Process] = ()) -> None:
         of = tag_of_part(part.name)
         if of is None or part.is_symlink() or not part.is_dir():
             continue
-        if own_files.is_abandoned(part):
+        writer = Process.of_json(own_files.read_writer(part))
+        if own_files.is_abandoned(part) or writer == Process.own() and part.name not in _open:
             logger.warning("%s was left by a save that did not finish; it is removed", part)
             own_files.remove_folder(part, _is_ours)
-        elif of == tag:
-            _refuse_second(part, tag, job)
+        elif of == tag and writer is not None and writer != Process.own() and writer not in job:
+            _refuse_second(part, tag, writer)
 
 
 def _refuse_foreign(final: Path) -> None:
@@ -124,11 +127,8 @@ def _has_sign(folder: Path) -> bool:
     return isinstance(index, dict) and index.get("format") == FORMAT
 
 
-def _refuse_second(part: Path, tag: str, job: Collection[Process]) -> None:
+def _refuse_second(part: Path, tag: str, writer: Process) -> None:
     """Refuses a second save of a tag while another process is known to be at it."""
-    writer = Process.of_json(own_files.read_writer(part))
-    if writer is None or writer == Process.own() or writer in job:
-        return
     who = f"process {writer.pid} of {writer.place.partition(' ')[0]}"
     if writer.is_alive():
         raise CheckpointError(
@@ -150,6 +150,7 @@ def offer(save_dir: Path, tag: str, number: str, rank: int) -> None:
     part = part_of(save_dir, tag, number)
     try:
         own_files.make_folder(part, {"leader": rank})
+        _open.add(part.name)
     except OSError:
         if not part.is_dir():
             raise
@@ -187,6 +188,7 @@ def publish(part: Path, save_dir: Path, tag: str, keep_former: bool = False) -> 
         CheckpointError: It is another process' folder.
     """
     _check_writer(part, own_files.read_writer(part))
+    _open.discard(part.name)
     final, former = save_dir / tag, former_of(save_dir, tag)
     if is_complete(final):
         _drop(former, final)
@@ -205,6 +207,7 @@ def publish(part: Path, save_dir: Path, tag: str, keep_former: bool = False) -> 
 
 def abandon(part: Path) -> None:
     """Removes a hidden folder after a failure; every rank may call it, the one that made it removes it."""
+    _open.discard(part.name)
     own_files.remove_folder(part, _is_ours)
 
 
