@@ -147,9 +147,9 @@ class Background:
         """Begins to write; ``parts`` are what all ranks told of theirs."""
         running = _Running(task.what, task.part)
         running.thread = threading.Thread(target=self._run, args=(running, task, parts), name="hf_zero checkpoint", daemon=False)
+        running.thread.start()
         running.heard = exit_status.promise(running.lost)
         self._running = running
-        running.thread.start()
 
     def _run(self, running: _Running, task: Task, parts: list[dict[str, Any]]) -> None:
         try:
@@ -226,6 +226,8 @@ class Background:
         running, self._running = self._running, None
         if running is not None:
             running.thread.join()
+            if running.done:
+                running.heard()
         self._memory = torch.empty(0, dtype=torch.uint8)
 
 
