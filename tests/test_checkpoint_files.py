@@ -607,6 +607,13 @@ def test_a_second_job_that_saves_the_same_tag_is_refused_by_name(tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["another", "t"]
 
 
+def test_a_checkpoint_whose_save_was_killed_elsewhere_after_its_rename_is_replaced(tmp_path: Path) -> None:
+    for number in range(3):
+        folder = _seal(tmp_path, "t", json.dumps({"n": number}))
+        (folder / "writer.json").write_text(json.dumps(Process("elsewhere", 1).as_json()))
+    assert [path.name for path in tmp_path.iterdir()] == ["t"] and folders.read_index(tmp_path / "t") == '{"n": 2}'
+
+
 def test_jobs_that_do_not_know_of_each_other_have_folders_of_their_own(tmp_path: Path) -> None:
     """On two machines, say: each checkpoint is whole, the later one stays."""
     parts = []

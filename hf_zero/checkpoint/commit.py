@@ -195,7 +195,7 @@ def publish(part: Path, save_dir: Path, tag: str, keep_former: bool = False) -> 
         os.rename(final, former)
         note("checkpoint_aside", tag)
     elif final.exists():  # nobody can load it; what is complete may be the former one of this name
-        own_files.remove_folder(final, _is_ours)
+        _remove_named(final)
     os.rename(part, final)
     own_files.remove_file(final / own_files.WRITER_FILE)
     own_files.sync_folder(save_dir)
@@ -231,9 +231,15 @@ def _drop(folder: Path, kept: Path) -> None:
     if not folder.exists() or not _has_sign(folder):
         return
     own_files.remove_file(folder / MARKER_FILE)  # first: from here on nobody takes it for complete
-    for path in folder.iterdir():
+    for path in list(folder.iterdir()):
         if (path.is_dir() or not _is_ours(path.name)) and not os.path.lexists(kept / path.name):
             os.rename(path, kept / path.name)
+    _remove_named(folder)
+
+
+def _remove_named(folder: Path) -> None:
+    """Removes what has or had the name of a checkpoint: nobody writes it any more, whatever a save that was killed left in it."""
+    own_files.remove_file(folder / own_files.WRITER_FILE)
     own_files.remove_folder(folder, _is_ours)
 
 
