@@ -1,6 +1,6 @@
 """The public helpers that ``deepspeed.utils`` has."""
 
-from hf_zero.checkpoint.folders import newest_trainer_checkpoint
+from hf_zero.checkpoint.trainer_folders import newest_trainer_checkpoint
 from hf_zero.engine.full_values import (
     safe_get_full_fp32_param,
     safe_get_full_grad,

@@ -180,8 +180,8 @@ def test_a_rank_that_died_is_noticed_without_waiting(tmp_path: Path) -> None:
     from dataclasses import replace
 
     from hf_zero.checkpoint.background import Background, Task
-    from hf_zero.checkpoint.folders import Process
     from hf_zero.errors import CheckpointError
+    from hf_zero.process import Process
 
     gone = subprocess.Popen([sys.executable, "-c", "pass"], env=environment())
     gone.wait()

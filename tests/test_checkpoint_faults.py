@@ -51,7 +51,7 @@ def _flip(path: Path, position: int) -> None:
 
 def _edit_index(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """A checkpoint that says something else, with a marker that fits."""
-    from hf_zero.checkpoint.folders import seal
+    from hf_zero.checkpoint.commit import seal
 
     data = json.loads((folder / "index.json").read_text())
     change(data)

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from hf_zero.checkpoint import folders
+from hf_zero import own_files
+from hf_zero.checkpoint import commit, folders
 from hf_zero.checkpoint.catalog import Catalog
 from hf_zero.checkpoint.checksum import Checksum, first_damaged
 from hf_zero.checkpoint.element_types import DTYPES
@@ -32,7 +33,9 @@ from hf_zero.checkpoint.format import CHUNK_BYTES, FileRecord, Index, ParamRecor
 from hf_zero.checkpoint.slices import Slice
 from hf_zero.checkpoint.tensor_file import Copy, Elsewhere, Entry, RangeReader, cut, whole, write_tensor_file
 from hf_zero.errors import CheckpointError
+from hf_zero.process import Process
 from hf_zero.sharding.layout import build_layout
+from tests.processes import REPO, environment
 
 # -- tensor files -----------------------------------------------------------------------------------------------------------
 
@@ -380,9 +383,9 @@ def test_no_index_at_all(text: str) -> None:
 
 
 def _seal(save_dir: Path, tag: str, text: str = "{}") -> Path:
-    part = folders.begin(save_dir, tag)
-    folders.seal(part, text)
-    return folders.publish(part, save_dir, tag)
+    part = commit.begin(save_dir, tag)
+    commit.seal(part, text)
+    return commit.publish(part, save_dir, tag)
 
 
 @pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "/abs", ".hidden", "latest", "zero_to_fp32.py", "a\0b"])
@@ -395,7 +398,7 @@ def test_incomplete_folder_is_named_with_the_newest_complete_one(tmp_path: Path)
     for tag in ("global_step1", "global_step2", "global_step10"):
         _seal(tmp_path, tag)
     (tmp_path / "global_step10" / "complete").unlink()
-    folders.begin(tmp_path, "global_step3")  # killed while it was written
+    commit.begin(tmp_path, "global_step3")  # killed while it was written
     for tag, problem in (
         ("global_step10", "is incomplete"),
         ("global_step3", "there is no checkpoint folder"),
@@ -417,19 +420,19 @@ def test_newest_is_by_number_else_by_time(tmp_path: Path) -> None:
 
 def test_latest_that_names_nothing_complete_gives_way_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert folders.find_latest(tmp_path) is None and folders.find_latest(tmp_path / "absent") is None
-    folders.begin(tmp_path, "global_step1")  # killed: nothing was ever saved
+    commit.begin(tmp_path, "global_step1")  # killed: nothing was ever saved
     assert folders.find_latest(tmp_path) is None
-    folders.write_text(tmp_path / "latest", "global_step4")
+    own_files.write_text(tmp_path / "latest", "global_step4")
     with pytest.raises(CheckpointError, match="no checkpoint folder .*global_step4; no other is complete there"):
         folders.find_latest(tmp_path)
     (tmp_path / "latest").unlink()
     _seal(tmp_path, "global_step1")  # killed before ``latest``
     with caplog.at_level("WARNING", "hf_zero"), _propagating():
         assert folders.find_latest(tmp_path) == tmp_path / "global_step1"
-        folders.write_text(tmp_path / "latest", "global_step4")
+        own_files.write_text(tmp_path / "latest", "global_step4")
         assert folders.find_latest(tmp_path) == tmp_path / "global_step1"
     assert "no file 'latest'" in caplog.text and "'latest' names 'global_step4': there is no checkpoint folder" in caplog.text
-    folders.write_text(tmp_path / "latest", "global_step1")
+    own_files.write_text(tmp_path / "latest", "global_step1")
     assert folders.find_latest(tmp_path) == tmp_path / "global_step1"
 
 
@@ -449,24 +452,24 @@ def test_folders_of_killed_saves_are_removed_and_those_of_running_ones_stay(tmp_
     dead = subprocess.Popen([sys.executable, "-c", "pass"])
     dead.wait()
     for tag, writer in {
-        "mine": folders.Process.own(),
-        "dead": replace(folders.Process.own(), pid=dead.pid),
-        "far": folders.Process("x", 1),
+        "mine": Process.own(),
+        "dead": replace(Process.own(), pid=dead.pid),
+        "far": Process("x", 1),
     }.items():
-        (folders.begin(tmp_path, tag) / "writer.json").write_text(json.dumps(writer.as_json()))
-    old = folders.begin(tmp_path, "old") / "writer.json"
+        (commit.begin(tmp_path, tag) / "writer.json").write_text(json.dumps(writer.as_json()))
+    old = commit.begin(tmp_path, "old") / "writer.json"
     old.write_text("{}")
     for path in (old, old.parent):
         os.utime(path, (0, 0))
-    folders.begin(tmp_path, "next")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".far.part", ".mine.part", ".next.part"]
+    commit.begin(tmp_path, "next")
+    assert sorted(str(folders.tag_of_part(path.name)) for path in tmp_path.iterdir()) == ["far", "mine", "next"]
 
 
 def test_a_file_that_is_renamed_while_one_looks_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of a save in the background looks into the folder while others put their notes there."""
     (tmp_path / "stays").write_text("1234")
     monkeypatch.setattr(Path, "iterdir", lambda folder: iter([folder / ".rank-00001.json.part", folder / "stays"]))
-    assert {name: found.st_size for name, found in folders.present_files(tmp_path).items()} == {"stays": 4}
+    assert {name: found.st_size for name, found in own_files.present_files(tmp_path).items()} == {"stays": 4}
 
 
 def test_the_newest_whole_checkpoint_of_a_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -504,8 +507,8 @@ def test_a_former_checkpoint_is_removed_only_when_the_new_one_is_complete(tmp_pa
     for tag in ("done", "lost"):
         shutil.copytree(_seal(tmp_path, tag), tmp_path / f".{tag}.former")
     shutil.rmtree(tmp_path / "lost")
-    folders.begin(tmp_path, "next")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lost.former", ".next.part", "done"]
+    part = commit.begin(tmp_path, "next")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lost.former", part.name, "done"]
     assert folders.find(tmp_path, "lost") == tmp_path / ".lost.former"
 
 
@@ -513,17 +516,143 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "corpus.txt").write_text("precious")
     with pytest.raises(CheckpointError, match="data exists and is no checkpoint of ours"):
-        folders.begin(tmp_path, "data")
+        commit.begin(tmp_path, "data")
     broken = _seal(tmp_path, "t")
     (broken / "index.json").unlink()
     _seal(tmp_path, "t")
     assert folders.is_complete(tmp_path / "t")
 
 
+FOREIGN: dict[str, dict[str, str]] = {
+    "a model": {"model.safetensors": "weights"},
+    "a model in parts": {"model-00001-of-00002.safetensors": "weights", "index.json": "{}"},
+    "an index and a marker of others": {"index.json": "{}", "complete": "yes"},
+    "values of others": {"values.safetensors": "x"},
+    "a checkpoint and more": {"master-00000-of-00001.safetensors": "x", "notes.txt": "x"},
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_others_made_stays(tmp_path: Path, name: str) -> None:
+    for folder in ("best", ".old.former", ".other.0123abcd.part"):
+        (tmp_path / folder).mkdir()
+        for file, content in FOREIGN[name].items():
+            (tmp_path / folder / file).write_text(content)
+            os.utime(tmp_path / folder / file, (0, 0))
+        os.utime(tmp_path / folder, (0, 0))
+    _seal(tmp_path, "old")
+    with pytest.raises(CheckpointError, match="best exists and is no checkpoint of ours.*choose another tag, or move it away"):
+        commit.begin(tmp_path, "best")
+    for folder in ("best", ".other.0123abcd.part"):
+        assert {path.name: path.read_text() for path in (tmp_path / folder).iterdir()} == FOREIGN[name]
+    left = {path.name: path.read_text() for place in ("old", ".old.former") for path in tmp_path.glob(f"{place}/*")}
+    assert {**left, "index.json": "", "complete": ""}.keys() >= FOREIGN[name].keys() - {"master-00000-of-00001.safetensors"}
+
+
+def test_a_link_in_the_place_of_a_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "best").symlink_to(_seal(tmp_path, "t"))
+    with pytest.raises(CheckpointError, match="best is a link; choose another tag"):
+        commit.begin(tmp_path, "best")
+    assert folders.is_complete(tmp_path / "best")
+
+
+def test_what_is_in_a_checkpoint_that_is_replaced_moves_to_the_new_one(tmp_path: Path) -> None:
+    for number in range(3):
+        folder = _seal(tmp_path, "t", json.dumps({"n": number}))
+        if number == 0:
+            (folder / "notes.txt").write_text("mine")
+            (folder / "plots").mkdir()
+            (folder / "plots" / "loss.png").write_text("mine too")
+    assert folders.read_index(folder) == '{"n": 2}'
+    assert (folder / "notes.txt").read_text() == "mine" and (folder / "plots" / "loss.png").read_text() == "mine too"
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+_SAVING = """
+import sys
+from pathlib import Path
+from hf_zero.checkpoint import commit
+part = commit.begin(Path(sys.argv[1]), "t")
+(part / "master-00000-of-00001.safetensors").write_text("theirs")
+print(part, flush=True)
+for step in (lambda: commit.seal(part, "{}"), lambda: commit.publish(part, Path(sys.argv[1]), "t")):
+    sys.stdin.readline()
+    step()
+"""
+
+
+def test_a_second_job_that_saves_the_same_tag_is_refused_by_name(tmp_path: Path) -> None:
+    """What is complete stays until the first one has its own, and the second works when that is dead."""
+    former = _seal(tmp_path, "t", '{"n": 1}')
+    command = [sys.executable, "-c", _SAVING, str(tmp_path)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    other = subprocess.Popen(command, env=environment(), cwd=REPO, **pipes)
+    try:
+        part = Path(other.stdout.readline().strip())  # type: ignore[union-attr]
+        with pytest.raises(
+            CheckpointError, match=rf"process {other.pid} of .*, which runs, is saving checkpoint 't' .*{re.escape(str(part))}"
+        ):
+            commit.begin(tmp_path, "t")
+        assert (part / "master-00000-of-00001.safetensors").read_text() == "theirs"
+        assert folders.read_index(former) == '{"n": 1}'
+        _seal(tmp_path, "another")
+        assert part.is_dir()
+        writer = Process.of_json(json.loads((part / "writer.json").read_text()))
+        assert writer is not None and writer.pid == other.pid
+        commit.clear(tmp_path, "t", [writer])  # ranks of one job that share a disk
+    finally:
+        other.kill()
+        other.communicate()
+    _seal(tmp_path, "t", '{"n": 2}')
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["another", "t"]
+
+
+def test_a_checkpoint_whose_save_was_killed_elsewhere_after_its_rename_is_replaced(tmp_path: Path) -> None:
+    for number in range(3):
+        folder = _seal(tmp_path, "t", json.dumps({"n": number}))
+        (folder / "writer.json").write_text(json.dumps(Process("elsewhere", 1).as_json()))
+    assert [path.name for path in tmp_path.iterdir()] == ["t"] and folders.read_index(tmp_path / "t") == '{"n": 2}'
+
+
+def test_jobs_that_do_not_know_of_each_other_have_folders_of_their_own(tmp_path: Path) -> None:
+    """On two machines, say: each checkpoint is whole, the later one stays."""
+    parts = []
+    for number in range(2):
+        parts.append(commit.begin(tmp_path, "t"))
+        writer = json.loads((parts[number] / "writer.json").read_text())
+        if number == 0:
+            (parts[0] / "writer.json").write_text(json.dumps({**writer, "place": "elsewhere"}))
+    for number, part in enumerate(parts):
+        (part / "master-00000-of-00001.safetensors").write_text(str(number))
+    (parts[0] / "writer.json").write_text(json.dumps(writer))
+    for number, part in enumerate(parts):
+        commit.seal(part, json.dumps({"n": number}))
+        assert folders.read_index(commit.publish(part, tmp_path, "t")) == json.dumps({"n": number})
+        assert (tmp_path / "t" / "master-00000-of-00001.safetensors").read_text() == str(number)
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+def test_a_folder_that_another_process_has_taken_is_not_completed(tmp_path: Path) -> None:
+    _seal(tmp_path, "t", '{"n": 1}')
+    part = commit.begin(tmp_path, "t")
+    own = (part / "writer.json").read_text()
+    other = json.dumps(replace(Process.own(), pid=1).as_json())
+    (part / "writer.json").write_text(other)
+    with pytest.raises(CheckpointError, match="no longer this process' folder"):
+        commit.seal(part, '{"n": 2}')
+    assert not folders.is_complete(part)
+    (part / "writer.json").write_text(own)
+    commit.seal(part, '{"n": 2}')
+    (part / "writer.json").unlink()
+    with pytest.raises(CheckpointError, match="no longer this process' folder"):
+        commit.publish(part, tmp_path, "t")
+    assert folders.read_index(tmp_path / "t") == '{"n": 1}'
+
+
 def test_killed_between_the_renames_the_former_checkpoint_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _seal(tmp_path, "t", '{"n": 1}')
-    part = folders.begin(tmp_path, "t")
-    folders.seal(part, '{"n": 2}')
+    part = commit.begin(tmp_path, "t")
+    commit.seal(part, '{"n": 2}')
     rename = os.rename
 
     def killed(source: Path, target: Path) -> None:
@@ -533,7 +662,7 @@ def test_killed_between_the_renames_the_former_checkpoint_is_found(tmp_path: Pat
 
     monkeypatch.setattr(os, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
-        folders.publish(part, tmp_path, "t")
+        commit.publish(part, tmp_path, "t")
     monkeypatch.undo()
     assert folders.read_index(folders.find(tmp_path, "t")) == '{"n": 1}'
     assert folders.read_index(_seal(tmp_path, "t", '{"n": 3}')) == '{"n": 3}'
@@ -549,6 +678,6 @@ def test_index_and_marker_must_agree(tmp_path: Path) -> None:
 
 def test_latest_that_names_a_path_is_refused(tmp_path: Path) -> None:
     assert folders.read_latest(tmp_path) is None
-    folders.write_text(tmp_path / "latest", "../../elsewhere")
+    own_files.write_text(tmp_path / "latest", "../../elsewhere")
     with pytest.raises(CheckpointError, match="latest: the checkpoint tag '../../elsewhere'"):
         folders.read_latest(tmp_path)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hf_zero.checkpoint.folders import write_text
+from hf_zero.own_files import write_text
 from tests import ranks
 from tests.checkpoints import differences, full_state, start, steps
 

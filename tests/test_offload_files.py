@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_zero.errors import OffloadError
+from hf_zero.offload import files
 from hf_zero.offload.buffers import ALIGNMENT, HostMemory
 from hf_zero.offload.files import IoSettings, SwapFile, SwapFolder
 from tests.processes import REPO, environment
@@ -86,6 +87,7 @@ def limited(code: str, tmp_path: Path) -> str:
 import resource, signal, torch
 from pathlib import Path
 from hf_zero.errors import OffloadError
+from hf_zero.offload import files
 from hf_zero.offload.files import SwapFile, SwapFolder
 from hf_zero.offload.buffers import HostMemory
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -194,3 +196,110 @@ def test_a_folder_goes_with_its_owner(tmp_path: Path) -> None:
             break
         time.sleep(0.01)
     assert not list((tmp_path / "new").iterdir())
+
+
+def test_ranks_that_start_together_keep_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one starts, and looks for what nobody holds, in the moment before this one has locked its own."""
+    lock, others = files._try_lock, []
+
+    def later(descriptor: int) -> files._Lock:
+        if not others:
+            others.append(None)
+            others[0] = SwapFolder(tmp_path, 1)  # type: ignore[call-overload]
+        return lock(descriptor)
+
+    monkeypatch.setattr(files, "_try_lock", later)
+    folder = SwapFolder(tmp_path, 0)
+    SwapFile(folder.path / "a.bin").reserve(1)
+    assert sorted(tmp_path.iterdir()) == sorted([folder.path, others[0].path])  # type: ignore[attr-defined]
+
+
+def test_a_lock_that_is_not_had_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_try_lock", lambda descriptor: files._Lock.ANOTHERS)
+    with pytest.raises(OffloadError, match="another process has locked it"):
+        SwapFolder(tmp_path, 0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_others_keep_in_nvme_path_stays(tmp_path: Path) -> None:
+    names = [f"hf_zero_swap_{os.uname().nodename}_rank0_mine", "hf_zero_swap_elsewhere_rank0_x", ".hf_zero_swap.part"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "in_use").write_text("")
+        (tmp_path / name / "thesis.tex").write_text("")
+    SwapFolder(tmp_path, 0).remove()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    assert len(list(tmp_path.rglob("thesis.tex"))) == 3
+
+
+_FORKING = """
+import os, sys
+from hf_zero.offload.files import SwapFile, SwapFolder
+folder = SwapFolder(sys.argv[1], 0)
+SwapFile(folder.path / "a.bin").reserve(4096)
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+os.waitpid(child, 0)
+print(sorted(os.listdir(folder.path)))
+"""
+
+
+def test_a_forked_child_leaves_its_parents_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _FORKING, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), cwd=REPO, check=True)
+    assert done.stdout == "['a.bin', 'in_use']\n" and not list(tmp_path.iterdir())
+
+
+# Children of a process that has imported everything start within a few milliseconds, find what the last ones left when they were killed,
+# and each looks after its folder when all of them have one. Waits let all orders happen.
+_TOGETHER = """
+import os, random, sys, time
+from hf_zero.offload import files
+from hf_zero.offload.files import SwapFile, SwapFolder
+
+lock = files._try_lock
+files._try_lock = lambda descriptor: (time.sleep(random.choice([0, 0.001, 0.003])), lock(descriptor))[1]
+
+def rank(number, go, ready, checked):
+    random.seed(os.getpid())
+    os.read(go, 1)
+    time.sleep(random.choice([0, 0.002, 0.004, 0.006]))
+    folder = SwapFolder(sys.argv[1], number)
+    SwapFile(folder.path / "a.bin").reserve(4096)
+    os.write(ready, b"x")
+    os.read(checked, 1)
+    os._exit(0 if sorted(os.listdir(folder.path)) == ["a.bin", "in_use"] else 3)
+
+lost = 0
+for start in range(int(sys.argv[2])):
+    pipes = [os.pipe() for _ in range(3)]
+    children = []
+    for number in range(4):
+        child = os.fork()
+        if child == 0:
+            try:
+                rank(number, pipes[0][0], pipes[1][1], pipes[2][0])
+            except BaseException as error:
+                print(error, flush=True)
+                os.write(pipes[1][1], b"x")
+                os._exit(4)
+        children.append(child)
+    os.close(pipes[1][1])
+    os.write(pipes[0][1], b"gggg")
+    for _ in children:
+        os.read(pipes[1][0], 1)
+    os.write(pipes[2][1], b"cccc")
+    lost += sum(os.waitpid(child, 0)[1] != 0 for child in children)
+    for end in (pipes[0][0], pipes[0][1], pipes[1][0], pipes[2][0], pipes[2][1]):
+        os.close(end)
+SwapFolder(sys.argv[1], 0).remove()
+print("lost", lost, "left", len(os.listdir(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize("starts", [8, pytest.param(200, marks=(pytest.mark.slow, pytest.mark.timeout(1000)))])
+def test_simultaneous_starts_lose_nothing(tmp_path: Path, starts: int) -> None:
+    command = [sys.executable, "-c", _TOGETHER, str(tmp_path), str(starts)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment(), cwd=REPO, check=False)
+    assert done.stdout == "lost 0 left 0\n", done.stdout + done.stderr

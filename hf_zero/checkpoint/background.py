@@ -4,13 +4,12 @@
 on the ranks talk through files of the hidden folder only: a script may destroy its process groups while the last checkpoint is
 being written, and a thread must not issue collectives between those of the training loop. Each rank writes its shards, then
 ``rank-00001.json`` with their records; rank 0 waits for all of these, and completes the checkpoint. The thread is no daemon: the
-interpreter waits for it at the end.
+interpreter waits for it at the end. A script that ends without having heard how the last save went has an exit status that tells.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,14 +19,14 @@ from typing import Any
 
 import torch
 
-from hf_zero import host_memory
-from hf_zero.checkpoint import agreement, folders
-from hf_zero.checkpoint.folders import Process
+from hf_zero import exit_status, host_memory, own_files
+from hf_zero.checkpoint import agreement, commit, folders
 from hf_zero.checkpoint.format import FileRecord, read_file_record
 from hf_zero.checkpoint.tensor_file import Elsewhere, Entry, Piece
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger
+from hf_zero.process import Process
 
 _ALIGNMENT_BYTES = 64
 _POLL_SECONDS = 0.05
@@ -89,9 +88,7 @@ class Background:
         self._timeout = timeout
         self._limit = limit_bytes
         self._memory = torch.empty(0, dtype=torch.uint8)  # kept: allocating it anew would double the time of a copy
-        self._thread: threading.Thread | None = None
-        self._what, self._part = "", Path()
-        self._error: Exception | None = None
+        self._running: _Running | None = None
 
     # -- the copy
 
@@ -148,22 +145,25 @@ class Background:
 
     def start(self, task: Task, parts: list[dict[str, Any]]) -> None:
         """Begins to write; ``parts`` are what all ranks told of theirs."""
-        self._what, self._error, self._part = task.what, None, task.part
-        self._thread = threading.Thread(target=self._run, args=(task, parts), name="hf_zero checkpoint", daemon=False)
-        self._thread.start()
+        running = _Running(task.what, task.part)
+        running.thread = threading.Thread(target=self._run, args=(running, task, parts), name="hf_zero checkpoint", daemon=False)
+        running.thread.start()
+        running.heard = exit_status.promise(running.lost)
+        self._running = running
 
-    def _run(self, task: Task, parts: list[dict[str, Any]]) -> None:
+    def _run(self, running: _Running, task: Task, parts: list[dict[str, Any]]) -> None:
         try:
             written = task.write()
             if self._rank == 0:
                 task.commit(parts, [written, *self._others(task, [part["process"] for part in parts])])
             else:
-                folders.write_text(task.part / _note_of(self._rank), written.to_json())
+                own_files.write_text(task.part / commit.note_of(self._rank), written.to_json())
+            running.done = True
         except Exception as error:  # kept for ``finish``, which tells all ranks
-            self._error = error
+            running.error = error
             logger.error("%s: %s: %s. The former checkpoint stays", task.what, type(error).__name__, error)
             if self._rank != 0:
-                _tell(task.part / _failure_of(self._rank), error)
+                _tell(task.part / commit.failure_of(self._rank), error)
 
     def _others(self, task: Task, processes: list[Process]) -> list[Written]:
         """What all other ranks have written, as soon as they are there.
@@ -178,16 +178,16 @@ class Background:
         while waiting:
             dead = [rank for rank in waiting if processes[rank].is_alive() is False]
             for rank in sorted(waiting):
-                path = task.part / _note_of(rank)
+                path = task.part / commit.note_of(rank)
                 if path.is_file():
                     found[rank] = Written.from_json(path.read_text(encoding="utf-8"), str(path))
-                    path.unlink()
+                    own_files.remove_file(path)
                     waiting.discard(rank)
-                elif (task.part / _failure_of(rank)).is_file():
-                    raise _ToldByRank(f"{(task.part / _failure_of(rank)).read_text(encoding='utf-8')} (rank {rank})")
+                elif (task.part / commit.failure_of(rank)).is_file():
+                    raise _ToldByRank(f"{(task.part / commit.failure_of(rank)).read_text(encoding='utf-8')} (rank {rank})")
                 elif rank in dead:  # it was so before its note was looked for
                     raise CheckpointError(f"the process of rank {rank} died while it wrote its shards")
-            present = {name: found.st_size for name, found in folders.present_files(task.part).items()}
+            present = {name: found.st_size for name, found in own_files.present_files(task.part).items()}
             if present != sizes:
                 sizes, last = present, time.monotonic()
             if waiting and time.monotonic() - last > self._timeout:
@@ -209,33 +209,70 @@ class Background:
         Raises:
             CheckpointError: It failed; on every rank, with the same text.
         """
-        if self._thread is None:
+        running, self._running = self._running, None
+        if running is None:
             return
-        self._thread.join()
-        self._thread = None
-        error, self._error = self._error, None
+        running.thread.join()
+        running.heard()
         try:
-            agreement.on_all(net, self._what, lambda: _raise(error))
+            agreement.on_all(net, running.what, running.raise_error)
         except CheckpointError:
             # Not before: other ranks may have been writing into it.
-            agreement.on_first(net, self._what, lambda: shutil.rmtree(self._part, ignore_errors=True))
+            agreement.on_first(net, running.what, lambda: commit.abandon(running.part))
             raise
 
     def close(self) -> None:
-        """Waits for the last save without asking other ranks; its error has been logged. Frees the copy."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        """Waits for the last save without asking other ranks; its error has been logged, and the exit status will tell. Frees the copy."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.thread.join()
+            if running.done:
+                running.heard()
         self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+class _Running:
+    """A save whose outcome the training loop has not heard yet.
+
+    Attributes:
+        what: For messages.
+        part: The hidden folder.
+        thread: Writes.
+        done: It has written all it should.
+        error: Why it has not.
+        heard: Called when the training loop is told.
+    """
+
+    thread: threading.Thread
+    heard: Callable[[], None]
+
+    def __init__(self, what: str, part: Path) -> None:
+        self.what = what
+        self.part = part
+        self.done = False
+        self.error: Exception | None = None
+
+    def raise_error(self) -> None:
+        """Raises what this rank has to tell."""
+        if self.error is not None and not isinstance(self.error, _ToldByRank):
+            raise self.error
+
+    def lost(self, wait: bool) -> str:
+        """What the end of the process says, see ``exit_status``."""
+        if wait:
+            self.thread.join()
+        if self.done:
+            return ""
+        try:
+            newest = folders.say_newest(self.part.parent)
+        except OSError as error:
+            newest = f"which is the newest complete one cannot be told: {error}"
+        cause = str(self.error) or type(self.error).__name__ if self.error is not None else "the process ends before it is written"
+        return f"{self.what} in the background failed, and nothing waited for it: {cause}; {newest}. The exit status tells that it failed"
 
 
 class _ToldByRank(CheckpointError):
     """Another rank's failure, as it told rank 0; it reports it itself when all ranks are asked."""
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None and not isinstance(error, _ToldByRank):
-        raise error
 
 
 def _room(piece: Piece) -> int:
@@ -247,17 +284,9 @@ def _on_device(piece: Piece) -> bool:
     return isinstance(piece, torch.Tensor) and piece.device.type != "cpu"
 
 
-def _note_of(rank: int) -> str:
-    return f"rank-{rank:05d}.json"
-
-
-def _failure_of(rank: int) -> str:
-    return f"failed-{rank:05d}"
-
-
 def _tell(path: Path, error: Exception) -> None:
     """Leaves a message for rank 0, if the file system still takes one; else rank 0 waits until its time is out."""
     try:
-        folders.write_text(path, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}")
+        own_files.write_text(path, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}")
     except OSError as second:
         logger.error("rank 0 cannot be told: %s", second)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_zero import own_files
 from hf_zero.c_library import linux_function
 
 try:
@@ -215,7 +216,7 @@ class DiskFile:
             yield
         except OSError as error:
             if error.filename is None:  # else it is another file's
-                self.path.unlink(missing_ok=True)
+                own_files.remove_file(self.path)
                 raise OSError(error.errno, error.strerror, str(self.path)) from error
             raise
 

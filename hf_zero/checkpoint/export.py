@@ -33,6 +33,9 @@ def consolidated_state_dict(
 
     Returns:
         The dict on rank 0 (of both axes), None on every other rank.
+
+    Raises:
+        CheckpointError: On every rank, when there is no room for the dict.
     """
     entries = _entries(module, exclude_frozen_parameters)
     values = list({id(value): value for value in entries.values()}.values())
@@ -41,17 +44,12 @@ def consolidated_state_dict(
     host = HostCopies(sum(_planned("", value).nbytes for value in values)) if keeps else None
     copies: dict[int, torch.Tensor] = {}
 
-    def take(members: list[torch.Tensor]) -> None:
-        for value in members if collectives.rank == 0 else ():
-            whole = _joined(value, model)
-            if host is not None:
-                copies[id(value)] = host.take(whole)
+    def take(value: torch.Tensor, whole: torch.Tensor) -> None:
+        if host is not None:
+            copies[id(value)] = host.take(whole)
 
-    in_units = _by_unit(values)
-    for unit, members in in_units:
-        with unit.gathered():
-            take(members)
-    take(_outside(values, in_units))
+    failure = _gather_all(take, values, collectives, model)
+    _on_first_of_both(collectives, model, "gathering the whole model", lambda: _raise(failure))
     return {name: copies[id(value)] for name, value in entries.items()} if keeps else None
 
 
@@ -162,7 +160,7 @@ def write_model_files(
     made: list[ModelFiles] = []
     _on_first_of_both(collectives, model, what, lambda: made.append(ModelFiles(folder, name, planned, limit)))
     try:
-        failure = _write_units(made[0] if made else None, values, names, collectives, model)
+        failure = _gather_all(lambda value, whole: made[0].write(names[id(value)], whole) if made else None, values, collectives, model)
         _on_first_of_both(collectives, model, what, lambda: _finish(made[0], failure))
     except BaseException:
         if made:
@@ -176,31 +174,38 @@ def _on_first_of_both(collectives: Collectives, model: Collectives | None, what:
     agreement.on_first(collectives, what, work if model is None else lambda: agreement.on_first(model, what, work))
 
 
-def _write_units(
-    files: ModelFiles | None, values: list[torch.Tensor], names: dict[int, str], collectives: Collectives, model: Collectives | None
+def _gather_all(
+    work: Callable[[torch.Tensor, torch.Tensor], None], values: list[torch.Tensor], collectives: Collectives, model: Collectives | None
 ) -> Exception | None:
-    """Gathers unit by unit; with ``files`` writes. Goes on gathering after a failure, which is returned: the other ranks wait for it."""
+    """Gathers unit by unit; on the first data-parallel rank, ``work`` gets each value and the whole of it.
+
+    Goes on gathering after a failure, which is returned: the other ranks wait for it.
+    """
     failure: Exception | None = None
 
-    def write(members: list[torch.Tensor]) -> None:
+    def each(members: list[torch.Tensor]) -> None:
         nonlocal failure
         for value in members if collectives.rank == 0 else ():
             whole = _joined(value, model)
             try:
-                if files is not None and failure is None:
-                    files.write(names[id(value)], whole)
+                if failure is None:
+                    work(value, whole)
             except Exception as error:
                 failure = error
 
     in_units = _by_unit(values)
     for unit, members in in_units:
         with unit.gathered():
-            write(members)
-    write(_outside(values, in_units))
+            each(members)
+    each(_outside(values, in_units))
     return failure
 
 
-def _finish(files: ModelFiles, failure: Exception | None) -> None:
+def _raise(failure: Exception | None) -> None:
     if failure is not None:
         raise failure
+
+
+def _finish(files: ModelFiles, failure: Exception | None) -> None:
+    _raise(failure)
     files.commit()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 import torch
 
+from hf_zero import own_files
+from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger
 from hf_zero.offload.budget import free_memory, gib
 
@@ -27,27 +30,47 @@ class HostCopies:
     """
 
     def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
         self._folder = _spill_folder(nbytes)
 
     def take(self, value: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy of ``value`` on the host."""
+        """A contiguous copy of ``value`` on the host.
+
+        Raises:
+            CheckpointError: The disk has no room for it. Found out before it is mapped: a page that finds none ends the process.
+        """
         if self._folder is None or value.numel() == 0:
             return value.detach().to("cpu", copy=True).contiguous()
-        descriptor, path = tempfile.mkstemp(prefix="hf_zero_", dir=self._folder)
+        nbytes = value.numel() * value.element_size()
         try:
-            os.ftruncate(descriptor, value.numel() * value.element_size())
-            flat = torch.from_file(path, shared=True, size=value.numel(), dtype=value.dtype)
-        finally:
-            os.close(descriptor)
-            os.unlink(path)
+            flat = _mapped(self._folder, nbytes, value.numel(), value.dtype)
+        except OSError as error:
+            raise CheckpointError(
+                f"a tensor of {gib(nbytes)} cannot be kept in a file in {self._folder}: {error}. The whole model takes "
+                f"{gib(self._nbytes)}; make room, or set {SPILL_VARIABLE} to a folder with room"
+            ) from error
         return flat.view(value.shape).copy_(value.detach())
+
+
+def _mapped(folder: str, nbytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A (numel,) tensor in a new file without name, for all of which the disk has room."""
+    os.makedirs(folder, exist_ok=True)
+    descriptor, path = tempfile.mkstemp(prefix="hf_zero_", dir=folder)
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, nbytes)
+        else:
+            os.ftruncate(descriptor, nbytes)
+        return torch.from_file(path, shared=True, size=numel, dtype=dtype)
+    finally:
+        os.close(descriptor)
+        own_files.remove_file(Path(path))
 
 
 def _spill_folder(nbytes: int) -> str | None:
     """The folder for ``nbytes`` of copies, or None for memory."""
     asked = os.environ.get(SPILL_VARIABLE)
     if asked:
-        os.makedirs(asked, exist_ok=True)
         return asked
     memory = free_memory()
     if memory is None or nbytes <= memory.nbytes // 2:

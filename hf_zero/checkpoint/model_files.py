@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.folders import sync_folder, write_text
+from hf_zero import own_files
 from hf_zero.checkpoint.tensor_file import D, header_of, in_file_order
 from hf_zero.errors import CheckpointError, ConfigError
 
@@ -52,7 +52,8 @@ def bytes_of(size: int | str) -> int:
 class ModelFiles:
     """One ``name`` in ``folder``, or, for a model larger than a shard, numbered files and the index that Hugging Face reads.
 
-    Nothing has its final name before ``commit``. Only the rank that writes makes one.
+    Nothing has its final name before ``commit``. Then what made up the former model of this name goes away: the file, or the index and
+    what that lists. Only the rank that writes makes one.
 
     Args:
         folder: Made when it does not exist.
@@ -73,13 +74,18 @@ class ModelFiles:
         self._where: dict[str, tuple[Path, int]] = {}  # tensor -> hidden file, byte offset
         self._final: dict[Path, str] = {}  # hidden file -> name
         folder.mkdir(parents=True, exist_ok=True)
+        own_files.sweep(folder)
         files = split_by_size(tensors, max_shard_size)
         stem = name.removesuffix(".safetensors")
         for number, members in enumerate(files, 1):
             final = name if len(files) == 1 else f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
-            hidden = folder / f".{final}.part"
+            hidden = folder / own_files.hidden_name(final)
             self._final[hidden] = final
-            self._start_file(hidden, members)
+            try:
+                self._start_file(hidden, members)
+            except BaseException:
+                self.abort()
+                raise
 
     def _start_file(self, hidden: Path, members: list[PlannedTensor]) -> None:
         ordered = in_file_order(members)
@@ -88,7 +94,7 @@ class ModelFiles:
         for tensor in ordered:
             self._where[tensor.name] = (hidden, end)
             end += tensor.nbytes
-        with open(hidden, "wb") as file:
+        with open(hidden, "xb") as file:
             file.write(header)
             file.truncate(end)
 
@@ -120,29 +126,36 @@ class ModelFiles:
         for hidden in self._final:
             with open(hidden, "rb") as file:
                 os.fsync(file.fileno())
-        names = set(self._final.values())
+        former = self._former_files()
         for hidden, final in self._final.items():
             hidden.replace(self._folder / final)
         if len(self._final) > 1:
             weight_map = {name: self._final[hidden] for name, (hidden, _) in self._where.items()}
             text = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-            index = f"{self._name}.index.json"
-            write_text(self._folder / index, json.dumps(text, indent=2, sort_keys=True) + "\n")
-            names.add(index)
-        sync_folder(self._folder)
-        for former in self._former_files():
-            if former.name not in names:
-                former.unlink()
+            own_files.write_text(self._folder / self._index, json.dumps(text, indent=2, sort_keys=True) + "\n")
+        own_files.sync_folder(self._folder)
+        kept = {*self._final.values(), self._index if len(self._final) > 1 else ""}
+        for name in former - kept:
+            own_files.remove_file(self._folder / name)
 
     def abort(self) -> None:
         """Removes what was begun."""
         for hidden in self._final:
-            hidden.unlink(missing_ok=True)
+            own_files.remove_file(hidden)
 
-    def _former_files(self) -> list[Path]:
-        stem = re.escape(self._name.removesuffix(".safetensors"))
-        ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
-        return [path for path in self._folder.iterdir() if ours.fullmatch(path.name)]
+    @property
+    def _index(self) -> str:
+        return f"{self._name}.index.json"
+
+    def _former_files(self) -> set[str]:
+        """The files of the model that has this name now. Others that look like parts of one may be another model's."""
+        shard = re.compile(rf"{re.escape(self._name.removesuffix('.safetensors'))}-\d{{5}}-of-\d{{5}}\.safetensors")
+        try:
+            listed = json.loads((self._folder / self._index).read_text(encoding="utf-8"))["weight_map"].values()
+            shards = {name for name in listed if isinstance(name, str) and shard.fullmatch(name)}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            shards = set()
+        return {self._name, self._index, *shards}
 
 
 def split_by_size(tensors: Sequence[D], limit: int) -> list[list[D]]:

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint import agreement, folders
+from hf_zero import own_files
+from hf_zero.checkpoint import agreement, commit, folders
 from hf_zero.checkpoint.format import LATEST_FILE, MODULE, FileRecord, values_file
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger, note
+from hf_zero.process import Process
 
 _WINDOW_BYTES = 4 << 20
 
@@ -52,44 +53,49 @@ class Disks:
 # -- saving -----------------------------------------------------------------------------------------------------------
 
 
-def begin(net: Collectives, what: str, save_dir: Path, tag: str) -> Disks:
+def begin(net: Collectives, what: str, place: tuple[Path, str], number: str, job: Collection[Process]) -> Disks:
     """Makes the hidden folder on every node's disk; collective.
+
+    Args:
+        net: All ranks.
+        what: For messages.
+        place: The folder of all checkpoints here, and the tag.
+        number: Of this save, the same on every rank.
+        job: All ranks' processes.
 
     Raises:
         CheckpointError: A disk refuses, or a rank sees no folder; on every rank.
     """
+    save_dir, tag = place
     offers = os.environ.get("LOCAL_RANK", "0") == "0"
-    # The number of this save: what another one left is not taken for its folder.
-    number = agreement.on_first(net, what, lambda: os.urandom(8).hex())
-    complete = agreement.on_all(net, what, lambda: _prepare(save_dir, tag) if offers else None)
+    complete = agreement.on_all(net, what, lambda: _prepare(save_dir, tag, job) if offers else None)
     agreement.quickly(net, what, lambda: _repair(save_dir, tag, complete) if offers else None)
-    agreement.quickly(net, what, lambda: folders.offer(save_dir, tag, number, net.rank) if offers else None)
-    leaders = agreement.on_all(net, what, lambda: _leader(save_dir, tag, number))
+    agreement.quickly(net, what, lambda: commit.offer(save_dir, tag, number, net.rank) if offers else None)
+    leaders = agreement.on_all(net, what, lambda: _leader(folders.part_of(save_dir, tag, number)))
     if net.rank in leaders:
         note("checkpoint_begun", tag)
     return Disks(tuple(leaders), net.rank)
 
 
-def _prepare(save_dir: Path, tag: str) -> list[tuple[str, str]]:
-    folders.clear(save_dir, tag)
-    shutil.rmtree(folders.part_of(save_dir, tag), ignore_errors=True)
+def _prepare(save_dir: Path, tag: str, job: Collection[Process]) -> list[tuple[str, str]]:
+    commit.clear(save_dir, folders.check_tag(tag), job)
     return [key for key in folders.complete_ones(save_dir) if key[0] == tag]
 
 
 def _repair(save_dir: Path, tag: str, complete: list[list[tuple[str, str]] | None]) -> None:
     """Undoes a save that was killed when some nodes had replaced their checkpoint of this tag and some had not."""
     sets = [set(keys) for keys in complete if keys is not None]
-    folders.take_back(save_dir, tag, set.intersection(*sets))
+    commit.take_back(save_dir, tag, set.intersection(*sets))
 
 
-def _leader(save_dir: Path, tag: str, number: str) -> int:
-    writer = folders.read_writer(folders.part_of(save_dir, tag))
-    if writer.get("save") != number or not isinstance(writer.get("leader"), int):
+def _leader(part: Path) -> int:
+    leader = commit.leader_of(part)
+    if leader is None:
         raise CheckpointError(
-            f"no rank with LOCAL_RANK 0 has made {folders.part_of(save_dir, tag)} on {platform.node()}; "
+            f"no rank with LOCAL_RANK 0 has made {part} on {platform.node()}; "
             "start the processes of each node with LOCAL_RANK 0, 1, ..., as torchrun does"
         )
-    return int(writer["leader"])
+    return leader
 
 
 def share(net: Collectives, disks: Disks, what: str, part: Path, written: list[Mapping[str, FileRecord]]) -> None:
@@ -145,7 +151,7 @@ def _raise(problem: OSError | None) -> None:
         raise problem
 
 
-def complete(net: Collectives, disks: Disks, what: str, place: tuple[Path, str], index: str, latest: bool) -> None:
+def complete(net: Collectives, disks: Disks, what: str, place: tuple[Path, str], part: Path, index: str, latest: bool) -> None:
     """Index, marker, name, and last of all ``latest`` on every disk, each step on all of them before the next; collective.
 
     Args:
@@ -153,33 +159,28 @@ def complete(net: Collectives, disks: Disks, what: str, place: tuple[Path, str],
         disks: Who sees which.
         what: For messages.
         place: The folder of all checkpoints here, and the tag.
+        part: The hidden folder.
         index: The text of the index.
         latest: Point ``latest`` at it.
     """
     save_dir, tag = place
-    part = folders.part_of(save_dir, tag)
 
     def seal() -> None:
         note("checkpoint_written", tag)
-        folders.write_script(save_dir)
-        folders.seal(part, index)
+        commit.write_script(save_dir)
+        commit.seal(part, index)
         note("checkpoint_sealed", tag)
 
     def finish() -> None:
         if latest:
             note("checkpoint_latest", tag)
-            folders.write_text(save_dir / LATEST_FILE, tag)
+            own_files.write_text(save_dir / LATEST_FILE, tag)
         note("checkpoint_done", tag)
 
     agreement.quickly(net, what, disks.only(seal))
-    agreement.quickly(net, what, disks.only(lambda: folders.publish(part, save_dir, tag, keep_former=True)))
+    agreement.quickly(net, what, disks.only(lambda: commit.publish(part, save_dir, tag, keep_former=True)))
     agreement.quickly(net, what, disks.only(finish))
-    agreement.quickly(net, what, disks.only(lambda: folders.drop_formers(save_dir)))
-
-
-def abandon(save_dir: Path, tag: str) -> None:
-    """Removes the hidden folder after a failure; every rank may call it."""
-    shutil.rmtree(folders.part_of(save_dir, tag), ignore_errors=True)
+    agreement.quickly(net, what, disks.only(lambda: commit.drop_formers(save_dir)))
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------

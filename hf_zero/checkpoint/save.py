@@ -6,16 +6,16 @@ The last part happens in the background when the caller has a ``Background``: tr
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_zero.checkpoint import agreement, folders, node_local, optimizer_state
+from hf_zero import own_files
+from hf_zero.checkpoint import agreement, commit, folders, node_local, optimizer_state
 from hf_zero.checkpoint.background import Background, Task, Written
 from hf_zero.checkpoint.contents import contents_of
 from hf_zero.checkpoint.disk import Disk
@@ -34,6 +34,7 @@ from hf_zero.checkpoint.tensor_file import Entry, whole, write_tensor_file
 from hf_zero.checkpoint.values import Encoder
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import note, span
+from hf_zero.process import Process
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class SaveRequest:
         exclude_frozen: Leave frozen parameters out.
         direct: Bypass the page cache where the file system lets that be.
         node_local: Every node has a disk of its own, and ``save_dir`` is this rank's.
+        number: Of this save.
     """
 
     save_dir: str
@@ -57,6 +59,7 @@ class SaveRequest:
     exclude_frozen: bool = False
     direct: bool = True
     node_local: bool = False
+    number: str = field(default_factory=commit.save_number)
 
 
 def save_checkpoint(state: TrainingState, request: SaveRequest, background: Background | None = None) -> Path:
@@ -90,13 +93,13 @@ def save_checkpoint(state: TrainingState, request: SaveRequest, background: Back
                 agreement.on_first(net, what, save.begin)
             if background is not None:
                 agreement.quickly(net, what, lambda: save.copy(background))
-                background.start(Task(what, save.part, folders.Process.own(), save.write_files, save.commit), parts)
+                background.start(Task(what, save.part, Process.own(), save.write_files, save.commit), parts)
                 return Path(request.save_dir) / request.tag
             written = agreement.on_all(net, what, save.write_files)
             agreement.on_first(net, what, lambda: save.commit(parts, written))
         except CheckpointError:
             if net.rank == 0:
-                shutil.rmtree(save.part, ignore_errors=True)
+                commit.abandon(save.part)
             raise
     return Path(request.save_dir) / request.tag
 
@@ -110,13 +113,13 @@ def _save_on_nodes(state: TrainingState, save: _Save, parts: list[dict[str, Any]
     net, request = state.everyone, save.request
     what, place = _what(request), (Path(request.save_dir), request.tag)
     try:
-        disks = node_local.begin(net, what, *place)
+        disks = node_local.begin(net, what, place, request.number, [part["process"] for part in parts])
         written = agreement.on_all(net, what, save.write_files)
         node_local.share(net, disks, what, save.part, [own.files for own in written])
         text = agreement.on_first(net, what, lambda: save.index(parts, written).to_json())
-        node_local.complete(net, disks, what, place, text, request.latest)
+        node_local.complete(net, disks, what, place, save.part, text, request.latest)
     except CheckpointError:
-        node_local.abandon(*place)
+        commit.abandon(save.part)
         raise
     return place[0] / place[1]
 
@@ -195,7 +198,7 @@ def _check(state: TrainingState, request: SaveRequest, values: _Values) -> dict[
                 dtype_name(dtype, f"{state_kind(name)}")
     for name, tensor in (*state.loose_params(), *state.buffers().items()):
         dtype_name(tensor.dtype, name)
-    asked = {"save_dir": request.save_dir, "tag": request.tag, "latest": request.latest, "exclude_frozen": request.exclude_frozen}
+    asked = {name: getattr(request, name) for name in ("save_dir", "tag", "latest", "exclude_frozen", "number")}
     return {"digest": values.take(state, request), "request": asked}
 
 
@@ -241,7 +244,7 @@ class _Save:
             "states": self._contents.states,
             "params": self._contents.params,
             "dropped": self._contents.dropped,
-            "process": folders.Process.own(),
+            "process": Process.own(),
         }
 
     def settle(self, request: SaveRequest, differs: bool) -> None:
@@ -251,7 +254,7 @@ class _Save:
             raise CheckpointError("a save is prepared once")
         rank = state.everyone.rank
         self.request = request
-        self.part = folders.part_of(Path(request.save_dir), request.tag)
+        self.part = folders.part_of(Path(request.save_dir), request.tag, request.number)
         tensors = self._values.client.tensors if differs or rank == 0 else {}
         self.files = {**self._contents.files, values_file(rank): [whole(name, tensor) for name, tensor in tensors.items()]}
         self._client_state = self._values.client_state if differs else None
@@ -260,7 +263,7 @@ class _Save:
 
     def begin(self) -> None:
         """Makes the hidden folder; on rank 0."""
-        folders.begin(Path(self.request.save_dir), self.request.tag)
+        commit.begin(Path(self.request.save_dir), self.request.tag, self.request.number)
         note("checkpoint_begun", self.request.tag)
 
     def copy(self, background: Background) -> None:
@@ -297,13 +300,13 @@ class _Save:
         save_dir, tag = Path(self.request.save_dir), self.request.tag
         index = self.index(parts, written)
         note("checkpoint_written", tag)
-        folders.seal(self.part, index.to_json())
+        commit.seal(self.part, index.to_json())
         note("checkpoint_sealed", tag)
-        final = folders.publish(self.part, save_dir, tag)
-        folders.write_script(save_dir)
+        final = commit.publish(self.part, save_dir, tag)
+        commit.write_script(save_dir)
         if self.request.latest:
             note("checkpoint_latest", tag)
-            folders.write_text(save_dir / LATEST_FILE, tag)
+            own_files.write_text(save_dir / LATEST_FILE, tag)
         note("checkpoint_done", tag)
         return str(final)
 

@@ -7,6 +7,7 @@ temporary files, in this process, from values that JSON and safetensors gave, an
 
 from __future__ import annotations
 
+import atexit
 import os
 import tempfile
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Any
 
 import torch
 
+from hf_zero import own_files
 from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.format import INDEX_FILE, VALUES_FILE, Index
 from hf_zero.checkpoint.tensor_file import RangeReader
 from hf_zero.checkpoint.values import Decoder
 
-_scratch: tempfile.TemporaryDirectory[str] | None = None
+_ENDING = ".pt"
+_scratch: Path | None = None
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
@@ -60,8 +63,9 @@ def _open(checkpoint_dir: str | os.PathLike[str]) -> tuple[Path, Index]:
 def _write(content: dict[str, Any], kind: str) -> str:
     global _scratch
     if _scratch is None:
-        _scratch = tempfile.TemporaryDirectory(prefix="hf_zero_state_files_")
-    handle, name = tempfile.mkstemp(prefix="mp_rank_00_", suffix=f"_{kind}.pt", dir=_scratch.name)
+        _scratch = Path(tempfile.mkdtemp(prefix="hf_zero_state_files_"))
+        atexit.register(own_files.remove_folder, _scratch, lambda name: name.endswith(_ENDING), maker=os.getpid())
+    handle, name = tempfile.mkstemp(prefix="mp_rank_00_", suffix=f"_{kind}{_ENDING}", dir=_scratch)
     os.close(handle)
     torch.save(content, name)
     return name

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import mmap
 import multiprocessing.util
 import os
 import platform
+import re
 import shutil
-import tempfile
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from hf_zero import own_files
 from hf_zero.errors import OffloadError
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.offload.budget import gib
@@ -25,6 +27,7 @@ from hf_zero.offload.buffers import ALIGNMENT
 
 _PREFIX = "hf_zero_swap_"
 _LOCK_FILE = "in_use"
+_FILE = re.compile(r"\w+\.bin")
 # Mapped parts of a file begin at a multiple of this, 64 KiB on some machines.
 _GRANULARITY = max(ALIGNMENT, mmap.ALLOCATIONGRANULARITY)
 
@@ -46,7 +49,8 @@ class SwapFolder:
     """A folder of this process below ``nvme_path``, removed with all it holds at exit, after an exception too.
 
     [Note: what a killed process leaves] Nobody can clean up after SIGKILL. So each folder holds a lock that the kernel drops with its
-    process, and whoever makes a folder beside it first removes those of the same machine whose lock is free.
+    process, and whoever makes a folder beside it first removes those of the same machine whose lock is free. A folder has no name by which
+    it is looked for before its lock is held.
 
     Attributes:
         path: The folder.
@@ -65,14 +69,12 @@ class SwapFolder:
         try:
             base.mkdir(parents=True, exist_ok=True)
             _remove_abandoned(base, machine)
-            self.path = Path(tempfile.mkdtemp(prefix=f"{machine}rank{rank}_", dir=base))
-            self._lock: int | None = os.open(self.path / _LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o600)
+            self.path, lock = _make_locked(base / f"{machine}rank{rank}_{os.urandom(6).hex()}")
         except OSError as error:
             raise OffloadError(
                 f"no swap files can be made in nvme_path {str(base)!r}: {error}. Name a folder that can be written to"
             ) from error
-        _try_lock(self._lock)
-        self._finalizer = weakref.finalize(self, _remove, self.path, self._lock)
+        self._finalizer = weakref.finalize(self, _remove, self.path, lock, os.getpid())
         # Runs at the end of a child of multiprocessing too, which skips what atexit holds.
         multiprocessing.util.Finalize(None, self._finalizer, exitpriority=0)
 
@@ -81,32 +83,66 @@ class SwapFolder:
         self._finalizer()
 
 
-def _try_lock(descriptor: int) -> bool:
+class _Lock(enum.Enum):
+    """How an attempt to lock a file ended. Where there are no locks nobody can tell, so nothing is ever called abandoned."""
+
+    HELD = enum.auto()
+    ANOTHERS = enum.auto()
+    UNKNOWN = enum.auto()
+
+
+def _try_lock(descriptor: int) -> _Lock:
     try:
         import fcntl
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
-    except (ImportError, OSError):  # no locks here: nobody can tell, so nothing is ever called abandoned
-        return False
-    return True
+        return _Lock.ANOTHERS
+    except (ImportError, OSError):
+        return _Lock.UNKNOWN
+    return _Lock.HELD
 
 
-def _remove(path: Path, lock: int) -> None:
-    shutil.rmtree(path, ignore_errors=True)
+def _make_locked(path: Path) -> tuple[Path, int]:
+    """Makes the folder ``path``, which is locked as soon as it has that name; returns it and the descriptor that holds the lock."""
+    made = path.with_name(own_files.hidden_name(path.name))
+    made.mkdir(mode=0o700)
+    lock: int | None = None
+    try:
+        lock = os.open(made / _LOCK_FILE, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        outcome = _try_lock(lock)
+        if outcome is _Lock.ANOTHERS:
+            raise OSError(errno.EWOULDBLOCK, "another process has locked it", str(made / _LOCK_FILE))
+        if outcome is _Lock.UNKNOWN:
+            warn_once(f"{path.parent}: its file system has no locks, so swap files that a killed run leaves there are never removed")
+        os.rename(made, path)
+    except OSError:
+        own_files.remove_folder(made, _is_ours, last=_LOCK_FILE)
+        if lock is not None:
+            os.close(lock)
+        raise
+    return path, lock
+
+
+def _is_ours(name: str) -> bool:
+    return name == _LOCK_FILE or _FILE.fullmatch(name) is not None
+
+
+def _remove(path: Path, lock: int, maker: int) -> None:
+    own_files.remove_folder(path, _is_ours, last=_LOCK_FILE, maker=maker)
     with contextlib.suppress(OSError):
         os.close(lock)
 
 
 def _remove_abandoned(base: Path, machine: str) -> None:
+    own_files.sweep(base, _is_ours)
     for folder in base.glob(f"{machine}*"):
         with contextlib.suppress(OSError):
-            descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR)
+            descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
             try:
-                if _try_lock(descriptor):
+                if _try_lock(descriptor) is _Lock.HELD:
                     log_rank0("removing swap files that a killed run left in %s", folder)
-                    shutil.rmtree(folder, ignore_errors=True)
+                    own_files.remove_folder(folder, _is_ours, last=_LOCK_FILE)
             finally:
                 os.close(descriptor)
 

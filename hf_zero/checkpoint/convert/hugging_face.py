@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hf_zero.checkpoint import folders
+from hf_zero import own_files
 from hf_zero.checkpoint.convert.pickles import load_pickle, require_trust
 from hf_zero.checkpoint.convert.source import Progress, Source, SourceParam, SourceTensor, row_of, tensor_source
 from hf_zero.checkpoint.model_files import split_by_size
@@ -113,18 +113,22 @@ def write_hugging_face(source: Source, folder: Path, dtype: torch.dtype, limit: 
     entries = [Entry(tensor.name, *_cast(tensor, dtype)) for tensor in tensors]
     shards = split_by_size(entries, limit)
     folder.mkdir(parents=True, exist_ok=True)
+    own_files.sweep(folder)
     count = len(shards)
     names = [_SAFE] if count == 1 else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     for name, members in zip(names, shards, strict=True):
-        hidden = folder / f".{name}.part"
-        hidden.unlink(missing_ok=True)
-        write_tensor_file(hidden, members, progress)
-        hidden.replace(folder / name)
+        hidden = folder / own_files.hidden_name(name)
+        try:
+            write_tensor_file(hidden, members, progress)
+            hidden.replace(folder / name)
+        except BaseException:
+            own_files.remove_file(hidden)
+            raise
     if count > 1:
         weight_map = {entry.name: name for name, members in zip(names, shards, strict=True) for entry in members}
         total = sum(entry.nbytes for entry in entries)
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-        folders.write_text(folder / (_SAFE + _INDEX), text + "\n")
+        own_files.write_text(folder / (_SAFE + _INDEX), text + "\n")
     for place in beside:
         _copy_companions(place, folder, dtype)
     return [folder / name for name in names]
@@ -154,4 +158,4 @@ def _copy_companions(place: Path, folder: Path, dtype: torch.dtype) -> None:
         for key in ("dtype", "torch_dtype"):
             if isinstance(data.get(key), str):
                 data[key] = str(dtype).removeprefix("torch.")
-        folders.write_text(config, json.dumps(data, indent=2) + "\n")
+        own_files.write_text(config, json.dumps(data, indent=2) + "\n")

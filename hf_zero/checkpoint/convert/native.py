@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_zero.checkpoint import folders
+from hf_zero import own_files
+from hf_zero.checkpoint import commit, folders
 from hf_zero.checkpoint.catalog import Catalog, Located
 from hf_zero.checkpoint.convert.source import FROZEN, Progress, Source, SourceParam, SourceTensor, read_only
 from hf_zero.checkpoint.element_types import DTYPES, dtype_name
@@ -124,16 +124,16 @@ def write_checkpoint(source: Source, save_dir: Path, tag: str | None, progress: 
     encoder = Encoder()
     values = {key: encoder.encode(value, key) for key, value in source.values.items()}
     values["groups"] = [encoder.encode(group, f"optimizer.param_groups[{number}]") for number, group in enumerate(source.groups)]
-    part = folders.begin(save_dir, name)
+    part = commit.begin(save_dir, name)
     try:
         files = _write_files(source, part, encoder, progress)
-        folders.seal(part, _index(source, name, values, files).to_json())
-        final = folders.publish(part, save_dir, name)
+        commit.seal(part, _index(source, name, values, files).to_json())
+        final = commit.publish(part, save_dir, name)
     except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
+        commit.abandon(part)
         raise
-    folders.write_script(save_dir)
-    folders.write_text(save_dir / LATEST_FILE, name)
+    commit.write_script(save_dir)
+    own_files.write_text(save_dir / LATEST_FILE, name)
     return final
 
 

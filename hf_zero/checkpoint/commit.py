@@ -1,0 +1,259 @@
+"""How a checkpoint comes to be there whole or not at all: a hidden folder that is signed, filled, sealed, and renamed.
+
+[Note: one folder for each save] The hidden folder carries the number of its save, so two jobs that save the same tag never write into
+one folder; the later one replaces the earlier one's checkpoint as a whole. Where it can be told that the other still lives, the save is
+refused. What is replaced stays under another hidden name until the new checkpoint is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from hf_zero import own_files
+from hf_zero.checkpoint.folders import SCRIPT_FILE, check_tag, digest, former_of, is_complete, marker_of, part_of, tag_of_part
+from hf_zero.checkpoint.format import FORMAT, INDEX_FILE, MARKER_FILE
+from hf_zero.errors import CheckpointError
+from hf_zero.observe import logger, note
+from hf_zero.process import Process
+
+_SHARD = re.compile(
+    r"(master|weights|module|optimizer\.\w{1,64}|optimizer_params|onebit_(worker|server)_error)"
+    r"-\d{5,}-of-\d{5,}(\.tensor-\d{5,}-of-\d{5,})?\.safetensors"
+)
+_OTHER = re.compile(r"values(-\d{5,})?\.safetensors|module\.safetensors")  # the second in version 1 alone
+_open: set[str] = set()  # names of hidden folders of saves of this process that are under way
+_NOTE = re.compile(r"rank-\d{5,}\.json|failed-\d{5,}")  # of a save in the background
+
+
+def note_of(rank: int) -> str:
+    """The file by which a rank of a save in the background tells rank 0 what it has written."""
+    return f"rank-{rank:05d}.json"
+
+
+def failure_of(rank: int) -> str:
+    """The file by which it tells rank 0 that it failed."""
+    return f"failed-{rank:05d}"
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a file of a checkpoint, or of a save that is under way, has that name."""
+    known = name in (INDEX_FILE, MARKER_FILE, own_files.WRITER_FILE) or own_files.is_hidden_name(name)
+    return known or any(pattern.fullmatch(name) for pattern in (_SHARD, _OTHER, _NOTE))
+
+
+def save_number() -> str:
+    """A number for a save, which is in the name of its hidden folder."""
+    return os.urandom(4).hex()
+
+
+# -- before a byte is written -----------------------------------------------------------------------------------------
+
+
+def begin(save_dir: Path, tag: str, number: str | None = None) -> Path:
+    """Makes the empty hidden folder that a checkpoint is written into; what killed saves left in ``save_dir`` goes away.
+
+    Args:
+        save_dir: Folder of all checkpoints; made if missing.
+        tag: Name of this one.
+        number: Of the save; a new one when None.
+
+    Raises:
+        CheckpointError: What has the name of the tag is no checkpoint, or a process that lives saves that tag.
+        OSError: The file system refuses.
+    """
+    part = part_of(save_dir, check_tag(tag), number or save_number())
+    clear(save_dir, tag)
+    drop_formers(save_dir)
+    own_files.make_folder(part, {})
+    _open.add(part.name)
+    return part
+
+
+def clear(save_dir: Path, tag: str, job: Collection[Process] = ()) -> None:
+    """Makes ``save_dir`` ready for a save: hidden folders of killed ones go away.
+
+    Args:
+        save_dir: Folder of all checkpoints; made if missing.
+        tag: Name of the one that will be saved.
+        job: Processes that save it together.
+
+    Raises:
+        CheckpointError: As ``begin``.
+    """
+    _refuse_foreign(save_dir / tag)
+    save_dir.mkdir(parents=True, exist_ok=True)
+    own_files.sweep(save_dir)
+    for part in sorted(save_dir.glob(".*.part")):
+        of = tag_of_part(part.name)
+        if of is None or part.is_symlink() or not part.is_dir():
+            continue
+        writer = Process.of_json(own_files.read_writer(part))
+        if own_files.is_abandoned(part) or writer == Process.own() and part.name not in _open:
+            logger.warning("%s was left by a save that did not finish; it is removed", part)
+            own_files.remove_folder(part, _is_ours)
+        elif of == tag and writer is not None and writer != Process.own() and writer not in job:
+            _refuse_second(part, tag, writer)
+
+
+def _refuse_foreign(final: Path) -> None:
+    """Refuses to replace what is no checkpoint of ours."""
+    advice = "choose another tag, or move it away"
+    if final.is_symlink():
+        raise CheckpointError(f"{final} is a link; {advice}")
+    if not final.exists() or is_complete(final) and _has_sign(final):
+        return
+    names = sorted(path.name for path in final.iterdir() if path.is_dir() or not _is_ours(path.name)) if final.is_dir() else ["a file"]
+    if names or not _has_sign(final):
+        found = f" (it holds {', '.join(names[:3])})" if final.is_dir() and names else ""
+        raise CheckpointError(f"{final} exists and is no checkpoint of ours{found}; {advice}")
+
+
+def _has_sign(folder: Path) -> bool:
+    """Whether nobody else could have made this folder: by the name of a shard, or what marker or index say; or because it is empty."""
+    names = os.listdir(folder)
+    if not names or any(_SHARD.fullmatch(name) for name in names):
+        return True
+    if re.fullmatch(r"[0-9a-f]{64}", marker_of(folder)):
+        return True
+    try:
+        index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(index, dict) and index.get("format") == FORMAT
+
+
+def _refuse_second(part: Path, tag: str, writer: Process) -> None:
+    """Refuses a second save of a tag while another process is known to be at it."""
+    who = f"process {writer.pid} of {writer.place.partition(' ')[0]}"
+    if writer.is_alive():
+        raise CheckpointError(
+            f"{who}, which runs, is saving checkpoint {tag!r} to {part.parent} (it writes {part}): two runs must not save one tag of one "
+            "folder. End one of them, or give it a folder of its own"
+        )
+    logger.warning("%s is perhaps being written by %s; this save of %r has a folder of its own, the last one stays", part, who, tag)
+
+
+def offer(save_dir: Path, tag: str, number: str, rank: int) -> None:
+    """Makes the hidden folder unless another rank was first; ``leader_of`` tells who was.
+
+    Args:
+        save_dir: Folder of all checkpoints.
+        tag: Of this one.
+        number: Of the save.
+        rank: Who offers.
+    """
+    part = part_of(save_dir, tag, number)
+    try:
+        own_files.make_folder(part, {"leader": rank})
+        _open.add(part.name)
+    except OSError:
+        if not part.is_dir():
+            raise
+
+
+def leader_of(part: Path) -> int | None:
+    """The rank that made a hidden folder; None when there is none, or no rank offered it."""
+    leader = (own_files.read_writer(part) or {}).get("leader")
+    return leader if isinstance(leader, int) else None
+
+
+# -- when everything is written ---------------------------------------------------------------------------------------
+
+
+def seal(part: Path, index: str) -> None:
+    """Writes index and marker into a hidden folder: it is complete from here on.
+
+    Raises:
+        CheckpointError: It is another process' folder.
+    """
+    _check_writer(part, own_files.read_writer(part) or Process.own().as_json())
+    own_files.write_text(part / INDEX_FILE, index)
+    own_files.write_text(part / MARKER_FILE, digest(index) + "\n")
+
+
+def _check_writer(part: Path, writer: dict[str, Any] | None) -> None:
+    if Process.of_json(writer) != Process.own():
+        raise CheckpointError(f"{part} is no longer this process' folder (its writer is {writer}); the checkpoint is not completed")
+
+
+def publish(part: Path, save_dir: Path, tag: str, keep_former: bool = False) -> Path:
+    """Gives a sealed folder its name; a checkpoint of that name stays complete under a hidden one until then, or until ``drop_formers``.
+
+    Raises:
+        CheckpointError: It is another process' folder.
+    """
+    _check_writer(part, own_files.read_writer(part))
+    _open.discard(part.name)
+    final, former = save_dir / tag, former_of(save_dir, tag)
+    if is_complete(final):
+        _drop(former, final)
+        os.rename(final, former)
+        note("checkpoint_aside", tag)
+    elif final.exists():  # nobody can load it; what is complete may be the former one of this name
+        _remove_named(final)
+    os.rename(part, final)
+    own_files.remove_file(final / own_files.WRITER_FILE)
+    own_files.sync_folder(save_dir)
+    note("checkpoint_named", tag)
+    if not keep_former:
+        _drop(former, final)
+    return final
+
+
+def abandon(part: Path) -> None:
+    """Removes a hidden folder after a failure; every rank may call it, the one that made it removes it."""
+    _open.discard(part.name)
+    own_files.remove_folder(part, _is_ours)
+
+
+# -- what has been replaced -------------------------------------------------------------------------------------------
+
+
+def drop_formers(save_dir: Path) -> None:
+    """Removes what complete checkpoints have replaced: a save that was killed may have left it."""
+    for former in _formers(save_dir):
+        final = save_dir / former.name[1 : -len(".former")]
+        if is_complete(final):
+            _drop(former, final)
+
+
+def _formers(save_dir: Path) -> Iterator[Path]:
+    return (path for path in sorted(save_dir.glob(".*.former")) if path.is_dir() and not path.is_symlink())
+
+
+def _drop(folder: Path, kept: Path) -> None:
+    """Removes a checkpoint in whose place ``kept`` is; what is not ours in it (a user's notes) moves there."""
+    if not folder.exists() or not _has_sign(folder):
+        return
+    own_files.remove_file(folder / MARKER_FILE)  # first: from here on nobody takes it for complete
+    for path in list(folder.iterdir()):
+        if (path.is_dir() or not _is_ours(path.name)) and not os.path.lexists(kept / path.name):
+            os.rename(path, kept / path.name)
+    _remove_named(folder)
+
+
+def _remove_named(folder: Path) -> None:
+    """Removes what has or had the name of a checkpoint: nobody writes it any more, whatever a save that was killed left in it."""
+    own_files.remove_file(folder / own_files.WRITER_FILE)
+    own_files.remove_folder(folder, _is_ours)
+
+
+def take_back(save_dir: Path, tag: str, wanted: set[tuple[str, str]]) -> None:
+    """Gives the former checkpoint of ``tag`` its name back where it is ``wanted``, by tag and digest, and the present one is not."""
+    final, former = save_dir / tag, former_of(save_dir, tag)
+    if is_complete(former) and (tag, marker_of(former)) in wanted and (not is_complete(final) or (tag, marker_of(final)) not in wanted):
+        _drop(final, former)
+        os.rename(former, final)
+        own_files.sync_folder(save_dir)
+
+
+def write_script(save_dir: Path) -> None:
+    """Puts ``zero_to_fp32.py`` beside the checkpoints, unless it is there."""
+    script, path = Path(__file__).with_name(SCRIPT_FILE).read_bytes(), save_dir / SCRIPT_FILE
+    if path.is_symlink() or not path.is_file() or path.read_bytes() != script:
+        own_files.write_text(path, script.decode())

@@ -1,0 +1,68 @@
+"""The checkpoints of a Trainer's output folder: ``checkpoint-N``, with Trainer's own state beside the engine's."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zipfile
+from pathlib import Path
+
+from hf_zero.checkpoint.folders import complete_or_former, read_latest
+from hf_zero.checkpoint.format import CONVERTED, INDEX_FILE
+from hf_zero.errors import CheckpointError
+from hf_zero.observe import logger
+
+
+def newest_trainer_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
+    """The ``checkpoint-N`` of a Trainer's output folder with the highest N in which everything is there; None when there is none.
+
+    transformers' ``get_last_checkpoint`` takes the highest N, also of a folder that was being written when the run was killed. This one
+    passes those over, with a warning that names them.
+
+    Args:
+        output_dir: ``TrainingArguments.output_dir``; need not exist.
+    """
+    numbered = {}
+    for folder in Path(output_dir).glob("checkpoint-*"):
+        match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+        if match is not None and folder.is_dir():
+            numbered[int(match[1])] = folder
+    found: Path | None = None
+    incomplete = []
+    for number in sorted(numbered, reverse=True):
+        if _is_whole_trainer_checkpoint(numbered[number]):
+            found = numbered[number]
+            break
+        incomplete.append(numbered[number].name)
+    if incomplete:
+        logger.warning("%s in %s: incomplete; the newest complete checkpoint is %s", ", ".join(incomplete), output_dir, found)
+    return str(found) if found is not None else None
+
+
+def _is_whole_trainer_checkpoint(folder: Path) -> bool:
+    """Whether what Trainer writes last is there, and if there is any sign of the engine's checkpoint, that and every rank's random state.
+
+    Trainer's rank 0 does not wait for the random states of the others: a run resumed without one would go on, with other numbers.
+    """
+    try:
+        state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        tag = read_latest(folder)
+    except (OSError, ValueError, CheckpointError):
+        return False
+    if not isinstance(state, dict):
+        return False
+    if tag is None:
+        return not [path for path in folder.iterdir() if path.name.startswith("global_step") or path.suffix == ".part"]
+    found = complete_or_former(folder, tag)
+    return found is not None and all(zipfile.is_zipfile(folder / name) for name in _random_states(found))
+
+
+def _random_states(checkpoint: Path) -> list[str]:
+    """Names of Trainer's files beside a checkpoint of ours; none when that was converted, or does not say how many ranks wrote it."""
+    try:
+        index = json.loads((checkpoint / INDEX_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    world = 0 if index.get("library") == CONVERTED else index.get("world", 0)
+    return ["rng_state.pth"] if world == 1 else [f"rng_state_{rank}.pth" for rank in range(world)]

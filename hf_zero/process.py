@@ -1,0 +1,107 @@
+"""A process as a file can name it, so that another one can tell later whether it still runs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_HIGHEST_PID = 1 << 22  # of Linux; elsewhere lower
+
+
+@dataclass(frozen=True)
+class Process:
+    """Where a process runs, its number there, and since when: numbers come again, after a restart of a container the same ones.
+
+    Attributes:
+        place: Host name and name space of process numbers: two containers of one host name count differently.
+        pid: Its number.
+        started: The boot of the machine and the clock ticks from then to the start of the process; empty where that is not known.
+    """
+
+    place: str
+    pid: int
+    started: str = ""
+
+    @staticmethod
+    def own() -> Process:
+        """This process."""
+        return Process(_place(), os.getpid(), _started(os.getpid()))
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file or a message."""
+        return {"place": self.place, "pid": self.pid, "started": self.started}
+
+    @staticmethod
+    def of_json(data: Any) -> Process | None:
+        """From ``as_json``; None when that is no process."""
+        if not isinstance(data, Mapping):
+            return None
+        place, pid, started = data.get("place"), data.get("pid"), data.get("started", "")
+        if not (isinstance(place, str) and isinstance(started, str) and isinstance(pid, int)) or not 0 < pid < _HIGHEST_PID:
+            return None
+        return Process(place, pid, started)
+
+    @property
+    def code(self) -> str:
+        """Letters, digits and hyphens for a file name."""
+        return f"{_digest(self.place)}-{self.pid}-{self.started or 'x'}"
+
+    @staticmethod
+    def of_code(code: str) -> Process | None:
+        """From ``code``; a place that is not this one stays a digest. None when that is no process."""
+        place, _, rest = code.partition("-")
+        pid, _, started = rest.partition("-")
+        own = _place()
+        data = {"place": own if place == _digest(own) else place, "pid": int(pid) if pid.isdecimal() else 0}
+        return Process.of_json({**data, "started": "" if started == "x" else started})
+
+    def is_alive(self) -> bool | None:
+        """Whether it runs; None when that cannot be told from here."""
+        if self.place != _place():
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except OSError:  # another user's
+            pass
+        try:
+            state = _stat(self.pid)[0]
+        except OSError:  # no /proc, or not for us
+            return True
+        return state not in ("Z", "X") and (not self.started or self.started == _started(self.pid))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _place() -> str:
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        space = ""
+    return f"{socket.gethostname()} {space}"
+
+
+def _stat(pid: int) -> list[str]:
+    """What /proc says of a process behind its name, which may hold anything."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+
+
+def _started(pid: int) -> str:
+    try:
+        return f"{_boot()}{int(_stat(pid)[19]):x}"
+    except (OSError, IndexError, ValueError):
+        return ""
+
+
+@cache
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
