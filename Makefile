@@ -12,6 +12,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
 GPU_ARGS ?= --out results-gpu
+GPU_PYTHON ?=
 
 .PHONY: help demo test test-all lint format bench gpu venv kernels clean
 
@@ -21,7 +22,8 @@ help:
 	@echo "make test-all  run every test"
 	@echo "make lint      check format, style, types and spelling; make format repairs the first two"
 	@echo "make bench     measure step times against DDP and FSDP2 (BENCH_ARGS)"
-	@echo "make gpu       tests and measurements that need a GPU, each under its own time limit (GPU_ARGS)"
+	@echo "make gpu       tests and measurements that need a GPU, each under its own time limit (GPU_ARGS); taken as it is and without"
+	@echo "               network where $(PYTHON) has PyTorch and a GPU (GPU_PYTHON names another; benchmarks/gpu_bundle.sh: what it lacks)"
 	@echo "make kernels   build the native library again, after a change in kernels/"
 	@echo "make venv      only install into $(VENV)"
 
@@ -47,8 +49,12 @@ format: $(READY_DEV)
 bench: $(READY)
 	$(BIN)/python benchmarks/step_time.py $(BENCH_ARGS)
 
-gpu: $(READY)
-	$(BIN)/python -m benchmarks.gpu $(GPU_ARGS)
+# A machine with a GPU has the PyTorch that fits its driver: that Python is used, and nothing is installed. Else the venv serves.
+gpu:
+	@python="$(GPU_PYTHON)"; \
+	if [ -z "$$python" ] && $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then python=$(PYTHON); fi; \
+	if [ -z "$$python" ]; then $(MAKE) --no-print-directory venv && python=$(BIN)/python || exit 1; fi; \
+	exec "$$python" -m benchmarks.gpu $(GPU_ARGS)
 
 venv: $(READY)
 

@@ -1,31 +1,48 @@
-"""Everything that waits for a GPU, in turn, each part under its own time limit: tests, the offload experiment, the largest model.
+"""Everything that waits for a GPU, in turn, each part under its own time limit: exactness, step time, offload, the largest model.
 
-    python -m benchmarks.gpu --out results/gpu                    # all parts, most telling first
-    python -m benchmarks.gpu --out results/gpu --budget 560       # only what fits into this many seconds; the next call goes on
-    python -m benchmarks.gpu --out results/gpu --only jobs xl-bf16
-    python -m benchmarks.gpu --out results/gpu --toy --device pretend   # the same parts at toy size, on a pretend accelerator
+    make gpu                                                      # all parts, most telling first, into results-gpu/
+    make gpu GPU_ARGS="--out DIR --budget-s 560"                  # only what fits into this many seconds; the next call goes on
+    python -m benchmarks.gpu --only step-time xl-bf16
+    python -m benchmarks.gpu --toy --device pretend               # the same parts at toy size, on a pretend accelerator
+    python -m benchmarks.gpu --list
 
-A part that fails, hangs or runs out of time does not stop the others. ``summary.json`` in the output folder is written after each part, the
-output of a part to a file of its name, tables to ``*.json`` as ``benchmarks.render`` takes them. Parts that have passed are not run again
-(``--again`` does). Nothing is fetched from the network.
+One line per part. A part that fails, hangs or runs out of time does not stop the others. The output folder is written after each part
+(``benchmarks/gpu_results.py`` says what is in it). Parts that have ended are not run again (``--again`` does; parts that the budget cut
+short are), except those that belong to the machine where that is another one. Nothing is fetched from the network: packages that this
+Python lacks are taken from ``.gpu-bundle``, if ``benchmarks/gpu_bundle.sh`` has made it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-TAIL = 2000  # characters of output that a failing part shows
+from benchmarks.gpu_results import TABLE, TRACE, Results, now, said, tail_of
+from benchmarks.processes import REPOSITORY, python_path
+
+TAIL = 2000  # characters of output that the summary keeps
+LEAST = 60.0  # seconds with which a part is begun
+BUNDLE = REPOSITORY / ".gpu-bundle"
+VERSION = f"cp{sys.version_info.major}{sys.version_info.minor}"  # the bundle has a folder for each Python
+LIBRARY = REPOSITORY / "hf_zero" / "native" / "libhf_zero_kernels.so"
+GPU_TESTS = ("test_native_triton.py", "test_offload_budget.py", "test_parity_matrix.py", "test_lightning.py")
+NEEDED = ("torch", "transformers", "accelerate", "safetensors", "numpy", "packaging", "pydantic", "rich", "tqdm")
+ELSEWHERE = (
+    "test_gpu_engine.py::test_checkpoints_travel_between_device_and_host"  # the other tests of that file are the parts of tests/gpu.py
+)
 
 
 @dataclass(frozen=True)
@@ -33,11 +50,12 @@ class Part:
     """One command.
 
     Attributes:
-        name: Of the part and of its output.
-        command: Words; ``{out}`` is the output folder.
+        name: Of the part and of its results.
+        command: Words; ``{scratch}`` is a folder of its own, where it leaves ``table.json`` and ``trace.json``.
         seconds: Its time limit.
         env: Variables.
-        needs_gpu: Means nothing on another device.
+        needs_gpu: Means nothing on another device, where it runs only if it is named.
+        of_machine: Has to run again on another machine.
     """
 
     name: str
@@ -45,61 +63,114 @@ class Part:
     seconds: int
     env: dict[str, str] = field(default_factory=dict)
     needs_gpu: bool = False
+    of_machine: bool = False
 
 
-def parts(device: str, toy: bool) -> list[Part]:
-    """What is run, in this order."""
-    python, quiet = sys.executable, ["-q", "-p", "no:cacheprovider"]
-    offload = [python, "-m", "benchmarks.offload_gpu", "--device", device, *(["--toy"] if toy else [])]
+# ------------------------------------------------------------------------------------------------ parts
+
+
+def parts(device: str, toy: bool, gpus: int = 1) -> list[Part]:
+    """What is run, in this order: the first ten minutes tell most, ranks that share a GPU come last."""
+    python, small, json_file = sys.executable, ["--toy"] if toy else [], ["--json", "{scratch}/" + TABLE]
+    where = ["--device", device]
+    peer = ["--peer-path", str(BUNDLE / VERSION / "peer")] if (BUNDLE / VERSION / "peer").is_dir() else []
+    jobs = [python, "-m", "tests.gpu", *where]
+    steps = [python, "-m", "benchmarks.step_time_gpu", *where, *small, "--limit", "90", *peer, *json_file]
+    offload = [python, "-m", "benchmarks.offload_gpu", *where, *small, *json_file]
     ours = [*offload, "--limit", "400", "--contenders", "hf_zero", "--dtypes"]
-    peers = [*offload, "--limit", "180", "--contenders", "pytorch", "fsdp2", "--dtypes", "bf16"]
-    lightning = ["--n_layer", "4", "--n_head", "4", "--n_embd", "64"] if toy else ["--n_layer", "24", "--n_head", "16", "--n_embd", "2048"]
-    lightning_command = [
-        python,
-        "-m",
-        "benchmarks.mingpt_lightning",
-        "--gpus",
-        "1",
-        "--strategy",
-        "zero3",
-        "--cpu_offload",
-        "--precision",
-        "bf16",
-        *lightning,
-    ]
+    peers = [*offload, "--limit", "180", *peer, "--contenders", "pytorch", "fsdp2", "deepspeed", "--dtypes", "bf16"]
+    tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *(f"tests/{name}" for name in (*GPU_TESTS, ELSEWHERE))]
+    several = Part("ranks", [*jobs, "--worlds", "2"], 560)
     return [
-        Part("facts", [python, "-m", "hf_zero", "report"], 60),
-        Part("kernels", [python, "build_backend/native_library.py"], 120),
-        Part("jobs", [python, "-m", "tests.gpu", "--device", device], 500),
-        Part(
-            "toy",
-            [*offload, "--toy", "--limit", "90", "--dtypes", "bf16", "--json", "{out}/toy.json", "--trace", "{out}/toy-trace.json"],
-            300,
-        ),
-        Part("xl-bf16", [*ours, "bf16", "--json", "{out}/xl-bf16.json", "--trace", "{out}/timeline.json"], 560),
-        Part("xl-peers", [*peers, "--json", "{out}/xl-peers.json"], 560),
-        Part("xl-fp16", [*ours, "fp16", "--json", "{out}/xl-fp16.json"], 560),
-        Part("tests", [python, "-m", "pytest", *quiet, "-m", "gpu", "tests"], 560, needs_gpu=True),
-        Part("triton", [python, "-m", "tests.gpu", "--device", device, "--jobs", "parity"], 300, {"HF_ZERO_TRITON": "1"}, needs_gpu=True),
-        Part("xl-no-overlap", [*ours, "bf16", "--overlap", "none", "--json", "{out}/xl-no-overlap.json"], 560),
-        Part("lightning", lightning_command, 560, needs_gpu=True),
-        Part(
-            "largest",
-            [*ours, "bf16", "--largest", "--host-gib", "100", "--steps", "1", "--json", "{out}/largest.json"],
-            580,
-            needs_gpu=True,
-        ),
+        Part("facts", [python, "-m", "benchmarks.gpu_facts", *where, *json_file], 90, of_machine=True),
+        Part("kernels", [python, "build_backend/native_library.py"], 120, of_machine=True),
+        Part("parity", [*jobs, "--worlds", "1", "--jobs", "parity"], 240),
+        *([replace(several, command=[*jobs, "--worlds", *(str(world) for world in (2, 4) if world <= gpus)])] if gpus > 1 else []),
+        Part("step-time", steps, 400),
+        Part("xl-bf16", [*ours, "bf16", "--trace", "{scratch}/" + TRACE], 450),
+        Part("xl-peers", peers, 560),
+        Part("jobs", [*jobs, "--worlds", "1", "--skip", "parity"], 500),
+        Part("xl-fp16", [*ours, "fp16"], 450),
+        Part("tests", tests, 560, needs_gpu=True),
+        Part("triton", [*jobs, "--worlds", "1", "--jobs", "parity"], 300, {"HF_ZERO_TRITON": "1"}, needs_gpu=True),
+        Part("xl-no-overlap", [*ours, "bf16", "--overlap", "none"], 450),
+        Part("lightning", lightning(toy), 450, needs_gpu=True),
+        Part("largest", [*ours, "bf16", "--largest", "--host-gib", "100", "--steps", "1"], 580, needs_gpu=True),
+        *([several] if gpus < 2 else []),
     ]
 
 
-def run(part: Part, out: Path) -> dict[str, Any]:
+def lightning(toy: bool) -> list[str]:
+    """minGPT under Lightning with the strategy of this package, a billion parameters."""
+    size = {"--n_layer": "4", "--n_head": "4", "--n_embd": "64"} if toy else {"--n_layer": "24", "--n_head": "16", "--n_embd": "2048"}
+    command = [sys.executable, "-m", "benchmarks.mingpt_lightning", "--gpus", "1", "--strategy", "zero3", "--cpu_offload"]
+    return [*command, "--precision", "bf16", *(word for pair in size.items() for word in pair)]
+
+
+# ------------------------------------------------------------------------------------------------ machine
+
+PROBE = """
+import json, torch
+there = torch.cuda.is_available()
+properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count() if there else 0)]
+print(json.dumps({"torch": torch.__version__, "gpus": [[one.name, str(getattr(one, "uuid", ""))] for one in properties]}))
+"""
+
+
+def machine(env: Mapping[str, str]) -> dict[str, Any]:
+    """What results belong to: host, Python, PyTorch and GPUs; asked in a process of its own, which alone opens the GPUs."""
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, env=dict(env), timeout=120)
+    if done.returncode:
+        raise SystemExit(f"{sys.executable} cannot import torch; say which Python can: make gpu GPU_PYTHON=...\n{done.stderr[-TAIL:]}")
+    return {"host": platform.node(), "python": f"{platform.python_version()} {sys.executable}", **json.loads(done.stdout.splitlines()[-1])}
+
+
+def carried(bundle: Path = BUNDLE / VERSION) -> list[str]:
+    """The folders of the bundle that hold a module which this Python lacks; the others stay out, whatever their version."""
+    folders = sorted(path for path in bundle.glob("*") if path.is_dir() and path.name != "peer")
+    return [str(path) for path in folders if any(importlib.util.find_spec(name) is None for name in _modules(path))]
+
+
+def _modules(folder: Path) -> Iterator[str]:
+    """Names that can be imported from a folder."""
+    for path in folder.iterdir():
+        if (path / "__init__.py").is_file():
+            yield path.name
+        elif path.suffix == ".py" or path.suffix == ".so":
+            yield path.name.split(".")[0]
+
+
+def environment() -> dict[str, str]:
+    """Variables of all parts: the repository and what is carried before what PYTHONPATH has, this Python's tools (cmake, ninja) in PATH.
+
+    Raises:
+        SystemExit: A package is missing that all parts need.
+    """
+    folders = carried()
+    there = {name for folder in folders for name in _modules(Path(folder))}
+    lacking = [name for name in NEEDED if name not in there and importlib.util.find_spec(name) is None]
+    if lacking:
+        raise SystemExit(
+            f"{sys.executable} lacks {', '.join(lacking)}, and so does {BUNDLE / VERSION}. Run benchmarks/gpu_bundle.sh "
+            f"(PYTHON_VERSION={sys.version_info.major}.{sys.version_info.minor}) where there is a network and carry that folder here"
+        )
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    return {**os.environ, "PYTHONPATH": python_path(sys.executable, str(REPOSITORY), *folders), "PATH": path, "HF_HUB_OFFLINE": "1"}
+
+
+# ------------------------------------------------------------------------------------------------ running
+
+
+def run(part: Part, log: Path, env: Mapping[str, str], scratch: Path) -> dict[str, Any]:
     """Runs one part and ends all that it has started; what it did."""
-    words = [word.replace("{out}", str(out)) for word in part.command]
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", **part.env}
-    log = out / f"{part.name}.txt"
+    words = [word.replace("{scratch}", str(scratch)) for word in part.command]
     start = time.monotonic()
-    with log.open("w") as text:
-        process = subprocess.Popen(words, cwd=REPOSITORY, env=env, stdout=text, stderr=subprocess.STDOUT, start_new_session=True)
+    with log.open("ab") as text:
+        text.write(f"\n=== {part.name}, {now()}: {' '.join(part.command)}\n".encode())
+        text.flush()
+        begin = text.tell()
+        options: dict[str, Any] = {"cwd": REPOSITORY, "env": {**env, **part.env}, "stdin": subprocess.DEVNULL, "start_new_session": True}
+        process = subprocess.Popen(words, stdout=text, stderr=subprocess.STDOUT, **options)
         try:
             status: int | str = process.wait(part.seconds)
         except subprocess.TimeoutExpired:
@@ -108,54 +179,86 @@ def run(part: Part, out: Path) -> dict[str, Any]:
             with contextlib.suppress(ProcessLookupError):  # ranks of its own, too
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    tail = log.read_text(errors="replace")[-TAIL:]  # a progress bar may have been cut
-    return {"status": status, "seconds": round(time.monotonic() - start, 1), "command": " ".join(words), "tail": tail}
+    seconds = round(time.monotonic() - start, 1)
+    tail = tail_of(log, begin, TAIL)
+    return {"status": status, "seconds": seconds, "limit": part.seconds, "when": now(), "command": " ".join(part.command), "tail": tail}
+
+
+def telling_line(text: str) -> str:
+    """The last line that says what failed, or the last one."""
+    lines = text.strip().splitlines() or [""]
+    return next((line for line in reversed(lines) if "FAILED" in line or "Error" in line), lines[-1])[:200]
+
+
+def due(part: Part, earlier: Mapping[str, Any] | None, here: Mapping[str, Any], again: list[str] | None) -> bool:
+    """Whether a part is to be run.
+
+    Args:
+        part: The part.
+        earlier: How it ended before; None if it never ran.
+        here: The machine.
+        again: ``--again``: names, or none for all that have failed; None without the option.
+    """
+    if earlier is None or (again is not None and (part.name in again if again else earlier["status"] != 0)):
+        return True
+    if part.of_machine and earlier["machine"] != here:
+        return True
+    if part.name == "kernels" and earlier["status"] == 0 and not LIBRARY.exists():
+        return True
+    return earlier["status"] != 0 and earlier["limit"] < part.seconds  # the budget has cut it short
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results-gpu"), help="folder of the results")
+    parser.add_argument("--out", type=Path, default=Path("results-gpu"), help="folder of the results: at most 8 files of 16 MiB")
     parser.add_argument("--only", nargs="+", default=[], help="names of parts")
     parser.add_argument("--skip", nargs="+", default=[], help="names of parts")
-    parser.add_argument("--budget", type=float, default=0.0, help="seconds that the whole may take; 0 for no limit")
+    parser.add_argument("--budget-s", type=float, default=0.0, help="seconds that the whole may take; 0 for no limit")
     parser.add_argument("--device", choices=["cuda", "cpu", "pretend"], default="cuda")
     parser.add_argument("--toy", action="store_true", help="small models")
-    parser.add_argument("--again", action="store_true", help="run parts that have passed before as well")
+    parser.add_argument("--again", nargs="*", help="run these parts again; without names those that have failed")
     parser.add_argument("--list", action="store_true", help="print the parts and run none")
     return parser.parse_args()
 
 
+def choose(arguments: argparse.Namespace, everything: list[Part]) -> list[Part]:
+    """The parts that the command line asks for."""
+    names = {part.name for part in everything}
+    unknown = {*arguments.only, *arguments.skip, *(arguments.again or ())} - names
+    if unknown:
+        raise SystemExit(f"there is no part {', '.join(sorted(unknown))}; there are: {', '.join(part.name for part in everything)}")
+    return [part for part in everything if part.name not in arguments.skip and (not arguments.only or part.name in arguments.only)]
+
+
 def main() -> int:
     arguments = parse()
-    chosen = [part for part in parts(arguments.device, arguments.toy) if part.name not in arguments.skip]
-    unknown = set(arguments.only) - {part.name for part in chosen}
-    if unknown:
-        raise SystemExit(f"there is no part {', '.join(sorted(unknown))}; there are: {', '.join(part.name for part in chosen)}")
-    chosen = [part for part in chosen if not arguments.only or part.name in arguments.only]
-    if arguments.list:
-        print("\n".join(f"{part.name:14} {part.seconds:4} s  {' '.join(part.command)}" for part in chosen))
-        return 0
-    out = arguments.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    summary = out / "summary.json"
-    found: dict[str, Any] = json.loads(summary.read_text()) if summary.exists() else {}
     start = time.monotonic()
-    for part in chosen:
-        left = arguments.budget - (time.monotonic() - start) if arguments.budget else float("inf")
-        if part.needs_gpu and arguments.device != "cuda":
-            print(f"{part.name}: left out, needs a GPU", flush=True)
-        elif found.get(part.name, {}).get("status") == 0 and not arguments.again:
-            print(f"{part.name}: has passed", flush=True)
-        elif left < min(part.seconds, 30):
-            print(f"{part.name}: no time left", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what a part has started is ended
+    if arguments.list:
+        for part in choose(arguments, parts(arguments.device, arguments.toy)):
+            print(f"{part.name:14} {part.seconds:4} s  {' '.join(part.command)}")
+        return 0
+    env = environment()
+    here = machine(env)
+    chosen = choose(arguments, parts(arguments.device, arguments.toy, len(here["gpus"]) if arguments.device == "cuda" else 1))
+    results = Results(arguments.out.resolve())
+    print(f"{here['host']}, {here['gpus'] or 'no GPU'}, torch {here['torch']}, {here['python']}", flush=True)
+    for index, part in enumerate(chosen, 1):
+        left = arguments.budget_s - (time.monotonic() - start) if arguments.budget_s else float("inf")
+        print(f"[{index}/{len(chosen)}] {part.name}: ", end="", flush=True)
+        if part.needs_gpu and arguments.device != "cuda" and part.name not in arguments.only:
+            print("left out, needs a GPU", flush=True)
+        elif not due(part, results.parts.get(part.name), here, arguments.again):
+            print(f"{said(results.parts[part.name])} before", flush=True)
+        elif left < min(part.seconds, LEAST):
+            print("no time left", flush=True)
         else:
-            limited = Part(part.name, part.command, int(min(part.seconds, left)), part.env)
-            found[part.name] = result = run(limited, out)
-            summary.write_text(json.dumps(found, indent=1) + "\n")
-            print(f"{part.name}: {result['status']} in {result['seconds']} s", flush=True)
-            if result["status"] != 0:
-                print(result["tail"], flush=True)
-    return int(any(result["status"] != 0 for result in found.values()))
+            with tempfile.TemporaryDirectory(prefix="hf_zero_gpu_") as scratch:
+                result = run(replace(part, seconds=int(min(part.seconds, left))), results.log, env, Path(scratch))
+                results.add(part.name, {**result, "machine": here}, Path(scratch))
+            reason = "" if result["status"] == 0 else f": {telling_line(result['tail'])}"
+            print(f"{said(result)} in {result['seconds']:g} s{reason}", flush=True)
+    return int(any(results.parts.get(part.name, {"status": 0})["status"] != 0 for part in chosen))
 
 
 if __name__ == "__main__":

@@ -12,20 +12,14 @@ bandwidth of host memory (28 bytes a parameter, the bandwidth of an in-place add
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import socket
-import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.device_processes import add_peer, peer_of, run
 from benchmarks.tables import ResultTable
 
-WORKER = Path(__file__).with_name("offload_gpu_worker.py")
-REPOSITORY = WORKER.parent.parent
 XL = {"layers": 48, "width": 1600, "heads": 25, "vocab": 50257, "length": 128, "batch": 16}
 TOY = {"layers": 2, "width": 64, "heads": 4, "vocab": 512, "length": 16, "batch": 2}
 NAMES = {
@@ -35,52 +29,6 @@ NAMES = {
     "pytorch": "PyTorch",
 }
 MOST_LAYERS = 1 << 12
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a process answered, or why it did not."""
-
-    answer: dict[str, Any]
-    reason: str = ""
-
-
-def run(job: dict[str, Any], python: str) -> Outcome:
-    """Runs one process of ``offload_gpu_worker.py``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    env = {**os.environ, **{key: str(value) for key, value in values.items()}, "TRANSFORMERS_VERBOSITY": "error"}
-    env["PATH"] = os.pathsep.join((str(Path(python).parent), env["PATH"]))  # the peer compiles with the ninja of its venv
-    env.pop("PYTHONPATH", None)
-    if job["contender"] != "deepspeed":
-        env["PYTHONPATH"] = str(REPOSITORY)
-    if job["device"] == "cpu":
-        env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    if job["device"] == "pretend":
-        env["PRETEND_MEMORY"] = str(int((job["cap_gib"] or 24) * 2**30))
-    try:
-        words = [python, str(WORKER), json.dumps({name: value for name, value in job.items() if name != "limit"})]
-        done = subprocess.run(words, env=env, capture_output=True, text=True, errors="replace", timeout=job["limit"] or None)
-    except subprocess.TimeoutExpired as error:
-        print(error.stderr[-2000:].decode(errors="replace") if error.stderr else "", file=sys.stderr)
-        return Outcome({}, f"not done after {job['limit']:g} s")
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if lines:
-        return Outcome(json.loads(lines[-1]))
-    print(done.stderr[-2000:], file=sys.stderr)
-    return Outcome({}, reason_of(done.returncode, done.stderr))
-
-
-def reason_of(status: int, errors: str) -> str:
-    """Why a process gave no answer, in a few words."""
-    if "OutOfMemoryError" in errors or "CUDA out of memory" in errors:
-        return "out of GPU memory"
-    if status == -9 or "HostMemoryError" in errors or "out of host memory" in errors:
-        return "out of host memory"
-    last = errors.strip().splitlines()[-1:] or [f"exit status {status}"]
-    return f"does not run: {last[0][:80]}"
 
 
 def bounds(rates: dict[str, float]) -> dict[str, float]:
@@ -152,7 +100,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--largest", action="store_true", help="search the largest model of this width that trains one step")
-    parser.add_argument("--peer-python", default="", help="Python of a venv with DeepSpeed")
+    add_peer(parser)
     parser.add_argument("--trace", default="", help="Chrome trace of two steps of hf_zero in bf16")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -162,9 +110,9 @@ def main() -> int:
     arguments = parse()
     size = dict(TOY if arguments.toy else XL)
     size["length"], size["batch"] = arguments.block or size["length"], arguments.batch or size["batch"]
-    pythons = {name: arguments.peer_python if name == "deepspeed" else sys.executable for name in arguments.contenders}
+    pythons = {name: peer_of(arguments) if name == "deepspeed" else sys.executable for name in arguments.contenders}
     pythons = {name: python for name, python in pythons.items() if python}
-    names = ("device", "cap_gib", "host_gib", "steps", "warmup", "overlap", "limit")
+    names = ("device", "cap_gib", "host_gib", "steps", "warmup", "overlap", "limit", "peer_path")
     base = {name: getattr(arguments, name) for name in names} | {"size": size}
     rows: list[list[str]] = []
     texts: list[str] = []

@@ -97,19 +97,31 @@ class RankProcesses:
 
 
 def _environment(world: int, python: str) -> dict[str, object]:
-    own = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")] if python == sys.executable else []
     return {
         "WORLD_SIZE": world,
         "LOCAL_WORLD_SIZE": world,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": _free_port(),
+        "MASTER_PORT": free_port(),
         "OMP_NUM_THREADS": 1,
         "DS_ACCELERATOR": "cpu",
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join(filter(None, own)),
+        "PYTHONPATH": python_path(python, *([str(REPOSITORY)] if python == sys.executable else [])),
         "PATH": os.pathsep.join((str(Path(python).parent), os.environ["PATH"])),  # a peer compiles with the ninja of its venv
     }
+
+
+def python_path(python: str, *first: str) -> str:
+    """PYTHONPATH of a process: ``first``, then what this process has, unless ``python`` is another venv's."""
+    own = os.environ.get("PYTHONPATH", "") if python == sys.executable else ""
+    return os.pathsep.join(filter(None, (*first, own)))
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def open_answers() -> IO[str]:
@@ -117,9 +129,3 @@ def open_answers() -> IO[str]:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return answers
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

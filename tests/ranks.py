@@ -345,7 +345,9 @@ def _run(job: Job, rank: int, world_size: int) -> tuple[Any, collective_order.Re
                 limit = timedelta(seconds=job.group_timeout)
                 backend = os.environ.get("HF_ZERO_TEST_BACKEND", "gloo")
                 dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-                dist.barrier()  # a rank that ends without a collective would close its connections before others have made theirs
+                # A rank that ends without a collective would close its connections before others have made theirs. nccl is told the device:
+                # which is the current one is for the package to say.
+                dist.barrier(device_ids=[device().index] if backend == "nccl" else None)
             function, args = pickle.loads(job.payload)
             with recording() as record:
                 value = function(*args)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu, offload_gpu
+from benchmarks import device_processes, gpu, offload_gpu
 from tests.processes import REPO
 
 
@@ -38,12 +38,12 @@ CUT = "import sys, time; sys.stderr.buffer.write(b'50%|\\xe2\\x96'); sys.stderr.
 def test_a_progress_bar_that_is_cut_is_shown_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text(CUT.format(seconds=60))
-    monkeypatch.setattr(offload_gpu, "WORKER", worker)
+    monkeypatch.setattr(device_processes, "WORKER", worker)
     job = {"contender": "deepspeed", "device": "cpu", "limit": 1}
-    assert offload_gpu.run(job, sys.executable).reason == "not done after 1 s"
+    assert device_processes.run(job, sys.executable).reason == "not done after 1 s"
     assert "50%|" in capsys.readouterr().err
     part = gpu.Part("cut", [sys.executable, "-c", CUT.format(seconds=0)], 30)
-    assert gpu.run(part, tmp_path)["tail"].startswith("50%|")
+    assert gpu.run(part, tmp_path / "log.txt", os.environ, tmp_path)["tail"].startswith("50%|")
 
 
 def test_a_measured_row_stays_when_the_search_for_the_largest_model_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_a_measured_row_stays_when_the_search_for_the_largest_model_ends(monkeyp
         raise KeyboardInterrupt
 
     answer = {"seconds": 2.0, "gpu": 2**30, "host": 2**31, "loss": 1.0}
-    monkeypatch.setattr(offload_gpu, "run", lambda job, python: offload_gpu.Outcome(answer))
+    monkeypatch.setattr(offload_gpu, "run", lambda job, python: device_processes.Outcome(answer))
     monkeypatch.setattr(offload_gpu, "largest", killed)
     rows = offload_gpu.rows_of(Namespace(trace="", largest=True), {"dtype": "bf16"}, {"pytorch": sys.executable}, {})
     assert next(rows) == ["PyTorch, bf16", "2.000", "", "1.00", "2.00", "1.0000", ""]

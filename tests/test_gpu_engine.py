@@ -1,4 +1,4 @@
-"""The engine on a GPU, where the pretend accelerator checks order and not speed: one rank on nccl, two that share it on gloo."""
+"""The engine on GPUs, where the pretend accelerator checks order and not speed: one rank on nccl, two on nccl or, with one GPU, on gloo."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests import device_jobs, ranks
+from tests import deep_skips, device_jobs, ranks
 from tests.parity import Run
 
 pytestmark = pytest.mark.gpu
 
-PLACES = [(1, "nccl"), (2, "gloo")]
+PLACES = [(world, device_jobs.backend_of("cuda", world)) for world in (1, 2)]
 
 
 def on_gpu(function: Callable[..., Any], world: int, backend: str, *args: Any) -> list[Any]:
@@ -40,6 +40,11 @@ def test_every_way_to_offload(world: int, backend: str, dtype: str) -> None:
 @pytest.mark.parametrize("job", ["offload_param_alone", "checkpointing", "cpu_checkpointing", "interface"])
 def test_job(job: str, world: int, backend: str) -> None:
     on_gpu(getattr(device_jobs, job), world, backend)
+
+
+@pytest.mark.parametrize("job", ["skipped_blocks", "images_on_some_ranks"])
+def test_blocks_that_a_rank_skips(job: str) -> None:
+    on_gpu(getattr(deep_skips, job), *PLACES[1])
 
 
 @pytest.mark.parametrize(("world", "backend"), PLACES)

@@ -1,4 +1,4 @@
-"""One contender of ``offload_gpu.py`` in a process of its own, also with the Python of a peer's venv: trains, prints one JSON line.
+"""One rank of a contender of ``offload_gpu.py`` and ``step_time_gpu.py``, also with a peer's Python: trains, prints one JSON line.
 
 Needs only torch, transformers and the contender's package. ``rates`` measures what the machine can do instead: copies both ways,
 Adam, forward and backward alone.
@@ -40,9 +40,14 @@ class Job:
         device: ``cuda``, ``cpu``, or ``pretend`` for the tests' pretend accelerator.
         dtype: ``bf16`` or ``fp16``.
         size: layers, width, heads, vocab, length, batch.
+        shape: ``gpt2`` or ``llama``.
+        stage: Of hf_zero and DeepSpeed.
+        offload: Parameters and optimizer rest on the host; without, torch's fused AdamW is the client's optimizer everywhere.
+        reshard: FSDP2 drops whole parameters after forward.
         cap_gib: GPU memory that torch may allocate; 0 for all.
         host_gib: Resident host memory at which the process ends itself; 0 for no limit.
         steps: Timed steps.
+        together: Steps between two waits for the device: one reading. The host may run ahead in between.
         warmup: Steps before.
         overlap: ``hf_zero.offload_overlap``.
         trace: Where one step's profile goes; empty for none.
@@ -52,9 +57,14 @@ class Job:
     device: str
     dtype: str
     size: dict[str, int]
+    shape: str = "gpt2"
+    stage: int = 3
+    offload: bool = True
+    reshard: bool = True
     cap_gib: float = 0.0
     host_gib: float = 0.0
     steps: int = 5
+    together: int = 1
     warmup: int = 2
     overlap: str = "auto"
     trace: str = ""
@@ -63,18 +73,27 @@ class Job:
 # ------------------------------------------------------------------------------------------------ contenders
 
 
-def _config(job: Job, offload: bool) -> dict[str, Any]:
+def _config(job: Job) -> dict[str, Any]:
     section: dict[str, Any] = {"enabled": True}
     if job.dtype == "fp16":
         section["loss_scale"] = SCALE
-    blocks = {name: {"device": "cpu", "pin_memory": job.device != "cpu"} for name in ("offload_optimizer", "offload_param")}
-    return {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.size["batch"],
         "gradient_clipping": 1.0,
         job.dtype: section,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
-        "zero_optimization": {"stage": 3, **(blocks if offload else {})},
+        "zero_optimization": {"stage": job.stage},
     }
+    if job.offload:
+        blocks = {name: {"device": "cpu", "pin_memory": job.device != "cpu"} for name in ("offload_optimizer", "offload_param")}
+        config["zero_optimization"] |= blocks
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}}
+    else:
+        config["zero_allow_untested_optimizer"] = True
+    return config
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
 
 
 def _engine_step(engine: Any) -> Step:
@@ -87,27 +106,34 @@ def _engine_step(engine: Any) -> Step:
     return step
 
 
+def _initialize(package: Any, job: Job, model: nn.Module, config: dict[str, Any]) -> Step:
+    """The loop of an engine with DeepSpeed's interface."""
+    own = {} if job.offload else {"optimizer": _adamw(model)}
+    return _engine_step(package.initialize(model=model, model_parameters=list(model.parameters()), config=config, **own)[0])
+
+
 def hf_zero(job: Job) -> Step:
-    """Stage 3, parameters and optimizer on the host."""
+    """This package; at stage 3 the model is made in shards."""
     import hf_zero
 
-    config = {**_config(job, offload=True), "hf_zero": {"offload_overlap": job.overlap}}
-    with hf_zero.zero.Init(config_dict_or_path=config):
-        model = build_model("gpt2", job.size)
-    return _engine_step(hf_zero.initialize(model=model.train(), config=config)[0])
+    config = {**_config(job), "hf_zero": {"offload_overlap": job.overlap}}
+    init = hf_zero.zero.Init(config_dict_or_path=config) if job.stage == 3 else torch.device(job.device)
+    with init:
+        model = build_model(job.shape, job.size)
+    return _initialize(hf_zero, job, model.train(), config)
 
 
 def deepspeed(job: Job) -> Step:
-    """The same configuration; the model is built in host memory, because its ``zero.Init`` does not take every torch."""
+    """The same configuration; with offload the model is built in host memory, because its ``zero.Init`` does not take every torch."""
     import deepspeed
 
-    model = build_model("gpt2", job.size).to(DTYPES[job.dtype]).train()
-    config = _config(job, offload=True)
-    return _engine_step(deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0])
+    with torch.device("cpu" if job.offload else job.device):
+        model = build_model(job.shape, job.size).to(DTYPES[job.dtype]).train()
+    return _initialize(deepspeed, job, model, _config(job))
 
 
 def _loop(job: Job, model: nn.Module, autocast: bool) -> Step:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = _adamw(model)
     scale = SCALE if job.dtype == "fp16" else 1.0
 
     def step(batch: dict[str, Tensor]) -> Tensor:
@@ -127,28 +153,43 @@ def _loop(job: Job, model: nn.Module, autocast: bool) -> Step:
 
 
 def fsdp2(job: Job) -> Step:
-    """``fully_shard`` with ``CPUOffloadPolicy``; where the device is the host there is nothing to offload from."""
+    """``fully_shard``; with offload ``CPUOffloadPolicy``, though where the device is the host there is nothing to offload from."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    model: Any = build_model("gpt2", job.size).train()
+    offload = job.offload and job.device != "cpu"
+    with torch.device("cpu" if offload else job.device):
+        model: Any = build_model(job.shape, job.size).train()
     options = {
         "mesh": init_device_mesh(job.device, (torch.distributed.get_world_size(),)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[job.dtype], reduce_dtype=DTYPES[job.dtype]),
-        "offload_policy": CPUOffloadPolicy() if job.device != "cpu" else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        "reshard_after_forward": job.reshard,
     }
-    for block in model.transformer.h:
+    for block in model.transformer.h if job.shape == "gpt2" else model.model.layers:
         fully_shard(block, **options)
     fully_shard(model, **options)
     return _loop(job, model, autocast=False)
 
 
+def _on_its_device(job: Job) -> nn.Module:
+    with torch.device(job.device):
+        return build_model(job.shape, job.size).train()
+
+
 def pytorch(job: Job) -> Step:
     """fp32 parameters on the device, autocast, torch's fused AdamW."""
-    return _loop(job, build_model("gpt2", job.size).to(job.device).train(), autocast=True)
+    return _loop(job, _on_its_device(job), autocast=True)
 
 
-CONTENDERS: dict[str, Callable[[Job], Step]] = {"hf_zero": hf_zero, "deepspeed": deepspeed, "fsdp2": fsdp2, "pytorch": pytorch}
+def ddp(job: Job) -> Step:
+    """The same in DistributedDataParallel."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return _loop(job, DistributedDataParallel(_on_its_device(job), gradient_as_bucket_view=True), autocast=True)
+
+
+CONTENDERS: dict[str, Callable[[Job], Step]] = {"hf_zero": hf_zero, "deepspeed": deepspeed, "fsdp2": fsdp2, "pytorch": pytorch, "ddp": ddp}
 
 
 # ------------------------------------------------------------------------------------------------ measuring
@@ -181,7 +222,7 @@ def rates(job: Job) -> dict[str, float]:
     outward = numel / seconds_of(job, lambda: host.copy_(device, non_blocking=True), 5)
     values = torch.zeros((64 if job.device == "cuda" else 4) << 20)
     addition = 8 * values.numel() / seconds_of(job, lambda: values.add_(1.0), 5)
-    model = build_model("gpt2", job.size).to(DTYPES[job.dtype]).to(job.device).train()
+    model = build_model(job.shape, job.size).to(DTYPES[job.dtype]).to(job.device).train()
     batch = _on_device(job, make_batch(0, 0, job.size))
 
     def compute() -> None:
@@ -221,17 +262,20 @@ def traced(job: Job) -> Iterator[None]:
 def train(job: Job) -> dict[str, Any]:
     """Times steps of one contender."""
     step = CONTENDERS[job.contender](job)
-    batches = [_on_device(job, make_batch(index, 0, job.size)) for index in range(job.warmup + job.steps + 2)]
+    rank = torch.distributed.get_rank()
+    batches = [_on_device(job, make_batch(index, rank, job.size)) for index in range(job.warmup + job.steps + 2)]
     loss = torch.zeros(())
     for batch in batches[: job.warmup]:
         loss = step(batch)
     found = []
-    for batch in batches[job.warmup : job.warmup + job.steps]:
+    timed = batches[job.warmup : job.warmup + job.steps]
+    for part in [timed[first : first + job.together] for first in range(0, len(timed), job.together)]:
         synchronize(job)
         start = time.perf_counter()
-        loss = step(batch)
+        for batch in part:
+            loss = step(batch)
         synchronize(job)
-        found.append(time.perf_counter() - start)
+        found.append((time.perf_counter() - start) / len(part))
     answer = {"seconds": statistics.median(found), "loss": float(loss), **peaks(job)}
     if job.trace:
         try:
@@ -270,7 +314,7 @@ def main() -> None:
 
         pretend.load()
     if job.device == "cuda":
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         if job.cap_gib:
             torch.cuda.set_per_process_memory_fraction(min(1.0, job.cap_gib * 2**30 / torch.cuda.mem_get_info()[1]))
     if job.contender == "rates":

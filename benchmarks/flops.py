@@ -1,0 +1,46 @@
+"""Model FLOPs of a training step, and the peak of GPUs by name: what model FLOPs utilisation (MFU) is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+# Dense bf16 matrix products with fp32 sums, TFLOP/s, from the makers' data sheets; the first name that a device's name contains counts.
+PEAKS = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "GH200": 989.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "A40": 150.0,
+    "A10": 125.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "RTX 4090": 165.0,
+    "RTX 3090": 71.0,
+    "MI300X": 1307.0,
+}
+HOW = "MFU: 6 N + 12 L d s FLOPs a token (N parameters without the table of input embeddings, L layers of width d, s tokens a sample; attention whole, nothing for recomputation)"  # noqa: E501
+
+
+def peak_of(device: str) -> float:
+    """FLOP/s of a device in bf16; 0 where it is not in the table."""
+    words = device.replace("-", " ")
+    return next((peak * 1e12 for name, peak in PEAKS.items() if f" {name}" in f" {words}"), 0.0)
+
+
+def parameters_of(model: nn.Module) -> int:
+    """Parameters that are multiplied: all but a table of input embeddings that is nothing else."""
+    table = model.get_input_embeddings().weight  # type: ignore[operator]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    tied = head is not None and head.weight is table
+    return sum(param.numel() for param in model.parameters()) - (0 if tied else table.numel())
+
+
+def per_token(parameters: int, size: Mapping[str, int]) -> float:
+    """FLOPs of forward and backward of one token."""
+    return 6.0 * parameters + 12.0 * size["layers"] * size["width"] * size["length"]
