@@ -38,6 +38,10 @@ class Follower(Protocol):
         """A released parameter of ``block`` is read."""
 
 
+# What torch.compile does with frames of this thread now: None is nothing. Some versions of torch do not tell.
+_compiling: Callable[[], Any] | None = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+
+
 def outside_compile(function: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
     """Keeps torch.compile out of a hook, without importing its machinery for those who do not use it.
 
@@ -49,9 +53,10 @@ def outside_compile(function: Callable[..., Any], module: nn.Module | None = Non
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal wrapped
+        # Any fused optimizer imports the machinery. Its wrapper costs more than most hooks, and where nothing compiles, nothing.
+        if "torch._dynamo.eval_frame" not in sys.modules or (_compiling is not None and _compiling() is None):
+            return function(*args, **kwargs)
         if wrapped is None:
-            if "torch._dynamo.eval_frame" not in sys.modules:
-                return function(*args, **kwargs)
             wrapped = torch.compiler.disable(function)
         return wrapped(*args, **kwargs)
 
