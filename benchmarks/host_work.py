@@ -6,13 +6,15 @@
     python benchmarks/host_work.py --blocks 6 12 --rounds 1 --steps 1 --warmup 1     # does it run?
 
 On a GPU the host only launches work; where it needs longer than the device, the device waits. Each contender is one process, one rank
-of torch's ``fake`` process group, which moves nothing. Every round times each of them in turn; ratios are medians of the rounds'.
-``bare`` is the model, its backward and the optimizer without any of it: what nobody can go below.
+of torch's ``fake`` process group, which moves nothing. Every round measures each of them in turn, in seconds of processor time, so that
+other programs of the machine count little; ratios are medians of the rounds'. ``bare`` is the model, its backward and the optimizer
+without any of it: what nobody can go below.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -25,17 +27,19 @@ from benchmarks.processes import RankProcesses  # noqa: E402
 from benchmarks.tables import ResultTable  # noqa: E402
 
 WORKER = Path(__file__).with_name("host_work_worker.py")
+BARE = "bare"
 PEERS = ("fsdp2", "fsdp2-reshard")
-CONTENDERS = ("bare", "hf_zero-0", "hf_zero-1", "hf_zero-2", "hf_zero-3", "fsdp2", "hf_zero-3-reshard", "fsdp2-reshard")
-TARGET = 0.35  # of FSDP2's time
-TEXT = """Milliseconds per step of one rank in a pretended world of {world}: torch's `fake` process group takes every collective and
-moves nothing, so that what is left is the work of the host, which launches kernels, copies and collectives. Blocks like a
+CONTENDERS = (BARE, "hf_zero-0", "hf_zero-1", "hf_zero-2", "hf_zero-3", "fsdp2", "hf_zero-3-reshard", "fsdp2-reshard")
+TARGET = 0.35  # of what FSDP2 adds to the bare step
+TEXT = """Milliseconds of processor time per step of one rank in a pretended world of {world}: torch's `fake` process group takes every
+collective and moves nothing, so that what is left is the work of the host: launching kernels, copies and collectives. Blocks like a
 transformer's (12 parameters each) of width {width}, {tokens} tokens, {dtype}{masters}, `torch.optim.AdamW(fused=True)`,
 {clipping}, one thread; {rounds} rounds of {steps} steps, each round times all contenders of a size in turn, medians.
-**bare**: the same model, backward and optimizer on one rank, {bare}. **of FSDP2**: median over rounds of the time to that of
-`fully_shard` per block (`-reshard`: with resharding after forward, and stage 3 with `stage3_max_reuse_distance: 0`, which gathers as
-often) in the same round, for the most blocks; target at most {target}. **growth**: time per block at the most blocks
-to that at the fewest; 1 is linear."""
+**bare**: the same model, backward and optimizer on one rank, {bare}; nobody can go below. **above bare**: what a contender
+adds to it. **of FSDP2**: median over rounds of the whole time to that of `fully_shard` per block in the same round (`-reshard`:
+with resharding after forward, and stage 3 with `stage3_max_reuse_distance: 0`, which gathers as often), and the same of what is above
+bare, for the most blocks; target at most {target}. **growth**: time per block at the most blocks to that at the fewest;
+1 is linear, and what bare has above 1 is the machine's."""
 
 
 def measure(blocks: int, arguments: argparse.Namespace, console: Console) -> dict[str, list[float]]:
@@ -64,11 +68,14 @@ def measure(blocks: int, arguments: argparse.Namespace, console: Console) -> dic
 def table(times: dict[int, dict[str, list[float]]], arguments: argparse.Namespace) -> ResultTable:
     """A row per contender."""
     fewest, most = min(times), max(times)
+    bare = statistics.median(times[most][BARE]) if BARE in times[most] else math.nan
     rows = []
     for name in arguments.only:
         medians = {blocks: statistics.median(seconds[name]) for blocks, seconds in times.items()}
         growth = medians[most] / most / (medians[fewest] / fewest)
-        rows.append([name, *(f"{1000 * medians[blocks]:.1f}" for blocks in times), _ratio(name, times[most]), f"{growth:.2f}"])
+        above = "" if name == BARE else f"{1000 * (medians[most] - bare):.1f}"
+        ratios = (_ratio(name, times[most], above_bare) for above_bare in (False, True))
+        rows.append([name, *(f"{1000 * medians[blocks]:.1f}" for blocks in times), above, *ratios, f"{growth:.2f}"])
     bf16 = arguments.dtype == "bf16"
     settings = {key: getattr(arguments, key) for key in ("world", "width", "tokens", "dtype", "rounds", "steps")}
     text = TEXT.format(
@@ -79,16 +86,18 @@ def table(times: dict[int, dict[str, list[float]]], arguments: argparse.Namespac
         target=TARGET,
     )
     command = " ".join(["python", "benchmarks/host_work.py", *(word for word in sys.argv[1:] if word)])
-    columns = ("contender", *(f"{blocks} blocks" for blocks in times), f"of FSDP2 (<= {TARGET})", "growth")
+    sizes = [f"{blocks} blocks" for blocks in times]
+    columns = ("contender", *sizes, "above bare", "of FSDP2", f"above bare, of FSDP2 (<= {TARGET})", "growth")
     return ResultTable(f"Host work of a step, {arguments.dtype}", command, text, columns, rows)
 
 
-def _ratio(name: str, seconds: dict[str, list[float]]) -> str:
+def _ratio(name: str, seconds: dict[str, list[float]], above_bare: bool) -> str:
     """The median over rounds of a contender's time to that of the peer that gathers as often, with the smallest and largest."""
     peer = PEERS[name.endswith("-reshard")]
-    if peer not in seconds or not name.startswith("hf_zero"):
+    if peer not in seconds or not name.startswith("hf_zero") or (above_bare and BARE not in seconds):
         return ""
-    ratios = [mine / theirs for mine, theirs in zip(seconds[name], seconds[peer], strict=True)]
+    floors = seconds[BARE] if above_bare else [0.0] * len(seconds[name])
+    ratios = [(mine - floor) / (theirs - floor) for mine, theirs, floor in zip(seconds[name], seconds[peer], floors, strict=True)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 

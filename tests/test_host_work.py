@@ -118,3 +118,40 @@ def test_small_gradients_of_a_unit_are_copied_together() -> None:
     seen = ranks.run_ranks(_copies, 1, 6, group=False)[0]
     assert seen["_foreach_copy_"] == 7, seen  # once per block and once for the root
     assert seen["copy_"] == 0, seen
+
+
+def _weights(most_kept: int, stage: int, dtype: str) -> list[torch.Tensor]:
+    """Weights after two steps of two micro-steps, where gradients are kept until they take ``most_kept`` bytes."""
+    from hf_zero.sharding import gradients
+
+    before, gradients._KEPT_ON_HOST = gradients._KEPT_ON_HOST, most_kept
+    try:
+        torch.manual_seed(0)
+        model = Model(2)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+            "bf16": {"enabled": dtype == "bf16"},
+            "prescale_gradients": True,  # on their way into the flat buffer, in 16 bit too
+            "zero_optimization": {"stage": stage},
+        }
+        engine = hf_zero.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    finally:
+        gradients._KEPT_ON_HOST = before
+    generator = torch.Generator().manual_seed(ranks.rank())
+    for _ in range(4):
+        x = torch.randn(3, WIDTH, generator=generator)
+        engine.backward(engine(x.bfloat16() if dtype == "bf16" else x))
+        engine.step()
+    return [unit.master.clone() for unit in engine.units]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_kept_gradients_are_those_copied_at_once(stage: int, dtype: str) -> None:
+    """Bits do not depend on which gradients are copied together: all of a unit, those below some size, each by itself."""
+    together, some, alone = (ranks.run_ranks(_weights, 2, most_kept, stage, dtype) for most_kept in (1 << 18, 100, 0))
+    for other in (some, alone):
+        for rank, weights in enumerate(together):
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, other[rank], strict=True))

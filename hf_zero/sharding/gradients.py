@@ -121,7 +121,7 @@ class UnitGradients:
         self._kept: dict[int, torch.Tensor] = {}  # gradients by position, on their way into `_flat`
         self._kept_bytes = 0
         self._most_kept = _KEPT_ON_HOST if collectives.topology.device.type == "cpu" else _KEPT_ON_DEVICE
-        self._scale = 1.0  # of what is kept
+        self._factor = 1.0  # of what is kept
         self._places = [_place(slot) for slot in unit.layout.slots]
         self._arrived = 0  # gradients of this backward
         self._sent: torch.Tensor | None = None  # what the reduction in flight reads; back to the pool when it ends
@@ -164,7 +164,7 @@ class UnitGradients:
             self._allocate(deferred)
         if index in self._kept:  # a second one of this backward
             self._write_kept()
-        self._scale = (self._policy.local_scale if self.local else self._policy.pre_scale) * factor
+        self._factor = factor
         self._arrived += 1
         nbytes = grad.nbytes
         if nbytes >= self._most_kept:
@@ -183,9 +183,10 @@ class UnitGradients:
 
     def _write(self, grads: Mapping[int, torch.Tensor]) -> None:
         """Brings gradients, by position, into the flat buffer, scaled; those of parameters that it holds already are added."""
-        flat, scale = self._flat, self._scale
+        flat = self._flat
         if flat is None:
             raise StateError(f"unit {self.unit.name}: gradients without a buffer")
+        scale = (self._policy.local_scale if self.local else self._policy.pre_scale) * self._factor
         start = flat.storage_offset()
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
