@@ -7,8 +7,8 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -21,45 +21,28 @@ if not logger.handlers and not logging.getLogger().handlers:
 logger.setLevel(os.environ.get("HF_ZERO_LOG_LEVEL", "INFO").upper())
 
 _RING_SIZE = 64
+_NOTHING = nullcontext()
 _warned: set[str] = set()
 
 
-@dataclass(frozen=True)
-class Event:
-    """One entered phase: when (seconds, monotonic) and its label, for example ``hf_zero::gather (layers.3)``."""
-
-    seconds: float
-    label: str
-
-
-_ring: deque[Event] = deque(maxlen=_RING_SIZE)
+_ring: deque[tuple[float, str]] = deque(maxlen=_RING_SIZE)  # when a phase was entered (seconds, monotonic) and its label
 _phases: list[str] = []  # forward, backward or step of the engines that are in one, innermost last
 _listeners: list[Callable[[str], None]] = []
 
 
-def label(phase: str, unit: str = "") -> str:
-    """Returns the one spelling of a phase's name."""
-    return f"hf_zero::{phase} ({unit})" if unit else f"hf_zero::{phase}"
-
-
 def note(phase: str, unit: str = "") -> str:
-    """Records that a phase begins, in the ring and for listeners; returns its label."""
-    text = label(phase, unit)
-    _ring.append(Event(time.monotonic(), text))
+    """Records that a phase begins, in the ring and for listeners; returns its label, for example ``hf_zero::gather (layers.3)``."""
+    text = f"hf_zero::{phase} ({unit})" if unit else f"hf_zero::{phase}"
+    _ring.append((time.monotonic(), text))
     for listener in _listeners:
         listener(text)
     return text
 
 
-@contextmanager
-def span(phase: str, unit: str = "") -> Iterator[None]:
-    """A phase with a beginning and an end: a profiler range when a profiler runs, an entry in the ring always."""
+def span(phase: str, unit: str = "") -> AbstractContextManager[Any]:
+    """A phase with a beginning, now, and an end: a profiler range when a profiler runs, an entry in the ring always."""
     text = note(phase, unit)
-    if torch.autograd.profiler._is_profiler_enabled:
-        with torch.autograd.profiler.record_function(text):
-            yield
-    else:
-        yield
+    return torch.autograd.profiler.record_function(text) if torch.autograd.profiler._is_profiler_enabled else _NOTHING
 
 
 @contextmanager
@@ -91,7 +74,7 @@ def current_phase() -> str:
 def recent_events(count: int = 8) -> str:
     """The last ``count`` labels with their age in seconds, newest last; part of every collective error."""
     now = time.monotonic()
-    return "; ".join(f"{event.label} {now - event.seconds:.1f}s ago" for event in list(_ring)[-count:]) or "none"
+    return "; ".join(f"{text} {now - seconds:.1f}s ago" for seconds, text in list(_ring)[-count:]) or "none"
 
 
 def global_rank() -> int:

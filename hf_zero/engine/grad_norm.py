@@ -122,9 +122,9 @@ def _pieces(shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """The factor that brings ``norm`` down to ``max_norm``; 1 when it is below, or when ``max_norm`` is 0."""
+    """The factor that brings ``norm`` down to ``max_norm``; 1 when it is below, or, on the host, when ``max_norm`` is 0."""
     if max_norm <= 0:
-        return torch.ones_like(norm)
+        return torch.ones((), dtype=norm.dtype)  # can be read without waiting for a device
     return torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
 
 

@@ -58,6 +58,5 @@ def squared_norm_reference(values: Tensor) -> float:
 
 def total_of(sums: Tensor) -> float:
     """The sum of a few doubles, rounded once; NaN and infinities as addition has them."""
-    if not bool(torch.isfinite(sums).all()):
-        return float(sums.sum())
-    return math.fsum(sums.tolist())
+    values = sums.tolist()
+    return math.fsum(values) if all(map(math.isfinite, values)) else float(sums.sum())

@@ -45,7 +45,7 @@ class Residence:
         """
         by_unit = {id(unit): grad for unit, grad in zip(optimizer.units, grads, strict=True)}
         fresh = not optimizer.inner.state
-        if not fresh and _pays_in_turn(optimizer, factor):
+        if not fresh and _pays_in_turn(optimizer):
             self._update_in_turn(optimizer, by_unit, factor, updated)
             return
         self._update_at_once(optimizer, by_unit, factor)
@@ -57,7 +57,7 @@ class Residence:
     def _update_at_once(self, optimizer: ShardedOptimizer, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor) -> None:
         """One step of the inner optimizer itself."""
         inner = optimizer.inner
-        if isinstance(inner, HostOptimizer) and _writes_shards(optimizer, factor):
+        if isinstance(inner, HostOptimizer) and _writes_shards(optimizer):
             lows = {segment.tensor: low for segment in optimizer.segments if (low := _low_of(segment)) is not None}
             _give_gradients(optimizer, by_unit)
             inner.step(grad_factor=float(factor), lows=lows)
@@ -67,8 +67,7 @@ class Residence:
             scale_(list(by_unit.values()), factor)
             _give_gradients(optimizer, by_unit)
             inner.step()
-            for unit in optimizer.units:
-                unit.publish()
+            publish(optimizer.units)
         for segment in optimizer.segments:
             segment.tensor.grad = None
 
@@ -77,7 +76,7 @@ class Residence:
     ) -> None:
         """Unit by unit, so that one travels while the next is updated."""
         stepper = LotStepper(optimizer.inner, next(iter(by_unit.values())).dtype, self.threads)
-        writes_shards = _writes_shards(optimizer, factor)
+        writes_shards = _writes_shards(optimizer)
         for unit in optimizer.units:
             segments = optimizer.segments_of(unit)
             if segments:
@@ -116,9 +115,19 @@ def move_to_huge_pages(optimizer: ShardedOptimizer) -> None:
                 state[name] = host_memory.moved(value)
 
 
+def publish(units: Sequence[Unit]) -> None:
+    """Casts the masters of ``units`` into their 16-bit shards, in one launch on a device, as each unit's own ``publish`` does; local."""
+    changed = [(unit.shard, unit.master) for unit in units if unit.master is not None and unit.master is not unit.shard]
+    if changed:
+        shards, masters = zip(*changed, strict=True)
+        torch._foreach_copy_(shards, masters)
+    for unit in units:
+        unit.home.changed(unit)
+
+
 def scale_(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiplies in place; a factor of 1 that can be read for nothing costs nothing."""
-    # On a CPU reading the factor is free and most steps need none; on a device it would stall, so multiply always.
+    # On a CPU reading the factor is free and most steps need none; on a device it would stall, so one that lies there is not looked at.
     if factor.device.type == "cpu":
         value = float(factor)
         if value != 1.0:
@@ -132,21 +141,25 @@ def _give_gradients(optimizer: ShardedOptimizer, by_unit: Mapping[int, torch.Ten
         segment.tensor.grad = as_gradient(by_unit[id(segment.unit)], segment)
 
 
-def _writes_shards(optimizer: ShardedOptimizer, factor: torch.Tensor) -> bool:
+def _writes_shards(optimizer: ShardedOptimizer) -> bool:
     """Whether native passes unscale, update and write the 16-bit shards at once."""
     # A shard that rests elsewhere has a master of its own in fp32 training too, which no pass writes.
     return (
         isinstance(optimizer.inner, HostOptimizer)
-        and factor.device.type == "cpu"
+        and _on_host(optimizer)
         and all(low is None or low.dtype in LOW_TYPES for low in map(_low_of, optimizer.segments))
     )
 
 
-def _pays_in_turn(optimizer: ShardedOptimizer, factor: torch.Tensor) -> bool:
-    """Whether units are spread after the update, by a network that the host drives; on a device one launch for all is faster."""
+def _pays_in_turn(optimizer: ShardedOptimizer) -> bool:
+    """Whether units are spread after the update by a network that the host drives; where it drives itself one launch for all is faster."""
     hooks = optimizer.inner._optimizer_step_pre_hooks or optimizer.inner._optimizer_step_post_hooks  # these expect one step of all
-    spreads = any(unit.layout.world > 1 and unit.state is UnitState.GATHERED for unit in optimizer.units)
-    return factor.device.type == "cpu" and spreads and not hooks
+    spreads = any(unit.collectives.blocks_host and unit.layout.world > 1 and unit.state is UnitState.GATHERED for unit in optimizer.units)
+    return spreads and not hooks and _on_host(optimizer)
+
+
+def _on_host(optimizer: ShardedOptimizer) -> bool:
+    return all(unit.collectives.topology.device.type == "cpu" for unit in optimizer.units[:1])
 
 
 def _low_of(segment: OwnedSegment) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from hf_zero.errors import StateError
-from hf_zero.sharding.unit import is_released
+from hf_zero.sharding.unit import OWNER, UnitState
 
 _declared: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
 
@@ -51,7 +51,9 @@ class GuardedParameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         param = super().__getitem__(name)
-        if param is not None and is_released(param):
+        # As `is_released`, in one look: every read of a parameter in a forward passes here.
+        owner = None if param is None else getattr(param, OWNER, None)
+        if owner is not None and owner[0].state is not UnitState.GATHERED:
             self._on_released(param)
         return param
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from hf_zero import host_memory
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.errors import StateError
+from hf_zero.sharding.layout import ParamSlot
 from hf_zero.sharding.unit import Unit
 
 
@@ -21,7 +22,7 @@ class GradientPolicy:
         message_dtype: Type on the network; None is the type of what is sent: the parameters' for one micro-step's gradients,
             the accumulation type for sums of several and at stage 0.
         accumulation_dtype: Type of the sums over ranks and micro-steps.
-        pre_scale: Factor applied while a gradient is copied into the flat buffer, before the reduction.
+        pre_scale: Factor applied as gradients are copied into the flat buffer, before the reduction.
         post_scale: Factor applied to the reduced sum.
         sharded: Reduce-scatter to the owner (stages 1 to 3), else all-reduce (stage 0).
         in_rank_order: Sum rank by rank at stage 0 too, where the back end leaves the order to us.
@@ -83,6 +84,11 @@ class GradientPlace:
         """Waits until the sum can be read; from any thread."""
 
 
+# Gradients that are kept until they are copied together take at most so many bytes per unit. A host copies while they are in its cache.
+_KEPT_ON_HOST = 1 << 18
+_KEPT_ON_DEVICE = 1 << 25
+
+
 class UnitGradients:
     """The flat gradient of one trainable unit.
 
@@ -92,6 +98,10 @@ class UnitGradients:
     [Note: stolen gradients] autograd's first accumulation into an empty ``param.grad`` moves the incoming tensor without a copy.
     Copying it into the flat buffer and scaling it on the way is the only pass; handing autograd views of the flat buffer instead
     costs a zeroing pass and an addition that reads both.
+
+    [Note: kept gradients] Slicing the flat buffer and launching a copy takes the host some 10 us, however small the gradient. So small ones
+    are kept as they arrive and copied together, when the last of the unit is there or when they would take more than a few
+    bytes; a large one is copied at once. Each is still rounded as often as if it came alone.
     """
 
     def __init__(
@@ -107,6 +117,11 @@ class UnitGradients:
         self._flat: torch.Tensor | None = None  # (padded_numel,); freed when its reduction ends
         self._written = [False] * len(unit.layout.slots)  # what `_flat` holds, over all micro-steps since the last reduction
         self._used = [False] * len(unit.layout.slots)  # whether a gradient came since the last `clear`
+        self._kept: dict[int, torch.Tensor] = {}  # gradients by position, on their way into `_flat`
+        self._kept_bytes = 0
+        self._most_kept = _KEPT_ON_HOST if collectives.topology.device.type == "cpu" else _KEPT_ON_DEVICE
+        self._factor = 1.0  # of what is kept
+        self._places = [_place(slot) for slot in unit.layout.slots]
         self._arrived = 0  # gradients of this backward
         self._sent: torch.Tensor | None = None  # what the reduction in flight reads; back to the pool when it ends
         self._pending: Pending | None = None
@@ -129,6 +144,7 @@ class UnitGradients:
 
     def begin_backward(self) -> None:
         """A new backward: no gradient has arrived yet."""
+        self._write_kept()  # of a unit that the last one did not complete
         self._arrived = 0
 
     def collect(self, index: int, deferred: bool, factor: float = 1.0) -> None:
@@ -137,28 +153,63 @@ class UnitGradients:
         Args:
             index: Position in the unit.
             deferred: The reduction comes in a later micro-step, so sum in the accumulation type meanwhile.
-            factor: Multiplied with the gradient.
+            factor: Multiplied with the gradient; the same in all of a backward.
         """
-        param, slot = self.unit.params[index], self.unit.layout.slots[index]
-        if param is None or param.grad is None:
+        param = self.unit.params[index]
+        grad = None if param is None else param.grad
+        if param is None or grad is None:
             return
-        grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
         param.grad = None
+        if grad.is_sparse:
+            grad = grad.to_dense()
         if self._pending is not None:
             self.finish_reduce()
-        flat = self._allocate(deferred)
-        target = flat[slot.range.start : slot.range.stop].view(slot.shape)
-        scale = (self._policy.local_scale if self.local else self._policy.pre_scale) * factor
-        if self._written[index]:
-            target.add_(grad, alpha=scale)
-        elif scale == 1.0:
-            target.copy_(grad)
-        elif grad.dtype == target.dtype:
-            torch.mul(grad, scale, out=target)
-        else:
-            target.copy_(grad).mul_(scale)
-        self._written[index] = self._used[index] = True
+        if self._flat is None:
+            self._allocate(deferred)
+        if index in self._kept:  # a second one of this backward
+            self._write_kept()
+        self._factor = factor
+        self._used[index] = True
         self._arrived += 1
+        nbytes = grad.nbytes
+        if nbytes >= self._most_kept:
+            self._write({index: grad})
+            return
+        self._kept[index] = grad
+        self._kept_bytes += nbytes
+        if self._kept_bytes > self._most_kept or self._arrived >= len(self._written):
+            self._write_kept()
+
+    def _write_kept(self) -> None:
+        """Copies what is kept into the flat buffer; see [Note: kept gradients]."""
+        if self._kept:
+            kept, self._kept, self._kept_bytes = self._kept, {}, 0
+            self._write(kept)
+
+    def _write(self, grads: Mapping[int, torch.Tensor]) -> None:
+        """Brings gradients, by position, into the flat buffer, scaled; those of parameters that it holds already are added."""
+        flat = self._flat
+        if flat is None:
+            raise StateError(f"unit {self.unit.name}: gradients without a buffer")
+        scale = (self._policy.local_scale if self.local else self._policy.pre_scale) * self._factor
+        start = flat.storage_offset()
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        added: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index, grad in grads.items():
+            shape, stride, offset = self._places[index]
+            target = flat.as_strided(shape, stride, start + offset)  # half of what slicing and a view cost
+            (added if self._written[index] else copied).append((target, grad))
+            self._written[index] = True
+        if added:
+            targets, sources = zip(*added, strict=True)
+            torch._foreach_add_(targets, sources, alpha=scale)
+        if len(copied) == 1 and scale != 1.0 and copied[0][1].dtype == flat.dtype:
+            torch.mul(copied[0][1], scale, out=copied[0][0])  # one pass
+        elif copied:
+            targets, sources = zip(*copied, strict=True)
+            torch._foreach_copy_(targets, sources)
+            if scale != 1.0:
+                torch._foreach_mul_(targets, scale)
 
     def _allocate(self, deferred: bool) -> torch.Tensor:
         if self._flat is None:
@@ -174,21 +225,19 @@ class UnitGradients:
 
     def _zero_unwritten(self, flat: torch.Tensor) -> None:
         """Zeroes what no gradient was written to: parameters unused on this rank, gaps, padding."""
-        end = 0
-        for slot, written in zip(self.unit.layout.slots, self._written, strict=True):
-            if written and end < slot.range.start:
-                flat[end : slot.range.start].zero_()
-            elif not written:
-                flat[end : slot.range.stop].zero_()
-            end = slot.range.stop
-        if end < flat.numel():
-            flat[end:].zero_()
+        for start, stop in self.unit.layout.gaps:
+            flat[start:stop].zero_()
+        if not all(self._written):
+            for slot, written in zip(self.unit.layout.slots, self._written, strict=True):
+                if not written:
+                    flat[slot.range.start : slot.range.stop].zero_()
 
     def start_reduce(self) -> Pending:
         """Sends this rank's gradients off, zeros where it has none; collective."""
         if self._pending is not None:
             raise StateError(f"unit {self.unit.name}: a reduction is in flight already")
         flat = self._allocate(deferred=False)
+        self._write_kept()
         self._zero_unwritten(flat)
         # What was summed over micro-steps in the accumulation type travels in it too, unless the configuration names another.
         wanted = self._policy.message_dtype or flat.dtype
@@ -228,6 +277,7 @@ class UnitGradients:
         if self.local:
             self.finish_reduce()
             flat = self._allocate(deferred=True)
+            self._write_kept()
             self._zero_unwritten(flat)
             return flat
         if self.held() is None:
@@ -260,6 +310,12 @@ class UnitGradients:
             self._spare = self._flat
         self.shard = None
         self._flat = None
+        self._kept, self._kept_bytes = {}, 0
         self._arrived = 0
         self._written = [False] * len(self._written)
         self._used = [False] * len(self._used)
+
+
+def _place(slot: ParamSlot) -> tuple[torch.Size, tuple[int, ...], int]:
+    """Shape, strides and first element of a parameter inside its unit."""
+    return slot.shape, torch.empty(slot.shape, device="meta").stride(), slot.offset

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,15 +24,14 @@ class ShardHome:
         """Takes the shard of a new unit, (shard_numel,) on the device; returns the tensor that stands for it from now on."""
         return shard
 
-    @contextmanager
-    def bringing(self, unit: Unit, own: torch.Tensor) -> Iterator[torch.Tensor]:
+    def bringing(self, unit: Unit, own: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """Gives what an all-gather sends; collectives issued inside are ordered behind the copy.
 
         Args:
             unit: The unit, about to be gathered.
             own: This rank's part of its whole buffer, which may be filled and sent.
         """
-        yield unit.shard
+        return nullcontext(unit.shard)
 
     def arrive(self, unit: Unit) -> None:
         """Called when the all-gather has ended: the device's stream waits for what is still under way."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -55,7 +56,7 @@ class ParamSlot:
     offset: int
     group: int
 
-    @property
+    @cached_property
     def range(self) -> Range:
         """Its elements inside the unit."""
         return Range(self.offset, self.offset + self.numel)
@@ -92,10 +93,17 @@ class UnitLayout:
         """Elements of one rank's shard."""
         return self.padded_numel // self.world
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements that belong to parameters, padding left out."""
         return sum(slot.numel for slot in self.slots)
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of the elements that belong to no parameter: between them, and the padding."""
+        starts = [0, *(slot.offset + slot.numel for slot in self.slots)]
+        stops = [*(slot.offset for slot in self.slots), self.padded_numel]
+        return tuple((start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
 
     def shard_range(self, rank: int) -> Range:
         """Elements that ``rank`` owns."""

@@ -39,6 +39,10 @@ class Follower(Protocol):
         """A released parameter of ``block`` is read."""
 
 
+# What torch.compile does with frames of this thread now: None is nothing. Some versions of torch do not tell.
+_compiling: Callable[[], Any] | None = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+
+
 def outside_compile(function: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
     """Keeps torch.compile and torch.func out of a hook, without importing torch.compile's machinery for those who do not use it.
 
@@ -50,10 +54,11 @@ def outside_compile(function: Callable[..., Any], module: nn.Module | None = Non
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal wrapped
+        # Any fused optimizer imports the machinery. Its wrapper costs more than most hooks, and where nothing compiles, nothing.
+        if "torch._dynamo.eval_frame" not in sys.modules or (_compiling is not None and _compiling() is None):
+            with outside_transforms():
+                return function(*args, **kwargs)
         if wrapped is None:
-            if "torch._dynamo.eval_frame" not in sys.modules:
-                with outside_transforms():
-                    return function(*args, **kwargs)
             wrapped = torch.compiler.disable(function)
         with outside_transforms():
             return wrapped(*args, **kwargs)

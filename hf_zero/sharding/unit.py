@@ -17,7 +17,7 @@ from hf_zero import host_memory, observe
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.errors import StateError
 from hf_zero.sharding.home import ON_DEVICE, ShardHome
-from hf_zero.sharding.layout import FROZEN, Range, UnitLayout
+from hf_zero.sharding.layout import FROZEN, UnitLayout
 from hf_zero.sharding.own_part import OwnPart, has_memory, require_memory
 from hf_zero.sharding.whole import WholeBuffer
 
@@ -76,6 +76,7 @@ class Unit:
         params: The parameters, in the order of ``layout.slots``; None where one has moved to another unit.
         own: This rank's shard and master. The shard is a view of the buffer unless ``releasable``.
         rank: This rank's position among the owners (0 at stage 0).
+        owned: Elements of the unit that this rank owns.
         trainable: Whether an optimizer updates it.
         releasable: Whether the full buffer goes away between uses.
         home: Where the shard rests between uses.
@@ -87,6 +88,7 @@ class Unit:
         self.params: list[nn.Parameter | None] = list(params)  # None: it has moved to another unit
         self.collectives = spec.collectives
         self.rank = spec.collectives.rank if spec.shards else 0
+        self.owned = layout.shard_range(self.rank)
         self.releasable = spec.releasable
         self.trainable = any(slot.group != FROZEN for slot in layout.slots)
         self.state = UnitState.GATHERED
@@ -106,11 +108,6 @@ class Unit:
     def name(self) -> str:
         """Name of the unit, as in labels and messages."""
         return self.layout.name
-
-    @property
-    def owned(self) -> Range:
-        """Elements of the unit that this rank owns."""
-        return self.layout.shard_range(self.rank)
 
     @property
     def full(self) -> torch.Tensor:
