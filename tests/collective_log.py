@@ -54,15 +54,15 @@ class Log:
 
     def __init__(self) -> None:
         self.record = Record()
-        self._issued = 0
+        self._known: dict[Issue, Issue] = {}  # one object for each kind: steps repeat themselves, and records travel
         self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._works: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def issue(self, group: Any, operation: str, unit: str, nbytes: int) -> int:
         """Notes a collective; returns its number among this rank's."""
-        self.record.events.append(Issue(self._name(group), operation, unit, nbytes))
-        self._issued += 1
-        return self._issued - 1
+        issue = Issue(self._name(group), operation, unit, nbytes)
+        self.record.issues.append(self._known.setdefault(issue, issue))
+        return len(self.record.issues) - 1
 
     def _name(self, group: Any) -> str:
         name = self._names.get(group)
@@ -76,7 +76,7 @@ class Log:
 
     def wait(self, number: int) -> None:
         """Notes that this rank waits for a collective."""
-        self.record.events.append(number)
+        self.record.waits.append((len(self.record.issues), number))
 
     def remember(self, work: Any, number: int) -> None:
         """``work`` is what torch returned for the collective."""
@@ -90,19 +90,24 @@ class Log:
 
 
 class _Call:
-    """A method of the package that is running: noted at its first use of a process group, which says on which one it runs."""
+    """A call that is running. One of the package is noted at its first use of a process group, which says on which one it runs."""
 
-    def __init__(self, log: Log, operation: str, unit: str, nbytes: int) -> None:
-        self.number: int | None = None
-        self._log, self._what = log, (operation, unit, nbytes)
+    __slots__ = ("_note", "number")
+
+    def __init__(self, note: Callable[[Any], int] | None = None, number: int | None = None) -> None:
+        self._note, self.number = note, number
 
     def runs_on(self, group: Any) -> None:
-        if self.number is None:
-            self.number = self._log.issue(group, *self._what)
+        if self.number is None and self._note is not None:
+            self.number = self._note(group)
+
+
+class _Running(threading.local):
+    call: _Call | None = None  # the outermost of this thread
 
 
 _log: Log | None = None
-_running = threading.local()  # .call: the outermost _Call of this thread
+_running = _Running()
 
 
 @contextmanager
@@ -116,15 +121,6 @@ def recording() -> Iterator[Record]:
         yield _log.record
     finally:
         _log = None
-
-
-@contextmanager
-def _outermost(call: _Call) -> Iterator[None]:
-    _running.call = call
-    try:
-        yield
-    finally:
-        _running.call = None
 
 
 # -- the package ---------------------------------------------------------------------------------------------------------
@@ -155,15 +151,20 @@ def _with_subclasses(owner: type) -> list[type]:
 
 
 def _logged_method(method: Callable[..., Any], unit: str, place: int) -> Callable[..., Any]:
+    name = method.__name__
+
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _log is None or self.world == 1 or getattr(_running, "call", None) is not None:
+        if _log is None or self.world == 1 or _running.call is not None:
             return method(self, *args, **kwargs)
         log, label = _log, kwargs[unit] if unit in kwargs else args[place]
         nbytes = args[0].nbytes if args and isinstance(args[0], torch.Tensor) else 0
-        entry = _Call(log, method.__name__, str(label), nbytes)
-        with _outermost(entry):
+        entry = _Call(lambda group: log.issue(group, name, label, nbytes))
+        _running.call = entry
+        try:
             result = method(self, *args, **kwargs)
+        finally:
+            _running.call = None
         entry.runs_on(self.topology.group)  # where nothing was sent: another rank may have had something to send
         assert entry.number is not None
         if hasattr(result, "works"):  # a Pending
@@ -180,14 +181,15 @@ def _logged_pending(method: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(method)
     def wait(self: Any) -> None:
         number = self.__dict__.pop("collective_number", None)
-        if _log is None or number is None or getattr(_running, "call", None) is not None:
+        if _log is None or number is None or _running.call is not None:
             method(self)
             return
         _log.wait(number)
-        entry = _Call(_log, "", "", 0)
-        entry.number = number  # what the end of a collective sends belongs to it
-        with _outermost(entry):
+        _running.call = _Call(number=number)  # what the end of a collective sends belongs to it
+        try:
             method(self)
+        finally:
+            _running.call = None
 
     wait.is_logged = True  # type: ignore[attr-defined]
     return wait
@@ -215,17 +217,18 @@ def _logged_operation(method: Callable[..., Any], operation: str) -> Callable[..
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _log is None:
             return method(self, *args, **kwargs)
-        running = getattr(_running, "call", None)
+        running = _running.call
         if running is not None or not operation or self.size() == 1:
             if running is not None:
                 running.runs_on(self)
             return method(self, *args, **kwargs)
         log = _log
         number = log.issue(self, operation, "", _size(args) if operation in _OF_ONE_SIZE else 0)
-        entry = _Call(log, "", "", 0)
-        entry.number = number
-        with _outermost(entry):  # a group may call another
+        _running.call = _Call(number=number)  # a group may call another
+        try:
             work = method(self, *args, **kwargs)
+        finally:
+            _running.call = None
         if work is not None:
             log.remember(work, number)
         return work
@@ -242,7 +245,7 @@ def _size(args: tuple[Any, ...]) -> int:
 def _logged_wait(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _log is not None and getattr(_running, "call", None) is None:
+        if _log is not None and _running.call is None:
             _log.wait_for_work(self)
         return method(self, *args, **kwargs)
 

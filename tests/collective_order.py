@@ -46,16 +46,13 @@ class Record:
 
     Attributes:
         groups: Ranks of the groups it used, by the group's name.
-        events: A collective it issued, or the number of the one it waited for (among its own, from 0).
+        issues: The collectives it issued.
+        waits: How many it had issued when it waited, and the number of the one it waited for (from 0).
     """
 
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    events: list[Issue | int] = field(default_factory=list)
-
-    @property
-    def issues(self) -> list[Issue]:
-        """Without the waits."""
-        return [event for event in self.events if not isinstance(event, int)]
+    issues: list[Issue] = field(default_factory=list)
+    waits: list[tuple[int, int]] = field(default_factory=list)
 
 
 def check(records: Sequence[Record]) -> None:
@@ -125,37 +122,45 @@ class _Replay:
 
     def __init__(self, records: Sequence[Record], groups: dict[str, tuple[int, ...]]) -> None:
         self.records, self.groups = records, groups
-        self.places = [0] * len(records)  # next event of each rank
-        self.issued: list[list[tuple[Issue, int]]] = [[] for _ in records]  # with its number within the group
+        self.issued = [0] * len(records)  # by each rank
+        self.waited = [0] * len(records)
         self.counts: list[Counter[str]] = [Counter() for _ in records]  # issued by each rank, by group
+        self.numbers: list[list[int]] = [[] for _ in records]  # of each issue within its group
 
-    def over(self, issue: Issue, number: int) -> bool:
-        """Whether all its ranks have issued it; the earlier ones of its group they then have too."""
-        return all(self.counts[rank][issue.group] > number for rank in self.groups[issue.group])
+    def missing(self, issue: Issue, number: int) -> list[int]:
+        """Ranks that have not issued it. Where there are none, the earlier ones of its group are over as well."""
+        return [rank for rank in self.groups[issue.group] if self.counts[rank][issue.group] <= number]
+
+    def stops(self, rank: int) -> tuple[Issue, list[int]] | None:
+        """The collective at which a rank stands, and the ranks it waits for; None if it goes on."""
+        record, done = self.records[rank], self.waited[rank]
+        if done == len(record.waits) or record.waits[done][0] > self.issued[rank]:
+            return None
+        issue = record.issues[record.waits[done][1]]
+        missing = self.missing(issue, self.numbers[rank][record.waits[done][1]])
+        return (issue, missing) if missing else None
 
     def advance(self, rank: int) -> bool:
         """Goes on as far as a rank can; whether it went anywhere."""
-        events, start = self.records[rank].events, self.places[rank]
-        while self.places[rank] < len(events):
-            event = events[self.places[rank]]
-            if isinstance(event, int):
-                if not self.over(*self.issued[rank][event]):
-                    break
+        record, start = self.records[rank], (self.issued[rank], self.waited[rank])
+        while self.stops(rank) is None:
+            if self.waited[rank] < len(record.waits) and record.waits[self.waited[rank]][0] <= self.issued[rank]:
+                self.waited[rank] += 1
+            elif self.issued[rank] < len(record.issues):
+                group = record.issues[self.issued[rank]].group
+                self.numbers[rank].append(self.counts[rank][group])
+                self.counts[rank][group] += 1
+                self.issued[rank] += 1
             else:
-                self.issued[rank].append((event, self.counts[rank][event.group]))
-                self.counts[rank][event.group] += 1
-            self.places[rank] += 1
-        return self.places[rank] > start
+                break
+        return (self.issued[rank], self.waited[rank]) != start
 
     def stuck(self) -> Iterator[str]:
         """One line for each rank that waits."""
         for rank, record in enumerate(self.records):
-            if self.places[rank] == len(record.events):
-                continue
-            issue, number = self.issued[rank][record.events[self.places[rank]]]  # type: ignore[index]
-            missing = [other for other in self.groups[issue.group] if self.counts[other][issue.group] <= number]
-            last = self.issued[rank][-1][0]
-            yield f"rank {rank} waits for {issue}, which rank(s) {missing} have not issued; the last it issued is {last}"
+            if found := self.stops(rank):
+                last = record.issues[self.issued[rank] - 1]
+                yield f"rank {rank} waits for {found[0]}, which rank(s) {found[1]} have not issued; the last it issued is {last}"
 
 
 def replay(records: Sequence[Record], groups: dict[str, tuple[int, ...]]) -> list[str]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests import ranks
+from tests import pretend, ranks
 from tests.models import CASES, LENGTH, Batch, Block, Mlp, class_loss
 from tests.parity import Run, Trace, check, check_training, collect, initialize, mean_over_ranks
 from tests.pretend import network
@@ -33,9 +33,10 @@ LIMITS: dict[str, dict[str, Any]] = {
 }
 
 
-def on_ranks(function: Callable[..., Any], *args: Any) -> None:
+def on_ranks(function: Callable[..., Any], *args: Any, device: str = "cpu", timeout: float = 60) -> None:
     """Two ranks; what hangs is over after a minute."""
-    ranks.run_ranks(function, 2, *args, timeout=60, group_timeout=20, env={"HF_ZERO_TEST_BACKEND": network.NAME})
+    env = {"HF_ZERO_TEST_BACKEND": network.NAME, "HF_ZERO_TEST_DEVICE": device}
+    ranks.run_ranks(function, 2, *args, timeout=timeout, group_timeout=20, env=env)
 
 
 def run_of(limits: str, **settings: Any) -> Run:
@@ -109,6 +110,13 @@ def test_experts_in_an_order_of_each_ranks_own(limits: str) -> None:
 @pytest.mark.parametrize(("choice", "blocks", "limits"), [("in_turns", 12, "one ahead"), ("drawn", 16, "four ahead")])
 def test_skipped_blocks_under_activation_checkpointing(choice: str, blocks: int, limits: str) -> None:
     on_ranks(_skips, choice, blocks, True, run_of(limits, accumulation=2))
+
+
+@pytest.mark.skipif(bool(pretend.missing()), reason=pretend.missing())
+def test_towers_that_ranks_skip_on_a_device() -> None:
+    """The pretend network stops the rank at each call, so it hangs at the first difference of two orders, even where nobody waits."""
+    run = run_of("four ahead", dtype="bf16", steps=2)
+    on_ranks(_skips, "in_turns", 12, False, run, device=pretend.NAME, timeout=120)
 
 
 # -- an image on some ranks -------------------------------------------------------------------------------------------------

@@ -28,7 +28,14 @@ def reduce_by_user() -> Issue:
 
 
 def of(*events: Issue | int, groups: dict[str, tuple[int, ...]] = PAIR) -> Record:
-    return Record(dict(groups), list(events))
+    """A record of collectives and of numbers of those waited for, in the order of the program."""
+    record = Record(dict(groups))
+    for event in events:
+        if isinstance(event, Issue):
+            record.issues.append(event)
+        else:
+            record.waits.append((len(record.issues), event))
+    return record
 
 
 def refused(*records: Record) -> str:
@@ -165,11 +172,10 @@ def _calls_of_users() -> None:
 def test_calls_of_users_and_their_waits_are_written_down() -> None:
     for outcome in ranks.observe_ranks(_calls_of_users, 2):
         group = "0 of ranks 0,1"
-        assert outcome.record.groups == {group: (0, 1)}
-        assert outcome.record.events == [
+        assert outcome.record == of(
             Issue(group, "all_reduce", "", 8), 0, Issue(group, "all_gather"), Issue(group, "barrier"), 2, 1,
-            Issue(group, "broadcast", "", 8), 3,
-        ]  # fmt: skip
+            Issue(group, "broadcast", "", 8), 3, groups={group: (0, 1)},
+        )  # fmt: skip
 
 
 def _calls_of_the_package(kind: str) -> None:
@@ -195,10 +201,10 @@ def _calls_of_the_package(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gloo", "native", "recorded"])
 def test_calls_of_the_package_are_one_event_each(kind: str) -> None:
     group = "1 of ranks 0,1"
-    expected = [
+    expected = of(
         Issue(group, "all_gather", "a", 16), Issue(group, "reduce_scatter", "b", 16), Issue(group, "exchange_parts", "c"),
         Issue(group, "all_reduce_in_order", "d", 8), 1, 0, 3, 2, Issue(group, "any_rank", "e"), 4, Issue(group, "gather_objects", "f"), 5,
-        Issue(group, "broadcast", "g", 8), 6,
-    ]  # fmt: skip
+        Issue(group, "broadcast", "g", 8), 6, groups={group: (0, 1)},
+    )  # fmt: skip
     for outcome in ranks.observe_ranks(_calls_of_the_package, 2, kind):
-        assert outcome.text == "" and outcome.record.events == expected
+        assert outcome.text == "" and outcome.record == expected

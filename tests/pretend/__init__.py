@@ -23,11 +23,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 NAME = "pretend"
 FOLDER = Path(__file__).parent
+_LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 _library: ctypes.CDLL | None = None
 
 
@@ -120,6 +124,7 @@ def load() -> None:
     _library = ctypes.CDLL(path)
     _library.pretend_complaints.restype = ctypes.c_char_p
     _library.pretend_counter.restype = ctypes.c_int64
+    _library.pretend_on_wait.argtypes = [_LISTENER]
     _library.pretend_register.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     _library.pretend_unregister.argtypes = [ctypes.c_void_p]
     torch.utils.rename_privateuse1_backend(NAME)
@@ -154,3 +159,28 @@ def late_copies() -> int:
 def pageable_copies() -> int:
     """Copies so far that were asked to run beside the computation and could not: the host memory was not page-locked."""
     return library().pretend_counter(b"pageable")
+
+
+@contextmanager
+def host_waits() -> Iterator[list[tuple[str, str]]]:
+    """Lists when the host waits for the device inside: what for (``item``, an event, a copy ...), and from which line.
+
+    That is the innermost line of the package, or of a test if none of it is involved. Waits of the pretend network are its own.
+    """
+    found: list[tuple[str, str]] = []
+
+    def note(what: bytes) -> None:
+        frames = traceback.extract_stack()
+        if any(frame.filename.startswith(str(FOLDER / "network")) for frame in frames):
+            return
+        own = [frame for frame in frames if frame.filename.startswith(str(FOLDER.parents[1] / "hf_zero"))]
+        others = [frame for frame in frames if frame.filename.startswith(str(FOLDER.parent)) and frame.filename != __file__]
+        frame = (own or others or frames)[-1]
+        found.append((what.decode(), f"{Path(frame.filename).relative_to(FOLDER.parents[1])}:{frame.lineno} {frame.name}"))
+
+    listener = _LISTENER(note)
+    library().pretend_on_wait(listener)
+    try:
+        yield found
+    finally:
+        library().pretend_on_wait(_LISTENER())

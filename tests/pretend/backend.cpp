@@ -43,8 +43,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
   bool queryStream(const c10::Stream& stream) const override { return Machine::get().query(stream); }
-  void synchronizeStream(const c10::Stream& stream) const override { Machine::get().wait(stream); }
-  void synchronizeDevice(const c10::DeviceIndex device) const override { Machine::get().wait_device(device < 0 ? current_device() : device); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    tell_wait("a stream");
+    Machine::get().wait(stream);
+  }
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    tell_wait("a device");
+    Machine::get().wait_device(device < 0 ? current_device() : device);
+  }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     Machine::get().record_stream(data, stream);
   }
@@ -60,7 +66,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override { return !event || Machine::get().query(*static_cast<Event*>(event)); }
   void synchronizeEvent(void* event) const override {
-    if (event) Machine::get().wait(*static_cast<Event*>(event));
+    if (!event) return;
+    tell_wait("an event");
+    Machine::get().wait(*static_cast<Event*>(event));
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
@@ -161,12 +169,17 @@ const bool registered = [] {
 }();
 
 thread_local std::string t_text;
+std::atomic<void (*)(const char*)> g_on_wait{nullptr};
 
 TORCH_LIBRARY(pretend, m) {
   m.def("default_generator(int device) -> Generator?", [](int64_t device) { return at::detail::getPrivateUse1Hooks().getDefaultGenerator(device); });
 }
 
 }  // namespace
+
+void tell_wait(const std::string& what) {
+  if (auto* listener = g_on_wait.load()) listener(what.c_str());
+}
 
 at::Generator host_generator(const at::Generator& generator) {
   if (generator.device().type() != kType) return generator;
@@ -183,6 +196,9 @@ const char* pretend_complaints() {
   for (const auto& line : pretend::Machine::get().take_complaints()) pretend::t_text += line + "\n";
   return pretend::t_text.c_str();
 }
+
+// `listener` is told of each wait of the host for the device, and what it is for; nullptr ends that.
+void pretend_on_wait(void (*listener)(const char*)) { pretend::g_on_wait = listener; }
 
 int64_t pretend_counter(const char* name) { return pretend::Machine::get().counter(name); }
 

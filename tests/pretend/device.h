@@ -158,6 +158,9 @@ class Machine {
   std::vector<std::pair<uintptr_t, Pinned>> pinned_;  // sorted by address
 };
 
+// Tells who asked (pretend_on_wait) that the host is about to wait for the device; called without the lock, the caller may want Python's.
+void tell_wait(const std::string& what);
+
 int current_device();
 void set_current_device(int device);
 int current_stream(int device);  // its number on the device

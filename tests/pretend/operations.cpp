@@ -65,6 +65,8 @@ class Call {
     for (size_t i = 0; i < count; ++i) look((*stack_)[first + i]);
     auto& machine = Machine::get();
     c10::OptionalDeviceGuard guard(c10::Device(kType, device_ < 0 ? current_device() : device_));
+    const bool sized = sizes_depend_on_values(first, count);
+    if (sized) tell_wait(name_);
     machine.begin(name_);
     for (size_t i = 0; i < count; ++i) {
       const auto& argument = schema.arguments()[i];
@@ -77,7 +79,8 @@ class Call {
     const size_t results = schema.returns().size();
     bool numbers = false;
     for (size_t i = stack_->size() - results; i < stack_->size(); ++i) give((*stack_)[i], numbers);
-    if (numbers) machine.wait_current();  // the host has its value only when the device has come so far
+    if (numbers && !sized) tell_wait(name_);
+    if (numbers || sized) machine.wait_current();  // the host has its value only when the device has come so far
   }
 
  private:
@@ -100,6 +103,21 @@ class Call {
     for (const Tensor& host : hosts_)
       TORCH_CHECK(device_ < 0 || host.dim() == 0 || host_indices(), "Expected all tensors to be on the same device, but ", name_,
                   " was given tensors on ", c10::Device(kType, device_), " and a tensor of ", host.sizes(), " on the CPU");
+  }
+
+  // The host must know how many elements were chosen before it can allocate the result.
+  bool sizes_depend_on_values(size_t first, size_t count) const {
+    static const std::set<std::string> always = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
+                                                 "aten::unique_consecutive", "aten::repeat_interleave", "aten::bincount"};
+    if (device_ < 0) return false;
+    if (always.count(name_)) return true;
+    if (!host_indices() || name_ == "aten::index") return false;  // for the latter torch asks for nonzero itself
+    for (size_t i = first; i < first + count; ++i) {
+      if (!(*stack_)[i].isList()) continue;
+      for (const IValue& item : (*stack_)[i].toListRef())
+        if (item.isTensor() && item.toTensor().defined() && ours(item.toTensor()) && item.toTensor().scalar_type() == at::kBool) return true;
+    }
+    return false;
   }
 
   bool host_indices() const { return name_ == "aten::index" || name_ == "aten::index_put_" || name_ == "aten::_index_put_impl_"; }
@@ -317,6 +335,7 @@ at::Scalar local_scalar_dense(const Tensor& self) {
   c10::OptionalDeviceGuard guard(self.device());
   machine.begin("item");
   machine.touch(self, false, "item");
+  tell_wait("item");
   machine.wait_current();
   return at::native::_local_scalar_dense_cpu(region_of(self).on_host());
 }
@@ -347,6 +366,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     return self;
   }
   if (non_blocking) machine.count_pageable();
+  tell_wait(to_host ? "a copy to the host" : "a copy from the host");
   machine.begin("copy_");
   machine.wait_current();
   copy_now(self, from, "copy_");
