@@ -100,8 +100,8 @@ def _extensions() -> Path:
 def _wait(processes: list[subprocess.Popen[bytes]], limit: float) -> bool:
     """Waits for all, or for the limit, or a little after the first failure; whether the limit ran out."""
     end = deadline = time.monotonic() + limit
-    while any(process.poll() is None for process in processes):
-        if any(process.returncode for process in processes):
+    while None in (codes := [process.poll() for process in processes]):
+        if any(codes):
             end = min(end, time.monotonic() + SECONDS_AFTER_FAILURE)
         if time.monotonic() >= end:
             return end == deadline

@@ -24,13 +24,16 @@ PEAKS = {
     "RTX 3090": 71.0,
     "MI300X": 1307.0,
 }
-HOW = "MFU: 6 N + 12 L d s FLOPs a token (N parameters without the table of input embeddings, L layers of width d, s tokens a sample; attention whole, nothing for recomputation)"  # noqa: E501
+HOW = (
+    "MFU: 6 N + 12 L d s FLOPs a token (N parameters without the table of input embeddings, L layers of width d, s tokens a sample; "
+    "attention whole, nothing for recomputation)"
+)
 
 
 def peak_of(device: str) -> float:
     """FLOP/s of a device in bf16; 0 where it is not in the table."""
-    words = device.replace("-", " ")
-    return next((peak * 1e12 for name, peak in PEAKS.items() if f" {name}" in f" {words}"), 0.0)
+    words = f" {device.replace('-', ' ')} "
+    return next((peak * 1e12 for name, peak in PEAKS.items() if f" {name} " in words), 0.0)
 
 
 def parameters_of(model: nn.Module) -> int:

@@ -128,8 +128,8 @@ def collect(device: str) -> Iterator[Fact]:
     yield from driver()
     yield "processors", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} for this process"
     yield from versions()
-    yield from nccl(device)
     yield from rates(device)
+    yield from nccl(device)
 
 
 def table_of(facts: list[Fact]) -> ResultTable:

@@ -349,7 +349,7 @@ def check(trace: Trace, expected: Trace | Callable[..., Trace], run: Run, label:
 
 
 def limits_of(dtype: str) -> Difference:
-    """``LIMITS``; wider where several ranks' 16-bit gradients are added in 16 bit, which rounds each sum (nccl, unlike our own exchange)."""
+    """``LIMITS``; wider where 16-bit gradients of ranks are added in 16 bit, which rounds each sum (nccl, unlike our own exchange)."""
     limit = LIMITS[dtype]
     if dtype == "fp32" or not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "gloo":
         return limit
