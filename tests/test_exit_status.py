@@ -52,16 +52,19 @@ ENDS = {
     "after destroying the engine": ("engine.destroy(); del engine", 120),
     "with its own exception": ("raise ValueError('on purpose')", 1),
     "with its own status": ("sys.exit('on purpose')", 120),
-    "interrupted": ("raise KeyboardInterrupt", -signal.SIGINT),
+    "interrupted": ("raise KeyboardInterrupt", (1, -signal.SIGINT)),  # torch's hook for exceptions makes it the first
     "without standard streams": ("sys.stdout = None", 120),
 }
 
 
-@pytest.mark.parametrize("name", ENDS)
+QUICK = ("by itself", "with its own exception")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ENDS])
 def test_a_last_save_that_failed_is_told_by_the_exit_status(tmp_path: Path, name: str) -> None:
     end, expected = ENDS[name]
     status, out, err = run_script(tmp_path, end)
-    assert status == expected, (status, err)
+    assert status in (expected if isinstance(expected, tuple) else (expected,)), (status, err)
     assert LOST.search(err), err
     assert (tmp_path / "log").read_text() == "the last line", "files are closed as at any end"
     if "streams" not in name:
@@ -80,6 +83,7 @@ except hf_zero.errors.CheckpointError as error:
     assert (status, out) == (0, "heard\nhandler after\nhandler before\n") and "nothing waited for it" not in err
 
 
+@pytest.mark.slow
 def test_a_save_that_is_interrupted_at_the_end_is_lost(tmp_path: Path) -> None:
     end = """
 save.write_tensor_file = lambda path, entries, **options: (time.sleep(60), original(path, entries, **options))[1]
@@ -123,7 +127,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("forkserver", "spawn"))])
 def test_a_child_of_multiprocessing_tells_too(tmp_path: Path, method: str) -> None:
     (tmp_path / "script.py").write_text(CHILD)
     command = [sys.executable, str(tmp_path / "script.py"), method]
@@ -160,7 +164,7 @@ engine.save_checkpoint(folder)
 """
 
 
-@pytest.mark.parametrize("end", ["whole", "failed", "killed"])
+@pytest.mark.parametrize("end", ["failed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("whole", "killed"))])
 def test_torchrun_hears_of_a_last_save_that_was_lost(tmp_path: Path, end: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(RANKS)
