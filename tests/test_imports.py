@@ -25,6 +25,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "hf_zero.launch",
         "hf_zero.observe",
         "hf_zero.native",
+        "hf_zero.secrets",
+        "hf_zero.text_file",
     ),
     (
         "hf_zero.metrics",
