@@ -8,6 +8,8 @@ import platform
 import sys
 from collections.abc import Mapping
 
+from hf_zero.secrets import MASK, is_secret, without_credentials
+
 Facts = dict[str, dict[str, str]]
 
 LIBRARIES = (
@@ -17,7 +19,6 @@ LIBRARIES = (
 
 VARIABLE_PREFIXES = ("ACCELERATE_", "HF_ZERO", "CUDA_VISIBLE_DEVICES", "NCCL_", "GLOO_", "TORCH_DISTRIBUTED_", "OMP_NUM_THREADS", "DS_")
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTORCH_CUDA_ALLOC_CONF")
-_SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 def environment_facts(environ: Mapping[str, str] | None = None) -> Facts:
@@ -122,12 +123,10 @@ def _deepspeed_facts() -> dict[str, str]:
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that change what a run does, sorted; values of secrets are hidden."""
+    """Variables that change what a run does, sorted; secrets are masked before a long value is cut."""
     found = {name: value for name, value in environ.items() if name in VARIABLES or name.startswith(VARIABLE_PREFIXES)}
-    return {
-        name: "(hidden)" if any(word in name for word in _SECRET_WORDS) else value if len(value) <= 100 else value[:97] + "..."
-        for name, value in sorted(found.items())
-    }
+    shown = {name: MASK if is_secret(name) else without_credentials(value) for name, value in sorted(found.items())}
+    return {name: value if len(value) <= 100 else value[:97] + "..." for name, value in shown.items()}
 
 
 def as_text(facts: Facts) -> str:

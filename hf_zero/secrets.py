@@ -27,14 +27,14 @@ def without_credentials(text: str) -> str:
 def hidden(value: Any) -> Any:
     """A copy of ``value`` to show: texts under names of secrets are masked at every depth, and so are credentials in URLs."""
     if isinstance(value, Mapping):
-        return {key: _under(key, item) for key, item in value.items()}
+        return {key: hidden_under(key, item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(map(hidden, value)) if type(value) in (list, tuple) else [hidden(item) for item in value]
     return without_credentials(value) if isinstance(value, str) else value
 
 
-def _under(name: Any, value: Any) -> Any:
-    """A value beside its name; numbers and switches are shown (``max_tokens``), and an empty text hides nothing."""
+def hidden_under(name: Any, value: Any) -> Any:
+    """A copy of ``value`` to show beside its name; numbers and switches are shown (``max_tokens``), and an empty text hides nothing."""
     if isinstance(value, (str, bytes)) and value and isinstance(name, str) and is_secret(name):
         return MASK
     return hidden(value)
