@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Mapping
 
@@ -119,7 +120,16 @@ def _deepspeed_facts() -> dict[str, str]:
     version = installed_version("deepspeed")
     if version:
         facts["version it reports"] = version
+    facts["the command `deepspeed`"] = _deepspeed_command()
     return facts
+
+
+def _deepspeed_command() -> str:
+    """Where it is. Uninstalling one of two packages that both bring it removes it, whoever's it was; pip cannot be told otherwise."""
+    folders = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
+    return shutil.which("deepspeed", path=folders) or (
+        "missing: use `hf-zero launch`, or install again (pip install --force-reinstall --no-deps, hf_zero or deepspeed)"
+    )
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
