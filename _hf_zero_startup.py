@@ -7,6 +7,33 @@ It must cost next to nothing there, so it imports only ``sys`` (no ``__future__`
 import sys
 
 
+def _is_importable():  # type: ignore[no-untyped-def]
+    """Whether ``import hf_zero`` gives this package. A file or folder of the user's own of that name comes first on ``sys.path``.
+
+    Nothing is imported to find out: the user's file may be the script that is running.
+    """
+    if "hf_zero.compat.finder" in sys.modules:
+        return True
+    from importlib.machinery import PathFinder
+
+    package = sys.modules.get("hf_zero")
+    spec = PathFinder.find_spec("hf_zero") if package is None else getattr(package, "__spec__", None)
+    if spec is None:  # the package is gone, or something without a spec stands in for it
+        return False
+    places = spec.submodule_search_locations
+    if places is not None and PathFinder.find_spec("hf_zero.compat", places) is not None:
+        return True
+    import warnings
+
+    warnings.warn(
+        f"{spec.origin or list(places or ())} is named hf_zero and hides the installed package, which therefore does not answer as "
+        "`deepspeed`; rename it",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
+
+
 class DeepSpeedAliasFinder:
     """Answers for the module `deepspeed` and for the distribution `deepspeed`; says nothing about any other name.
 
@@ -18,7 +45,7 @@ class DeepSpeedAliasFinder:
     @staticmethod
     def find_spec(fullname, path=None, target=None):  # type: ignore[no-untyped-def]  # naming the types would import them
         """The spec of `deepspeed` or of one of its submodules, else None."""
-        if fullname != "deepspeed" and not fullname.startswith("deepspeed."):
+        if (fullname != "deepspeed" and not fullname.startswith("deepspeed.")) or not _is_importable():
             return None
         from hf_zero.compat.finder import find_spec
 
@@ -31,7 +58,7 @@ class DeepSpeedAliasFinder:
         Listings (no name) leave it out: pip must not take DeepSpeed for installed.
         """
         name = getattr(context, "name", None)
-        if name is None or name.lower() != "deepspeed":
+        if name is None or name.lower() != "deepspeed" or not _is_importable():
             return iter(())
         from hf_zero.compat.finder import find_distributions
 

@@ -30,7 +30,8 @@ build_sdist = build_meta.build_sdist
 Settings = dict[str, Any] | None
 
 HOOK_FILE = "hf_zero.pth"
-HOOK_LINE = "import _hf_zero_startup\n"
+# A .pth file may outlive the module (a half-finished uninstall, a moved source folder): then it does nothing, in every Python process.
+HOOK_LINE = "import sys; exec('try: import _hf_zero_startup\\nexcept ImportError: pass')\n"
 PURE_TAG = "py3-none-any"
 
 

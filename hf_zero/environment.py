@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Mapping
+
+from hf_zero.secrets import MASK, is_secret, without_credentials
 
 Facts = dict[str, dict[str, str]]
 
@@ -17,7 +20,6 @@ LIBRARIES = (
 
 VARIABLE_PREFIXES = ("ACCELERATE_", "HF_ZERO", "CUDA_VISIBLE_DEVICES", "NCCL_", "GLOO_", "TORCH_DISTRIBUTED_", "OMP_NUM_THREADS", "DS_")
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTORCH_CUDA_ALLOC_CONF")
-_SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 def environment_facts(environ: Mapping[str, str] | None = None) -> Facts:
@@ -118,16 +120,23 @@ def _deepspeed_facts() -> dict[str, str]:
     version = installed_version("deepspeed")
     if version:
         facts["version it reports"] = version
+    facts["the command `deepspeed`"] = _deepspeed_command()
     return facts
 
 
+def _deepspeed_command() -> str:
+    """Where it is. Uninstalling one of two packages that both bring it removes it, whoever's it was; pip cannot be told otherwise."""
+    folders = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
+    return shutil.which("deepspeed", path=folders) or (
+        "missing: use `hf-zero launch`, or install again (pip install --force-reinstall --no-deps, hf_zero or deepspeed)"
+    )
+
+
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that change what a run does, sorted; values of secrets are hidden."""
+    """Variables that change what a run does, sorted; secrets are masked before a long value is cut."""
     found = {name: value for name, value in environ.items() if name in VARIABLES or name.startswith(VARIABLE_PREFIXES)}
-    return {
-        name: "(hidden)" if any(word in name for word in _SECRET_WORDS) else value if len(value) <= 100 else value[:97] + "..."
-        for name, value in sorted(found.items())
-    }
+    shown = {name: MASK if is_secret(name) else without_credentials(value) for name, value in sorted(found.items())}
+    return {name: value if len(value) <= 100 else value[:97] + "..." for name, value in shown.items()}
 
 
 def as_text(facts: Facts) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import REPO, environment, run_python
+from tests.processes import REPO, environment, hook_folder, run_python
 
 REAL = '__version__ = "9.9.9"\n'
 REPORT = """
@@ -71,6 +72,29 @@ def test_a_bare_folder_named_deepspeed_hides_nothing(tmp_path: Path) -> None:
     """Projects keep their JSON files in ``deepspeed/``; Python takes that folder for a namespace package."""
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "zero3.json").write_text("{}")
+    assert _report(cwd=tmp_path) == "ours 0.19.6 0.19.6"
+
+
+@pytest.mark.parametrize("shape", ["file", "folder", "script"])
+def test_a_users_own_hf_zero_is_left_alone(shape: str, tmp_path: Path) -> None:
+    """A training script called hf_zero.py: what imports accelerate must neither fail nor run it a second time."""
+    question = "import importlib.metadata, importlib.util, sys\nprint('RUN')\n"
+    question += "print(importlib.util.find_spec('deepspeed'), list(importlib.metadata.distributions(name='deepspeed')))\n"
+    question += "print('hf_zero' in sys.modules)\n"
+    target = tmp_path / "hf_zero" / "__init__.py" if shape == "folder" else tmp_path / "hf_zero.py"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(question if shape == "script" else "print('the file of the user was run')\n")
+    script = tmp_path / ("hf_zero.py" if shape == "script" else "train.py")
+    script.write_text(question)
+    env = environment({"PYTHONPATH": os.pathsep.join(filter(None, (hook_folder(), str(REPO))))})
+    done = subprocess.run([sys.executable, str(script)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:3] == ["RUN", "None []", "False"]
+    assert f"{target} is named hf_zero and hides the installed package" in done.stderr
+
+
+def test_an_empty_folder_named_hf_zero_hides_nothing(tmp_path: Path) -> None:
+    (tmp_path / "hf_zero").mkdir()
     assert _report(cwd=tmp_path) == "ours 0.19.6 0.19.6"
 
 

@@ -28,6 +28,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "hf_zero.own_files",
         "hf_zero.native",
         "hf_zero.process",
+        "hf_zero.secrets",
+        "hf_zero.text_file",
     ),
     (
         "hf_zero.metrics",

@@ -112,6 +112,14 @@ def test_broken_variables_are_named() -> None:
         find_placement({name: value for name, value in MPICH.items() if name != "MPI_LOCALNRANKS"})
     with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_RANK is 'one'"):
         find_placement({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "one"})
+    for wrong in ("\u00b2", "1" * 5000):  # both are digits, and no numbers to Python
+        with pytest.raises(ConfigError, match="SLURM_NODEID is"):
+            find_placement({**SLURM, "SLURM_NODEID": wrong})
+
+
+def test_a_list_of_slurm_is_not_written_out() -> None:
+    found = find_placement({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x999999999),3", "SLURM_NODEID": "999999998"})
+    assert found is not None and found.local_world == 4
 
 
 # --------------------------------------------------------------------------------------------------------- hf-zero launch
@@ -123,7 +131,7 @@ HOSTFILE = "# two nodes\nworker-1 slots=4\n\nworker-2 slots=2 # older\n"
 def hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     for name in ("PYTHONPATH", "HF_HOME", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("hf_zero.launch.command._PASSED_ON", ("NCCL_",))
+    monkeypatch.setattr("hf_zero.launch.passed_on.PREFIXES", ("NCCL_",))
     monkeypatch.setattr(shutil, "which", lambda name: name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -150,19 +158,19 @@ def test_every_launcher(capsys: pytest.CaptureFixture[str], hostfile: str, monke
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     Path(".deepspeed_env").write_text("# by accelerate\nA=b c\n")
     where = ["--hostfile", hostfile]
+    rest = "\n# with these variables of .deepspeed_env: A"
     assert dry(capsys, *where, "--launcher", "openmpi", "--launcher_args", "--bind-to none", "train.py") == (
-        "mpirun.openmpi -n 6 --host worker-1:4,worker-2:2 -x NCCL_DEBUG=INFO -x 'A=b c' -x MASTER_ADDR=worker-1 -x MASTER_PORT=29500 "
-        "--bind-to none python -u train.py"
+        "MASTER_ADDR=worker-1 MASTER_PORT=29500 mpirun.openmpi -n 6 --host worker-1:4,worker-2:2 -x NCCL_DEBUG -x A -x MASTER_ADDR "
+        f"-x MASTER_PORT --bind-to none python -u train.py{rest}"
     )
     assert dry(capsys, *where, "--launcher", "MPICH", "--num_gpus", "2", "--master_addr", "ib0", "--module", "train") == (
-        "mpirun.mpich -n 4 -hosts worker-1:2,worker-2:2 -genv NCCL_DEBUG INFO -genv A 'b c' -genv MASTER_ADDR ib0 -genv MASTER_PORT 29500 "
-        "python -u -m train"
+        f"MASTER_ADDR=ib0 MASTER_PORT=29500 mpirun.mpich -n 4 -hosts worker-1:2,worker-2:2 -genvall python -u -m train{rest}"
     )
     assert dry(capsys, *where, "--launcher", "slurm", "--num_gpus", "2", "--no_python", "./a") == (
-        "srun --nodes 2 --nodelist worker-1,worker-2 --ntasks-per-node 2 --export=ALL ./a"
+        f"srun --nodes 2 --nodelist worker-1,worker-2 --ntasks-per-node 2 --export=ALL ./a{rest}"
     )
     assert dry(capsys, "--launcher", "slurm", "--num_nodes", "3", "--num_gpus", "8", "--master_port", "7", "train.py") == (
-        "srun --nodes 3 --ntasks-per-node 8 --export=ALL,MASTER_PORT=7 python -u train.py"
+        f"MASTER_PORT=7 srun --nodes 3 --ntasks-per-node 8 --export=ALL python -u train.py{rest}"
     )
     second = dry(capsys, *where, "--node_rank", "1", "train.py")
     assert "--nproc_per_node 2 --nnodes 2 --node_rank 1 --master_addr worker-1 --master_port 29500 train.py" in second
@@ -198,6 +206,10 @@ def test_filters(capsys: pytest.CaptureFixture[str], hostfile: str) -> None:
         (["--launcher", "slurm"], "equally many ranks"),
         (["--launcher", "pdsh"], "over ssh"),
         (["--launcher", "openmpi", "--include", "worker-1:0@worker-2:1"], "use different devices"),
+        (["--launcher", "slurm", "--include", "worker-1:0@worker-2:1"], "use different devices"),
+        (["--include", "worker-2:\u00b2"], "worker-2 has no slot"),
+        (["--include", f"worker-2:{'1' * 5000}"], "worker-2 has no slot"),
+        (["--launcher", "openmpi", "--launcher_args", "'open"], "No closing quotation"),
         ([], f"this machine, {socket.gethostname()}, is none of worker-1, worker-2"),
     ],
 )
@@ -236,7 +248,12 @@ def test_no_hostfile_for_several_nodes(hostfile: str, capsys: pytest.CaptureFixt
     [
         ("a slots=1\nb slots=x\n", ":2: 'b slots=x' is no host"),
         ("a slots=1\n\n# c\na slots=2", ":4: a is there twice, first in line 1"),
-        ("a slots=0", ":1: a has 0 slots"),
+        ("a slots=0", ":1: a has 0 slots; expected 1 to 4096"),
+        ("a slots=99999999999", ":1: a has 99999999999 slots; expected 1 to 4096"),
+        pytest.param(f"a slots={'9' * 5000}", "99... slots; expected 1 to 4096", id="digits"),
+        ("a slots=\u0663", "is no host"),
+        ("-x slots=1", ":1: '-x slots=1' is no host"),
+        ("a\x0bslots=1\x0bb slots=2", "is no host"),
         ("a", ":1: 'a' is no host"),
         ("# nothing\n", "holds no host"),
     ],
@@ -247,6 +264,22 @@ def test_errors_name_the_line_of_the_hostfile(tmp_path: Path, text: str, message
     with pytest.raises(ConfigError) as error:
         read_hostfile(str(path))
     assert str(path) in str(error.value) and message in str(error.value)
+
+
+def test_hostfiles_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_bytes(b"worker-\xff slots=1")
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
+        read_hostfile(str(path))
+    for wrong, message in ((str(tmp_path), "cannot be read"), ("a\0b", "cannot be read"), ("/dev/zero", "is larger than")):
+        with pytest.raises(ConfigError, match=message):
+            read_hostfile(wrong)
+
+
+def test_ranks_without_a_hostfile_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["launch", "--dry-run", "--num_gpus", "99999999999", "train.py"])
+    assert "above 4096 ranks on one host" in capsys.readouterr().err
 
 
 def test_missing_hostfile_and_missing_program(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def test_wheel_is_pure_and_its_record_is_complete(wheel: Path) -> None:
                 data = archive.read(name)
                 assert digest == "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
                 assert int(size) == len(data)
-        assert archive.read("hf_zero.pth") == b"import _hf_zero_startup\n"
+        assert archive.read("hf_zero.pth") == b"import sys; exec('try: import _hf_zero_startup\\nexcept ImportError: pass')\n"
     assert {"hf_zero/py.typed", "_hf_zero_startup.py", "hf_zero/compat/table.py"} <= names
     assert not {name for name in names if name.startswith(("tests", "examples", "benchmarks"))}
 
@@ -111,6 +111,76 @@ def test_without_compiler_the_install_says_so_in_one_line(source: Path, tmp_path
     said = _pip("wheel", "-v", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source))
     (line,) = [line for line in said.splitlines() if "native kernels" in line]
     assert "no C++ compiler was found; the torch reference serves" in line
+
+
+REAL_RUNNER = "def main(args=None):\n    print('REAL')\n"
+
+
+@pytest.fixture(scope="module")
+def real_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package like DeepSpeed, which brings a command of the same name."""
+    path = tmp_path_factory.mktemp("real") / "deepspeed-9.9.9-py3-none-any.whl"
+    info = "deepspeed-9.9.9.dist-info"
+    files = {
+        "deepspeed/__init__.py": '__version__ = "9.9.9"\n',
+        "deepspeed/launcher/__init__.py": "",
+        "deepspeed/launcher/runner.py": REAL_RUNNER,
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: deepspeed\nVersion: 9.9.9\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": "[console_scripts]\ndeepspeed = deepspeed.launcher.runner:main\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return path
+
+
+@pytest.mark.parametrize("first", ["ours", "real"])
+def test_two_packages_with_one_command(first: str, wheel: Path, real_wheel: Path, tmp_path: Path) -> None:
+    """What the documentation says of uninstalling one of them: the command goes, the rest stays, the report tells, pip brings it back."""
+    python = _fresh_python(tmp_path / "venv")
+    command = python.with_name("deepspeed")
+
+    def run(*words: str) -> str:
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_ZERO"))}
+        done = subprocess.run(words, env={**env, "PATH": "/usr/bin"}, capture_output=True, text=True, cwd="/", timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def reported() -> str:
+        return run(str(python), "-c", "from hf_zero.environment import _deepspeed_command; print(_deepspeed_command())")
+
+    wheels = [str(wheel), str(real_wheel)]
+    for one in wheels if first == "ours" else reversed(wheels):
+        _pip("install", "--no-deps", one, python=python)
+    assert run(str(command)) == "REAL", "whoever answers for the module answers for the command"
+    assert reported() == str(command)
+    _pip("uninstall", "-y", "deepspeed", python=python)
+    assert not command.exists(), "pip has learnt to share files: change the documentation"
+    assert reported().startswith("missing: use `hf-zero launch`")
+    dry = ("launch", "--dry-run", "--num_gpus", "2", "train.py")
+    assert "torch.distributed.run" in run(str(python), "-m", "hf_zero", *dry) == run(str(python.with_name("hf-zero")), *dry)
+    _pip("install", "--force-reinstall", "--no-deps", str(wheel), python=python)
+    assert "torch.distributed.run" in run(str(command), *dry[1:])
+    _pip("install", "--no-deps", str(real_wheel), python=python)
+    _pip("uninstall", "-y", "hf_zero", python=python)
+    assert not command.exists() and run(str(python), "-c", "import deepspeed; print(deepspeed.__version__)") == "9.9.9"
+
+
+def test_a_hook_without_its_module_is_silent(wheel: Path, tmp_path: Path) -> None:
+    """A half-finished uninstall must not make every Python process of the environment print a traceback."""
+    python = _fresh_python(tmp_path / "venv")
+    _pip("install", "--no-deps", str(wheel), python=python)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_ZERO"))}
+    question = "import importlib.util; print(importlib.util.find_spec('deepspeed') is None)"
+    for gone, answer in (("nothing", "False"), ("hf_zero", "True"), ("_hf_zero_startup.py", "True")):
+        path = site / gone
+        if path.exists():
+            path.rename(site / f"{gone}.gone")
+        done = subprocess.run([str(python), "-B", "-c", question], env=env, capture_output=True, text=True, cwd="/", timeout=60)
+        assert (done.returncode, done.stdout.strip(), done.stderr) == (0, answer, "")
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 FORMAT_VERSIONS = (1, 2, 3)
+CHUNK_BYTES = 1 << 16  # bytes per checksum in all of them
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
@@ -87,6 +88,8 @@ class Checkpoint:
             raise ValueError(
                 f"{path} has format {index.get('format')} version {index.get('version')}; this script reads versions {FORMAT_VERSIONS}"
             )
+        if index.get("chunk_bytes") != CHUNK_BYTES:  # another number, or a negative one, would leave checksums unread
+            raise ValueError(f"{path} has chunk_bytes {index.get('chunk_bytes')!r}; these versions have {CHUNK_BYTES}")
         return _version_2(index) if index["version"] == 1 else index
 
     def _record(self, file: str, tensor: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_zero.comm.store import store_at_address
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.launch.placement import export_placement, require_address
 from hf_zero.observe import log_rank0
@@ -134,7 +135,7 @@ def init_distributed(
         missing = [name for name in _RENDEZVOUS if name not in os.environ]
         if init_method is None and rank < 0 and missing:
             raise ConfigError(f"environment variables {', '.join(missing)} are missing; start with torchrun or accelerate launch")
-        store = _store_of_attempt(timeout) if init_method is None and rank < 0 else None
+        store = (_store_of_attempt(timeout) or store_at_address(timeout)) if init_method is None and rank < 0 else None
         if store is not None:
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(backend, init_method=init_method, store=store, rank=rank, world_size=world_size, timeout=timeout)

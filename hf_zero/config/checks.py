@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+from collections.abc import Iterator
 from typing import Any
 
-from hf_zero.config.keys import default_of, extra_of, nested_of
+from hf_zero.config.keys import default_of, extra_of, nested_of, spellings_of
 from hf_zero.config.names import nearest
 from hf_zero.config.problems import Problems, show
 from hf_zero.config.schema.fields import Section, asks, is_on
-from hf_zero.config.spelling import torch_class
+from hf_zero.config.schema.optimization import OptimizerParams, SchedulerParams
+from hf_zero.config.spelling import torch_class, truth
 
 OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "sgd", "lamb", "muon", "onebitadam")
 """Optimizers by config, in lower case; any class of torch.optim that updates parameters one by one is allowed beside them."""
@@ -38,6 +42,9 @@ ONLY_OF: dict[str, tuple[tuple[str, ...], str]] = {
     "ns_method": (("muon",), _MUON),
 }
 """Keys of `optimizer.params` -> the types, in lower case, that may be given them, and what to say to the others."""
+
+
+_PARAMS: dict[str, type[Section]] = {"optimizer": OptimizerParams, "scheduler": SchedulerParams}
 
 
 def check_refusals(data: dict[str, Any], section: type[Section], path: str, problems: Problems) -> None:
@@ -113,9 +120,10 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
             problems.error(key, "is missing, and `device` is nvme; name a folder on a local disk")
     if "optimizer" in data:
         _check_type("optimizer", data["optimizer"].get("type"), OPTIMIZERS + tuple(REFUSED_OPTIMIZERS), problems)
-        _check_optimizer_numbers(data["optimizer"].get("params") or {}, problems)
+        _check_optimizer(data, problems)
     if "scheduler" in data:
         _check_type("scheduler", data["scheduler"].get("type"), SCHEDULERS, problems)
+        _check_arguments("scheduler", data["scheduler"], problems)
 
 
 def _check_type(section: str, name: str | None, known: tuple[str, ...], problems: Problems) -> None:
@@ -131,17 +139,61 @@ def _check_type(section: str, name: str | None, known: tuple[str, ...], problems
     problems.error(f"{section}.type", f"is {show(name)}, which is unknown; {hint}")
 
 
-def _check_optimizer_numbers(params: dict[str, Any], problems: Problems) -> None:
-    """What every optimizer's constructor would refuse, named as it stands in the file."""
-    for name in ("lr", "eps", "weight_decay"):
-        value = params.get(name)
-        if isinstance(value, (int, float)) and value < 0:
-            problems.error(f"optimizer.params.{name}", f"is {show(value)}; allowed: a number, at least 0")
+def _check_optimizer(data: dict[str, Any], problems: Problems) -> None:
+    """What every optimizer's constructor would refuse, and a rate that trains nothing, named as they stand in the file."""
+    params = data["optimizer"].get("params") or {}
     betas = params.get("betas")
     if isinstance(betas, (list, tuple)) and (
         len(betas) != 2 or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas)
     ):
         problems.error("optimizer.params.betas", f"is {show(betas)}; allowed: two numbers, at least 0 and below 1")
+    if params.get("lr") == 0 and "scheduler" not in data:
+        problems.warn("optimizer.params.lr", "is 0: no parameter changes, unless a scheduler of the script sets another rate")
+    _check_arguments("optimizer", data["optimizer"], problems)
+
+
+def _check_arguments(section: str, block: dict[str, Any], problems: Problems) -> None:
+    """Arguments of a torch class beyond the keys of the schema, by the type of their defaults; numbers are finite in any case."""
+    params, name = block.get("params") or {}, block.get("type")
+    further = sorted(params.keys() - spellings_of(_PARAMS[section]).keys())
+    if not further:
+        return
+    found = torch_class(section, name) if isinstance(name, str) else None
+    known = inspect.signature(found).parameters if found else {}
+    for key in further:
+        value, default = params[key], known[key].default if key in known else None
+        wanted = ""
+        if any(not math.isfinite(number) for number in _floats(value)):
+            wanted = "a finite number"
+        elif any(number < 0 for number in _floats(value)) and not (isinstance(default, (int, float)) and default < 0):
+            wanted = "a number, at least 0"
+        elif isinstance(default, bool) and truth(value) is None:
+            wanted = "true or false"
+        elif isinstance(default, (int, float)) and not isinstance(default, bool) and _number(value) is None:
+            wanted = "a number"
+        if wanted:
+            problems.error(f"{section}.params.{key}", f"is {show(value)}; allowed: {wanted}")
+
+
+def _floats(value: Any) -> Iterator[float]:
+    """The numbers in a value, texts of them and items of lists included."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _floats(item)
+    else:
+        number = _number(value)
+        yield from () if number is None else (number,)
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
+    except OverflowError:
+        return math.inf
 
 
 def _module(section: str) -> str:

@@ -18,11 +18,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from hf_zero.config.batch import ACCUMULATION, MICRO, TOTAL
-from hf_zero.config.problems import Problems
+from hf_zero.config.problems import Problems, show
 from hf_zero.config.schema.parallel import Elasticity
 from hf_zero.errors import ConfigError
 
 LATEST_VERSION = 0.2
+
+# Far beyond any job, and small enough that all divisors of a batch are found at once.
+_MOST_SAMPLES, _MOST_RANKS, _MOST_SIZES = 10**9, 10**6, 64
 
 # https://oeis.org/A002182, up to 720720.
 _HIGHLY_COMPOSITE = (
@@ -76,8 +79,13 @@ def elastic_batch(section: Elasticity, world_size: int) -> ElasticBatch:
 
 def _check(section: Elasticity) -> None:
     sizes = section.micro_batch_sizes
-    if not sizes or min(sizes) < 1:
-        raise ElasticityConfigError(f"elasticity.micro_batch_sizes is {sizes}; allowed: a list of whole numbers, at least 1")
+    if not sizes or min(sizes) < 1 or len(sizes) > _MOST_SIZES:
+        raise ElasticityConfigError(
+            f"elasticity.micro_batch_sizes is {show(sizes)}; allowed: a list of whole numbers, at least 1, up to {_MOST_SIZES} of them"
+        )
+    for name, most in (("max_train_batch_size", _MOST_SAMPLES), ("max_gpus", _MOST_RANKS)):
+        if getattr(section, name) > most:
+            raise ElasticityConfigError(f"elasticity.{name} is {getattr(section, name)}; allowed: at most {most}")
     if max(sizes) > section.max_train_batch_size:
         raise ElasticityConfigError(
             f"elasticity.micro_batch_sizes is {sizes}; none may be larger than max_train_batch_size {section.max_train_batch_size}"
@@ -150,7 +158,14 @@ def _scaled(base: int, largest: int) -> int:
 def _ranks_for(total: int, sizes: Sequence[int], fewest: int, most: int) -> list[int]:
     """Numbers of ranks whose share of ``total`` some micro batch divides."""
     shares = {total // size for size in sizes if total % size == 0}
-    return [count for count in range(max(1, fewest), min(most, max(shares, default=0)) + 1) if any(share % count == 0 for share in shares)]
+    return [count for count in _divisors(total, most) if count >= fewest and any(share % count == 0 for share in shares)]
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    """Divisors of ``number`` up to ``most``, rising."""
+    small = [divisor for divisor in range(1, min(math.isqrt(number), most) + 1) if number % divisor == 0]
+    large = (number // divisor for divisor in reversed(small) if divisor * divisor != number)
+    return [divisor for divisor in (*small, *large) if divisor <= most]
 
 
 def _fitting(sizes: Sequence[int], total: int, world_size: int) -> int | None:

@@ -31,6 +31,7 @@ class Key:
         passes: Values of a refused key that ask for nothing, beside its default.
         switch: Path of the key that turns the section around it on, "" when nothing does.
         also: Other accepted spellings of the last name.
+        secret: Its value is never shown.
     """
 
     path: str
@@ -43,6 +44,7 @@ class Key:
     passes: tuple[Any, ...] = ()
     switch: str = ""
     also: tuple[str, ...] = ()
+    secret: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,7 @@ def _walk(section: type[Section], path: str, governor: _Governor) -> Iterator[Ke
             passes,
             switch,
             tuple(extra.get("also", ())),
+            extra.get("secret", False),
         )
         if nested:
             below = {"one": here, "list": f"{here}[]", "map": f"{here}.{extra.get('each', '<name>')}"}[nested.kind]

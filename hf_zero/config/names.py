@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher
 from functools import lru_cache
 
+_LONGEST = 200  # more than twice any known name; comparing takes time with the length
+
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that `name` resembles most, or None when it resembles none.
@@ -15,6 +17,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     another order, or when one is the other with a word missing at the end (`train_batch`). Names of up to three characters must be
     equal up to case or swapped letters: nearly everything is one edit away from `lr`.
     """
+    if len(name) > _LONGEST:
+        return None
     best: tuple[float, str] | None = None
     for candidate in known:
         score = max(_likeness(_plain(name), _plain(candidate)), 0.8 * (_is_cut_short(name, candidate) or _is_turned_round(name, candidate)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.secrets import hidden
 
 
 class RefusedKeyError(ConfigError, UnsupportedError):
@@ -77,10 +78,14 @@ def _block(head: str, lines: list[str]) -> str:
 
 
 def show(value: object) -> str:
-    """A value as it would stand in the JSON file, cut when long."""
+    """A value as it would stand in the JSON file, cut when long; secrets inside it are masked."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    text = f'"{value}"' if isinstance(value, str) else str(value)
+    value = hidden(value)
+    try:
+        text = f'"{value}"' if isinstance(value, str) else str(value)
+    except ValueError:  # Python writes no integer of thousands of digits
+        return "a number with thousands of digits"
     return text if len(text) <= 80 else text[:77] + "..."

@@ -8,13 +8,20 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from hf_zero.config.problems import show
 from hf_zero.errors import ConfigError
+from hf_zero.secrets import MASK, is_secret
+from hf_zero.text_file import read_text_file
 
-_STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
-_STRING_OR_TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\])*"|,(?=\s*[}\]])', re.DOTALL)
+# Each alternative takes all it can and cannot fail after it began: a string or comment that nothing closes goes to the end of the text
+# in one match, so the work is proportional to the text.
+_STRING = r'"[^"\\]*(?:\\.[^"\\]*)*["\\]?'
+_STRING_OR_COMMENT = re.compile(rf"{_STRING}|//[^\n]*|#[^\n]*|/\*(?:[^*]|\*(?!/))*(?:\*/)?", re.DOTALL)
+_STRING_OR_TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])", re.DOTALL)
+_MOST_LEVELS = 64
+"""Of blocks inside blocks; no configuration has ten."""
 
 
 def read_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
@@ -28,42 +35,48 @@ def read_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str,
         A new dictionary; no block or list in it is shared with `source`.
 
     Raises:
-        ConfigError: `source` is none of these, the text is no JSON, a key stands twice in one block, or the top level is no block.
+        ConfigError: `source` is none of these, the text is no JSON, a key stands twice in one block, blocks are nested without end, or
+            the top level is no block.
     """
     if isinstance(source, Mapping):
-        return {key: _copied(value) for key, value in source.items()}
+        return {_text(key): _copied(value, 1) for key, value in source.items()}
     if isinstance(source, os.PathLike):
-        return _read_file(Path(source))
+        return _read_file(source)
     if not isinstance(source, str):
         raise ConfigError(f"A config is a path, a dict, JSON text or base64 text, not {type(source).__name__}: {source!r}")
     if source.lstrip().startswith("{"):
         return _parse(source, "the JSON text")
     if os.path.exists(source):
-        return _read_file(Path(source))
+        return _read_file(source)
     decoded = _from_base64(source)
     if decoded is None:
-        short = source if len(source) <= 120 else source[:117] + "..."
+        short = source if len(source) <= 120 else f"{source[:20]}... ({len(source)} characters)"
         raise ConfigError(
             f"The config {short!r} is no existing file, no JSON text and no base64 text. Give the path of a JSON file or a dict."
         )
     return _parse(decoded, "the base64 text")
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, level: int) -> Any:
     """Blocks and lists anew, everything else as it is: a config in code may hold objects that cannot be copied (process groups)."""
+    if level > _MOST_LEVELS:
+        raise ConfigError(f"The config has blocks or lists nested more than {_MOST_LEVELS} deep; its own keys need fewer than ten levels")
     if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
+        return {_text(key): _copied(item, level + 1) for key, item in value.items()}
+    if isinstance(value, str):
+        return _text(value)
+    return [_copied(item, level + 1) for item in value] if isinstance(value, list) else value
 
 
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"The config file {str(path)!r} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"The config file {str(path)!r} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
-    return _parse(text, f"the file {str(path)!r}")
+def _text(value: Any) -> Any:
+    """`value`, which is no text or one that can be printed and written."""
+    if isinstance(value, str) and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise ConfigError(f"The config holds half of a character in the text {ascii(value[:80])}; write whole characters")
+    return value
+
+
+def _read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    return _parse(read_text_file(path, "config file"), f"the file {os.fspath(path)!r}")
 
 
 def _from_base64(text: str) -> str | None:
@@ -78,18 +91,29 @@ def _from_base64(text: str) -> str | None:
 
 def _parse(text: str, name: str) -> dict[str, Any]:
     try:
-        data = json.loads(text, object_pairs_hook=_no_duplicates)
+        data = _load(text, name)
     except json.JSONDecodeError as error:
         relaxed = _without_comments(text)
         if relaxed == text:
             raise _not_json(name, error) from error
         try:
-            data = json.loads(relaxed, object_pairs_hook=_no_duplicates)
+            data = _load(relaxed, name)
         except json.JSONDecodeError as second:
             raise _not_json(name, second) from second
     if not isinstance(data, dict):
         raise ConfigError(f"A config is one block {{...}}, but {name} holds a {type(data).__name__}")
-    return data
+    return {_text(key): _copied(value, 1) for key, value in data.items()}
+
+
+def _load(text: str, name: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_no_duplicates)
+    except RecursionError:
+        raise ConfigError(f"The config in {name} has blocks or lists nested more than {_MOST_LEVELS} deep") from None
+    except ValueError as error:
+        if isinstance(error, (json.JSONDecodeError, ConfigError)):
+            raise
+        raise ConfigError(f"The config in {name} has a number with thousands of digits; no key takes one") from None
 
 
 def _not_json(name: str, error: json.JSONDecodeError) -> ConfigError:
@@ -101,7 +125,8 @@ def _without_comments(text: str) -> str:
 
     def blank(match: re.Match[str]) -> str:
         found = match.group()
-        return found if found.startswith('"') else re.sub(r"[^\n]", " ", found)
+        unclosed = found.startswith("/*") and not (len(found) >= 4 and found.endswith("*/"))
+        return found if unclosed or found.startswith('"') else re.sub(r"[^\n]", " ", found)
 
     return _STRING_OR_TRAILING_COMMA.sub(blank, _STRING_OR_COMMENT.sub(blank, text))
 
@@ -110,6 +135,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     block: dict[str, Any] = {}
     for key, value in pairs:
         if key in block:
-            raise ConfigError(f"The key `{key}` stands twice in one block, as {block[key]!r} and {value!r}; keep one")
+            first, second = (MASK if is_secret(key) else show(found) for found in (block[key], value))
+            raise ConfigError(f"The key `{show(key)[1:-1]}` stands twice in one block, as {first} and {second}; keep one")
         block[key] = value
     return block

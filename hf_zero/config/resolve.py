@@ -22,6 +22,7 @@ from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.config.spelling import Speller
 from hf_zero.config.table import Row, rows_of
 from hf_zero.errors import ConfigError
+from hf_zero.secrets import MASK
 
 STRICT_VARIABLE = "HF_ZERO_STRICT"
 
@@ -211,7 +212,8 @@ def _store_typed(typed: dict[str, Any], section: type[Section], name: str, value
         converted = adapter_of(section, name).validate_python(value)
     except ValidationError:
         default = default_of(section.model_fields[name])
-        problems.error(here, f"is {show(value)}; allowed: {type_text(section, name)} (default {show(default)})")
+        found = MASK if extra_of(section.model_fields[name]).get("secret") else show(value)
+        problems.error(here, f"is {found}; allowed: {type_text(section, name)} (default {show(default)})")
         return
     if converted is not None:
         typed[name] = converted

@@ -12,12 +12,15 @@ from hf_zero.config.names import nearest
 from hf_zero.config.problems import Problems, show
 from hf_zero.config.schema.fields import Section
 from hf_zero.config.schema.root import ZeroConfig
+from hf_zero.errors import ConfigError
 
 _TRUE_TEXTS, _FALSE_TEXTS = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _CORE_SECTIONS = ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler", "data_types")
 """Sections whose keys are looked for when an unknown key stands at the wrong level."""
 _COMPUTED_KEYS = ("zero_optimization.stage3_prefetch_bucket_size",)
 """Numbers of elements that published examples compute as 0.9 * hidden_size ** 2; the fraction that may remain means nothing."""
+_MOST_UNKNOWN = 100
+"""Each is compared with all known keys, which takes a while."""
 
 
 class Speller:
@@ -32,6 +35,7 @@ class Speller:
 
     def __init__(self, problems: Problems) -> None:
         self.problems = problems
+        self._unknown = 0
         self.origin: dict[str, str] = {}
 
     def canonical(self, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +75,7 @@ class Speller:
         """`cpu_offload: true` and its like -> (name of the block that replaced it, its content), content None when off."""
         block_path = extra_of(section.model_fields[name])["into"].partition(":")[0].rpartition(".")[0]
         block = block_path.rpartition(".")[2]
-        on = False if isinstance(value, str) and value == "auto" else _truth(value)
+        on = False if isinstance(value, str) and value == "auto" else truth(value)
         if on is None:
             self.problems.error(here, f"is {show(value)}; allowed: true or false")
         if on and raw.get(block) is not None:
@@ -96,8 +100,8 @@ class Speller:
             return None
         if nested.kind == "map" and isinstance(value, Mapping):
             return {key: self._block(item, nested.section, f"{path}.{key}", kind) for key, item in value.items()}
-        if extra_of(section.model_fields[name]).get("bool_ok") and _truth(value) is not None:
-            if not _truth(value):
+        if extra_of(section.model_fields[name]).get("bool_ok") and truth(value) is not None:
+            if not truth(value):
                 return None
             if name == "zero_optimization":
                 self.origin[f"{path}.stage"] = f"file ({path}: true)"
@@ -113,6 +117,9 @@ class Speller:
 
     def _may_stay(self, key: Any, section: type[Section], path: str, kind: Any) -> bool:
         """Whether an unknown key may stay, which only sections that take keys of their own allow. Others are reported."""
+        self._unknown += 1
+        if self._unknown > _MOST_UNKNOWN:
+            raise ConfigError(f"More than {_MOST_UNKNOWN} keys are unknown, {show(key)} among them: this is no DeepSpeed config")
         if not isinstance(key, str):
             self.problems.error(f"{path}.{key}" if path else str(key), f"is a {type(key).__name__}; keys of a config are texts")
             return False
@@ -148,7 +155,7 @@ class Speller:
             self.problems.warn(key, "is ignored: it resembles no known key, so it is taken for one of your own")
 
 
-def _truth(value: Any) -> bool | None:
+def truth(value: Any) -> bool | None:
     """True or False for booleans and their usual texts, None for anything else."""
     text = str(value).strip().lower() if isinstance(value, (bool, int, str)) else ""
     return True if text in _TRUE_TEXTS else False if text in _FALSE_TEXTS else None

@@ -14,6 +14,7 @@ from hf_zero.config.auto import AUTO_RULES
 from hf_zero.config.keys import Key, all_keys
 from hf_zero.config.problems import show
 from hf_zero.config.schema.fields import asks, is_on
+from hf_zero.secrets import MASK, hidden_under
 
 
 class Row(NamedTuple):
@@ -44,7 +45,11 @@ def rows_of(resolved: dict[str, Any], origin: dict[str, str], everything: bool =
             continue
         value = values.get(path, key.default)
         left_open = path not in values and path.startswith(("optimizer.params.", "scheduler.params."))
-        shown = "(default of the class)" if left_open else show(value)
+        if key.secret and value:
+            value = MASK
+        elif key.path != path:  # a key of the user's own: the schema cannot say what it holds
+            value = hidden_under(path.rpartition(".")[2], value)
+        shown = "(default of the class)" if left_open else MASK if value == MASK else show(value)
         rows.append(Row(path, shown, origin.get(path, "default"), *_fate_here(key, value, values)))
     return rows
 

@@ -10,6 +10,7 @@ from typing import Any
 from hf_zero.config.resolve import ResolvedConfig, resolve
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.observe import log_rank0
+from hf_zero.secrets import hidden
 
 _MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor", "trackio")
 
@@ -83,15 +84,15 @@ class ConfigView:
         raise AttributeError(f"a configuration has no attribute {name!r}; read its keys (docs/config.md) or `zero_config`")
 
     def print_user_config(self) -> None:
-        """Logs the configuration as it was given."""
-        log_rank0("json = %s", json.dumps(self._resolved.raw, indent=4, default=str))
+        """Logs the configuration as it was given, secrets masked."""
+        log_rank0("json = %s", json.dumps(hidden(self._resolved.raw), indent=4, default=str))
 
     def print(self, name: str) -> None:
         """Logs every value that is not a default, with where it comes from."""
         log_rank0("%s:\n%s", name, "\n".join(f"  {row.key} = {row.value} ({row.source})" for row in self._resolved.table()))
 
     def __repr__(self) -> str:
-        return f"DeepSpeedConfig({self._resolved.resolved!r})"
+        return f"DeepSpeedConfig({hidden(self._resolved.resolved)!r})"
 
 
 def _params(section: str) -> Callable[[ResolvedConfig], Any]:

@@ -15,11 +15,10 @@ from pathlib import Path
 from hf_zero.errors import ConfigError
 from hf_zero.launch import hosts as host_lists
 from hf_zero.launch.hosts import Host
+from hf_zero.launch.passed_on import names_passed_on, read_environment_files
 from hf_zero.launch.placement import DEFAULT_PORT
 
 _DEFAULT_HOSTFILE = "/job/hostfile"
-# Variables that ranks on other hosts get, by the beginnings of their names.
-_PASSED_ON = ("ACCELERATE_", "CUDA_DEVICE", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "PYTHON", "TORCH_", "UCX_", "WANDB_")
 _LOCAL = "localhost"
 
 
@@ -30,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-i", "--include", default="", help="hosts and slots to use: worker-0@worker-1:0,2")
     add("-e", "--exclude", default="", help="hosts and slots to leave out; not together with --include")
     add("--num_nodes", type=_count, default=0, help="use the first N hosts")
-    add("--num_gpus", "--num_accelerators", type=_count, default=0, help="ranks per host (default: its slots, or this machine's devices)")
+    add("--num_gpus", "--num_accelerators", type=_slots, default=0, help="ranks per host (default: its slots, or this machine's devices)")
     add("--master_addr", default="", help="host of rank 0 (default: the first one)")
     add("--master_port", type=_count, default=DEFAULT_PORT, help=f"port of rank 0 (default {DEFAULT_PORT})")
     add(
@@ -58,15 +57,36 @@ def _count(text: str) -> int:
     return number
 
 
+def _slots(text: str) -> int:
+    number = _count(text)
+    if number > host_lists.MOST_SLOTS:
+        raise argparse.ArgumentTypeError(f"{text} is above {host_lists.MOST_SLOTS} ranks on one host")
+    return number
+
+
 @dataclass(frozen=True)
 class Command:
-    """What is run on this machine: words, and variables that are added to its environment."""
+    """What is run on this machine.
+
+    Attributes:
+        words: The command line, which any user of the host can read: no value of a variable is in it.
+        variables: Where the ranks meet and their devices, added to its environment.
+        from_files: Variables of ``.deepspeed_env``, added as well, before those; their values are never shown.
+    """
 
     words: list[str]
     variables: dict[str, str] = field(default_factory=dict)
+    from_files: dict[str, str] = field(default_factory=dict)
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """All variables of the process, from those of this one."""
+        return {**environ, **self.from_files, **self.variables}
 
     def __str__(self) -> str:
-        return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *self.words])
+        """A line for a shell, and the names of what it cannot show."""
+        line = shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *self.words])
+        hidden = [name for name in self.from_files if name not in self.variables]
+        return f"{line}\n# with these variables of .deepspeed_env: {', '.join(hidden)}" if hidden else line
 
 
 def launch(options: argparse.Namespace) -> int:
@@ -85,7 +105,7 @@ def launch(options: argparse.Namespace) -> int:
             f"--launcher {options.launcher} needs {command.words[0]}, which is not on PATH; install it, or use another launcher"
         )
     sys.stdout.flush()
-    os.execve(program, command.words, {**os.environ, **command.variables})
+    os.execve(program, command.words, command.environment(os.environ))
     return 0  # never reached
 
 
@@ -128,6 +148,13 @@ def _devices() -> int:
     return max(1, torch.accelerator.device_count()) if torch.accelerator.is_available() else 1
 
 
+def _further(options: argparse.Namespace) -> list[str]:
+    try:
+        return shlex.split(options.launcher_args)
+    except ValueError as error:
+        raise ConfigError(f"--launcher_args {options.launcher_args!r} cannot be split into words: {error}") from error
+
+
 def _script(options: argparse.Namespace) -> list[str]:
     head = [] if options.no_python else [sys.executable, "-u", *(["-m"] if options.module else [])]
     return [*head, options.script, *options.script_args]
@@ -143,7 +170,7 @@ def _standard(options: argparse.Namespace, hosts: list[Host], environ: Mapping[s
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(len(host.slots))]
     words += ["--nnodes", str(len(hosts)), "--node_rank", str(number)]
     words += ["--master_addr", options.master_addr or (hosts[0].name if len(hosts) > 1 else "127.0.0.1")]
-    words += ["--master_port", str(options.master_port), *shlex.split(options.launcher_args)]
+    words += ["--master_port", str(options.master_port), *_further(options)]
     words += [*(["--module"] if options.module else []), *(["--no_python"] if options.no_python else []), options.script]
     return Command([*words, *options.script_args], _visible(host))
 
@@ -168,19 +195,21 @@ def _visible(host: Host) -> dict[str, str]:
 
 
 def _open_mpi(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
+    variables, from_files = _for_all(options, hosts, environ)
     words = [_program("mpirun.openmpi", "mpirun"), "-n", str(sum(len(host.slots) for host in hosts))]
     words += ["--host", ",".join(f"{host.name}:{len(host.slots)}" for host in hosts)]
-    for name, value in _for_all(options, hosts, environ).items():
-        words += ["-x", f"{name}={value}"]
-    return Command([*words, *shlex.split(options.launcher_args), *_script(options)])
+    own = [] if _is_local(hosts) else names_passed_on(environ)
+    for name in dict.fromkeys([*own, *from_files, *variables]):
+        words += ["-x", name]  # the name alone: mpirun takes the value from its own environment
+    return Command([*words, *_further(options), *_script(options)], variables, from_files)
 
 
 def _mpich(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
     words = [_program("mpirun.mpich", "mpiexec.hydra", "mpirun"), "-n", str(sum(len(host.slots) for host in hosts))]
     words += ["-hosts", ",".join(f"{host.name}:{len(host.slots)}" for host in hosts)]
-    for name, value in _for_all(options, hosts, environ).items():
-        words += ["-genv", name, value]
-    return Command([*words, *shlex.split(options.launcher_args), *_script(options)])
+    # What it does by default, said aloud. A list of names would keep PATH and LD_LIBRARY_PATH from ranks on other hosts.
+    words += ["-genvall"]
+    return Command([*words, *_further(options), *_script(options)], *_for_all(options, hosts, environ))
 
 
 def _slurm(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
@@ -196,39 +225,36 @@ def _slurm(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str,
         words += ["--ntasks", str(len(hosts[0].slots))]
     else:
         words += ["--nodes", str(options.num_nodes), *(["--ntasks-per-node", str(options.num_gpus)] if options.num_gpus else [])]
-    passed = {"MASTER_ADDR": options.master_addr} if options.master_addr else {}
+    variables = {"MASTER_ADDR": options.master_addr} if options.master_addr else {}
     if options.master_port != DEFAULT_PORT:
-        passed["MASTER_PORT"] = str(options.master_port)
-    for host in hosts:
-        passed.update(_visible(host))
-    exported = ",".join(["ALL", *(f"{name}={value}" for name, value in passed.items())])
-    return Command([*words, f"--export={exported}", *shlex.split(options.launcher_args), *_script(options)])
+        variables["MASTER_PORT"] = str(options.master_port)
+    variables.update(_same_devices(options, hosts))
+    from_files = {} if _is_local(hosts) else read_environment_files(environ)
+    # All of srun's own environment, without further variables: the option is a list, which a comma in a value would end.
+    return Command([*words, "--export=ALL", *_further(options), *_script(options)], variables, from_files)
 
 
-def _for_all(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables every rank gets: where rank 0 is, the chosen devices, and what the user has set for libraries."""
-    local = all(host.name == _LOCAL for host in hosts)
-    values = {"MASTER_ADDR": options.master_addr or ("127.0.0.1" if local else hosts[0].name), "MASTER_PORT": str(options.master_port)}
+def _is_local(hosts: list[Host]) -> bool:
+    """Whether all ranks run here; no hosts are those that Slurm chooses."""
+    return bool(hosts) and all(host.name == _LOCAL for host in hosts)
+
+
+def _for_all(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Variables every rank gets: where rank 0 is and the chosen devices, and on other hosts what ``.deepspeed_env`` asks for."""
+    local = _is_local(hosts)
+    address = options.master_addr or ("127.0.0.1" if local else hosts[0].name)
+    variables = {"MASTER_ADDR": address, "MASTER_PORT": str(options.master_port), **_same_devices(options, hosts)}
+    return variables, {} if local else read_environment_files(environ)
+
+
+def _same_devices(options: argparse.Namespace, hosts: list[Host]) -> dict[str, str]:
     visible = [_visible(host) for host in hosts]
     if any(entry != visible[0] for entry in visible):
         raise ConfigError(
-            f"--launcher {options.launcher}: {' and '.join(host.name for host in hosts)} use different devices; mpirun gives all hosts the "
+            f"--launcher {options.launcher}: {' and '.join(host.name for host in hosts)} use different devices; it gives all hosts the "
             "same CUDA_VISIBLE_DEVICES. Choose the same slots on each"
         )
-    own = {} if local else {name: value for name, value in environ.items() if name.startswith(_PASSED_ON)}
-    return {**own, **({} if local else _environment_file(environ)), **values, **visible[0]}
-
-
-def _environment_file(environ: Mapping[str, str]) -> dict[str, str]:
-    """NAME=VALUE lines of ``.deepspeed_env``, here or in the home folder; accelerate writes what it wants passed on there."""
-    name = environ.get("DS_ENV_FILE", ".deepspeed_env")
-    values: dict[str, str] = {}
-    for path in (Path.home() / name, Path(name)):
-        if path.is_file():
-            lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
-            pairs = (line.partition("=") for line in lines if line and not line.startswith("#"))
-            values.update({key.strip(): value.strip() for key, found, value in pairs if found})
-    return values
+    return visible[0] if visible else {}
 
 
 def _program(*names: str) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from hf_zero.errors import ConfigError
+from hf_zero.text_file import read_text_file
 
-_LINE = re.compile(r"(?P<host>[A-Za-z0-9._-]+)\s+slots=(?P<slots>\d+)")
+MOST_SLOTS = 4096
+"""Of one host: far above the devices of any machine, and few enough to be listed."""
+_LINE = re.compile(r"(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)\s+slots=(?P<slots>[0-9]+)", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -26,28 +28,35 @@ def read_hostfile(path: str) -> list[Host]:
     Raises:
         ConfigError: The file cannot be read, holds no host, or a line is wrong; names file and line.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"hostfile {path} cannot be read: {error.strerror}") from error
     hosts: dict[str, int] = {}
     lines: dict[str, int] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(read_text_file(path, "hostfile").split("\n"), start=1):
         content = line.partition("#")[0].strip()
         if not content:
             continue
         found = _LINE.fullmatch(content)
         if found is None:
-            raise ConfigError(f"{path}:{number}: {content!r} is no host; expected a name and its slots, like: worker-1 slots=4")
-        name, slots = found["host"], int(found["slots"])
-        if not slots:
-            raise ConfigError(f"{path}:{number}: {name} has 0 slots; expected at least 1, or leave the line out")
+            raise ConfigError(f"{path}:{number}: {_cut(content)!r} is no host; expected a name and its slots, like: worker-1 slots=4")
+        name, slots = found["host"], _count(found["slots"])
+        if not 1 <= slots <= MOST_SLOTS:
+            raise ConfigError(
+                f"{path}:{number}: {_cut(name)} has {_cut(found['slots'])} slots; expected 1 to {MOST_SLOTS}, or leave the line out"
+            )
         if name in hosts:
-            raise ConfigError(f"{path}:{number}: {name} is there twice, first in line {lines[name]}; give each host one line")
+            raise ConfigError(f"{path}:{number}: {_cut(name)} is there twice, first in line {lines[name]}; give each host one line")
         hosts[name], lines[name] = slots, number
     if not hosts:
         raise ConfigError(f"{path} holds no host; expected lines like: worker-1 slots=4")
     return [Host(name, tuple(range(slots))) for name, slots in hosts.items()]
+
+
+def _count(digits: str) -> int:
+    """The number, or one that is too large for anything; Python refuses to read thousands of digits."""
+    return int(digits) if len(digits) <= 9 else 10**9
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def include(hosts: list[Host], text: str) -> list[Host]:
@@ -94,9 +103,9 @@ def _parse(text: str, known: dict[str, Host], flag: str) -> dict[str, tuple[int,
 def _slots(numbers: str, host: Host, what: str) -> tuple[int, ...]:
     slots = []
     for text in numbers.split(","):
-        if not text.isdigit() or int(text) not in host.slots:
+        if not (text.isascii() and text.isdigit()) or _count(text) not in host.slots:
             raise ConfigError(f"{what}: {host.name} has no slot {text!r}; it has {', '.join(map(str, host.slots))}")
-        slots.append(int(text))
+        slots.append(_count(text))
     return tuple(sorted(set(slots)))
 
 

@@ -67,7 +67,7 @@ def find_placement(environ: Mapping[str, str]) -> Placement | None:
 
 def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
     text = environ.get(name)
-    if text is None or not text.strip().isdigit():
+    if text is None or not re.fullmatch("[0-9]{1,9}", text.strip()):
         raise ConfigError(
             f"this process was started by {launcher}, but the environment variable {name} is {text!r}; a number is expected. "
             "Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT yourself, or start with torchrun"
@@ -108,7 +108,7 @@ def _hydra(environ: Mapping[str, str]) -> Placement | None:
 def _slurm(environ: Mapping[str, str]) -> Placement:
     """One task of a job step; the batch script itself and an interactive shell are none."""
     rank, world, local_rank = (_number(environ, f"SLURM_{name}", "srun") for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
-    node = int(environ.get("SLURM_NODEID", "0"))
+    node = _number(environ, "SLURM_NODEID", "srun") if "SLURM_NODEID" in environ else 0
     local_world = _tasks_of_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), node) or world
     job = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
     return Placement("srun", rank, world, local_rank, local_world, first_host(environ.get("SLURM_STEP_NODELIST", "")), job)
@@ -124,10 +124,11 @@ _READERS = {
 
 def _tasks_of_node(text: str, node: int) -> int:
     """Tasks on node number ``node`` from Slurm's ``4(x2),3``; 0 when it does not say."""
-    counts: list[int] = []
-    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(count)] * int(repeat or 1)
-    return counts[node] if node < len(counts) else 0
+    for count, repeat in re.findall(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", text):
+        node -= int(repeat or 1)
+        if node < 0:
+            return int(count)
+    return 0
 
 
 def first_host(nodes: str) -> str:

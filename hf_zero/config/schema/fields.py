@@ -15,13 +15,14 @@ A key is one pydantic field. Its annotation is the type, and the helper that dec
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from hf_zero.config.not_yet import NOT_YET
+from hf_zero.secrets import hidden_under
 
 Fate = Literal["used", "mapped", "accepted", "refused", "part"]
 
@@ -32,26 +33,36 @@ OFF_VALUES: tuple[Any, ...] = (None, False, 0, "", "none", {}, [])
 # --------------------------------------------------------------------------------------------------------------- values
 
 
+_INT_END = 2**63  # whole numbers are counts that torch and the native library take as 64 bits
+
+
 def _lenient_int(value: Any) -> Any:
     """Integers as people write them: 2e8, "2e8", " 16 ". Fractions, booleans and other texts are left for pydantic to refuse."""
     if isinstance(value, bool):
         raise ValueError("a boolean is not a number")
     if isinstance(value, str):
         try:
-            return int(value)
+            value = int(value)
         except ValueError:
             value = _parse_float(value)
     if isinstance(value, float):
         if not math.isfinite(value) or value != int(value):
             raise ValueError("not a whole number")
-        return int(value)
+        value = int(value)
+    if isinstance(value, int) and abs(value) >= _INT_END:
+        raise ValueError("more than fits into 64 bits")
     return value
 
 
 def _lenient_float(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("a boolean is not a number")
-    return _parse_float(value) if isinstance(value, str) else value
+    value = _parse_float(value) if isinstance(value, str) else value
+    if isinstance(value, int) and abs(value) >= _INT_END:
+        value = _parse_float(str(value)) if abs(value) < 10**400 else math.inf
+    if isinstance(value, float) and math.isnan(value):
+        raise ValueError("not a number")
+    return value
 
 
 def _parse_float(text: str) -> float:
@@ -90,11 +101,14 @@ def _inf_is_never(value: Any) -> Any:
 
 
 Int = Annotated[int, BeforeValidator(_lenient_int)]
-Float = Annotated[float, BeforeValidator(_lenient_float)]
+Float = Annotated[float, BeforeValidator(_lenient_float), Field(allow_inf_nan=False)]
 Bool = Annotated[bool, BeforeValidator(_lenient_bool)]
 Count = Annotated[int, BeforeValidator(_lenient_int), Field(gt=0)]
 Size = Annotated[int, BeforeValidator(_lenient_int), Field(ge=0)]
-NonNegative = Annotated[float, BeforeValidator(_lenient_float), Field(ge=0)]
+NonNegative = Annotated[float, BeforeValidator(_lenient_float), Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, BeforeValidator(_lenient_float), Field(gt=0, allow_inf_nan=False)]
+Bound = Annotated[float, BeforeValidator(_lenient_float), Field(ge=0)]
+"""An upper bound: infinity is none."""
 Share = Annotated[float, BeforeValidator(_lenient_float), Field(ge=0, le=1)]
 Steps = Annotated[Size | None, BeforeValidator(_inf_is_never)]
 Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(_dtype_name)]
@@ -124,6 +138,11 @@ class Section(BaseModel):
     key_models: ClassVar[dict[str, SectionClass]] = {}
     """Fields that stay plain dictionaries for their consumer, with the section that describes the keys inside."""
 
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """What the repr shows: fields that are no secret, and other texts without credentials."""
+        for name, value in super().__repr_args__():
+            yield name, hidden_under(name, value)
+
 
 SectionClass = type[Section]
 
@@ -145,12 +164,16 @@ def is_on(value: Any, passes: Iterable[Any] = ()) -> bool:
 
 
 def _field(default: Any, text: str, fate: Fate, effect: str, extra: dict[str, Any]) -> Any:
-    """The pydantic field behind every helper; a callable default (a section class, `list`) becomes a factory."""
+    """The pydantic field behind every helper; a callable default (a section class, `list`) becomes a factory.
+
+    `secret` among the extras marks a value that is never shown: not by `explain`, nor in messages, nor in the section's repr.
+    """
     extras = {"fate": fate, "effect": effect, **{name: value for name, value in extra.items() if value not in (None, (), {})}}
+    shown = not extra.get("secret", False)
     if callable(default):
         factory: Callable[[], Any] = default
-        return Field(default_factory=factory, description=text, json_schema_extra=extras)
-    return Field(default=default, description=text, json_schema_extra=extras)
+        return Field(default_factory=factory, description=text, json_schema_extra=extras, repr=shown)
+    return Field(default=default, description=text, json_schema_extra=extras, repr=shown)
 
 
 def used(default: Any, text: str, **extra: Any) -> Any:

@@ -39,7 +39,7 @@ class Comet(Section):
     samples_log_interval: Count = used(100, "Samples between submissions")
     project: str | None = used(None, "Project")
     workspace: str | None = used(None, "Workspace")
-    api_key: str | None = used(None, "Key")
+    api_key: str | None = used(None, "Key; shown as *** wherever the configuration is", secret=True)
     experiment_name: str | None = used(None, "Experiment name")
     experiment_key: str | None = used(None, "Experiment key")
     online: Bool | None = used(None, "Online or offline experiment")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
 from hf_zero.config.schema.fields import (
     Bool,
+    Bound,
     Count,
     Float,
     FreeSection,
@@ -16,6 +17,8 @@ from hf_zero.config.schema.fields import (
     NonNegative,
     Section,
     SectionClass,
+    Share,
+    Size,
     accepted,
     lower_choice,
     refused,
@@ -32,10 +35,10 @@ class OptimizerParams(FreeSection):
 
     rest: ClassVar[FieldInfo | None] = used(None, "Argument of the torch.optim class")
 
-    lr: Float = used(0.001, "Base learning rate")
+    lr: NonNegative = used(0.001, "Base learning rate")
     betas: list[Float] = used(lambda: [0.9, 0.999], "First and second moment coefficients")
-    eps: Float = used(1e-8, "Denominator stabiliser")
-    weight_decay: Float = used(0.0, "Weight decay coefficient")
+    eps: NonNegative = used(1e-8, "Denominator stabiliser")
+    weight_decay: NonNegative = used(0.0, "Weight decay coefficient")
     bias_correction: Bool = used(True, "Apply moment bias correction")
     amsgrad: Bool = used(False, "AMSGrad variant")
     set_grad_none: Bool = accepted(True, "zero_grad sets gradients to None", "gradients are always set to None between steps")
@@ -46,12 +49,12 @@ class OptimizerParams(FreeSection):
         "Keep CPU moments in fp32; forced false by bf16.bf16_optimizer_states",
         "optimizer states follow the master shards: fp32, unless bf16.bf16_optimizer_states is set",
     )
-    max_grad_norm: NonNegative | None = used(
+    max_grad_norm: Bound | None = used(
         None, "Gradient norm to clip to (OneBitAdam, the same as gradient_clipping); other types refuse it: use gradient_clipping"
     )
     eps_inside_sqrt: Bool = used(False, "Add eps under the square root (OneBitAdam, Lamb)")
-    max_coeff: Float = used(10.0, "Upper bound of the trust ratio (Lamb)")
-    min_coeff: Float = used(0.01, "Lower bound of the trust ratio (Lamb)")
+    max_coeff: Bound = used(10.0, "Upper bound of the trust ratio (Lamb)")
+    min_coeff: NonNegative = used(0.01, "Lower bound of the trust ratio (Lamb)")
     freeze_step: FreezeStep = used(
         100000,
         "Steps of plain Adam before OneBitAdam compresses; auto, or stable under accelerate: until the variance is",
@@ -73,9 +76,9 @@ class OptimizerParams(FreeSection):
     var_update_scaler: Int = refused(16, "Interval policy of variance updates", NO_ZERO_ONE)
     local_step_scaler: Int = refused(32678, "Interval scaling of local steps", NO_ZERO_ONE)
     local_step_clipper: Int = refused(16, "Longest local-step interval", NO_ZERO_ONE)
-    momentum: Float | None = used(None, "Momentum (Muon: 0.95; SGD and RMSprop of torch.optim)")
-    muon_lr: Float | None = used(None, "Learning rate of the hidden matrices, or of the parameters flagged use_muon (Muon: lr)")
-    adam_lr: Float | None = used(None, "Learning rate of the remaining parameters (Muon: lr)")
+    momentum: NonNegative | None = used(None, "Momentum (Muon: 0.95; SGD and RMSprop of torch.optim)")
+    muon_lr: NonNegative | None = used(None, "Learning rate of the hidden matrices, or of the parameters flagged use_muon (Muon: lr)")
+    adam_lr: NonNegative | None = used(None, "Learning rate of the remaining parameters (Muon: lr)")
     ns_method: str = used(
         "gram", "Newton-Schulz variant (Muon: gram, on the smaller square matrix in fp32; standard, on the matrix in bf16)"
     )
@@ -99,30 +102,30 @@ class Optimizer(Section):
 class SchedulerParams(FreeSection):
     """`scheduler.params`. Keyword arguments of the scheduler constructor."""
 
-    warmup_min_lr: Float | list[Float] = used(0.0, "Rate at step 0")
-    warmup_max_lr: Float | list[Float] | None = used(None, "Rate after warm-up")
-    warmup_num_steps: Int = used(1000, "Warm-up length in optimizer steps; at least 2 are taken")
-    total_num_steps: Int | None = used(None, "Total schedule length in optimizer steps")
+    warmup_min_lr: NonNegative | list[NonNegative] = used(0.0, "Rate at step 0")
+    warmup_max_lr: NonNegative | list[NonNegative] | None = used(None, "Rate after warm-up")
+    warmup_num_steps: Size = used(1000, "Warm-up length in optimizer steps; at least 2 are taken")
+    total_num_steps: Size | None = used(None, "Total schedule length in optimizer steps")
     warmup_type: str = used("log", "Warm-up curve: log or linear")
-    warmup_min_ratio: Float = used(0.0, "Starting fraction of the base rate")
-    cos_min_ratio: Float = used(0.0001, "Final fraction of the base rate")
-    lr_range_test_min_lr: Float | list[Float] = used(0.001, "First rate of the sweep")
-    lr_range_test_step_size: Int = used(2000, "Steps per increase")
-    lr_range_test_step_rate: Float = used(1.0, "Increase per interval")
+    warmup_min_ratio: NonNegative = used(0.0, "Starting fraction of the base rate")
+    cos_min_ratio: NonNegative = used(0.0001, "Final fraction of the base rate")
+    lr_range_test_min_lr: NonNegative | list[NonNegative] = used(0.001, "First rate of the sweep")
+    lr_range_test_step_size: Count = used(2000, "Steps per increase")
+    lr_range_test_step_rate: NonNegative = used(1.0, "Increase per interval")
     lr_range_test_staircase: Bool = used(False, "Increase in jumps instead of continuously")
-    cycle_min_lr: Float | list[Float] | None = used(None, "Lowest rate of the cycle")
-    cycle_max_lr: Float | list[Float] | None = used(None, "Highest rate of the cycle")
-    decay_lr_rate: Float = used(0.0, "Rate decay after the cycle")
-    cycle_first_step_size: Int = used(2000, "Steps of the rising half")
-    cycle_second_step_size: Int | None = used(None, "Steps of the falling half")
-    cycle_first_stair_count: Int = used(0, "Stairs in the rising half")
-    cycle_second_stair_count: Int | None = used(None, "Stairs in the falling half")
-    decay_step_size: Int = used(0, "Interval of post-cycle decay; 0 disables it")
+    cycle_min_lr: NonNegative | list[NonNegative] | None = used(None, "Lowest rate of the cycle")
+    cycle_max_lr: NonNegative | list[NonNegative] | None = used(None, "Highest rate of the cycle")
+    decay_lr_rate: NonNegative = used(0.0, "Rate decay after the cycle")
+    cycle_first_step_size: Count = used(2000, "Steps of the rising half")
+    cycle_second_step_size: Size | None = used(None, "Steps of the falling half")
+    cycle_first_stair_count: Size = used(0, "Stairs in the rising half")
+    cycle_second_stair_count: Size | None = used(None, "Stairs in the falling half")
+    decay_step_size: Size = used(0, "Interval of post-cycle decay; 0 disables it")
     cycle_momentum: Bool = used(True, "Cycle momentum against the rate")
-    cycle_min_mom: Float = used(0.8, "Lowest momentum")
-    cycle_max_mom: Float = used(0.9, "Highest momentum")
+    cycle_min_mom: Share = used(0.8, "Lowest momentum")
+    cycle_max_mom: Share = used(0.9, "Highest momentum")
     decay_mom_rate: Float = used(0.0, "Momentum decay after the cycle")
-    last_batch_iteration: Int = used(-1, "Position to start from")
+    last_batch_iteration: Annotated[Int, Field(ge=-1)] = used(-1, "Position to start from")
 
 
 class Scheduler(Section):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from hf_zero.config.schema.fields import (
@@ -11,6 +12,7 @@ from hf_zero.config.schema.fields import (
     Count,
     Dtype,
     FreeSection,
+    Int,
     NonNegative,
     Section,
     Size,
@@ -29,7 +31,7 @@ class Fp16(Section):
     enabled: Bool = used(False, "Turn fp16 on")
     auto_cast: Bool = used(False, "Cast forward inputs to fp16")
     loss_scale: NonNegative = used(0.0, "0 selects dynamic scaling, otherwise the fixed scale")
-    initial_scale_power: Size = used(16, "Dynamic scale starts at two to this power")
+    initial_scale_power: Annotated[Int, Field(ge=0, le=127)] = used(16, "Dynamic scale starts at two to this power")
     loss_scale_window: Count = used(1000, "Steps without overflow before the scale grows")
     hysteresis: Count = used(2, "Overflows tolerated before the scale drops")
     consecutive_hysteresis: Bool = used(False, "Refill the tolerance after a step without overflow")

@@ -10,11 +10,11 @@ from hf_zero.config.schema.compression import CompressionTraining, QuantizeTrain
 from hf_zero.config.schema.data import DataEfficiency, LegacyCurriculum, ProgressiveLayerDrop
 from hf_zero.config.schema.fields import (
     Bool,
+    Bound,
     Count,
     Dtype,
-    Float,
     Int,
-    NonNegative,
+    Positive,
     Section,
     Steps,
     accepted,
@@ -71,7 +71,7 @@ class ZeroConfig(Section):
         "mean", "mean averages over data-parallel ranks, sum leaves the sum"
     )
     prescale_gradients: Bool = used(False, "Divide before instead of after the reduction")
-    gradient_predivide_factor: Float = used(1.0, "Extra division before a mean reduction")
+    gradient_predivide_factor: Positive = used(1.0, "Extra division before a mean reduction")
     sparse_gradients: Bool = accepted(
         False,
         "Reduce embedding gradients in sparse form; only in the engine reduction used when ZeRO is off",
@@ -100,7 +100,7 @@ class ZeroConfig(Section):
     bf16: Bf16 = section(Bf16, "bf16 weights without loss scaling; exclusive with fp16 and amp", also=("bfloat16",))
     amp: Amp | None = section(None, "NVIDIA apex mixed precision")
     torch_autocast: TorchAutocast = section(TorchAutocast, "Run the engine forward under torch.autocast")
-    gradient_clipping: NonNegative = used(1.0, "Clip the global gradient norm to this value; 0 disables")
+    gradient_clipping: Bound = used(1.0, "Clip the global gradient norm to this value; 0 disables")
     zero_optimization: ZeroOptimization = section(
         ZeroOptimization, "What ZeRO shards, offloads and gathers; true is the old form of stage 1", bool_ok=True
     )

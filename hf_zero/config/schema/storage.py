@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from hf_zero.config.schema.fields import Bool, Float, Int, Section, accepted, lower_choice, part, refused, section, used
+from hf_zero.config.schema.fields import Bool, Count, Int, NonNegative, Section, accepted, lower_choice, part, refused, section, used
 
 
 def _false_is_none(value: Any) -> Any:
@@ -92,7 +92,7 @@ class Nebula(Section):
 class DataStates(Section):
     """`datastates_ckpt`. Asynchronous engine; any value except false enables it."""
 
-    host_cache_size: Float | None = used(
+    host_cache_size: NonNegative | None = used(
         None, "GiB of host memory for the copy; what does not fit is written before save_checkpoint returns; unset is no limit"
     )
 
@@ -100,7 +100,7 @@ class DataStates(Section):
 class Aio(Section):
     """`aio`. How swap files of NVMe offload are accessed."""
 
-    block_size: Int = used(1048576, "Bytes per read or write, in multiples of 4096")
+    block_size: Count = used(1048576, "Bytes per read or write, in multiples of 4096")
     queue_depth: Annotated[Int, Field(ge=1)] = used(8, "Requests in flight: threads that read and write")
     intra_op_parallelism: Int = accepted(1, "Threads per request", "every request is one thread; queue_depth says how many there are")
     thread_count: Int = accepted(1, "Documented name of intra_op_parallelism", "as intra_op_parallelism")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from hf_zero.config.schema.fields import Bool, Int, NonNegative, Section, later, part, refused, section
+from pydantic import Field
+
+from hf_zero.config.schema.fields import Bool, Int, NonNegative, Section, Size, later, part, refused, section
 
 
 class Throughput(Section):
@@ -68,9 +70,9 @@ class FlopsProfiler(Section):
     recompute_fwd_factor: NonNegative = part(
         0.0, "Part of forward that activation checkpointing computes again (1 for all): the report tells it apart from what was counted"
     )
-    profile_step: Int = part(1, "Optimizer steps before the one that is profiled; 0 profiles the first, without warm-up")
-    module_depth: Int = part(-1, "Depth of the modules in the report; -1 is all")
-    top_modules: Int = part(1, "Classes of modules listed per depth, those with the most parameters, operations and time")
+    profile_step: Size = part(1, "Optimizer steps before the one that is profiled; 0 profiles the first, without warm-up")
+    module_depth: Annotated[Int, Field(ge=-1)] = part(-1, "Depth of the modules in the report; -1 is all")
+    top_modules: Size = part(1, "Classes of modules listed per depth, those with the most parameters, operations and time")
     detailed: Bool = part(True, "Print a line for every module")
     output_file: str | None = part(None, "File that the report is written to; null prints it")
 

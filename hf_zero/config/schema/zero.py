@@ -62,7 +62,7 @@ class OffloadParam(Section):
     buffer_size: Int = accepted(
         100000000, "Elements per buffer", "a buffer is as large as the largest shard; use buffer_count for more or fewer"
     )
-    max_in_cpu: Int = part(1000000000, "nvme: elements per rank that stay in host memory, those of the first blocks")
+    max_in_cpu: Size = part(1000000000, "nvme: elements per rank that stay in host memory, those of the first blocks")
     pin_memory: Bool = part(True, "Use page-locked host memory; ordinary memory, with a warning, where locking fails")
 
 

@@ -1,0 +1,55 @@
+"""The store in which ranks meet when no launcher has made one: it listens where rank 0 is said to be, and nowhere else."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_made = 0
+
+
+def store_at_address(timeout: timedelta, environ: Mapping[str, str] | None = None) -> dist.Store | None:
+    """The store at MASTER_ADDR and MASTER_PORT; None where torch's own way is taken. The same on every rank.
+
+    [Note: where the store listens] torch's own store listens on all interfaces, to anybody, and whoever reaches it can read and change
+    what ranks agree on there. Where MASTER_ADDR is a number, as 127.0.0.1 is for ranks on one host, every rank connects to exactly
+    that address, so rank 0 needs to listen there alone. A name is left to torch: rank 0 may resolve it to a loopback address
+    (Debian's /etc/hosts does) that no other host reaches. So is torchrun, whose store is in another process.
+
+    Args:
+        timeout: Longest time to wait for the other ranks.
+        environ: Variables to read, by default those of the process.
+    """
+    global _made
+    environ = os.environ if environ is None else environ
+    if any(not environ.get(name) for name in _NEEDED) or environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    try:
+        address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
+    except ValueError:
+        return None
+    _made += 1  # a second group of one process must not find the addresses of the first
+    first = environ["RANK"] == "0"
+    listening = _listen(family, address, port) if first else None
+    store = dist.TCPStore(address, port, int(environ["WORLD_SIZE"]), first, timeout, multi_tenant=True, master_listen_fd=listening)
+    return dist.PrefixStore(f"hf_zero_group_{_made}", store)
+
+
+def _listen(family: socket.AddressFamily, address: str, port: int) -> int | None:
+    """A listening socket; None where this host has no such address (rank 0 behind a translated one) or the port is taken."""
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind((address, port))
+        opened.listen(socket.SOMAXCONN)
+    except OSError:
+        opened.close()
+        return None
+    return opened.detach()

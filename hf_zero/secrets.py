@@ -1,0 +1,40 @@
+"""What must not be shown in texts that people paste: values under names of secrets, and credentials inside URLs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MASK = "***"
+_NAME = re.compile("pass|pwd|cred|auth|token|secret|key|signature|bearer", re.IGNORECASE)
+_USER = re.compile(r"(?<=://)[^\s/?#]*@")
+_QUERY = re.compile(r"(?<=[?&#;])([^\s=&?#;]+)=[^\s&#;]*")
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable or key of this name may hold a secret, by words like PASS, CRED, AUTH, TOKEN, SECRET and KEY in any letter case."""
+    return _NAME.search(name) is not None
+
+
+def without_credentials(text: str) -> str:
+    """``text`` with user names, passwords and the values of the query masked in every URL."""
+    if "://" not in text:
+        return text
+    return _QUERY.sub(rf"\1={MASK}", _USER.sub(f"{MASK}@", text))
+
+
+def hidden(value: Any) -> Any:
+    """A copy of ``value`` to show: texts under names of secrets are masked at every depth, and so are credentials in URLs."""
+    if isinstance(value, Mapping):
+        return {key: hidden_under(key, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(hidden, value)) if type(value) in (list, tuple) else [hidden(item) for item in value]
+    return without_credentials(value) if isinstance(value, str) else value
+
+
+def hidden_under(name: Any, value: Any) -> Any:
+    """A copy of ``value`` to show beside its name; numbers and switches are shown (``max_tokens``), and an empty text hides nothing."""
+    if isinstance(value, (str, bytes)) and value and isinstance(name, str) and is_secret(name):
+        return MASK
+    return hidden(value)
