@@ -3,6 +3,9 @@
 A collective waits for the current stream, runs on a stream of its own and returns at once; ``Work.wait`` lets the current stream wait
 for it and blocks nobody. What the works hold is given back when they have been waited for. So a buffer that is read before ``wait``, or
 freed without it, is an error of the pretend accelerator. The host does wait for the other ranks at the call, as gloo needs it.
+
+It knows no tensors of the host, and takes a rank's tensors from one device: nccl would make a communicator on each, and end where ranks
+have chosen the same (object collectives go by the current device, which may be nobody's choice).
 """
 
 from __future__ import annotations
@@ -50,13 +53,14 @@ class Network(dist.ProcessGroup):
         super().__init__(rank, size)
         self.inner = inner
         self._stream: Any = None
+        self._device: torch.device | None = None
 
     def _run(self, tensors: Sequence[Tensor], call: Callable[..., Any]) -> _Work:
         """Stages ``tensors`` through the host on the network's stream; ``call`` gets the copies."""
         device = tensors[0].device
-        if device.type == "cpu":
-            call(*tensors).wait()
-            return _Work(None, tensors)
+        if self._device not in (None, device):
+            raise RuntimeError(f"rank {self.rank()} has a communicator on {self._device} and calls it with a tensor on {device}")
+        self._device = device
         module = torch.get_device_module(device)
         if self._stream is None:
             self._stream = module.Stream(device)
@@ -106,6 +110,10 @@ class Network(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Any:
         return self.inner.barrier()
 
+    @property
+    def _device_types(self) -> list[torch.device]:  # torch.distributed asks where objects travel
+        return [torch.device(pretend.NAME)]
+
     def size(self) -> int:
         return self.inner.size()
 
@@ -123,10 +131,10 @@ class _Finished:
 
 
 def register() -> None:
-    """Makes the back end known to torch.distributed, as the one of pretend devices; CPU tensors go through it too."""
+    """Makes the back end known to torch.distributed, as the one of pretend devices."""
     if NAME in dist.Backend.backend_list:
         return
-    dist.Backend.register_backend(NAME, _create, devices=[pretend.NAME, "cpu"])
+    dist.Backend.register_backend(NAME, _create, devices=[pretend.NAME])
     dist.Backend.default_device_backend_map[pretend.NAME] = NAME
 
 
