@@ -38,6 +38,7 @@ def parity(names: list[str], runs: list[Run]) -> None:
 def offload(name: str, runs: list[Run], only: list[str]) -> None:
     """Every way to offload against none: late copies happen, and none of them from memory that is not page-locked."""
     torch.set_num_threads(1)
+    recorded = pretend.recorded() if pretend.loaded() else 0
     for run in runs:
         plain, _ = train_case(name, run, {})
         for label, way in ways(run.stage).items():
@@ -50,6 +51,7 @@ def offload(name: str, runs: list[Run], only: list[str]) -> None:
             assert trace.skipped == plain.skipped and found.within(limits_of(run.dtype)), f"{label}: {found}"
             if pretend.loaded():
                 assert _copies()[0] > late and _copies()[1] == pageable, f"{label}: copies that overlap nothing"
+                assert pretend.recorded() == recorded, f"{label}: memory that is reused when the host catches up, not before"
 
 
 def offload_param_alone() -> None:

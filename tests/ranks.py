@@ -340,6 +340,9 @@ def _run(job: Job, rank: int, world_size: int) -> tuple[Any, collective_order.Re
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             device()  # the pretend accelerator must be there before anything asks for one
+            if pretend.loaded():  # as in a new process
+                torch.accelerator.set_device_index(0)
+                pretend.reset_counters()
             if job.store is not None:
                 store = dist.FileStore(job.store, world_size)
                 limit = timedelta(seconds=job.group_timeout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +95,29 @@ def test_the_ranks_of_a_machine_count_together(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_buffers_begin_at_pages_and_are_zero() -> None:
-    memory = HostMemory(torch.device("cpu"))
+    memory, kept = HostMemory(torch.device("cpu")), []
     for numel, dtype in ((0, torch.float32), (5, torch.bfloat16), (3 << 20, torch.uint8), (ALIGNMENT, torch.float64)):
         buffer = memory.empty(numel, dtype, pinned=True)
+        kept.append(buffer)
         assert buffer.shape == (numel,) and buffer.dtype == dtype and not buffer.any()
         assert numel == 0 or buffer.data_ptr() % ALIGNMENT == 0
-    assert memory.locked_bytes == 0 and memory.nbytes >= (3 << 20) + 8 * ALIGNMENT
-    memory.close()
+    assert memory.locked_bytes == 0 and memory.nbytes == (3 << 20) + 10 * ALIGNMENT
+    view = kept[2][100:200]
+    del kept, buffer
+    assert memory.nbytes == 3 << 20 and not view.any(), "a view keeps its buffer, and nothing else is kept"
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the kernel does not show mappings")
+def test_only_private_memory_is_on_huge_pages_and_only_locked_memory_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeRuntime(1 << 30))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    memory = HostMemory(torch.device("cuda", 0))
+    for pinned, kind in ((False, "rw-p"), (True, "rw-s")):
+        buffer = memory.empty(4 << 20, torch.uint8, pinned)
+        address = buffer.data_ptr()
+        rows = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        assert [row[1] for row in rows if int(row[0].split("-")[0], 16) <= address < int(row[0].split("-")[1], 16)] == [kind]
 
 
 class FakeRuntime:
@@ -121,12 +138,14 @@ class FakeRuntime:
         return 0
 
 
-def test_locking_falls_back_to_ordinary_memory_and_unlocks_at_the_end(
+def test_locking_falls_back_to_ordinary_memory_and_unlocks_what_is_dropped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = FakeRuntime(3 * ALIGNMENT)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    waits: list[int] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append(len(runtime.held)))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     warnings: list[str] = []
     monkeypatch.setattr("hf_zero.offload.buffers.warn_once", warnings.append)
     monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)
@@ -135,8 +154,13 @@ def test_locking_falls_back_to_ordinary_memory_and_unlocks_at_the_end(
     assert memory.locked_bytes == 2 * ALIGNMENT == sum(runtime.held.values())
     assert len(warnings) == 1 and "page-locking" in warnings[0] and "CUDA error 2" in warnings[0] and "ulimit -l" in warnings[0]
     assert all(not buffer.any() for buffer in kept)
-    del memory
-    assert not runtime.held, "memory must be unlocked before the kernel takes it back"
+    assert kept[0].data_ptr() in runtime.held
+    view = kept[0][:1]
+    kept.clear()
+    assert len(runtime.held) == 1 and not waits
+    del view
+    assert waits == [1] and not runtime.held, "unlocked before the kernel takes it back, when the device has come to rest"
+    assert memory.nbytes == memory.locked_bytes == 0
     assert HostMemory(torch.device("cuda", 0), pin=False)._locks is None
 
 
@@ -145,4 +169,3 @@ def test_a_device_sees_locked_memory() -> None:
     memory = HostMemory(torch.device("cuda", 0), pin=True)
     assert memory.empty(100, torch.float32, pinned=True).is_pinned()
     assert not memory.empty(100, torch.float32).is_pinned()
-    memory.close()

@@ -1,4 +1,4 @@
-"""The engine on the pretend accelerator: every copy, wait and record_stream that a device needs, and the numbers of a CPU.
+"""The engine on the pretend accelerator: every copy and every wait that a device needs, and the numbers of a CPU.
 
 A job fails when the device complains (``tests/ranks.py`` asks it), so parity alone is not what is checked here: reading what a stream
 may still be writing, freeing what one may still read, and overwriting what is being copied are errors of their own.
@@ -101,13 +101,19 @@ def _without(target: str, replacement: Any, way: str, run: Run) -> bool:
 def _nothing(*_args: Any) -> None: ...
 
 
-@pytest.mark.parametrize("target", ["CopyLane.use", "Mark.wait", "Mark.order"])
-def test_a_forgotten_wait_is_noticed(target: str) -> None:
+def _keeps_nothing(mark: Any, device: torch.device, event: Any = None, keep: Any = None) -> None:
+    mark._device, mark._event, mark._keep = device, event, None
+
+
+@pytest.mark.parametrize(
+    ("target", "replacement"), [("Mark.__init__", _keeps_nothing), ("Mark.wait", _nothing), ("Mark.order", _nothing)], ids=str
+)
+def test_a_forgotten_wait_is_noticed(target: str, replacement: Any) -> None:
     outcomes = ranks.observe_ranks(
         _without,
         1,
         target,
-        _nothing,
+        replacement,
         "both cpu, apart",
         Run(stage=3, dtype="bf16"),
         env={"HF_ZERO_TEST_DEVICE": pretend.NAME, "HF_ZERO_TEST_BACKEND": network.NAME},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hf_zero.engine.full_values import (
 )
 from hf_zero.engine.set_aside import KINDS, Storages, set_aside
 from hf_zero.errors import ConfigError, StateError
+from hf_zero.offload.buffers import HostMemory, HostPool
 from hf_zero.sharding.gathered import GatheredParameters
 from hf_zero.sharding.unit import full_shape
 from tests import ranks
@@ -31,7 +33,7 @@ MLP = CASES["mlp"]
 def test_views_of_one_memory_move_once_and_stay_views() -> None:
     whole = torch.arange(8.0)
     half, other = whole[4:], torch.ones(3, dtype=torch.bfloat16)
-    aside = Storages([half, whole, other], pin_memory=True)
+    aside = Storages([half, whole, other], HostPool(HostMemory(torch.device("cpu"))))
     assert aside.nbytes == 38 and whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
     aside.bring_back()
     assert half.tolist() == [4, 5, 6, 7] and other.tolist() == [1, 1, 1] and aside.nbytes == 0
@@ -171,18 +173,19 @@ def test_a_backward_under_way_or_to_come_is_not_robbed(stage: int) -> None:
 
 
 def test_nothing_is_lost_when_a_copy_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, made, empty = [torch.ones(4), torch.ones(5)], [], torch.empty
+    tensors, made = [torch.ones(4), torch.ones(5)], []
+    memory = HostMemory(torch.device("cpu"))
+    empty = memory.empty
 
     def fails(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if "pin_memory" in kwargs:
-            made.append(args)
-            if len(made) == 2:
-                raise RuntimeError("no memory can be page-locked")
+        made.append(args)
+        if len(made) == 2:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return empty(*args, **kwargs)
 
-    monkeypatch.setattr(torch, "empty", fails)
-    with pytest.raises(RuntimeError, match="page-locked"):
-        Storages(tensors, pin_memory=True)
+    monkeypatch.setattr(memory, "empty", fails)
+    with pytest.raises(OSError, match="Cannot allocate"):
+        Storages(tensors, HostPool(memory))
     assert [tensor.tolist() for tensor in tensors] == [[1.0] * 4, [1.0] * 5]
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.observe import warn_once
+from hf_zero.offload.buffers import HostMemory, HostPool
+from hf_zero.offload.copies import CopyLane, Mark
 
 
 @dataclass
@@ -27,18 +28,23 @@ class SavedOnHost:
     """An input on the host.
 
     Attributes:
-        host: The copy, pinned where possible.
+        host: The copy, page-locked where possible.
         device: Where it came from and goes back to.
-        copied: Event after the copy to the host; None without streams.
+        block: The memory of ``host``.
+        pool: Gets the block back with the last reference to this object: a second backward may read it again.
         fetched: The tensor on the device again, or on its way.
-        arrived: Event after the copy back.
+        arrived: After the copy back.
     """
 
     host: Tensor
     device: torch.device
-    copied: Any = None
+    block: Tensor = field(repr=False)
+    pool: HostPool = field(repr=False)
     fetched: Tensor | None = field(default=None, repr=False)
-    arrived: Any = None
+    arrived: Mark | None = None
+
+    def __del__(self) -> None:
+        self.pool.give(self.block)
 
 
 def keeps(tensor: Tensor) -> bool:
@@ -77,6 +83,17 @@ class DividedInputs:
         return full[: saved.numel].view(saved.shape)
 
 
+@dataclass
+class _Side:
+    """What a device has beside the computation: a lane for copies in both directions, and memory on the host.
+
+    All copies from and to the memory are the lane's, so a block may be filled again before it has been read.
+    """
+
+    lane: CopyLane
+    pool: HostPool
+
+
 class HostInputs:
     """Keeps inputs on the host, and fetches the input that backward needs next while the present one is in use.
 
@@ -87,25 +104,20 @@ class HostInputs:
     def __init__(self, copies_always: bool = False) -> None:
         self.copies_always = copies_always
         self._order: list[SavedOnHost] = []  # as saved; backward takes them from the end
-        self._streams: dict[torch.device, Any] = {}
+        self._sides: dict[torch.device, _Side] = {}
 
     def save(self, tensor: Tensor) -> Any:
         """The tensor itself when it stays, else a ``SavedOnHost``."""
         if keeps(tensor) or (tensor.device.type == "cpu" and not self.copies_always):
             return tensor
         value = tensor.detach()
-        host = _host_memory(value)
-        saved = SavedOnHost(host, value.device)
-        stream = self._stream(value.device)
-        if stream is None:
-            host.copy_(value)
-        else:
-            module = torch.get_device_module(value.device)
-            stream.wait_stream(module.current_stream(value.device))
-            with module.stream(stream):
-                host.copy_(value, non_blocking=True)
-                saved.copied = stream.record_event()
-            value.record_stream(stream)  # its memory must not be given away before the copy is done
+        side = self._side(value.device)
+        block = side.pool.take(value.nbytes)
+        host = block[: value.nbytes].view(value.dtype).view(value.shape)
+        with side.lane.entered():
+            host.copy_(value, non_blocking=True)
+            side.lane.mark(keep=value)
+        saved = SavedOnHost(host, value.device, block, side.pool)
         self._order.append(saved)
         return saved
 
@@ -121,11 +133,8 @@ class HostInputs:
             if place:
                 self._fetch(self._order[-1])
         tensor, saved.fetched = saved.fetched, None
-        assert tensor is not None
-        if saved.arrived is not None:
-            stream = torch.get_device_module(saved.device).current_stream(saved.device)
-            stream.wait_event(saved.arrived)
-            tensor.record_stream(stream)
+        assert tensor is not None and saved.arrived is not None
+        saved.arrived.order()
         return tensor
 
     def forget(self) -> None:
@@ -135,29 +144,14 @@ class HostInputs:
     def _fetch(self, saved: SavedOnHost) -> None:
         if saved.fetched is not None:
             return
-        stream = self._stream(saved.device)
-        if stream is None:
-            saved.fetched = saved.host.to(saved.device, copy=True)
-            return
-        with torch.get_device_module(saved.device).stream(stream):
-            stream.wait_event(saved.copied)
-            saved.fetched = saved.host.to(saved.device, non_blocking=True)
-            saved.arrived = stream.record_event()
+        lane = self._side(saved.device).lane
+        fetched = torch.empty_like(saved.host, device=saved.device)  # of the stream that computes, which will free it
+        with lane.entered():
+            fetched.copy_(saved.host, non_blocking=True)
+            saved.arrived = lane.mark(keep=fetched)
+        saved.fetched = fetched
 
-    def _stream(self, device: torch.device) -> Any:
-        if device.type == "cpu":
-            return None
-        if device not in self._streams:
-            self._streams[device] = torch.get_device_module(device).Stream(device)
-        return self._streams[device]
-
-
-def _host_memory(value: Tensor) -> Tensor:
-    """Pinned memory of the tensor's shape and type; pageable, with a warning, where none is to be had."""
-    if value.device.type == "cpu":
-        return torch.empty(value.shape, dtype=value.dtype)
-    try:
-        return torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-    except RuntimeError as error:
-        warn_once(f"activation_checkpointing.cpu_checkpointing: no pinned host memory ({error}); pageable memory is used, copies wait")
-        return torch.empty(value.shape, dtype=value.dtype)
+    def _side(self, device: torch.device) -> _Side:
+        if device not in self._sides:
+            self._sides[device] = _Side(CopyLane(device), HostPool(HostMemory(device)))
+        return self._sides[device]

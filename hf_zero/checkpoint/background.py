@@ -26,6 +26,7 @@ from hf_zero.checkpoint.tensor_file import Elsewhere, Entry, Piece
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger
+from hf_zero.offload.buffers import HostMemory
 from hf_zero.process import Process
 
 _ALIGNMENT_BYTES = 64
@@ -88,6 +89,7 @@ class Background:
         self._timeout = timeout
         self._limit = limit_bytes
         self._memory = torch.empty(0, dtype=torch.uint8)  # kept: allocating it anew would double the time of a copy
+        self._locked: HostMemory | None = None  # where it is from, once a device has copied to it
         self._running: _Running | None = None
 
     # -- the copy
@@ -108,7 +110,8 @@ class Background:
             room = None if room is None else room - needed
             kept[name] = entries
         pieces = [piece for entries in kept.values() for entry in entries for piece in entry.pieces]
-        self._reserve(sum(_room(piece) for piece in pieces), any(_on_device(piece) for piece in pieces))
+        devices = {piece.device for piece in pieces if isinstance(piece, torch.Tensor) and piece.device.type != "cpu"}
+        self._reserve(sum(_room(piece) for piece in pieces), next(iter(devices), None))
         start = 0
         copied: dict[str, list[Entry]] = {}
         for name, entries in kept.items():
@@ -119,17 +122,21 @@ class Background:
                     rows.append(self._copy_piece(piece, start))
                     start += _room(piece)
                 copied[name].append(Entry(entry.name, entry.dtype, entry.shape, tuple(rows)))
-        for device in {piece.device for piece in pieces if isinstance(piece, torch.Tensor) and piece.device.type != "cpu"}:
+        for device in devices:
             torch.get_device_module(device).synchronize(device)
         return direct, copied
 
-    def _reserve(self, nbytes: int, pinned: bool) -> None:
-        if self._memory.numel() < nbytes or (pinned and not self._memory.is_pinned()):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # before the new one is there
-            if pinned:
-                self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            else:
-                self._memory = host_memory.empty(nbytes, torch.uint8, torch.device("cpu"))
+    def _reserve(self, nbytes: int, device: torch.device | None) -> None:
+        """Memory for the copy; ``device``: one that copies to it."""
+        if self._memory.numel() >= nbytes and (device is None or self._locked is not None):
+            return
+        self._memory = torch.empty(0, dtype=torch.uint8)  # before the new one is there
+        if device is not None:
+            self._locked = self._locked or HostMemory(device)
+        if self._locked is not None:
+            self._memory = self._locked.empty(nbytes, torch.uint8, pinned=True)
+        else:
+            self._memory = host_memory.empty(nbytes, torch.uint8, torch.device("cpu"))
 
     def _copy_piece(self, piece: Piece, start: int) -> Piece:
         if isinstance(piece, int):
@@ -278,10 +285,6 @@ class _ToldByRank(CheckpointError):
 def _room(piece: Piece) -> int:
     """Bytes that a piece takes in the copy, with the gap behind it."""
     return 0 if isinstance(piece, int) else -(-piece.numel() * piece.dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _on_device(piece: Piece) -> bool:
-    return isinstance(piece, torch.Tensor) and piece.device.type != "cpu"
 
 
 def _tell(path: Path, error: Exception) -> None:

@@ -52,12 +52,18 @@ class Topology:
 
 
 def default_device() -> torch.device:
-    """The accelerator of this local rank, or the CPU."""
+    """The accelerator that the script has made the current one, else that of this local rank; the CPU where there is none."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
         return torch.device("cpu")
     count = torch.accelerator.device_count()
-    return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")) % max(count, 1))
+    return torch.device(accelerator.type, _chosen_index(accelerator) or int(os.environ.get("LOCAL_RANK", "0")) % max(count, 1))
+
+
+def _chosen_index(accelerator: torch.device) -> int:
+    """Index of the current device; 0 where nobody has chosen one. Nothing is started to find that out."""
+    started = getattr(torch.get_device_module(accelerator), "is_initialized", None)
+    return 0 if started is not None and not started() else torch.accelerator.current_device_index()
 
 
 def default_backend() -> str:
@@ -92,7 +98,10 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Creates the default torch.distributed group when there is none; does nothing when there is one.
+    """Creates the default torch.distributed group when there is none.
+
+    This rank's device is made the current one, also where a script has made the group: torch.distributed sends objects from the current
+    device, which is the first one on all ranks until somebody says otherwise. A device that the script has chosen itself stays.
 
     The arguments are those of DeepSpeed's function of the same name. Ranks come from RANK, WORLD_SIZE, ... or, under mpirun and srun,
     from what these set (``hf_zero.launch.placement``). Without a launcher's environment the process becomes a group of one, with no
@@ -113,6 +122,9 @@ def init_distributed(
     Raises:
         ConfigError: The environment is incomplete, or no group exists and ``dist_init_required`` is False.
     """
+    device = default_device()
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
     if dist.is_initialized():
         return
     if dist_init_required is False:
@@ -121,9 +133,6 @@ def init_distributed(
         export_placement(port=distributed_port)
     backend = dist_backend or default_backend()
     timeout = timeout or default_timeout()
-    device = default_device()
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)
     if init_method is None and rank < 0 and "RANK" not in os.environ:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but RANK is not set; start with torchrun or accelerate launch")

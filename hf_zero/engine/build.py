@@ -311,7 +311,9 @@ class EngineBuilder:
         specs = build_blocks(self.module, in_units, self._leaves())
         sizes = [sum(full_shape(member.param).numel() for member in spec.members) for spec in specs]
         trained = sum(full_shape(member.param).numel() for member in in_units if member.group != FROZEN)
-        self.offloading.prepare(inner, trained, sum(sizes) - trained, max(sizes, default=0))
+        owners = {id(owner[0]): owner[0] for member in in_units if (owner := find_unit(member.param)) is not None}
+        passing = sum(unit.shard.nbytes for unit in owners.values() if unit.home.passing)
+        self.offloading.prepare(inner, trained, sum(sizes) - trained, max(sizes, default=0), passing)
         root, *blocks = [self._block(spec) for spec in specs]
         taken = {id(member.param) for member in in_units}
         for member in members:

@@ -27,6 +27,7 @@ from hf_zero.engine.step import Stepper, StepResult
 from hf_zero.engine.step_profile import build_clock
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import log_rank0, warn_once
+from hf_zero.offload.buffers import HostPool
 from hf_zero.optim.readable import learning_rates
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.sequence_parallel.state import SequenceParallel
@@ -134,6 +135,7 @@ class Engine(nn.Module):
         self.progress = Progress()
         self.destroyed = False
         self.aside: list[Storages] = []
+        self.aside_pool: HostPool | None = None  # where they wait
         self.aside_guards: list[Any] = []  # handles of hooks
         self.accumulation = Accumulation(resolved.batch.accumulation, self.settings.managed_gradient_accumulation)
         self.clock = build_clock(self.settings, parts.collectives, module, self.progress)
@@ -513,6 +515,7 @@ class Engine(nn.Module):
         self.stepper = None
         self.optimizer = None
         self.lr_scheduler = None
+        self.aside_pool = None
 
     def _require_optimizer(self, what: str) -> None:
         if self.stepper is None:

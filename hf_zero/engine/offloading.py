@@ -49,7 +49,7 @@ def describe_offload(zero: ZeroOptimization) -> str:
 
 def init_home(device: torch.device, pin_memory: bool) -> ShardHome:
     """Where ``zero.Init`` keeps offloaded shards until ``initialize`` puts them to where they rest."""
-    return ON_DEVICE if trains_on_host(device) else HostHome(HostMemory(device, pin_memory), CopyLane(device))
+    return ON_DEVICE if trains_on_host(device) else HostHome(HostMemory(device, pin_memory), CopyLane(device), passing=True)
 
 
 class Offloading:
@@ -89,7 +89,9 @@ class Offloading:
 
     # -- before units are made ----------------------------------------------------------------------------------------
 
-    def prepare(self, inner: torch.optim.Optimizer | None, trained_numel: int, frozen_numel: int, largest_numel: int) -> None:
+    def prepare(
+        self, inner: torch.optim.Optimizer | None, trained_numel: int, frozen_numel: int, largest_numel: int, passing_bytes: int = 0
+    ) -> None:
         """Checks that memory and disk have room, and reserves the disk's; collective.
 
         Args:
@@ -97,6 +99,7 @@ class Offloading:
             trained_numel: Elements that it trains, of all ranks' shards.
             frozen_numel: Elements of frozen units.
             largest_numel: Elements of the largest block.
+            passing_bytes: Host memory of this rank's shards that ``zero.Init`` made: each block's go when its new ones are there.
 
         Raises:
             HostMemoryError: The host has too little memory.
@@ -107,7 +110,8 @@ class Offloading:
         offloads_optimizer = inner is not None and self._optimizer.device != "none"
         self._mode = self._choose_mode(inner)
         types = state_types(inner, self._master_dtype(), torch.device("cpu")) if inner is not None and offloads_optimizer else {}
-        need = self._need(types, share if offloads_optimizer else 0, -(-frozen_numel // world), -(-largest_numel // world))
+        need = self._need(types, share if offloads_optimizer else 0, share + -(-frozen_numel // world), -(-largest_numel // world))
+        _leave_out(need, passing_bytes - -(-largest_numel // world) * (self._precision.param_dtype or torch.float32).itemsize)
         if any(need.values()):
             gather = self._collectives.gather_objects
             require_host_memory(need, lambda value: gather(value, "free host memory"), _REMEDY)
@@ -120,8 +124,15 @@ class Offloading:
     def _master_dtype(self) -> torch.dtype:
         return self._precision.master_dtype or self._precision.param_dtype or torch.float32
 
-    def _need(self, types: dict[str, torch.dtype], trained: int, frozen: int, largest: int) -> dict[str, int]:
-        """Bytes of host memory by what they are for. ``trained``: elements of this rank whose optimizer is offloaded."""
+    def _need(self, types: dict[str, torch.dtype], trained: int, numel: int, largest: int) -> dict[str, int]:
+        """Bytes of host memory by what they are for.
+
+        Args:
+            types: States per element.
+            trained: Elements of this rank whose optimizer is offloaded.
+            numel: All elements of this rank.
+            largest: Those of the largest block.
+        """
         master, param = self._master_dtype().itemsize, (self._precision.param_dtype or torch.float32).itemsize
         apart = self._apart or self._precision.master_dtype is not None  # a master that is not the shard itself
         offloaded = int(trained * self._optimizer.ratio)
@@ -135,10 +146,10 @@ class Offloading:
             need["gradients"] = offloaded * 4
             need["updated shards"] = (2 * largest if self._mode == "none" else offloaded) * param
         if self._offloads_param and self._param.device == "cpu" and self._apart:
-            need["parameters"] = (trained + frozen) * param
+            need["parameters"] = numel * param
         if self._offloads_param and self._param.device == "nvme":
-            need["parameters"] = min(self._param.max_in_cpu, trained + frozen) * param if self._apart else 0
-            need["buffers of parameters"] = min(self._param.buffer_count * largest, trained + frozen) * param
+            need["parameters"] = min(self._param.max_in_cpu, numel) * param if self._apart else 0
+            need["buffers of parameters"] = min(self._param.buffer_count * largest, numel) * param
         return need
 
     @property
@@ -251,3 +262,12 @@ class Offloading:
     def gradient_place(self, unit: Unit) -> GradientPlace | None:
         """Where ``unit``'s reduced gradients are summed; None is where they arrive."""
         return self._gradients if self.residence is not None and self.residence.holds(unit) else None
+
+
+def _leave_out(need: dict[str, int], nbytes: int) -> None:
+    """Lessens what parameters need by ``nbytes`` that are taken already and go as the new memory comes."""
+    for name in ("parameters", "buffers of parameters"):
+        less = min(need.get(name, 0), max(0, nbytes))
+        if less:
+            need[name] -= less
+            nbytes -= less

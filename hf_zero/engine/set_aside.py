@@ -13,6 +13,7 @@ import torch
 
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import warn_once
+from hf_zero.offload.buffers import HostMemory, HostPool
 from hf_zero.sharding.outputs import tensors_in
 from hf_zero.sharding.own_part import has_memory
 
@@ -25,20 +26,20 @@ class Storages:
 
     Args:
         tensors: Tensors whose memory is to be moved; views of one memory count once.
-        pin_memory: Page-lock the copies.
+        pool: Where the copies wait.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], pin_memory: bool) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], pool: HostPool) -> None:
+        self._pool = pool
         self._copies: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         seen: set[int] = set()
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.nbytes() and storage._cdata not in seen:
                 seen.add(storage._cdata)
-                pinned = pin_memory and tensor.device.type != "cpu"
-                copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
-                self._copies.append((storage, copy.copy_(_as_bytes(storage), non_blocking=pinned)))
-        for storage, _ in self._copies:  # not before all have a copy: page-locking may fail
+                self._copies.append((storage, pool.take(storage.nbytes())))
+                self._copies[-1][1][: storage.nbytes()].copy_(_as_bytes(storage), non_blocking=True)
+        for storage, _ in self._copies:  # not before all have a copy: there may be too little memory
             storage.resize_(0)  # freed in the order of the stream that copies
 
     @property
@@ -51,6 +52,7 @@ class Storages:
         for storage, copy in self._copies:
             storage.resize_(copy.numel())
             _as_bytes(storage).copy_(copy, non_blocking=non_blocking)
+            self._pool.give(copy)
         self._copies.clear()
 
 
@@ -68,7 +70,7 @@ def offload_states(
         engine: The engine.
         include: ``OffloadStateTypeEnum`` members or their names; None is everything.
         device: Only the host: ``OffloadDeviceEnum.cpu``, "cpu" or "none" (nothing is moved).
-        pin_memory: Page-lock the copies.
+        pin_memory: Page-lock the copies. That memory stays with the engine for the next time, until ``destroy``.
         non_blocking: Changes nothing: copies to page-locked memory never wait.
 
     Raises:
@@ -103,7 +105,9 @@ def set_aside(engine: Any, kinds: Iterable[str], pin_memory: bool) -> None:
         if all(has_memory(tensor) for tensor in unit.own.tensors()):
             unit.take_assigned()
     tensors = [tensor for kind in kinds for tensor in _TENSORS[kind](engine) if tensor.device.type == here]
-    aside = Storages(tensors, pin_memory)
+    if engine.aside_pool is None or engine.aside_pool.memory.pin != pin_memory:
+        engine.aside_pool = HostPool(HostMemory(engine.collectives.topology.device, pin_memory))
+    aside = Storages(tensors, engine.aside_pool)
     if "contiguous_grad_buffer" in kinds and engine.stepper is not None:
         for gradients in engine.stepper.reducer.gradients:
             gradients.pool.clear()

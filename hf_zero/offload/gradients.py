@@ -15,7 +15,7 @@ class HostGradients(GradientPlace):
 
     [Note: gradients on the host] What one micro-step leaves is copied out in the type it arrived in. A further micro-step brings the
     sum back, adds on the device, in the accumulation type, and copies it out again: the numbers are those of a sum that never left, no
-    thread waits, and the bus carries the two directions at once.
+    thread waits, and the bus carries the two directions at once. What leaves stays alive as [Note: device memory in a lane] says.
 
     Args:
         memory: Of the buffers.
@@ -41,13 +41,12 @@ class HostGradients(GradientPlace):
     def add(self, unit: Unit, total: torch.Tensor | None, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         unit.own.settle()  # the last update reads the buffer
         with self._outward.entered():
-            self._outward.use(received)
+            leaving = received
             if total is not None:
-                received = total.to(self._device, dtype, non_blocking=True, copy=True).add_(received)
-            host = self._buffer(unit, received.dtype if received.dtype.itemsize <= dtype.itemsize else dtype)
-            host.copy_(received, non_blocking=True)
-            self._outward.use(received)
-            self._marks[id(unit)] = self._outward.mark()
+                leaving = total.to(self._device, dtype, non_blocking=True, copy=True).add_(received)
+            host = self._buffer(unit, leaving.dtype if leaving.dtype.itemsize <= dtype.itemsize else dtype)
+            host.copy_(leaving, non_blocking=True)
+            self._marks[id(unit)] = self._outward.mark(keep=received)  # the sum was allocated in the lane, and stays there
         return host
 
     def _buffer(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:

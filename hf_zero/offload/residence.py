@@ -56,7 +56,7 @@ class OffloadedResidence(Residence):
         self._offloaded: set[int] = set()  # ids of units
         self._accumulation_dtype = accumulation_dtype
         self._lots: dict[int, list[Lot]] | None = None  # by id of the unit
-        self._thread = UpdateThread()
+        self._thread = UpdateThread(memory.device)
         self._spares = Spares(memory, policy.spare_bytes)
         self._speculator = Speculator(self._thread, self._spares) if policy.spare_bytes else None
         self._underway: list[Unit] = []

@@ -57,6 +57,7 @@ class _Frames:
         frame.settle()
         nbytes = -(-unit.shard.nbytes // ALIGNMENT) * ALIGNMENT
         if frame.memory is None or frame.memory.numel() < nbytes:
+            frame.memory = None  # before the new one is there
             frame.memory = self._memory.empty(nbytes, torch.uint8, pinned=True)
         frame.unit = unit
         return frame
@@ -121,14 +122,19 @@ class ReturningHome(ShardHome):
 class HostHome(ShardHome):
     """Shards rest in page-locked host memory and go to the device when their unit is gathered.
 
+    A unit frees the buffer that the lane fills only after it has waited for the gather, ``arrive`` included, so nothing else keeps
+    it alive ([Note: device memory in a lane]).
+
     Args:
         memory: Of the shards.
         lane: Copies to the device.
+        passing: As in ``ShardHome``.
     """
 
     releasable = True
 
-    def __init__(self, memory: HostMemory, lane: CopyLane) -> None:
+    def __init__(self, memory: HostMemory, lane: CopyLane, passing: bool = False) -> None:
+        self.passing = passing
         self._memory = memory
         self._lane = lane
         self._marks: dict[int, Mark] = {}
@@ -145,7 +151,6 @@ class HostHome(ShardHome):
     def bringing(self, unit: Unit, own: torch.Tensor) -> Iterator[torch.Tensor]:
         with self._lane.entered():
             own.copy_(unit.shard, non_blocking=True)
-            self._lane.use(own)
             yield own
             self._marks[id(unit)] = self._lane.mark()
 
@@ -222,7 +227,6 @@ class FileHome(ShardHome):
         frame.settle()
         with self._lane.entered():
             own.copy_(frame.view(unit), non_blocking=True)
-            self._lane.use(own)
             yield own
             self._marks[id(unit)] = frame.mark = self._lane.mark()
         frame.unit = None

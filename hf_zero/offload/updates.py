@@ -107,9 +107,13 @@ class UpdateThread:
 
     The kernels cut a range for several threads themselves and give up Python's lock while they run; what this thread holds
     the lock for is a few calls per unit.
+
+    Args:
+        device: The training device. It is the thread's current one: waiting for a copy would else start the first device of the machine.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pool: ThreadPoolExecutor | None = None
         self._process = 0
         self._lock = threading.Lock()
@@ -118,8 +122,13 @@ class UpdateThread:
         """Runs ``work`` after all that was given before."""
         with self._lock:
             if self._pool is None or self._process != os.getpid():  # a forked child has the object and no thread
-                self._pool, self._process = ThreadPoolExecutor(1, thread_name_prefix="hf_zero update"), os.getpid()
+                self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero update", initializer=self._enter)
+                self._process = os.getpid()
             return self._pool.submit(_without_grad, work)
+
+    def _enter(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.set_device_index(self._device.index)
 
     def close(self) -> None:
         """Ends the thread after all that was given."""

@@ -16,9 +16,11 @@ class ShardHome:
 
     Attributes:
         releasable: Units are released between uses even if one rank owns all of them.
+        passing: Shards rest here on the host until ``initialize`` brings them to where they rest, and are freed then (``zero.Init``).
     """
 
     releasable = False
+    passing = False
 
     def rest(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
         """Takes the shard of a new unit, (shard_numel,) on the device; returns the tensor that stands for it from now on."""

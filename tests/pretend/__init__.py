@@ -7,9 +7,12 @@ It computes with the CPU's kernels in host memory, and is strict where a device 
 - Copies from and to page-locked memory run as late as they may: the host sees them when it has waited, and not before.
 - Every stream has a clock. An operation that touches bytes which another stream may still be using is an error that names both
   (``wait_stream`` or an event is missing), and so is memory given back while another stream may be using it (``record_stream``).
+- It counts what a device does in silence: memory that a caching allocator would hold (``memory_reserved``) when the host runs ahead as far
+  as it may, page-locked memory as torch's allocator takes it (powers of two, for good) and as a driver registers it, and the devices that
+  this process' threads have called the driver on (``contexts``): on a GPU each costs some hundred MiB.
 
-It says nothing about speed, nccl, CUDA's own allocator or Triton. One thing differs from a device: operations whose results no other
-stream touches run at once, so the host never runs ahead of the device.
+It says nothing about speed, nccl, fragments of CUDA's own allocator or Triton. One thing differs from a device: operations whose results no
+other stream touches run at once.
 
 Environment: ``PRETEND_DEVICES`` (2), ``PRETEND_MEMORY`` (bytes per device, 2 GiB).
 """
@@ -154,6 +157,32 @@ def complaints() -> list[str]:
 def late_copies() -> int:
     """Copies from and to page-locked memory so far that ran beside the computation."""
     return library().pretend_counter(b"late")
+
+
+def recorded() -> int:
+    """Calls of ``record_stream`` so far that named another stream than the memory's own."""
+    return library().pretend_counter(b"recorded")
+
+
+def locked_bytes() -> int:
+    """Bytes that are page-locked now: registered ones, and what torch's own allocator has taken and keeps."""
+    return library().pretend_counter(b"locked")
+
+
+def peak_locked_bytes() -> int:
+    """The most ``locked_bytes`` since ``reset_counters``."""
+    return library().pretend_counter(b"locked_peak")
+
+
+def contexts() -> set[int]:
+    """Indexes of the devices that this process has called the driver on since ``reset_counters``."""
+    mask = library().pretend_counter(b"contexts")
+    return {index for index in range(mask.bit_length()) if mask >> index & 1}
+
+
+def reset_counters() -> None:
+    """Forgets the peak of ``peak_locked_bytes`` and the devices of ``contexts``."""
+    library().pretend_reset()
 
 
 def pageable_copies() -> int:

@@ -9,6 +9,7 @@
 
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstring>
 
 namespace pretend {
@@ -88,10 +89,12 @@ struct DeviceMemory final : c10::DeviceAllocator {
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     const Stats now = Machine::get().stats(device);
     c10::CachingDeviceAllocator::DeviceStats stats;
-    for (auto* bytes : {&stats.allocated_bytes[0], &stats.reserved_bytes[0], &stats.active_bytes[0], &stats.requested_bytes[0]}) {
+    for (auto* bytes : {&stats.allocated_bytes[0], &stats.active_bytes[0], &stats.requested_bytes[0]}) {
       bytes->current = now.now;
       bytes->peak = now.peak;
     }
+    stats.reserved_bytes[0].current = now.reserved;
+    stats.reserved_bytes[0].peak = now.reserved_peak;
     stats.allocation[0].allocated = now.allocations;
     return stats;
   }
@@ -99,7 +102,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
   void resetPeakStats(c10::DeviceIndex device) override { Machine::get().reset_peak(device); }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     const size_t total = Machine::get().total_bytes();
-    return {total - Machine::get().stats(device).now, total};
+    return {total - std::min<size_t>(total, Machine::get().stats(device).reserved), total};
   }
 };
 
@@ -131,7 +134,7 @@ struct Generator final : c10::GeneratorImpl {
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return Machine::get().devices() > 0; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex device) const override { return Machine::get().entered(device); }
   c10::DeviceIndex deviceCount() const override { return Machine::get().devices(); }
   void setCurrentDevice(c10::DeviceIndex device) const override { guard().setDevice(c10::Device(kType, device)); }
   c10::DeviceIndex getCurrentDevice() const override { return current_device(); }
@@ -201,6 +204,8 @@ const char* pretend_complaints() {
 void pretend_on_wait(void (*listener)(const char*)) { pretend::g_on_wait = listener; }
 
 int64_t pretend_counter(const char* name) { return pretend::Machine::get().counter(name); }
+
+void pretend_reset() { pretend::Machine::get().reset_counters(); }
 
 int pretend_register(void* memory, size_t bytes) {
   if (pretend::Machine::get().is_pinned(memory)) return 712;  // as CUDA: already registered

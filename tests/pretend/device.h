@@ -14,6 +14,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -63,7 +64,7 @@ struct Task {
   Clock needs;
   bool to_host;
   Region region;
-  at::Tensor host;
+  at::Tensor host;  // torch's page-locked memory is kept by its allocator until the copy is done; nobody keeps what was only registered
   at::Tensor staged;  // to_host: what has left the device and is not visible yet
 };
 
@@ -75,6 +76,14 @@ struct Event {
 
 struct Stats {
   int64_t now = 0, peak = 0, allocations = 0;
+  int64_t reserved = 0, reserved_peak = 0;  // what a caching allocator would have taken from the device
+};
+
+// Memory that was given back and cannot be used again before the host knows that other streams have come so far.
+struct Returning {
+  int stream;
+  size_t bytes;
+  Clock needs;
 };
 
 class Machine {
@@ -93,11 +102,17 @@ class Machine {
   void reset_peak(int device);
   size_t total_bytes() const { return total_; }
 
+  // A driver makes a context, some hundred MiB, on the device that is current when a thread calls it.
+  void enter(int device) { contexts_ |= uint64_t{1} << device; }
+  bool entered(int device) const { return contexts_ >> device & 1; }
+  void reset_counters();  // peaks of locked memory, and who has entered which device
+
   // Host memory that copies may use beside the computation.
   c10::DataPtr allocate_pinned(size_t bytes);
   void add_pinned(void* memory, size_t bytes, bool registered);
   bool remove_pinned(void* memory);
   bool is_pinned(const void* memory);
+  bool is_registered(const void* memory);
 
   // Operations.
   void begin(const std::string& name);  // of the current stream: runs what it must have seen
@@ -134,9 +149,10 @@ class Machine {
   void show(const Clock& clock);
   void show_on(const at::Tensor& host, const Clock& clock);
   void make_visible(Task& task);
-  void check_alive(const Task& task);
   void touch(Block& block, int stream, uint64_t place, size_t begin, size_t end, bool write, const std::string& name, bool raise = true);
   void use_again(int device, int stream);
+  void reserve(Stats& stats, int stream, size_t bytes);
+  void lock_bytes(int64_t bytes);
   void raise_kept();
 
   friend class Locked;
@@ -154,7 +170,12 @@ class Machine {
   std::vector<Stats> stats_;
   std::vector<std::string> complaints_;
   std::string kept_;  // a complaint from where nothing can be raised
-  std::atomic<int64_t> pageable_{0}, late_{0}, operations_{0};
+  std::vector<Returning> returning_;
+  std::map<std::pair<int, size_t>, int> unused_;  // by stream and bytes: blocks that the caching allocator holds
+  std::map<size_t, int> unused_pinned_;  // by bytes: what the allocator of page-locked memory holds
+  int64_t locked_ = 0, locked_peak_ = 0;
+  std::atomic<uint64_t> contexts_{0};
+  std::atomic<int64_t> pageable_{0}, late_{0}, operations_{0}, recorded_{0};
   std::vector<std::pair<uintptr_t, Pinned>> pinned_;  // sorted by address
 };
 
@@ -171,6 +192,7 @@ char* real(const void* far);  // the host address behind a device address
 Region region_of(const at::Tensor& tensor);
 std::shared_ptr<Block> block_of(const c10::DataPtr& data);
 void resize_storage(c10::StorageImpl* storage, size_t bytes);
+at::Tensor borrowed(const at::Tensor& host);  // the same memory, without a reference that would keep it
 std::pair<size_t, size_t> extent(const at::Tensor& tensor);  // bytes from the beginning of its storage
 
 }  // namespace pretend

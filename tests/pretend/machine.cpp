@@ -8,6 +8,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -107,6 +108,15 @@ at::Tensor Region::on_host() const {
   return tensor;
 }
 
+at::Tensor borrowed(const at::Tensor& host) {
+  c10::DataPtr data(const_cast<void*>(host.storage().data_ptr().get()), c10::Device(c10::kCPU));
+  auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), host.storage().nbytes(), std::move(data), c10::GetCPUAllocator(), true);
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), host.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
+  return tensor;
+}
+
 std::pair<size_t, size_t> extent(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return {0, 0};
   size_t last = 0;
@@ -155,6 +165,7 @@ c10::DataPtr Machine::allocate(size_t bytes, int device) {
   if (bytes == 0) return c10::DataPtr(nullptr, where);
   Locked lock(*this);
   const int stream = device * kStreams + current_stream(device);
+  enter(device);
   use_again(device, stream);
   auto& stats = stats_[device];
   if (stats.now + static_cast<int64_t>(bytes) > static_cast<int64_t>(total_)) {
@@ -173,6 +184,7 @@ c10::DataPtr Machine::allocate(size_t bytes, int device) {
   stats.now += bytes;
   stats.peak = std::max(stats.peak, stats.now);
   ++stats.allocations;
+  reserve(stats, stream, bytes);
   void* far = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(block->memory) | kFar);
   return c10::DataPtr(far, new std::shared_ptr<Block>(std::move(block)), &drop_block, where);
 }
@@ -180,7 +192,29 @@ c10::DataPtr Machine::allocate(size_t bytes, int device) {
 void Machine::free(std::shared_ptr<Block> block) {
   Locked lock(*this);
   stats_[block->device].now -= block->bytes;
+  Clock needs(host_.size(), 0);
+  for (int other : block->recorded) needs[other] = places_[other];  // all that was given to that stream, whatever uses the block
+  if (done(needs)) ++unused_[{block->stream, block->bytes}];
+  else returning_.push_back({block->stream, block->bytes, std::move(needs)});
   freed_.push_back(std::move(block));
+}
+
+// A caching allocator hands a stream what was given back on that stream, of the same size here. What `record_stream` named comes back when
+// the host sees that the other stream has come so far, and the host of this machine sees that when it waits: it runs ahead as far as it may.
+void Machine::reserve(Stats& stats, int stream, size_t bytes) {
+  std::vector<Returning> kept;
+  for (auto& returning : returning_) {
+    if (done(returning.needs)) ++unused_[{returning.stream, returning.bytes}];
+    else kept.push_back(std::move(returning));
+  }
+  returning_ = std::move(kept);
+  auto& unused = unused_[{stream, bytes}];
+  if (unused) {
+    --unused;
+    return;
+  }
+  stats.reserved += bytes;
+  stats.reserved_peak = std::max(stats.reserved_peak, stats.reserved);
 }
 
 // The allocator of a device gives freed memory away at the next allocation on its stream; whoever still uses it then reads other
@@ -210,7 +244,10 @@ void Machine::use_again(int device, int stream) {
 
 void Machine::record_stream(const c10::DataPtr& data, const c10::Stream& stream) {
   Locked lock(*this);
-  if (auto block = block_of(data)) block->recorded.insert(ordinal(stream));
+  auto block = block_of(data);
+  if (!block || block->stream == ordinal(stream)) return;
+  ++recorded_;
+  block->recorded.insert(ordinal(stream));
 }
 
 Stats Machine::stats(int device) {
@@ -221,6 +258,18 @@ Stats Machine::stats(int device) {
 void Machine::reset_peak(int device) {
   Locked lock(*this);
   stats_.at(device).peak = stats_.at(device).now;
+  stats_.at(device).reserved_peak = stats_.at(device).reserved;
+}
+
+void Machine::reset_counters() {
+  Locked lock(*this);
+  locked_peak_ = locked_;
+  contexts_ = 0;
+}
+
+void Machine::lock_bytes(int64_t bytes) {
+  locked_ += bytes;
+  locked_peak_ = std::max(locked_peak_, locked_);
 }
 
 c10::DataPtr Machine::allocate_pinned(size_t bytes) {
@@ -229,11 +278,18 @@ c10::DataPtr Machine::allocate_pinned(size_t bytes) {
   if (posix_memalign(&memory, 64, (bytes + 63) / 64 * 64) != 0) throw std::bad_alloc();
   std::memset(memory, kPoison, bytes);
   add_pinned(memory, bytes, false);
+  {  // as torch's: powers of two, never given back
+    Locked lock(*this);
+    auto& unused = unused_pinned_[std::bit_ceil(bytes)];
+    unused ? static_cast<void>(--unused) : lock_bytes(std::bit_ceil(bytes));
+  }
   return c10::DataPtr(memory, memory, &drop_pinned, c10::Device(c10::kCPU));
 }
 
 void Machine::add_pinned(void* memory, size_t bytes, bool registered) {
   Locked lock(*this);
+  enter(t_device);
+  if (registered) lock_bytes(bytes);
   pinned_.emplace_back(reinterpret_cast<uintptr_t>(memory), Pinned{bytes, registered});
   std::sort(pinned_.begin(), pinned_.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
 }
@@ -243,13 +299,23 @@ bool Machine::remove_pinned(void* memory) {
   const auto address = reinterpret_cast<uintptr_t>(memory);
   for (auto found = pinned_.begin(); found != pinned_.end(); ++found) {
     if (found->first != address) continue;
+    bool used = false;
     for (const auto* queues : {&waiting_, &staged_})
       for (const auto& queue : *queues)
         for (const auto& task : queue) {
           const auto begin = reinterpret_cast<uintptr_t>(task.host.data_ptr());
-          if (found->second.registered && begin >= address && begin < address + found->second.bytes)
-            complain("host memory is unregistered while a copy uses it: synchronize first", false);
+          used |= found->second.registered && begin >= address && begin < address + found->second.bytes;
         }
+    if (used) {
+      complain("host memory is unregistered while a copy uses it: synchronize first", false);
+      show(Clock(places_));  // while the memory is there
+    }
+    if (found->second.registered) {
+      enter(t_device);
+      lock_bytes(-static_cast<int64_t>(found->second.bytes));
+    } else {
+      ++unused_pinned_[std::bit_ceil(found->second.bytes)];
+    }
     pinned_.erase(found);
     return true;
   }
@@ -259,6 +325,12 @@ bool Machine::remove_pinned(void* memory) {
 bool Machine::is_pinned(const void* memory) {
   Locked lock(*this);
   return find_pinned(memory) != nullptr;
+}
+
+bool Machine::is_registered(const void* memory) {
+  Locked lock(*this);
+  const auto* pinned = find_pinned(memory);
+  return pinned && pinned->registered;
 }
 
 const Machine::Pinned* Machine::find_pinned(const void* memory) const {
@@ -274,6 +346,7 @@ const Machine::Pinned* Machine::find_pinned(const void* memory) const {
 void Machine::begin(const std::string&) {
   Locked lock(*this);
   raise_kept();
+  enter(t_device);
   const int stream = current();
   ++operations_;
   join(clocks_[stream], host_);
@@ -308,9 +381,10 @@ void Machine::touch(Block& block, int stream, uint64_t place, size_t begin, size
 }
 
 void Machine::copy_later(const at::Tensor& device_side, const at::Tensor& host, bool to_host) {
-  Task task{0, 0, {}, to_host, region_of(device_side), host, {}};  // before the lock: see Locked
+  Task task{0, 0, {}, to_host, region_of(device_side), is_registered(host.data_ptr()) ? borrowed(host) : host, {}};  // before the lock: see Locked
   Locked lock(*this);
   raise_kept();
+  enter(t_device);
   ++late_;
   const int stream = current();
   join(clocks_[stream], host_);
@@ -337,7 +411,6 @@ void Machine::run_until(const Clock& clock) {
 
 void Machine::run(Task& task) {
   at::Tensor device_side = task.region.on_host();
-  check_alive(task);
   if (task.to_host) {
     task.staged = at::empty_like(task.host).copy_(device_side);
     return;
@@ -348,16 +421,8 @@ void Machine::run(Task& task) {
 }
 
 void Machine::make_visible(Task& task) {
-  check_alive(task);
   task.host.copy_(task.staged);
   dead_.push_back(std::move(task.host));
-}
-
-// The allocator of page-locked memory waits for copies before it uses memory again; nobody waits for memory that was only registered.
-void Machine::check_alive(const Task& task) {
-  if (task.host.storage().use_count() > 1) return;
-  const auto* pinned = find_pinned(task.host.data_ptr());
-  if (!pinned || pinned->registered) complain("host memory was freed while a copy was using it", false);
 }
 
 void Machine::show(const Clock& clock) {
@@ -398,6 +463,7 @@ bool Machine::done(const Clock& clock) const {
 
 void Machine::record(Event& event, const c10::Stream& stream) {
   Locked lock(*this);
+  enter(stream.device_index());
   auto& clock = clocks_[ordinal(stream)];
   join(clock, host_);
   event.seen = clock;
@@ -407,27 +473,33 @@ void Machine::record(Event& event, const c10::Stream& stream) {
 
 void Machine::block(const Event& event, const c10::Stream& stream) {
   Locked lock(*this);
+  enter(stream.device_index());
   join(clocks_[ordinal(stream)], event.seen);
 }
 
+// Asking for an event goes by the thread's current device, as in CUDA, whatever device the event is of.
 bool Machine::query(Event& event) {
   Locked lock(*this);
+  enter(t_device);
   if (!done(event.seen) && event.asked++) show(event.seen);  // "not yet" the first time
   return done(event.seen);
 }
 
 void Machine::wait(const Event& event) {
   Locked lock(*this);
+  enter(t_device);
   show(event.seen);
 }
 
 bool Machine::query(const c10::Stream& stream) {
   Locked lock(*this);
+  enter(stream.device_index());
   return done(clocks_[ordinal(stream)]);
 }
 
 void Machine::wait(const c10::Stream& stream) {
   Locked lock(*this);
+  enter(stream.device_index());
   show(Clock(clocks_[ordinal(stream)]));
 }
 
@@ -438,6 +510,7 @@ void Machine::wait_current() {
 
 void Machine::wait_device(int device) {
   Locked lock(*this);
+  enter(device);
   for (int stream = device * kStreams; stream < (device + 1) * kStreams; ++stream) show(Clock(clocks_[stream]));
 }
 
@@ -468,7 +541,11 @@ std::vector<std::string> Machine::take_complaints() {
 }
 
 int64_t Machine::counter(const std::string& name) {
-  return name == "late" ? late_.load() : name == "pageable" ? pageable_.load() : operations_.load();
+  Locked lock(*this);
+  const std::map<std::string, int64_t> counters = {
+      {"late", late_},     {"pageable", pageable_}, {"operations", operations_},  {"recorded", recorded_},
+      {"locked", locked_}, {"locked_peak", locked_peak_}, {"contexts", contexts_}};
+  return counters.at(name);
 }
 
 }  // namespace pretend

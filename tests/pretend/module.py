@@ -166,7 +166,12 @@ def max_memory_allocated(device: Any = None) -> int:
     return torch.accelerator.max_memory_allocated(_device(device))
 
 
-memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
+def memory_reserved(device: Any = None) -> int:
+    return torch.accelerator.memory_reserved(_device(device))
+
+
+def max_memory_reserved(device: Any = None) -> int:
+    return torch.accelerator.max_memory_reserved(_device(device))
 
 
 def memory_stats(device: Any = None) -> dict[str, Any]:

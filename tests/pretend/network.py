@@ -7,6 +7,9 @@ needs it: ranks that issue the collectives of several groups in different orders
 
 Tensors of a CPU, which is its own compute stream, go through too. There a collective runs beside the process and ``wait`` stops it, as
 it stops the stream of a device; the package takes its way for nccl.
+
+It takes a rank's tensors from one device: nccl would make a communicator on each, and end where ranks have chosen the same (object
+collectives go by the current device, which may be nobody's choice).
 """
 
 from __future__ import annotations
@@ -54,12 +57,16 @@ class Network(dist.ProcessGroup):
         super().__init__(rank, size)
         self.inner = inner
         self._stream: Any = None
+        self._device: torch.device | None = None
 
     def _run(self, tensors: Sequence[Tensor], call: Callable[..., Any]) -> Any:
         """Stages ``tensors`` through the host on the network's stream; ``call`` gets the copies, and the tensors of a host themselves."""
         device = tensors[0].device
         if device.type == "cpu":
             return call(*tensors)
+        if self._device not in (None, device):
+            raise RuntimeError(f"rank {self.rank()} has a communicator on {self._device} and calls it with a tensor on {device}")
+        self._device = device
         module = torch.get_device_module(device)
         if self._stream is None:
             self._stream = module.Stream(device)
@@ -122,6 +129,11 @@ class Network(dist.ProcessGroup):
         return self._name
 
     def shutdown(self) -> None: ...
+
+    @property
+    def _device_types(self) -> list[torch.device]:  # torch.distributed asks where objects travel
+        accelerator = torch.accelerator.current_accelerator()
+        return [torch.device(pretend.NAME if accelerator is not None and accelerator.type == pretend.NAME else "cpu")]
 
     def size(self) -> int:
         return self.inner.size()
