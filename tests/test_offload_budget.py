@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,21 @@ def test_locking_falls_back_to_ordinary_memory_and_unlocks_what_is_dropped(
     assert waits == [1] and not runtime.held, "unlocked before the kernel takes it back, when the device has come to rest"
     assert memory.nbytes == memory.locked_bytes == 0
     assert HostMemory(torch.device("cuda", 0), pin=False)._locks is None
+
+
+def test_a_forked_child_unlocks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = FakeRuntime(ALIGNMENT)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    buffer = HostMemory(torch.device("cuda", 0)).empty(8, torch.uint8, pinned=True)
+    child = os.fork()
+    if child == 0:
+        del buffer
+        os._exit(len(runtime.held))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    del buffer
+    assert not runtime.held
 
 
 @pytest.mark.gpu

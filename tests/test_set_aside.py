@@ -41,6 +41,15 @@ def test_views_of_one_memory_move_once_and_stay_views() -> None:
     assert half[3] == 0
 
 
+def test_what_waits_in_a_larger_block_comes_back_in_its_own_size() -> None:
+    pool, tensor = HostPool(HostMemory(torch.device("cpu"))), torch.arange(4.0)
+    pool.give(pool.take(100))
+    aside = Storages([tensor], pool)
+    assert aside.nbytes == 16
+    aside.bring_back()
+    assert tensor.tolist() == [0, 1, 2, 3] and tensor.untyped_storage().nbytes() == 16
+
+
 def batch_of(engine: Any, step: int) -> dict[str, torch.Tensor]:
     dtype = engine.precision.param_dtype or torch.float32
     rows = MLP.rows(step, 0, ranks.rank())

@@ -311,9 +311,7 @@ class EngineBuilder:
         specs = build_blocks(self.module, in_units, self._leaves())
         sizes = [sum(full_shape(member.param).numel() for member in spec.members) for spec in specs]
         trained = sum(full_shape(member.param).numel() for member in in_units if member.group != FROZEN)
-        owners = {id(owner[0]): owner[0] for member in in_units if (owner := find_unit(member.param)) is not None}
-        passing = sum(unit.shard.nbytes for unit in owners.values() if unit.home.passing)
-        self.offloading.prepare(inner, trained, sum(sizes) - trained, max(sizes, default=0), passing)
+        self.offloading.prepare(inner, trained, sum(sizes) - trained, max(sizes, default=0), _passing_bytes(in_units))
         root, *blocks = [self._block(spec) for spec in specs]
         taken = {id(member.param) for member in in_units}
         for member in members:
@@ -432,6 +430,12 @@ class EngineBuilder:
             return None
         params = (self.resolved.resolved.get("scheduler") or {}).get("params")
         return build_scheduler(section.type, params, optimizer)
+
+
+def _passing_bytes(members: Iterable[NamedParam]) -> int:
+    """Host memory of this rank's shards that go when their parameters get a new unit."""
+    units = {id(owner[0]): owner[0] for member in members if (owner := find_unit(member.param)) is not None}
+    return sum(unit.shard.nbytes for unit in units.values() if unit.home.passing)
 
 
 def _require_same_groups(scheduler: Any, optimizer: ShardedOptimizer) -> None:

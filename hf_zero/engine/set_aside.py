@@ -31,28 +31,29 @@ class Storages:
 
     def __init__(self, tensors: Iterable[torch.Tensor], pool: HostPool) -> None:
         self._pool = pool
-        self._copies: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        self._copies: list[tuple[torch.UntypedStorage, torch.Tensor, torch.Tensor]] = []  # each with the block that its copy lies in
         seen: set[int] = set()
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.nbytes() and storage._cdata not in seen:
                 seen.add(storage._cdata)
-                self._copies.append((storage, pool.take(storage.nbytes())))
-                self._copies[-1][1][: storage.nbytes()].copy_(_as_bytes(storage), non_blocking=True)
-        for storage, _ in self._copies:  # not before all have a copy: there may be too little memory
+                block = pool.take(storage.nbytes())
+                copy = block[: storage.nbytes()].copy_(_as_bytes(storage), non_blocking=True)
+                self._copies.append((storage, copy, block))
+        for storage, _, _ in self._copies:  # not before all have a copy: there may be too little memory
             storage.resize_(0)  # freed in the order of the stream that copies
 
     @property
     def nbytes(self) -> int:
         """Bytes that wait on the host."""
-        return sum(copy.numel() for _, copy in self._copies)
+        return sum(copy.numel() for _, copy, _ in self._copies)
 
     def bring_back(self, non_blocking: bool = False) -> None:
         """Gives the tensors their memory and values again."""
-        for storage, copy in self._copies:
+        for storage, copy, block in self._copies:
             storage.resize_(copy.numel())
             _as_bytes(storage).copy_(copy, non_blocking=non_blocking)
-            self._pool.give(copy)
+            self._pool.give(block)
         self._copies.clear()
 
 

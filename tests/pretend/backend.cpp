@@ -84,7 +84,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(real(to), real(from), bytes); }
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override {}
+  void emptyCache(c10::MempoolId_t) override { Machine::get().empty_cache(); }
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override { Machine::get().record_stream(data, stream); }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     const Stats now = Machine::get().stats(device);
@@ -204,6 +204,8 @@ const char* pretend_complaints() {
 void pretend_on_wait(void (*listener)(const char*)) { pretend::g_on_wait = listener; }
 
 int64_t pretend_counter(const char* name) { return pretend::Machine::get().counter(name); }
+
+void pretend_empty_cache() { pretend::Machine::get().empty_cache(); }
 
 void pretend_reset() { pretend::Machine::get().reset_counters(); }
 

@@ -100,6 +100,7 @@ class Machine {
   void record_stream(const c10::DataPtr& data, const c10::Stream& stream);
   Stats stats(int device);
   void reset_peak(int device);
+  void empty_cache();
   size_t total_bytes() const { return total_; }
 
   // A driver makes a context, some hundred MiB, on the device that is current when a thread calls it.

@@ -261,6 +261,13 @@ void Machine::reset_peak(int device) {
   stats_.at(device).reserved_peak = stats_.at(device).reserved;
 }
 
+void Machine::empty_cache() {
+  Locked lock(*this);
+  unused_.clear();
+  returning_.clear();  // as CUDA: the host waits for them
+  for (auto& stats : stats_) stats.reserved = stats.now;
+}
+
 void Machine::reset_counters() {
   Locked lock(*this);
   locked_peak_ = locked_;

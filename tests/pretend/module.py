@@ -189,7 +189,8 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
     return torch.accelerator.get_memory_info(_device(device))
 
 
-def empty_cache() -> None: ...
+def empty_cache() -> None:
+    pretend.library().pretend_empty_cache()
 
 
 class _Properties:
