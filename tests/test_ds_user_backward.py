@@ -106,7 +106,7 @@ def _two_losses(stage: int, own: bool) -> None:
     for which in (0, 1):
         engine.zero_grad()
         if own:
-            losses[which].backward(retain_graph=which == 0)
+            engine.scale(losses[which], retain_graph=which == 0).backward(retain_graph=which == 0)
         else:
             engine.backward(losses[which], retain_graph=which == 0)
         torch.testing.assert_close(gradients(engine.module), expected_gradients(layers(0), which, ranks.world()))

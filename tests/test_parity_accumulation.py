@@ -91,14 +91,30 @@ def no_sync_with_step(engine: Any, batch: Batch, forward: Forward, micro: int) -
     return loss.item()
 
 
+def coalesced(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
+    """One ``coalesce_grad_reduction`` around all backwards of a step, ``gradient_accumulation_steps: 1``."""
+    if micro == 0:
+        engine.block = engine.coalesce_grad_reduction()
+        engine.block.__enter__()
+    loss = forward(engine, batch)
+    engine.backward(loss / STEPS)
+    assert not engine.accumulation.boundary
+    if micro == STEPS - 1:
+        engine.block.__exit__(None, None, None)
+        engine.step()
+        assert engine.was_step_applied() or engine.optimizer.overflow
+    return loss.item()
+
+
+CALLER_DIVIDES = ("caller_accumulates", "coalesced")
 PROTOCOLS = {
     function.__name__: function
-    for function in (step_always, step_at_boundary, caller_scales, caller_accumulates, fabric, no_sync, no_sync_with_step)
+    for function in (step_always, step_at_boundary, caller_scales, caller_accumulates, fabric, no_sync, no_sync_with_step, coalesced)
 }
 
 
 def _protocol(run: Run, protocol: str) -> None:
-    extra = {"gradient_accumulation_steps": 1} if protocol == "caller_accumulates" else {}
+    extra = {"gradient_accumulation_steps": 1} if protocol in CALLER_DIVIDES else {}
     engine = initialize(CASE.build(), Run(**{**vars(run), "extra": extra}))
     trace = train(engine, CASE.rows, CASE.forward, run, PROTOCOLS[protocol])
     assert engine.global_steps == run.steps, (engine.global_steps, run.steps)

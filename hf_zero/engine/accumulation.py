@@ -82,6 +82,11 @@ class Accumulation:
             return self._said
         return (self._in_cycle + (0 if begun else 1)) >= self.steps
 
+    def completed(self) -> bool:
+        """The caller says that the backwards so far complete an optimizer step; returns whether there were any."""
+        self.boundary = self._awaits_step
+        return self.boundary
+
     def stepped(self) -> None:
         """An optimizer step was taken: a new cycle begins."""
         self._in_cycle = 0

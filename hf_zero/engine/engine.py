@@ -220,8 +220,10 @@ class Engine(nn.Module):
             self.runtime.end_backward()
         return loss
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Multiplies ``loss`` with the loss scale, for callers who write ``engine.scale(loss).backward()`` themselves.
+
+        ``retain_graph`` changes nothing: a second backward over the graph gathers again.
 
         Raises:
             StateError: The engine has no optimizer, or another engine has taken its module.
@@ -262,8 +264,6 @@ class Engine(nn.Module):
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At a boundary: clips, updates, spreads the new weights and steps the scheduler; otherwise nothing. Collective.
-
-        ``was_step_applied()`` then says whether this call changed the weights, ``get_global_grad_norm()`` is the norm of the last boundary.
 
         Args:
             lr_kwargs: Keyword arguments for the scheduler's ``step``.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +59,26 @@ def load_module_state_dict(
             engine.module.load_state_dict(state_dict, strict=strict)
     for unit in engine.units:
         unit.own.refresh_master()
+
+
+@contextmanager
+def coalesce_grad_reduction(engine: Any) -> Iterator[None]:
+    """All backwards inside are one optimizer step's, whatever ``gradient_accumulation_steps`` says; ``step`` comes after.
+
+    At stages 0 and 1 gradients stay whole and local inside, and are reduced once at the end. At stages 2 and 3 each backward reduces,
+    because only shards are kept.
+
+    Raises:
+        StateError: The engine has no optimizer.
+    """
+    if engine.stepper is None:
+        raise StateError("coalesce_grad_reduction() on an engine without optimizer: there are no gradients to reduce")
+    with engine.no_sync():
+        yield
+    reducer = engine.stepper.reducer
+    if engine.accumulation.completed() and engine.policy.allows_deferral and not reducer.local:
+        reducer.enabled = True
+        reducer.flush()
 
 
 def set_train_batch_size(engine: Any, train_batch_size: int) -> None:
@@ -149,6 +170,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         allreduce_gradients,
+        coalesce_grad_reduction,
         deepspeed_io,
         empty_partition_cache,
         load_module_state_dict,
