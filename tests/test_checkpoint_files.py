@@ -28,7 +28,9 @@ from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.catalog import Catalog
 from hf_zero.checkpoint.checksum import Checksum, first_damaged
 from hf_zero.checkpoint.element_types import DTYPES
-from hf_zero.checkpoint.format import CHUNK_BYTES, FileRecord, Index, ParamRecord, TensorRecord, UnitRecord, shard_file
+from hf_zero.checkpoint.format import CHUNK_BYTES, shard_file
+from hf_zero.checkpoint.index import Index
+from hf_zero.checkpoint.records import FileRecord, ParamRecord, TensorRecord, UnitRecord
 from hf_zero.checkpoint.slices import Slice
 from hf_zero.checkpoint.tensor_file import Copy, Elsewhere, Entry, RangeReader, cut, whole, write_tensor_file
 from hf_zero.errors import CheckpointError
@@ -336,7 +338,10 @@ def _set(path: tuple[Any, ...], value: Any) -> Any:
 FILE = "master-00000-of-00002.safetensors"
 TENSOR = ("files", FILE, "tensors", "u")
 BROKEN = [
-    (("version",), 4, "format version 4"),
+    (("version",), 2, "format version 2"),
+    (("version",), True, "format version True"),
+    (("units", 0, "params", 0, "rangs"), [], "key 'rangs' is unknown"),
+    (("units", 0, "params", 0, "dim"), ..., "key 'dim' is missing"),
     (("format",), "other", '"format" must be'),
     (("units",), ..., "key 'units' is missing"),
     (("units",), {}, "units is {}, expected a list"),

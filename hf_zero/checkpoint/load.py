@@ -15,7 +15,8 @@ from torch import nn
 from hf_zero.checkpoint import agreement, folders, node_local
 from hf_zero.checkpoint.catalog import Catalog, Located
 from hf_zero.checkpoint.element_types import DTYPES
-from hf_zero.checkpoint.format import INDEX_FILE, Index, values_file
+from hf_zero.checkpoint.format import INDEX_FILE, values_file
+from hf_zero.checkpoint.index import Index
 from hf_zero.checkpoint.optimizer_state import GroupsPlan, OptimizerPlan
 from hf_zero.checkpoint.param_states import ParamStatesPlan
 from hf_zero.checkpoint.rank_state import restore_rank_states

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint import agreement, folders
-from hf_zero.checkpoint.format import LATEST_FILE, MODULE, FileRecord, values_file
+from hf_zero.checkpoint.format import LATEST_FILE, MODULE, values_file
+from hf_zero.checkpoint.records import FileRecord
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger, note

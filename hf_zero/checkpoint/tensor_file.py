@@ -15,7 +15,8 @@ import torch
 from hf_zero.checkpoint.checksum import Checksum, digits_of, digits_of_range, first_damaged
 from hf_zero.checkpoint.disk import Disk
 from hf_zero.checkpoint.element_types import DTYPES, ITEM_BYTES, dtype_name
-from hf_zero.checkpoint.format import CHUNK_BYTES, FileRecord, TensorRecord
+from hf_zero.checkpoint.format import CHUNK_BYTES
+from hf_zero.checkpoint.records import FileRecord, TensorRecord
 from hf_zero.errors import CheckpointError
 
 # Bytes that travel at once: large enough for a disk, small beside a shard. A multiple of the chunk.

@@ -12,25 +12,9 @@ from hf_zero.checkpoint import folders
 from hf_zero.checkpoint.catalog import Catalog, Located
 from hf_zero.checkpoint.convert.source import FROZEN, Progress, Source, SourceParam, SourceTensor, read_only
 from hf_zero.checkpoint.element_types import DTYPES, dtype_name
-from hf_zero.checkpoint.format import (
-    CHUNK_BYTES,
-    CONVERTED,
-    INDEX_FILE,
-    LATEST_FILE,
-    MASTER,
-    MODULE,
-    VALUES_FILE,
-    FileRecord,
-    GroupRecord,
-    Index,
-    LooseRecord,
-    OptimizerRecord,
-    ParamRecord,
-    ScalarRecord,
-    UnitRecord,
-    shard_file,
-    state_kind,
-)
+from hf_zero.checkpoint.format import CHUNK_BYTES, CONVERTED, INDEX_FILE, LATEST_FILE, MASTER, MODULE, VALUES_FILE, shard_file, state_kind
+from hf_zero.checkpoint.index import Index
+from hf_zero.checkpoint.records import FileRecord, GroupRecord, LooseRecord, OptimizerRecord, ParamRecord, ScalarRecord, UnitRecord
 from hf_zero.checkpoint.tensor_file import Elsewhere, Entry, RangeReader, whole, write_tensor_file
 from hf_zero.checkpoint.values import Decoder, Encoder, encode_scalar
 from hf_zero.observe import warn_once
