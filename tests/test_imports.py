@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "hf_zero.host_memory",
         "hf_zero.launch",
         "hf_zero.observe",
+        "hf_zero.reading",
         "hf_zero.native",
     ),
     (

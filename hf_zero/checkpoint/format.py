@@ -22,7 +22,7 @@ CHUNK_BYTES = 1 << 16
 
 MASTER = "master"
 WEIGHTS = "weights"
-_STATE_PREFIX = "optimizer."
+STATE_PREFIX = "optimizer."
 _STATE_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 
 
@@ -34,7 +34,7 @@ def state_kind(state: str) -> str:
     """
     if not _STATE_NAME.fullmatch(state):
         raise CheckpointError(f"the optimizer state {state!r} cannot be saved: its name must be letters, digits and underscores")
-    return _STATE_PREFIX + state
+    return STATE_PREFIX + state
 
 
 def shard_file(kind: str, rank: int, world: int, tensor_rank: int = 0, tensor_world: int = 1) -> str:

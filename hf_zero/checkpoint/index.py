@@ -7,10 +7,16 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from hf_zero.checkpoint import consistency
 from hf_zero.checkpoint.format import CHUNK_BYTES, FORMAT, VERSION
-from hf_zero.checkpoint.json_records import read_record, shown
-from hf_zero.checkpoint.records import FileRecord, LooseRecord, OptimizerRecord, UnitRecord, check_slice
+from hf_zero.checkpoint.json_records import read_record
+from hf_zero.checkpoint.plausible import check_counters, check_group, check_numbers, check_scaler, check_values
+from hf_zero.checkpoint.records import FileRecord, LooseRecord, OptimizerRecord, UnitRecord
+from hf_zero.checkpoint.values import Decoder
 from hf_zero.errors import CheckpointError
+from hf_zero.reading import parse_json, reading, shown
 
 
 @dataclass(frozen=True)
@@ -70,10 +76,8 @@ class Index:
         Raises:
             CheckpointError: It is no index, of another version, or contradicts itself; names ``path`` and the key.
         """
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is not JSON: {error}") from error
+        with reading(path, CheckpointError):
+            data = parse_json(text)
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
             raise CheckpointError(f'{path} is not the index of a checkpoint of ours: "format" must be "{FORMAT}"')
         version = data.pop("version", None)
@@ -83,23 +87,45 @@ class Index:
                 f"{VERSION}. Install the hf_zero that wrote it"
             )
         index = read_record(Index, data, path)
-        index._check(path)
+        index.check(path)
         return index
 
-    def _check(self, path: str) -> None:
-        if self.chunk_bytes != CHUNK_BYTES:
-            raise CheckpointError(f"{path}: chunk_bytes is {self.chunk_bytes}, allowed is {CHUNK_BYTES}")
+    def check(self, path: str) -> None:
+        """Refuses an index that contradicts itself, or says what no run can have been.
+
+        Raises:
+            CheckpointError: Names ``path`` and the part.
+        """
         try:
-            for unit in self.units:
-                unit.check()
-                if not 0 <= unit.tensor_rank < self.tensor_world:
-                    raise CheckpointError(f"unit {unit.name!r}: tensor rank {unit.tensor_rank} of {self.tensor_world} does not exist")
-            for loose in self.loose:
-                check_slice(f"parameter {loose.name}", loose)
-            for name, file in self.files.items():
-                if "/" in name or "\\" in name or name.startswith("."):
-                    raise CheckpointError(f"{name!r} is not a plain file name")
-                for tensor, record in file.tensors.items():
-                    record.check(f"{name}: tensor {tensor!r}", file.nbytes)
+            self._check_parts()
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
+
+    def _check_parts(self) -> None:
+        if self.chunk_bytes != CHUNK_BYTES:
+            raise CheckpointError(f"chunk_bytes is {self.chunk_bytes}, allowed is {CHUNK_BYTES}")
+        if not 0 <= self.stage <= 3:
+            raise CheckpointError(f"stage is {self.stage}, allowed are 0 to 3")
+        optimizer = self.optimizer
+        consistency.check_files(self.files, self.world, self.tensor_world, optimizer.states if optimizer is not None else ())
+        consistency.check_units(self.units, self.files, self.world, self.tensor_world)
+        names = consistency.check_names(self.units, self.loose, self.buffers, self.files)
+        consistency.check_aliases(self.aliases, self.excluded, names)
+        unknown = [rank for rank in self.client_states if not (rank.isdecimal() and str(int(rank)) == rank and int(rank) < self.world)]
+        if unknown:
+            raise CheckpointError(f"client_states: {shown(unknown[0])} is no rank of {self.world}")
+        check_counters(self.counters)
+        decoder = Decoder(_no_tensor, "the index")
+        check_scaler(decoder.decode(self.scaler))
+        if optimizer is not None:
+            consistency.check_optimizer(optimizer, self.units, names)
+            for number, group in enumerate(optimizer.groups):
+                check_group(decoder.decode(group.values), f"optimizer.groups[{number}]")
+            for record in optimizer.scalars:
+                check_numbers(decoder.decode(record.values), f"optimizer.scalars of unit {record.unit!r}")
+        check_values(decoder.decode(self.scheduler), "scheduler")
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    """In place of a tensor of the values file, whose number is checked when it is read."""
+    return torch.zeros(())

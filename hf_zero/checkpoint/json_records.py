@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from hf_zero.errors import CheckpointError
+from hf_zero.reading import shown
 
 T = TypeVar("T")
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
+_HINTS: dict[Any, dict[str, Any]] = {}
 
 
 def read_record(kind: type[T], data: Any, where: str) -> T:
@@ -24,7 +20,7 @@ def read_record(kind: type[T], data: Any, where: str) -> T:
     """
     if not isinstance(data, dict):
         raise CheckpointError(f"{where} is {shown(data)}, expected an object")
-    hints = _hints(kind)
+    hints = _HINTS.get(kind) or _HINTS.setdefault(kind, get_type_hints(kind))
     for name in hints:
         if name not in data:
             raise CheckpointError(f"{where}: key {name!r} is missing")
@@ -53,9 +49,3 @@ def _value(hint: Any, data: Any, where: str) -> Any:
     if type(data) is not hint:
         raise CheckpointError(f"{where} is {shown(data)}, expected {hint.__name__}")
     return data
-
-
-def shown(data: Any) -> str:
-    """``data`` for a message, cut where it is long."""
-    text = repr(data)
-    return text if len(text) < 80 else text[:77] + "..."

@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from hf_zero.checkpoint.element_types import ITEM_BYTES
 from hf_zero.checkpoint.format import CHUNK_BYTES, MASTER, WEIGHTS
-from hf_zero.checkpoint.json_records import read_record, shown
+from hf_zero.checkpoint.json_records import read_record
 from hf_zero.checkpoint.slices import Slice
 from hf_zero.errors import CheckpointError
+from hf_zero.reading import shown
+
+_MOST_DIMS = 64
+_TOO_LONG = 1 << 62
+_MOST_EMPTY = 64  # ranges without elements: each costs time for every row
 
 
 @dataclass(frozen=True)
@@ -36,11 +42,11 @@ class TensorRecord:
         """Refuses records that contradict themselves or reach outside the file."""
         if self.dtype not in ITEM_BYTES:
             raise CheckpointError(f"{where}: element type {self.dtype!r} is unknown, allowed are {sorted(ITEM_BYTES)}")
-        if any(size < 0 for size in self.shape) or math.prod(self.shape) * ITEM_BYTES[self.dtype] != self.nbytes:
-            raise CheckpointError(f"{where}: {self.nbytes} bytes do not fit shape {list(self.shape)} of {self.dtype}")
+        if not _is_shape(self.shape) or math.prod(self.shape) * ITEM_BYTES[self.dtype] != self.nbytes:
+            raise CheckpointError(f"{where}: {self.nbytes} bytes do not fit shape {shown(list(self.shape))} of {self.dtype}")
         if self.offset < 8 or self.offset + self.nbytes > file_nbytes:
             raise CheckpointError(f"{where}: bytes {self.offset} to {self.offset + self.nbytes} lie outside a file of {file_nbytes}")
-        if len(self.crc32) != 8 * math.ceil(self.nbytes / CHUNK_BYTES) or re.search("[^0-9a-f]", self.crc32):
+        if len(self.crc32) != 8 * -(-self.nbytes // CHUNK_BYTES) or re.search("[^0-9a-f]", self.crc32):
             raise CheckpointError(f"{where}: {len(self.crc32)} digits of checksums do not fit {self.nbytes} bytes")
 
 
@@ -59,6 +65,22 @@ class FileRecord:
     header_nbytes: int
     header_crc32: str
     tensors: dict[str, TensorRecord]
+
+    def check(self, name: str) -> None:
+        """Refuses tensors that leave a gap, share bytes, or do not end where the file does."""
+        if not re.fullmatch("[0-9a-f]{8}", self.header_crc32):
+            raise CheckpointError(f"{name}: header_crc32 is {shown(self.header_crc32)}, expected 8 hex digits")
+        for tensor, record in self.tensors.items():
+            record.check(f"{name}: tensor {tensor!r}", self.nbytes)
+        end = self.header_nbytes
+        if not 8 <= end <= self.nbytes:
+            raise CheckpointError(f"{name}: a header of {end} bytes does not fit a file of {self.nbytes}")
+        for tensor, record in sorted(self.tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+            if record.offset != end:
+                raise CheckpointError(f"{name}: tensor {tensor!r} begins at byte {record.offset}, what lies before it ends at {end}")
+            end += record.nbytes
+        if end != self.nbytes:
+            raise CheckpointError(f"{name}: its tensors end at byte {end}, the file at {self.nbytes}")
 
 
 @dataclass(frozen=True)
@@ -125,23 +147,41 @@ class UnitRecord:
     tensor_rank: int
     params: tuple[ParamRecord, ...]
 
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one shard."""
+        return self.padded_numel // self.world
+
     def check(self) -> None:
-        """Refuses units whose parameters do not fit their buffer."""
+        """Refuses units whose parameters do not fit their buffer, or share elements of it."""
         where = f"unit {self.name!r}"
         if self.kind not in (MASTER, WEIGHTS):
             raise CheckpointError(f"{where}: kind is {self.kind!r}, allowed are {[MASTER, WEIGHTS]}")
+        if self.dtype not in ITEM_BYTES:
+            raise CheckpointError(f"{where}: dtype is {shown(self.dtype)}, allowed are {sorted(ITEM_BYTES)}")
         if self.world < 1 or self.padded_numel < 0 or self.padded_numel % self.world:
             raise CheckpointError(f"{where}: {self.padded_numel} elements cannot be cut into {self.world} equal shards")
         for param in self.params:
             check_slice(f"{where}: parameter {param.name}", param)
             if param.offset < 0 or param.offset + param.slice.numel > self.padded_numel:
                 raise CheckpointError(f"{where}: parameter {param.name} lies outside its {self.padded_numel} elements")
+        end, last = 0, ""
+        for param in sorted(self.params, key=lambda param: (param.offset, param.slice.numel)):
+            if param.offset < end:
+                raise CheckpointError(
+                    f"{where}: the parameters {last} and {param.name} overlap: one ends at {end}, one is at {param.offset}"
+                )
+            end, last = param.offset + param.slice.numel, param.name
+
+
+def _is_shape(shape: tuple[int, ...]) -> bool:
+    return len(shape) <= _MOST_DIMS and all(0 <= size < _TOO_LONG for size in shape)
 
 
 def check_slice(where: str, record: ParamRecord | LooseRecord) -> None:
     """Refuses shapes and ranges that contradict each other."""
-    if any(size < 0 for size in record.shape):
-        raise CheckpointError(f"{where} has shape {list(record.shape)}")
+    if not _is_shape(record.shape):
+        raise CheckpointError(f"{where} has shape {shown(list(record.shape))}")
     if record.dim is None:
         if record.ranges:
             raise CheckpointError(f"{where} has ranges {shown(record.ranges)} and no dim")
@@ -150,6 +190,9 @@ def check_slice(where: str, record: ParamRecord | LooseRecord) -> None:
         raise CheckpointError(f"{where}: dim {record.dim} of shape {list(record.shape)} does not exist")
     if any(len(pair) != 2 or not 0 <= pair[0] <= pair[1] <= record.shape[record.dim] for pair in record.ranges):
         raise CheckpointError(f"{where}: ranges {shown(record.ranges)} do not lie inside dimension {record.dim} of {list(record.shape)}")
+    ordered = sorted((pair[0], pair[1]) for pair in record.ranges if pair[0] < pair[1])
+    if any(after[0] < before[1] for before, after in pairwise(ordered)) or len(record.ranges) > len(ordered) + _MOST_EMPTY:
+        raise CheckpointError(f"{where}: ranges {shown(record.ranges)} overlap, or too many are empty")
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ def read_checkpoint(folder: Path) -> Source:
     path = str(folder / INDEX_FILE)
     index = Index.from_json(folders.read_index(folder), path)
     catalog, reader = Catalog(index), RangeReader(folder, index.files)
+    reader.check_sizes()
     decoder = Decoder(lambda name: reader.whole(VALUES_FILE, name), path)
     params = []
     numbers = {(entry.unit, entry.group): entry.values for entry in index.optimizer.scalars} if index.optimizer else {}
