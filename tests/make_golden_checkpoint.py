@@ -1,6 +1,7 @@
-"""Writes a small checkpoint of the present format with its expected contents: `python -m tests.make_golden_checkpoint FOLDER`.
+"""Writes a small checkpoint of the present format with its expected contents: `python -m tests.make_golden_checkpoint FOLDER OPTIMIZER`.
 
-One such folder stays in the repository for every released version of the format; ``test_checkpoint_golden.py`` loads them all.
+Such folders stay in the repository for every released version of the format, one for flat states and one for
+states of whole parameters; ``test_checkpoint_golden.py`` loads them all.
 """
 
 from __future__ import annotations
@@ -12,18 +13,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from hf_zero.checkpoint.format import VERSION
 from tests import ranks
 from tests.checkpoints import full_state, start, steps
 
 CLIENT_STATE = {"epoch": 2, "pair": (1, "a"), 3: {"x"}, "best": torch.tensor([0.5, 1.5], dtype=torch.float64)}
 TAG = "golden"
-OPTIMIZERS = {1: torch.optim.AdamW, 2: torch.optim.AdamW, 3: torch.optim.Adafactor}  # by version: what it added is in the folder
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}  # by the end of the folder's name
 
 
-def save(folder: str) -> dict[str, Any]:
+def save(folder: str, optimizer: str) -> dict[str, Any]:
     """Trains for three steps at stage 3 in bf16, saves, and returns the full state."""
-    engine = start(3, "bf16", optimizer=OPTIMIZERS[VERSION])
+    engine = start(3, "bf16", optimizer=OPTIMIZERS[optimizer])
     steps(engine, 0, 3, "bf16")
     engine.save_checkpoint(folder, TAG, CLIENT_STATE)
     state = full_state(engine)
@@ -33,7 +33,7 @@ def save(folder: str) -> dict[str, Any]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    state = ranks.run_ranks(save, 2, str(folder))[0]
+    state = ranks.run_ranks(save, 2, str(folder), sys.argv[2])[0]
     (folder / "zero_to_fp32.py").unlink()  # the package's own; the tests need the data alone
     save_file(
         {name: value.contiguous() for name, value in state.items() if isinstance(value, torch.Tensor)}, folder / "expected.safetensors"

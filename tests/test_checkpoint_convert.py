@@ -180,12 +180,12 @@ def test_a_checkpoint_that_torch_wrote_for_a_plain_model(tmp_path: Path) -> None
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_to_a_model_of_hugging_face_in_several_files(tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "hf"
-    arguments = [str(GOLDEN / "checkpoint_v2"), str(target), "--dtype", dtype, "--max-shard-size", "1KB", "--quiet"]
+    arguments = [str(GOLDEN / "checkpoint_v1_adamw"), str(target), "--dtype", dtype, "--max-shard-size", "1KB", "--quiet"]
     assert cli.main(["convert", *arguments]) == 0 and dtype in capsys.readouterr().out
     index = json.loads((target / "model.safetensors.index.json").read_text())
     parts = {name: load_file(target / name) for name in set(index["weight_map"].values())}
     assert len(parts) > 2 and index["metadata"]["total_size"] == sum(value.nbytes for part in parts.values() for value in part.values())
-    expected = get_fp32_state_dict_from_zero_checkpoint(GOLDEN / "checkpoint_v2")
+    expected = get_fp32_state_dict_from_zero_checkpoint(GOLDEN / "checkpoint_v1_adamw")
     assert set(index["weight_map"]) == set(expected) - {"twin.weight"}
     for name, file in index["weight_map"].items():
         value = expected[name].to(torch.bfloat16) if dtype == "bf16" and expected[name].is_floating_point() else expected[name]

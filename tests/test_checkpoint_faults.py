@@ -59,7 +59,11 @@ def _edit_index(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def _rename_parameter(data: dict[str, Any]) -> None:
+    former = data["units"][0]["params"][0]["name"]
     data["units"][0]["params"][0]["name"] = "renamed.weight"
+    data["aliases"] = {}
+    for group in data["optimizer"]["groups"]:
+        group["params"] = ["renamed.weight" if name == former else name for name in group["params"]]
 
 
 def _reshape_parameter(data: dict[str, Any]) -> None:

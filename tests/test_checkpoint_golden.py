@@ -17,7 +17,7 @@ FOLDERS = sorted((Path(__file__).parent / "golden").glob("checkpoint_v*"))
 
 
 def _load(folder: str, stage: int) -> None:
-    engine = start(stage, "bf16", seed=5, optimizer=OPTIMIZERS[int(folder[-1])])
+    engine = start(stage, "bf16", seed=5, optimizer=OPTIMIZERS[folder.rpartition("_")[2]])
     path, client_state = engine.load_checkpoint(folder)
     assert path == str(Path(folder) / TAG) and client_state is not None
     assert torch.equal(client_state.pop("best"), CLIENT_STATE["best"])
@@ -45,7 +45,7 @@ def test_released_checkpoint_is_read_by_the_script(folder: Path) -> None:
     assert masters and all(torch.equal(weights[name], value) for name, value in masters.items())
 
 
-def test_there_is_a_folder_of_the_present_version() -> None:
+def test_there_are_folders_of_the_present_version() -> None:
     from hf_zero.checkpoint.format import VERSION
 
-    assert f"checkpoint_v{VERSION}" in {folder.name for folder in FOLDERS}
+    assert {f"checkpoint_v{VERSION}_{optimizer}" for optimizer in OPTIMIZERS} <= {folder.name for folder in FOLDERS}

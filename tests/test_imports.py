@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "hf_zero.launch",
         "hf_zero.observe",
         "hf_zero.own_files",
+        "hf_zero.reading",
         "hf_zero.native",
         "hf_zero.process",
         "hf_zero.secrets",

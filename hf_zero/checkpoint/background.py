@@ -21,7 +21,7 @@ import torch
 
 from hf_zero import exit_status, host_memory, own_files
 from hf_zero.checkpoint import agreement, commit, folders
-from hf_zero.checkpoint.format import FileRecord, read_file_record
+from hf_zero.checkpoint.records import FileRecord, read_file_record
 from hf_zero.checkpoint.tensor_file import Elsewhere, Entry, Piece
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import CheckpointError

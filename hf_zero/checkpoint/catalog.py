@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hf_zero.checkpoint.format import MASTER, Index, UnitRecord, shard_file
+from hf_zero.checkpoint.format import MASTER, shard_file
+from hf_zero.checkpoint.index import Index
+from hf_zero.checkpoint.records import UnitRecord
 from hf_zero.checkpoint.slices import Slice
 from hf_zero.checkpoint.tensor_file import Copy, Row
 from hf_zero.errors import CheckpointError

@@ -10,20 +10,10 @@ import torch
 
 from hf_zero.checkpoint import optimizer_state
 from hf_zero.checkpoint.element_types import dtype_name
-from hf_zero.checkpoint.format import (
-    MASTER,
-    MODULE,
-    PARAM_STATES,
-    WEIGHTS,
-    LooseRecord,
-    ParamRecord,
-    ParamStateRecord,
-    UnitRecord,
-    shard_file,
-    state_kind,
-)
+from hf_zero.checkpoint.format import MASTER, MODULE, PARAM_STATES, WEIGHTS, shard_file, state_kind
 from hf_zero.checkpoint.param_states import param_states
 from hf_zero.checkpoint.rank_state import rank_states
+from hf_zero.checkpoint.records import LooseRecord, ParamRecord, ParamStateRecord, UnitRecord
 from hf_zero.checkpoint.slices import Slice
 from hf_zero.checkpoint.state import TrainingState
 from hf_zero.checkpoint.tensor_file import Entry, cut, whole

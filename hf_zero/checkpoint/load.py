@@ -15,7 +15,8 @@ from torch import nn
 from hf_zero.checkpoint import agreement, folders, node_local
 from hf_zero.checkpoint.catalog import Catalog, Located
 from hf_zero.checkpoint.element_types import DTYPES
-from hf_zero.checkpoint.format import INDEX_FILE, Index, values_file
+from hf_zero.checkpoint.format import INDEX_FILE, values_file
+from hf_zero.checkpoint.index import Index
 from hf_zero.checkpoint.optimizer_state import GroupsPlan, OptimizerPlan
 from hf_zero.checkpoint.param_states import ParamStatesPlan
 from hf_zero.checkpoint.rank_state import restore_rank_states
@@ -102,12 +103,7 @@ def _find(request: LoadRequest) -> tuple[str, str] | None:
     if folder is None:
         return None
     text = folders.read_index(folder)
-    for name, record in Index.from_json(text, str(folder / INDEX_FILE)).files.items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing; the index lists it with {record.nbytes} bytes")
-        if path.stat().st_size != record.nbytes:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, the index says {record.nbytes}: it was truncated or replaced")
+    RangeReader(folder, Index.from_json(text, str(folder / INDEX_FILE)).files).check_sizes()
     return str(folder), text
 
 

@@ -11,7 +11,8 @@ import torch
 from hf_zero.checkpoint.arrays import Arrays, is_row
 from hf_zero.checkpoint.catalog import Catalog, Located
 from hf_zero.checkpoint.element_types import DTYPES
-from hf_zero.checkpoint.format import GroupRecord, OptimizerRecord, ScalarRecord, state_kind
+from hf_zero.checkpoint.format import state_kind
+from hf_zero.checkpoint.records import GroupRecord, OptimizerRecord, ScalarRecord
 from hf_zero.checkpoint.state import TensorAxis
 from hf_zero.checkpoint.takeover import Takeover
 from hf_zero.checkpoint.tensor_file import Copy, Entry, Piece, Row

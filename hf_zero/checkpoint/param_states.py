@@ -8,8 +8,9 @@ import torch
 
 from hf_zero.checkpoint.catalog import Catalog, Located
 from hf_zero.checkpoint.element_types import DTYPES
-from hf_zero.checkpoint.format import ParamStateRecord, state_kind
+from hf_zero.checkpoint.format import state_kind
 from hf_zero.checkpoint.optimizer_state import GroupsPlan
+from hf_zero.checkpoint.records import ParamStateRecord
 from hf_zero.checkpoint.tensor_file import Entry, RangeReader, whole
 from hf_zero.checkpoint.values import Decoder, Encoder
 from hf_zero.optim.elementwise import state_at_start

@@ -20,15 +20,9 @@ from hf_zero.checkpoint.background import Background, Task, Written
 from hf_zero.checkpoint.contents import contents_of
 from hf_zero.checkpoint.disk import Disk
 from hf_zero.checkpoint.element_types import dtype_name
-from hf_zero.checkpoint.format import (
-    CHUNK_BYTES,
-    LATEST_FILE,
-    FileRecord,
-    Index,
-    OptimizerRecord,
-    state_kind,
-    values_file,
-)
+from hf_zero.checkpoint.format import CHUNK_BYTES, LATEST_FILE, state_kind, values_file
+from hf_zero.checkpoint.index import Index
+from hf_zero.checkpoint.records import FileRecord, OptimizerRecord
 from hf_zero.checkpoint.state import TrainingState
 from hf_zero.checkpoint.tensor_file import Entry, whole, write_tensor_file
 from hf_zero.checkpoint.values import Encoder

@@ -7,7 +7,8 @@ from functools import cache
 from typing import Any
 
 from hf_zero.checkpoint.catalog import Catalog
-from hf_zero.checkpoint.format import OptimizerRecord, state_kind
+from hf_zero.checkpoint.format import state_kind
+from hf_zero.checkpoint.records import OptimizerRecord
 from hf_zero.observe import warn_once
 from hf_zero.optim.elementwise import state_names
 from hf_zero.optim.sharded import ShardedOptimizer

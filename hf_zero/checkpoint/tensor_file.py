@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -15,8 +16,10 @@ import torch
 from hf_zero.checkpoint.checksum import Checksum, digits_of, digits_of_range, first_damaged
 from hf_zero.checkpoint.disk import Disk
 from hf_zero.checkpoint.element_types import DTYPES, ITEM_BYTES, dtype_name
-from hf_zero.checkpoint.format import CHUNK_BYTES, FileRecord, TensorRecord
+from hf_zero.checkpoint.format import CHUNK_BYTES
+from hf_zero.checkpoint.records import FileRecord, TensorRecord
 from hf_zero.errors import CheckpointError
+from hf_zero.reading import parse_json, reading, shown
 
 # Bytes that travel at once: large enough for a disk, small beside a shard. A multiple of the chunk.
 _WINDOW_BYTES = 64 * CHUNK_BYTES
@@ -281,16 +284,23 @@ class RangeReader:
             if copy.target.numel():
                 by_file.setdefault(copy.file, {}).setdefault(copy.tensor, []).append(copy)
         for name, tensors in by_file.items():
-            path = self.folder / name
-            try:
-                with open(path, "rb", buffering=0) as file:
-                    self._check_header(file.fileno(), name)
-                    ordered = {tensor: sorted(parts, key=lambda copy: copy.start) for tensor, parts in tensors.items()}
-                    ahead = _ReadAhead(file.fileno(), self._ranges(name, ordered))
-                    for tensor, parts in ordered.items():
-                        self._read_tensor(file.fileno(), name, tensor, parts, ahead)
-            except OSError as error:
-                raise CheckpointError(f"cannot read {path}: {error}") from error
+            with self._opened(name) as descriptor:
+                ordered = {tensor: sorted(parts, key=lambda copy: copy.start) for tensor, parts in tensors.items()}
+                ahead = _ReadAhead(descriptor, self._ranges(name, ordered))
+                for tensor, parts in ordered.items():
+                    self._read_tensor(descriptor, name, tensor, parts, ahead)
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[int]:
+        """The descriptor of a file whose size and header have been checked."""
+        if name not in self.files:
+            raise CheckpointError(f"{self.folder}: the index lists no file {name}")
+        try:
+            with open(self.folder / name, "rb", buffering=0) as file:
+                self._check_header(file.fileno(), name)
+                yield file.fileno()
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.folder / name}: {error}") from error
 
     def _ranges(self, file: str, copies: Mapping[str, list[Copy]]) -> Iterator[tuple[int, int]]:
         """(position, bytes) of all windows of ``file`` that will be read, in order."""
@@ -302,6 +312,8 @@ class RangeReader:
     def whole(self, file: str, tensor: str) -> torch.Tensor:
         """A new host tensor with all of ``tensor``."""
         record = self.record(file, tensor)
+        with self._opened(file):  # as long as the index says, before there is room for what it says
+            pass
         value = torch.empty(math.prod(record.shape), dtype=DTYPES[record.dtype])
         self.read([Copy(file, tensor, 0, value)])
         return value.view(record.shape)
@@ -317,15 +329,35 @@ class RangeReader:
             raise CheckpointError(f"{self.folder / file} should hold {tensor!r}, but the index lists no such tensor there")
         return record.tensors[tensor]
 
+    def check_sizes(self) -> None:
+        """Compares the sizes of all files with the index.
+
+        Raises:
+            CheckpointError: A file is missing or has another size.
+        """
+        for name, record in self.files.items():
+            path = self.folder / name
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing; the index lists it with {record.nbytes} bytes")
+            _check_size(path, path.stat().st_size, record.nbytes)
+
     def _check_header(self, descriptor: int, name: str) -> None:
-        if name not in self.files:
-            raise CheckpointError(f"{self.folder}: the index lists no file {name}")
+        """Before anything is read or made room for: the file is as long as the index says, and its header says the same of its tensors."""
         if name in self._verified:
             return
-        record = self.files[name]
+        record, path = self.files[name], self.folder / name
+        _check_size(path, os.fstat(descriptor).st_size, record.nbytes)
         header = self._pread(descriptor, memoryview(bytearray(record.header_nbytes)), 0, name)
         if digits_of(header) != record.header_crc32:
-            raise CheckpointError(f"{self.folder / name} is damaged: the checksum of its header does not match the index")
+            raise CheckpointError(f"{path} is damaged: the checksum of its header does not match the index")
+        with reading(path, CheckpointError):
+            found = parse_json(str(header[8:], "utf-8"))
+            found.pop("__metadata__", None)
+            for tensor in found.keys() | record.tensors.keys():
+                if tensor not in found or tensor not in record.tensors or found[tensor] != _described(record, tensor):
+                    raise CheckpointError(
+                        f"{path}: its header says of tensor {tensor!r} {shown(found.get(tensor))}, not what the index says"
+                    )
         self._verified.add(name)
 
     def _read_tensor(self, descriptor: int, file: str, tensor: str, copies: list[Copy], ahead: _ReadAhead) -> None:
@@ -366,6 +398,18 @@ class RangeReader:
             raise CheckpointError(
                 f"{what} is damaged: the checksum of the {CHUNK_BYTES} bytes from byte {first} on does not match the index"
             )
+
+
+def _check_size(path: Path, found: int, expected: int) -> None:
+    if found != expected:
+        raise CheckpointError(f"{path} has {found} bytes, the index says {expected}: it was truncated or replaced")
+
+
+def _described(file: FileRecord, tensor: str) -> dict[str, object]:
+    """What the header of ``file`` must say of a tensor."""
+    record = file.tensors[tensor]
+    start = record.offset - file.header_nbytes
+    return {"dtype": record.dtype, "shape": list(record.shape), "data_offsets": [start, start + record.nbytes]}
 
 
 class _ReadAhead:

@@ -21,6 +21,7 @@ import torch
 
 from hf_zero.checkpoint.element_types import DTYPES, NAMES
 from hf_zero.errors import CheckpointError
+from hf_zero.reading import reading
 
 _TAG = "$"
 _NUMPY_KINDS = "biufcSUMm"  # of numpy.dtype.kind: no objects, no records
@@ -191,20 +192,19 @@ class Decoder:
         Raises:
             CheckpointError: An unknown tag, or a tag with wrong contents.
         """
-        if isinstance(data, list):
-            return [self.decode(item) for item in data]
-        if not isinstance(data, dict):
+        if not isinstance(data, (list, dict)):
             return data
-        if _TAG not in data:
-            return {key: self.decode(item) for key, item in data.items()}
+        with reading(f"a saved value in {self._path}", CheckpointError):  # what is nested too deep
+            if isinstance(data, list):
+                return [self.decode(item) for item in data]
+            if _TAG not in data:
+                return {key: self.decode(item) for key, item in data.items()}
         tag = data[_TAG]
         reader = self._readers().get(tag) if isinstance(tag, str) else None
         if reader is None:
             raise CheckpointError(f"{self._path}: unknown tag {tag!r} in a saved value; install a newer hf_zero")
-        try:
+        with reading(f"a saved value with tag {tag!r} in {self._path}", CheckpointError):
             return reader(data)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{self._path}: a saved value with tag {tag!r} is broken: {error!r}") from error
 
     def _readers(self) -> dict[str, Callable[[dict[str, Any]], Any]]:
         return {

@@ -27,8 +27,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-FORMAT_VERSIONS = (1, 2, 3)
-CHUNK_BYTES = 1 << 16  # bytes per checksum in all of them
+FORMAT_VERSION = 1
+CHUNK_BYTES = 1 << 16  # bytes per checksum
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
@@ -60,10 +60,10 @@ class Checkpoint:
         self.params: dict[str, list[_Place]] = {}
         for loose in self.index["loose"]:
             self.frozen.add(loose["name"])
-            self._add(loose, _Place(None, loose["file"], 0, 0, loose.get("dim"), loose.get("ranges") or []))
+            self._add(loose, _Place(None, loose["file"], 0, 0, loose["dim"], loose["ranges"]))
         for unit in self.index["units"]:
             for param in unit["params"]:
-                place = _Place(unit, "", param["offset"], unit["tensor_rank"], param.get("dim"), param.get("ranges") or [])
+                place = _Place(unit, "", param["offset"], unit["tensor_rank"], param["dim"], param["ranges"])
                 self._add(param, place)
                 if unit["kind"] != "master":
                     self.frozen.add(param["name"])
@@ -84,13 +84,13 @@ class Checkpoint:
             if hashlib.sha256(data).hexdigest() != marker.read().strip():
                 raise ValueError(f"{path} is damaged: its sha256 differs from the one in the file 'complete'")
         index: dict[str, Any] = json.loads(data)
-        if index.get("format") != "hf_zero-checkpoint" or index.get("version") not in FORMAT_VERSIONS:
+        if index.get("format") != "hf_zero-checkpoint" or index.get("version") != FORMAT_VERSION:
             raise ValueError(
-                f"{path} has format {index.get('format')} version {index.get('version')}; this script reads versions {FORMAT_VERSIONS}"
+                f"{path} has format {index.get('format')} version {index.get('version')}; this script reads version {FORMAT_VERSION}"
             )
         if index.get("chunk_bytes") != CHUNK_BYTES:  # another number, or a negative one, would leave checksums unread
-            raise ValueError(f"{path} has chunk_bytes {index.get('chunk_bytes')!r}; these versions have {CHUNK_BYTES}")
-        return _version_2(index) if index["version"] == 1 else index
+            raise ValueError(f"{path} has chunk_bytes {index.get('chunk_bytes')!r}; this version has {CHUNK_BYTES}")
+        return index
 
     def _record(self, file: str, tensor: str) -> dict[str, Any]:
         try:
@@ -186,17 +186,6 @@ class _Place:
     tensor_rank: int
     dim: Any
     ranges: list[list[int]]
-
-
-def _version_2(index: dict[str, Any]) -> dict[str, Any]:
-    """An index of version 1 as version 2 has it."""
-    tensors = index["files"].get("module.safetensors", {"tensors": {}})["tensors"]
-    index["loose"] = [{"name": name, "file": "module.safetensors", "shape": tensors[name]["shape"]} for name in index["module_params"]]
-    index["buffers"] = dict.fromkeys(index["buffers"], "module.safetensors")
-    index["tensor_world"] = 1
-    for unit in index["units"]:
-        unit["tensor_rank"] = 0
-    return index
 
 
 def _fp32_bytes(dtype: str, numel: int) -> int:

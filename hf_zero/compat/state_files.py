@@ -17,7 +17,8 @@ import torch
 
 from hf_zero import own_files
 from hf_zero.checkpoint import folders
-from hf_zero.checkpoint.format import INDEX_FILE, VALUES_FILE, Index
+from hf_zero.checkpoint.format import INDEX_FILE, VALUES_FILE
+from hf_zero.checkpoint.index import Index
 from hf_zero.checkpoint.tensor_file import RangeReader
 from hf_zero.checkpoint.values import Decoder
 

@@ -12,25 +12,9 @@ from hf_zero.checkpoint import commit, folders
 from hf_zero.checkpoint.catalog import Catalog, Located
 from hf_zero.checkpoint.convert.source import FROZEN, Progress, Source, SourceParam, SourceTensor, read_only
 from hf_zero.checkpoint.element_types import DTYPES, dtype_name
-from hf_zero.checkpoint.format import (
-    CHUNK_BYTES,
-    CONVERTED,
-    INDEX_FILE,
-    LATEST_FILE,
-    MASTER,
-    MODULE,
-    VALUES_FILE,
-    FileRecord,
-    GroupRecord,
-    Index,
-    LooseRecord,
-    OptimizerRecord,
-    ParamRecord,
-    ScalarRecord,
-    UnitRecord,
-    shard_file,
-    state_kind,
-)
+from hf_zero.checkpoint.format import CHUNK_BYTES, CONVERTED, INDEX_FILE, LATEST_FILE, MASTER, MODULE, VALUES_FILE, shard_file, state_kind
+from hf_zero.checkpoint.index import Index
+from hf_zero.checkpoint.records import FileRecord, GroupRecord, LooseRecord, OptimizerRecord, ParamRecord, ScalarRecord, UnitRecord
 from hf_zero.checkpoint.tensor_file import Elsewhere, Entry, RangeReader, whole, write_tensor_file
 from hf_zero.checkpoint.values import Decoder, Encoder, encode_scalar
 from hf_zero.observe import warn_once
@@ -45,6 +29,7 @@ def read_checkpoint(folder: Path) -> Source:
     path = str(folder / INDEX_FILE)
     index = Index.from_json(folders.read_index(folder), path)
     catalog, reader = Catalog(index), RangeReader(folder, index.files)
+    reader.check_sizes()
     decoder = Decoder(lambda name: reader.whole(VALUES_FILE, name), path)
     params = []
     numbers = {(entry.unit, entry.group): entry.values for entry in index.optimizer.scalars} if index.optimizer else {}

@@ -1,0 +1,213 @@
+"""Whether the parts of an index fit each other: nothing twice, nothing that belongs to nothing, nothing that is not there.
+
+A reader walks from parameters to files. What it would never reach, or would take for something else, changes a run without a word: so
+each name, number of ranks and file must be explained by the others. All loops are bounded by the entries of the index.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from hf_zero.checkpoint.format import MASTER, MODULE, PARAM_STATES, STATE_PREFIX, VALUES_FILE, WEIGHTS, shard_file, state_kind, values_file
+from hf_zero.checkpoint.records import FileRecord, GroupRecord, LooseRecord, OptimizerRecord, ParamRecord, UnitRecord, check_slice
+from hf_zero.errors import CheckpointError
+from hf_zero.optim.onebit_sharded import SERVER_ERROR, WORKER_ERROR
+from hf_zero.reading import shown
+from hf_zero.sharding.layout import FROZEN
+
+_FILE_NAME = re.compile(r"([^-]+)-(\d{5,9})-of-(\d{5,9})(?:\.tensor-(\d{5,9})-of-\d{5,9})?\.safetensors")
+_VALUES_NAME = re.compile(r"values-(\d{5,9})\.safetensors")
+
+
+def _is_state(kind: str) -> bool:
+    return kind.startswith(STATE_PREFIX)
+
+
+def check_files(files: Mapping[str, FileRecord], world: int, tensor_world: int, states: tuple[str, ...]) -> None:
+    """Each file by itself, and whether its name is one that a save gives.
+
+    Args:
+        files: All of the index.
+        world: Ranks that wrote.
+        tensor_world: Tensor-parallel slices among them.
+        states: Flat optimizer states.
+
+    Raises:
+        CheckpointError: Names the file.
+    """
+    if world < 1 or tensor_world < 1 or world % tensor_world:
+        raise CheckpointError(
+            f"{world} ranks and {tensor_world} tensor-parallel slices: expected 1 or more, and slices that divide the ranks"
+        )
+    known = {MASTER, WEIGHTS, MODULE, PARAM_STATES, WORKER_ERROR, SERVER_ERROR, *map(state_kind, states)}
+    kinds = set()
+    for name, file in files.items():
+        kind = _kind_of(name, world, tensor_world)
+        if kind is None or kind not in known:
+            raise CheckpointError(f"{shown(name)} is no file of a checkpoint of {world} ranks with the states {list(states)}")
+        kinds.add(kind)
+        file.check(name)
+    for state in states:
+        if state_kind(state) not in kinds:
+            raise CheckpointError(f"no file holds the optimizer state {state!r}")
+    for kind in (WORKER_ERROR, SERVER_ERROR) if kinds & {WORKER_ERROR, SERVER_ERROR} else ():
+        present = sum(name.startswith(f"{kind}-") for name in files)
+        if present != world:
+            raise CheckpointError(f"{present} of {world} ranks have a file {kind}")
+
+
+def _kind_of(name: str, world: int, tensor_world: int) -> str | None:
+    """The kind of file that ``name`` says; None when no save gives that name."""
+    values = _VALUES_NAME.fullmatch(name)
+    if name == VALUES_FILE or (values and 0 < int(values[1]) < world and name == values_file(int(values[1]))):
+        return MODULE  # tensors that values refer to by name
+    found = _FILE_NAME.fullmatch(name)
+    if found is None:
+        return None
+    rank, ranks, tensor_rank = int(found[2]), int(found[3]), int(found[4] or 0)
+    fits = rank < ranks == world // tensor_world and tensor_rank < tensor_world
+    return found[1] if fits and shard_file(found[1], rank, ranks, tensor_rank, tensor_world) == name else None
+
+
+def check_units(units: Iterable[UnitRecord], files: Mapping[str, FileRecord], world: int, tensor_world: int) -> None:
+    """Each unit by itself, its shards in the files, and its optimizer states.
+
+    Raises:
+        CheckpointError: Names unit and file.
+    """
+    by_key = {}
+    for unit in units:
+        if not 0 <= unit.tensor_rank < tensor_world:
+            raise CheckpointError(f"unit {unit.name!r}: tensor rank {unit.tensor_rank} of {tensor_world} does not exist")
+        if (unit.name, unit.tensor_rank) in by_key:
+            raise CheckpointError(f"unit {unit.name!r} is there twice")
+        unit.check()
+        by_key[unit.name, unit.tensor_rank] = unit
+        if unit.world != world // tensor_world:
+            raise CheckpointError(f"unit {unit.name!r}: {unit.world} shards, but {world // tensor_world} data-parallel ranks")
+        _check_shards(unit, files, tensor_world)
+    for name, file in files.items():
+        found = _FILE_NAME.fullmatch(name)
+        if found is not None and (found[1] in (MASTER, WEIGHTS) or _is_state(found[1])):
+            for tensor, record in file.tensors.items():
+                unit = by_key.get((tensor, int(found[4] or 0)))
+                fits = unit is not None and (found[1] == unit.kind or (unit.kind == MASTER and _is_state(found[1])))
+                if unit is None or not fits or record.shape != (unit.shard_numel,):
+                    raise CheckpointError(f"{name}: tensor {tensor!r} of shape {list(record.shape)} is no shard of a unit of the index")
+
+
+def _check_shards(unit: UnitRecord, files: Mapping[str, FileRecord], tensor_world: int) -> None:
+    dtypes = set()
+    for rank in range(unit.world):  # one file each, so not more than the index has
+        name = shard_file(unit.kind, rank, unit.world, unit.tensor_rank, tensor_world)
+        if name not in files or unit.name not in files[name].tensors:
+            raise CheckpointError(f"the checkpoint lacks {name} with its part of unit {unit.name!r}")
+        dtypes.add(files[name].tensors[unit.name].dtype)
+    if len(dtypes) != 1:
+        raise CheckpointError(f"unit {unit.name!r}: its shards have the types {sorted(dtypes)}, expected one")
+
+
+def check_names(
+    units: Iterable[UnitRecord], loose: Iterable[LooseRecord], buffers: Mapping[str, str], files: Mapping[str, FileRecord]
+) -> set[str]:
+    """Parameters and buffers: each once per tensor-parallel rank, alike in all, and with its tensor.
+
+    Returns:
+        The names of all parameters.
+
+    Raises:
+        CheckpointError: Names the parameter or buffer, and the file.
+    """
+    places: dict[str, dict[tuple[str, int], tuple[ParamRecord | LooseRecord, int]]] = {}
+    for unit in units:
+        for param in unit.params:
+            _add_place(places, (unit.kind, unit.tensor_rank), param, param.group)
+    wanted: dict[str, set[str]] = {name: set() for name in files}
+    for record in loose:
+        found = _FILE_NAME.fullmatch(record.file)
+        tensor = files[record.file].tensors.get(record.name) if record.file in files else None
+        if found is None or found[1] != MODULE or tensor is None:
+            raise CheckpointError(f"the index lists parameter {record.name} in {shown(record.file)}, which has no such tensor")
+        check_slice(f"parameter {record.name}", record)
+        if record.slice.local_shape != tensor.shape:
+            raise CheckpointError(f"parameter {record.name} has another shape in {record.file} than the index says")
+        wanted[record.file].add(record.name)
+        _add_place(places, ("loose", int(found[4] or 0)), record, FROZEN)
+    for name, file in buffers.items():
+        if name in places or file not in files or not file.startswith(f"{MODULE}-") or name not in files[file].tensors:
+            raise CheckpointError(f"the index lists buffer {name} in {shown(file)}, which has no such tensor, or it is a parameter too")
+        wanted[file].add(name)
+    for file, names in wanted.items():
+        spare = set(files[file].tensors) - names if file.startswith(f"{MODULE}-") else set()
+        if spare:
+            raise CheckpointError(f"{file} holds {min(spare)!r}, which the index lists neither as parameter nor as buffer")
+    return set(places)
+
+
+def _add_place(
+    places: dict[str, dict[tuple[str, int], tuple[ParamRecord | LooseRecord, int]]],
+    place: tuple[str, int],
+    record: ParamRecord | LooseRecord,
+    group: int,
+) -> None:
+    known = places.setdefault(record.name, {})
+    if any(tensor_rank == place[1] for _, tensor_rank in known):
+        raise CheckpointError(f"parameter {record.name} is there twice")
+    for (kind, _), (other, other_group) in known.items():
+        if (kind, other.shape, other.dim, other_group) != (place[0], record.shape, record.dim, group):
+            raise CheckpointError(
+                f"parameter {record.name} has another kind, shape, dim or group in one place of the index than in another"
+            )
+    known[place] = (record, group)
+
+
+def check_aliases(aliases: Mapping[str, str], excluded: Iterable[str], names: set[str]) -> None:
+    """Further names lead to parameters, and are none themselves.
+
+    Raises:
+        CheckpointError: Names the alias or parameter.
+    """
+    left_out = set(excluded)
+    for alias, name in aliases.items():
+        if alias in names or name not in names | left_out:
+            raise CheckpointError(f"the alias {alias!r} of {name!r} leads to no parameter, or is one itself")
+    if left_out & names:
+        raise CheckpointError(f"parameter {min(left_out & names)} is there, and listed as excluded")
+
+
+def check_optimizer(optimizer: OptimizerRecord, units: Iterable[UnitRecord], names: set[str]) -> None:
+    """Param groups and states name what is there, once.
+
+    Raises:
+        CheckpointError: Names parameter, group or unit.
+    """
+    group_of = _groups(optimizer.groups)
+    trained = {param.name: param.group for unit in units if unit.kind == MASTER for param in unit.params}
+    for name in sorted(group_of.keys() | trained.keys()):
+        if group_of.get(name) != trained.get(name):
+            raise CheckpointError(f"parameter {name} is in param group {group_of.get(name)}, and in {trained.get(name)} as its unit says")
+    known = {(unit.name, param.group) for unit in units if unit.kind == MASTER for param in unit.params}
+    seen = set()
+    for record in optimizer.scalars:
+        key = (record.unit, record.group)
+        if key not in known or key in seen:
+            raise CheckpointError(f"optimizer.scalars: group {record.group} of unit {shown(record.unit)} is unknown, or there twice")
+        seen.add(key)
+    if len(set(optimizer.states)) != len(optimizer.states):
+        raise CheckpointError(f"optimizer.states {shown(optimizer.states)} has a name twice")
+    params = set()
+    for state in optimizer.params:
+        if state.param not in names or state.param in params or not state.file.startswith(f"{PARAM_STATES}-"):
+            raise CheckpointError(f"optimizer.params: {shown(state.param)} in {shown(state.file)} is unknown, or there twice")
+        params.add(state.param)
+
+
+def _groups(groups: Iterable[GroupRecord]) -> dict[str, int]:
+    group_of: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        for name in group.params:
+            if name in group_of:
+                raise CheckpointError(f"parameter {shown(name)} is in param groups {group_of[name]} and {number}")
+            group_of[name] = number
+    return group_of

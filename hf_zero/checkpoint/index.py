@@ -1,0 +1,131 @@
+"""``index.json``: everything about a checkpoint but the bytes of its tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hf_zero.checkpoint import consistency
+from hf_zero.checkpoint.format import CHUNK_BYTES, FORMAT, VERSION
+from hf_zero.checkpoint.json_records import read_record
+from hf_zero.checkpoint.plausible import check_counters, check_group, check_numbers, check_scaler, check_values
+from hf_zero.checkpoint.records import FileRecord, LooseRecord, OptimizerRecord, UnitRecord
+from hf_zero.checkpoint.values import Decoder
+from hf_zero.errors import CheckpointError
+from hf_zero.reading import parse_json, reading, shown
+
+
+@dataclass(frozen=True)
+class Index:
+    """Everything about a checkpoint but the bytes of its tensors.
+
+    Attributes:
+        library: Version of hf_zero that wrote it, or ``CONVERTED``.
+        tag: Name under which it was saved.
+        world: Number of ranks that wrote it.
+        tensor_world: Number of tensor-parallel slices among them.
+        stage: ZeRO stage that wrote it.
+        chunk_bytes: Bytes per checksum.
+        units: The flat buffers.
+        loose: Parameters that no unit holds.
+        buffers: Buffer -> the file that holds it.
+        extra_state: What modules return from ``get_extra_state``, encoded.
+        aliases: Further names of tied parameters -> the name they are stored under.
+        excluded: Frozen parameters left out on request.
+        optimizer: None when the engine had none.
+        scheduler: Encoded state of the engine's scheduler; None when it had none.
+        scaler: State of the loss scaler.
+        counters: Counters of the engine.
+        client_state: Rank 0's dict of the caller, encoded.
+        client_states: Those of other ranks, where they differ from rank 0's, by rank.
+        files: All safetensors files, by name.
+    """
+
+    library: str
+    tag: str
+    world: int
+    tensor_world: int
+    stage: int
+    chunk_bytes: int
+    units: tuple[UnitRecord, ...]
+    loose: tuple[LooseRecord, ...]
+    buffers: dict[str, str]
+    extra_state: dict[str, Any]
+    aliases: dict[str, str]
+    excluded: tuple[str, ...]
+    optimizer: OptimizerRecord | None
+    scheduler: Any
+    scaler: dict[str, Any]
+    counters: dict[str, int]
+    client_state: Any
+    client_states: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The text of ``index.json``."""
+        return json.dumps({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}, allow_nan=False, indent=None) + "\n"
+
+    @staticmethod
+    def from_json(text: str, path: str) -> Index:
+        """Reads and checks the text of ``index.json``.
+
+        Raises:
+            CheckpointError: It is no index, of another version, or contradicts itself; names ``path`` and the key.
+        """
+        with reading(path, CheckpointError):
+            data = parse_json(text)
+        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+            raise CheckpointError(f'{path} is not the index of a checkpoint of ours: "format" must be "{FORMAT}"')
+        version = data.pop("version", None)
+        if type(version) is not int or version != VERSION:
+            raise CheckpointError(
+                f"{path} has format version {shown(version)}, written by hf_zero {shown(data.get('library'))}; this one reads version "
+                f"{VERSION}. Install the hf_zero that wrote it"
+            )
+        index = read_record(Index, data, path)
+        index.check(path)
+        return index
+
+    def check(self, path: str) -> None:
+        """Refuses an index that contradicts itself, or says what no run can have been.
+
+        Raises:
+            CheckpointError: Names ``path`` and the part.
+        """
+        try:
+            self._check_parts()
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+
+    def _check_parts(self) -> None:
+        if self.chunk_bytes != CHUNK_BYTES:
+            raise CheckpointError(f"chunk_bytes is {self.chunk_bytes}, allowed is {CHUNK_BYTES}")
+        if not 0 <= self.stage <= 3:
+            raise CheckpointError(f"stage is {self.stage}, allowed are 0 to 3")
+        optimizer = self.optimizer
+        consistency.check_files(self.files, self.world, self.tensor_world, optimizer.states if optimizer is not None else ())
+        consistency.check_units(self.units, self.files, self.world, self.tensor_world)
+        names = consistency.check_names(self.units, self.loose, self.buffers, self.files)
+        consistency.check_aliases(self.aliases, self.excluded, names)
+        unknown = [rank for rank in self.client_states if not (rank.isdecimal() and str(int(rank)) == rank and int(rank) < self.world)]
+        if unknown:
+            raise CheckpointError(f"client_states: {shown(unknown[0])} is no rank of {self.world}")
+        check_counters(self.counters)
+        decoder = Decoder(_no_tensor, "the index")
+        check_scaler(decoder.decode(self.scaler))
+        if optimizer is not None:
+            consistency.check_optimizer(optimizer, self.units, names)
+            for number, group in enumerate(optimizer.groups):
+                check_group(decoder.decode(group.values), f"optimizer.groups[{number}]")
+            for record in optimizer.scalars:
+                check_numbers(decoder.decode(record.values), f"optimizer.scalars of unit {record.unit!r}")
+        check_values(decoder.decode(self.scheduler), "scheduler")
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    """In place of a tensor of the values file, whose number is checked when it is read."""
+    return torch.zeros(())

@@ -1,0 +1,147 @@
+"""Numbers that steer a run: rates, steps, loss scales and counters that no run can have had are refused by name.
+
+What is meant is told by the name. A number that a run might have had passes: that it is the right one, the checksum of the index says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hf_zero.errors import CheckpointError
+from hf_zero.reading import shown
+
+# Hyper-parameters and states of schedulers that are 0 or more, as numbers or lists of them.
+_RATES = frozenset(
+    {"lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "eps", "momentum", "base_lrs", "_last_lr", "min_lrs", "max_lrs", "lrs"}
+)
+_MOST_RATE = 1e9
+_FRACTIONS = frozenset({"betas", "beta1", "beta2"})  # of [0, 1]
+_COUNTS = frozenset({"step", "last_epoch", "last_batch_iteration", "_step_count", "good_steps", "tolerance"})  # whole numbers from -1 on
+_MOST_COUNT = 1 << 62
+_MOST_SCALE = 2.0**127
+_SWITCHES = frozenset({"amsgrad", "maximize", "nesterov", "centered", "differentiable", "decoupled_weight_decay", "dynamic"})
+COUNTERS = ("global_steps", "skipped_steps", "global_samples", "micro_steps")
+_SCALER = frozenset({"scale", "dynamic", "good_steps", "tolerance"})
+
+
+def check_counters(counters: Mapping[str, Any]) -> None:
+    """Counters of the engine: known names, whole numbers from 0 on.
+
+    Raises:
+        CheckpointError: Names the counter.
+    """
+    for name, value in counters.items():
+        if name not in COUNTERS or type(value) is not int or not 0 <= value <= _MOST_COUNT:
+            raise CheckpointError(f"counters: {shown(name)} is {shown(value)}; whole numbers from 0 on are allowed for {list(COUNTERS)}")
+
+
+def check_scaler(scaler: Any) -> None:
+    """The state of a loss scaler; empty where there is none.
+
+    Raises:
+        CheckpointError: Names the key.
+    """
+    if not scaler:
+        return
+    if set(scaler) != _SCALER:
+        raise CheckpointError(f"scaler has the keys {shown(sorted(map(str, scaler)))}, expected {sorted(_SCALER)}")
+    check_values(scaler, "scaler")
+    scale = scaler["scale"]
+    if type(scale) not in (int, float) or not 0 < scale <= _MOST_SCALE:
+        raise CheckpointError(f"scaler: scale is {shown(scale)}, expected a number above 0, at most 2**127")
+
+
+def check_group(values: Any, where: str) -> None:
+    """Hyper-parameters of a param group; empty where a conversion knew none.
+
+    Raises:
+        CheckpointError: Names ``where`` and the key.
+    """
+    if not isinstance(values, dict) or (values and "lr" not in values):
+        raise CheckpointError(f"{where} is {shown(values)}, expected hyper-parameters with an lr")
+    check_values(values, where)
+
+
+def check_numbers(values: Any, where: str) -> None:
+    """States of one number each.
+
+    Raises:
+        CheckpointError: Names ``where`` and the state.
+    """
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{where} is {shown(values)}, expected states by name")
+    check_values(values, where)
+    for key, value in values.items():
+        number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if number is not None and not (isinstance(number, (bool, int)) or (isinstance(number, float) and math.isfinite(number))):
+            raise CheckpointError(f"{where}: {key} is {shown(value)}, expected a finite number")
+
+
+def check_values(values: Any, where: str) -> None:
+    """Refuses what the names in ``values`` cannot mean; values that are no dict, and other names, pass.
+
+    Raises:
+        CheckpointError: Names ``where``, the key and the value.
+    """
+    for key, value in values.items() if isinstance(values, dict) else ():
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            problem = _problem(key, item)
+            if problem:
+                raise CheckpointError(f"{where}: {key} is {shown(value)}, {problem}")
+
+
+def _problem(key: Any, value: Any) -> str:
+    """What is wrong with one number under ``key``; empty when nothing is."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.item()
+    if isinstance(value, float) and math.isnan(value):
+        return "which is no number"
+    if key in _SWITCHES:
+        return "" if value is None or isinstance(value, bool) else "expected true or false"
+    if value is None or key not in _RATES | _FRACTIONS | _COUNTS:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "expected a number"
+    if key in _COUNTS:
+        return "" if -1 <= value <= _MOST_COUNT and value == int(value) else "expected a whole number from -1 on"
+    if key in _FRACTIONS:
+        return "" if 0 <= value <= 1 else "expected numbers from 0 to 1"
+    return "" if 0 <= value <= _MOST_RATE else f"expected a number from 0 to {_MOST_RATE:g}"
+
+
+# -- beside what is there ---------------------------------------------------------------------------------------------
+
+
+def check_alike(present: Any, saved: Any, where: str) -> None:
+    """Refuses a saved value that is of another kind than the one it replaces: text for a number, a list for a switch.
+
+    Args:
+        present: What the optimizer or scheduler has now.
+        saved: What it is to get; None, and whatever takes the place of None, passes.
+        where: For the message.
+
+    Raises:
+        CheckpointError: Names ``where`` and both values.
+    """
+    if isinstance(present, dict) and isinstance(saved, dict):
+        for key in present.keys() & saved.keys():
+            check_alike(present[key], saved[key], f"{where}[{key!r}]")
+        return
+    own, other = _kind(present), _kind(saved)
+    if own != other and own and other:
+        raise CheckpointError(f"{where} is {shown(saved)} in the checkpoint, {shown(present)} here: expected {own}, found {other}")
+    if own == "a list" and len(present) == len(saved):
+        for position, (here, there) in enumerate(zip(present, saved, strict=True)):
+            check_alike(here, there, f"{where}[{position}]")
+
+
+def _kind(value: Any) -> str:
+    """The kind of a value in words; empty for None and for objects, which nothing is said about."""
+    if isinstance(value, torch.Tensor):
+        return "a number" if value.numel() == 1 else "a tensor"
+    kinds = {"a switch": bool, "a number": (int, float), "a text": str, "a list": (list, tuple), "a dict": dict}
+    return next((word for word, kind in kinds.items() if isinstance(value, kind)), "")

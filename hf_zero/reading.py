@@ -1,0 +1,91 @@
+"""The door: whatever reads files of others goes through here, so that each failure becomes the named error.
+
+A file may hold anything. What a library raises about it (``KeyError``, ``RecursionError``, an overflow in C++) says neither which
+file it was nor what to do; ``reading`` adds both. Whoever reads compares sizes with the bytes that are there before making room for them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hf_zero.errors import HfZeroError
+
+ADVICE = "It is damaged, or not what its name says: take another copy, or write it again"
+_SHOWN = 200  # characters of what a library said
+
+
+@contextmanager
+def reading(path: object, error: Callable[[str], HfZeroError], advice: str = ADVICE) -> Iterator[None]:
+    """Turns whatever goes wrong inside into ``error`` with ``path``, what was found, and ``advice``; errors of our own pass.
+
+    Args:
+        path: What is read, as messages call it.
+        error: Class of the error.
+        advice: What to do.
+    """
+    try:
+        yield
+    except HfZeroError:
+        raise
+    except Exception as found:  # there is no list of what a broken file makes a library raise
+        raise error(f"cannot read {path}: {_told(found)}. {advice}") from found
+
+
+def _told(found: Exception) -> str:
+    text = str(found).strip()
+    if isinstance(found, RecursionError):
+        return "it is nested too deep"
+    if isinstance(found, MemoryError):
+        return "it asks for more memory than there is"
+    if isinstance(found, KeyError):
+        return f"{shown(found.args[0]) if found.args else 'a key'} is missing"
+    told = text if isinstance(found, (OSError, ValueError)) and text else f"{type(found).__name__}: {text}"
+    return (told if len(told) <= _SHOWN else told[:_SHOWN] + "...").rstrip(".")
+
+
+def shown(data: Any) -> str:
+    """``data`` for a message, cut where it is long."""
+    try:
+        text = repr(data)
+    except Exception as error:  # nested too deep, or an object that cannot tell what it is
+        return f"a {type(data).__name__} ({type(error).__name__})"
+    return text if len(text) < 80 else text[:77] + "..."
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: It is no JSON: among others a key that comes twice (readers differ in which they take), ``NaN`` and ``Infinity``.
+    """
+    return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {shown(twice)} comes twice")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return value
+
+
+def read_json(path: Path, error: Callable[[str], HfZeroError]) -> Any:
+    """The value of a JSON file; see ``reading`` and ``parse_json``."""
+    with reading(path, error):
+        return parse_json(path.read_text(encoding="utf-8"))
