@@ -203,7 +203,8 @@ def host_waits() -> Iterator[list[tuple[str, str]]]:
         if any(frame.filename.startswith(str(FOLDER / "network")) for frame in frames):
             return
         own = [frame for frame in frames if frame.filename.startswith(str(FOLDER.parents[1] / "hf_zero"))]
-        others = [frame for frame in frames if frame.filename.startswith(str(FOLDER.parent)) and frame.filename != __file__]
+        tests = [frame for frame in frames if frame.filename.startswith(str(FOLDER.parent))]
+        others = [frame for frame in tests if not frame.filename.startswith(str(FOLDER))]
         frame = (own or others or frames)[-1]
         found.append((what.decode(), f"{Path(frame.filename).relative_to(FOLDER.parents[1])}:{frame.lineno} {frame.name}"))
 
