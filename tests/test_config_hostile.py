@@ -89,7 +89,7 @@ def test_half_characters_are_refused() -> None:
 
 def test_a_text_that_is_no_config_is_not_repeated() -> None:
     with pytest.raises(ConfigError) as error:
-        read_config("eyJjb21ldCI6IHsiYXBpX2tleSI6ICJhYmMifX0" * 10 + "*")
+        read_config("eyJjb21ldCI6IHsiYXBpX2tleSI6ICJhYmMifX0" * 10 + "*")  # pragma: allowlist secret
     assert "(391 characters)" in str(error.value) and len(str(error.value)) < 200
 
 
@@ -182,12 +182,12 @@ def test_a_rate_of_zero_is_said() -> None:
 @pytest.mark.parametrize(
     ("section", "kind", "params", "words"),
     [
-        ("optimizer", "Adagrad", {"lr_decay": "boom"}, "lr_decay` is \"boom\"; allowed: a number"),
+        ("optimizer", "Adagrad", {"lr_decay": "boom"}, 'lr_decay` is "boom"; allowed: a number'),
         ("optimizer", "Adagrad", {"lr_decay": math.nan}, "lr_decay` is nan; allowed: a finite number"),
         ("optimizer", "Adagrad", {"lr_decay": -1}, "lr_decay` is -1; allowed: a number, at least 0"),
-        ("optimizer", "Adagrad", {"maximize": "boom"}, "maximize` is \"boom\"; allowed: true or false"),
+        ("optimizer", "Adagrad", {"maximize": "boom"}, 'maximize` is "boom"; allowed: true or false'),
         ("optimizer", "Rprop", {"etas": [0.5, "nan"]}, "etas` is [0.5, 'nan']; allowed: a finite number"),
-        ("scheduler", "StepLR", {"step_size": 1, "gamma": "-0.1"}, "gamma` is \"-0.1\"; allowed: a number, at least 0"),
+        ("scheduler", "StepLR", {"step_size": 1, "gamma": "-0.1"}, 'gamma` is "-0.1"; allowed: a number, at least 0'),
         ("scheduler", "StepLR", {"step_size": math.inf}, "step_size` is inf; allowed: a finite number"),
     ],
 )

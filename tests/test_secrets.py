@@ -16,7 +16,7 @@ from hf_zero.environment import environment_facts
 from hf_zero.errors import ConfigError
 from hf_zero.secrets import MASK, hidden, is_secret, without_credentials
 
-SECRET = "S3CRETvalue"
+SECRET = "S3CRETvalue"  # pragma: allowlist secret
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "dump_state": True,
@@ -51,7 +51,7 @@ def test_explain(further: list[str], capsys: pytest.CaptureFixture[str]) -> None
     [
         json.dumps({"comet": {"api_key": [SECRET]}}),
         json.dumps({"comet": {"api_key": {SECRET: 1}}}),
-        '{"comet": {"api_key": "%s", "api_key": "x"}}' % SECRET,
+        f'{{"comet": {{"api_key": "{SECRET}", "api_key": "x"}}}}',
         json.dumps({"comet": [{"api_key": SECRET}]}),
         json.dumps({"sparse_attention": {"token": SECRET}, "hybrid_engine": {"enabled": True}}),
         json.dumps({"comet": {"mode": f"https://a:{SECRET}@host/x?sig={SECRET}"}}),
