@@ -6,7 +6,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
+READY_AUDIT := $(VENV)/.ready-audit
 INPUTS := pyproject.toml constraints.txt $(wildcard build_backend/*.py kernels/*)
+
+SCANNED := hf_zero build_backend _hf_zero_startup.py examples benchmarks tests docs kernels Makefile pyproject.toml README.md
 
 DEMO_ARGS ?=
 TEST_ARGS ?=
@@ -14,13 +17,15 @@ BENCH_ARGS ?=
 GPU_ARGS ?= --out results-gpu
 GPU_PYTHON ?=
 
-.PHONY: help demo test test-all lint format bench gpu venv kernels clean
+.PHONY: help demo test test-all lint format audit advisories bench gpu venv kernels clean
 
 help:
 	@echo "make demo      train, evaluate, save and reload a small GPT-2 with ZeRO-3 on 2 ranks (DEMO_ARGS)"
 	@echo "make test      run the fast tests (TEST_ARGS='-k alias')"
 	@echo "make test-all  run every test"
 	@echo "make lint      check format, style, types and spelling; make format repairs the first two"
+	@echo "make audit     scan the sources for unsafe code and secrets, check the dependencies, run every fuzzer (SECURITY.md)"
+	@echo "make advisories  ask PyPI for known faults of the pinned dependencies; needs the network"
 	@echo "make bench     measure step times against DDP and FSDP2 (BENCH_ARGS)"
 	@echo "make gpu       tests and measurements that need a GPU, each under its own time limit (GPU_ARGS); taken as it is and without"
 	@echo "               network where $(PYTHON) has PyTorch and a GPU (GPU_PYTHON names another; benchmarks/gpu_bundle.sh: what it lacks)"
@@ -45,6 +50,17 @@ lint: $(READY_DEV)
 format: $(READY_DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# Each part fails where it finds something. The fuzzers come last: they take a quarter of an hour.
+audit: $(READY_AUDIT)
+	$(BIN)/bandit -q -c pyproject.toml -r hf_zero build_backend _hf_zero_startup.py examples benchmarks
+	files="$$(git ls-files 2>/dev/null || find $(SCANNED) -type f)" && test -n "$$files" && \
+		$(BIN)/detect-secrets-hook --exclude-files '^tests/golden/native_bits.json$$|/__pycache__/' $$files
+	$(BIN)/python -m pip check
+	$(BIN)/python -m pytest --slow tests/fuzz $(TEST_ARGS)
+
+advisories: $(READY_AUDIT)
+	$(BIN)/pip-audit --strict --disable-pip --no-deps -r constraints.txt
 
 bench: $(READY)
 	$(BIN)/python benchmarks/step_time.py $(BENCH_ARGS)
@@ -71,6 +87,10 @@ $(READY): $(INPUTS)
 
 $(READY_DEV): $(READY)
 	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]"
+	@touch $@
+
+$(READY_AUDIT): $(READY)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[audit]"
 	@touch $@
 
 clean:

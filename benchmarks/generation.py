@@ -146,7 +146,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(prefix="generation_") as folder:
         mp.spawn(worker, (arguments, folder), nprocs=arguments.world)
-        times = torch.load(f"{folder}/times.pt")
+        times = torch.load(f"{folder}/times.pt", weights_only=True)
     parameters = sum(parameter.numel() for parameter in build(arguments).parameters())
     result = table(times, arguments, parameters)
     result.print()

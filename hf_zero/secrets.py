@@ -13,7 +13,7 @@ _QUERY = re.compile(r"(?<=[?&#;])([^\s=&?#;]+)=[^\s&#;]*")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable or key of this name may hold a secret, by words like PASS, AUTH, TOKEN and KEY in any letter case."""
+    """Whether a variable or key of this name may hold a secret: by words like PASS, CRED, AUTH, TOKEN, SECRET and KEY, in any case."""
     return _NAME.search(name) is not None
 
 

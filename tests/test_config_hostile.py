@@ -89,7 +89,7 @@ def test_half_characters_are_refused() -> None:
 
 def test_a_text_that_is_no_config_is_not_repeated() -> None:
     with pytest.raises(ConfigError) as error:
-        read_config("eyJjb21ldCI6IHsiYXBpX2tleSI6ICJhYmMifX0" * 10 + "*")
+        read_config("eyJjb21ldCI6IHsiYXBpX2tleSI6ICJhYmMifX0" * 10 + "*")  # pragma: allowlist secret
     assert "(391 characters)" in str(error.value) and len(str(error.value)) < 200
 
 

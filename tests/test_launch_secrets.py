@@ -14,10 +14,10 @@ from tests.processes import REPO, run
 
 SECRETS = {
     "HF_TOKEN": "hf_S3CRETtoken",
-    "WANDB_API_KEY": "wandbS3CRETkey",
-    "HF_HUB_PASSWORD": "S3CRET pass,word",
+    "WANDB_API_KEY": "wandbS3CRETkey",  # pragma: allowlist secret
+    "HF_HUB_PASSWORD": "S3CRET pass,word",  # pragma: allowlist secret
     "NCCL_CREDENTIALS": "S3CRETcredentials",
-    "AWS_SECRET_ACCESS_KEY": "S3CRETaws",
+    "AWS_SECRET_ACCESS_KEY": "S3CRETaws",  # pragma: allowlist secret
     "ACCELERATE_auth": "S3CRETauth",
 }
 IN_FILE = {"FILE_TOKEN": "S3CRETfile", "PLAIN": "an,ordinary value", "MASTER_PORT": "1"}

@@ -16,7 +16,7 @@ from hf_zero.environment import environment_facts
 from hf_zero.errors import ConfigError
 from hf_zero.secrets import MASK, hidden, is_secret, without_credentials
 
-SECRET = "S3CRETvalue"
+SECRET = "S3CRETvalue"  # pragma: allowlist secret
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "dump_state": True,

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 DEFAULT_VOCAB_SIZE = 4096
-# Roles of special tokens by kind of model, in the order of their ids.
+# Roles of special tokens by kind of model, in the order of their ids. No passwords (B105), though "token" is in the names.
 DECODER_TOKENS = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}
-ENCODER_TOKENS = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]", "mask_token": "[MASK]"}
-SEQ2SEQ_TOKENS = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+ENCODER_TOKENS = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]", "mask_token": "[MASK]"}  # nosec B105
+SEQ2SEQ_TOKENS = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}  # nosec B105
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Mapping[str, str] = DECODER_TOKENS) -> PreTrainedTokenizerBase:

@@ -68,7 +68,7 @@ def tokenize_samples(raw: DatasetDict, tokenizer: PreTrainedTokenizerBase, args:
 
     def tokenize(batch: dict[str, list[str]], target_length: int) -> Any:
         sources = [args.source_prefix + text for text in batch[source_column]]
-        options = {"padding": padding, "truncation": True, "return_token_type_ids": False}
+        options = {"padding": padding, "truncation": True, "return_token_type_ids": False}  # nosec B105
         encoded = tokenizer(sources, max_length=args.max_source_length, **options)
         labels = tokenizer(text_target=batch[target_column], max_length=target_length, **options)["input_ids"]
         if padding and args.ignore_pad_token_for_loss:

@@ -63,7 +63,7 @@ SEEDS: list[dict[str, Any]] = [
 ]
 COMMENTED = [
     json.dumps(SEEDS[0], indent=1).replace("\n", " // note, {\n", 2).replace("}\n", "}, # end\n", 1),
-    "/* a\n * b */ " + json.dumps(SEEDS[1]).replace("}}", "},}").replace('"mine"', '/**/ "mine"'),
+    "{ /* a\n * b */ " + json.dumps(SEEDS[1])[1:].replace("}}", "},}").replace('"mine"', '/**/ "mine"'),
 ]
 TEXTS = [json.dumps(seed, indent=1) for seed in SEEDS] + COMMENTED
 TEXTS += [base64.urlsafe_b64encode(json.dumps(seed).encode()).decode() for seed in SEEDS]
