@@ -112,7 +112,9 @@ def write_checkpoint(source: Source, save_dir: Path, tag: str | None, progress: 
     part = folders.begin(save_dir, name)
     try:
         files = _write_files(source, part, encoder, progress)
-        folders.seal(part, _index(source, name, values, files).to_json())
+        index = _index(source, name, values, files)
+        index.check(source.what)
+        folders.seal(part, index.to_json())
         final = folders.publish(part, save_dir, name)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
