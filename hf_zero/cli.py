@@ -84,11 +84,12 @@ def _add_convert(commands: Any) -> None:
     convert.add_argument("--tag", help="name of the checkpoint in the source, and of the one that is written (default: what latest names)")
     convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="type of weights with --to hf (default fp32)")
     convert.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="size of one file with --to hf (default 5GB)")
-    convert.add_argument("--trust-pickle", action="store_true", help="open pickles; tensors and plain values are taken, nothing is run")
+    convert.add_argument("--trust-pickle", action="store_true", help=_TRUST_HELP)
     convert.add_argument("--quiet", action="store_true", help="no progress bar")
     convert.set_defaults(run=_convert)
 
 
+_TRUST_HELP = "open pickles (*.pt, *.bin): tensors and plain values are taken, nothing that they name is imported or run"
 _SOURCE_HELP = 'value of a training argument that "auto" stands for, such as learning_rate=3e-5; may be given several times'
 
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_zero import cli
-from hf_zero.checkpoint.convert.pickles import load_pickle
 from hf_zero.checkpoint.convert.run import Conversion, convert
+from hf_zero.checkpoint.convert.torch_files import load_torch_file
 from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from hf_zero.errors import CheckpointError
 from hf_zero.utils import newest_trainer_checkpoint
@@ -96,13 +96,13 @@ class Trap:
 
 def test_a_trusted_pickle_runs_nothing(tmp_path: Path) -> None:
     torch.save({"module": {"w": torch.ones(2)}, "trap": Trap(str(tmp_path / "sprung"))}, tmp_path / "file.pt")
-    data = load_pickle(tmp_path / "file.pt")
+    data = load_torch_file(tmp_path / "file.pt")
     assert torch.equal(data["module"]["w"], torch.ones(2)) and data["trap"].kind.endswith("open")
     assert not (tmp_path / "sprung").exists()
     for content in (b"", b"no pickle", pickle.dumps([1])[:-1]):
         (tmp_path / "broken.pt").write_bytes(content)
         with pytest.raises(CheckpointError, match="cannot read .*broken.pt"):
-            load_pickle(tmp_path / "broken.pt")
+            load_torch_file(tmp_path / "broken.pt")
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,7 @@ def test_to_torch_distributed_checkpoint_and_back(tmp_path: Path) -> None:
     dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert torch.equal(state["model.entry.weight"], expected["master entry.weight"])
     assert torch.equal(state["optim.state.entry.weight.exp_avg"], expected["exp_avg entry.weight"])
-    with pytest.raises(CheckpointError, match="--trust-pickle"):
-        convert(Conversion(tmp_path / "dcp", tmp_path / "back", quiet=True))
-    convert(Conversion(tmp_path / "dcp", tmp_path / "back", trust_pickle=True, quiet=True))
+    convert(Conversion(tmp_path / "dcp", tmp_path / "back", quiet=True))
     for wrong in ranks.run_ranks(_load_and_compare, 2, str(tmp_path / "back"), expected):
         assert wrong == []
 
@@ -170,7 +168,7 @@ def test_a_checkpoint_that_torch_wrote_for_a_plain_model(tmp_path: Path) -> None
     optimizer.step()
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    convert(Conversion(tmp_path / "dcp", tmp_path / "ours", tag="t", trust_pickle=True, quiet=True))
+    convert(Conversion(tmp_path / "dcp", tmp_path / "ours", tag="t", quiet=True))
     index = json.loads((tmp_path / "ours" / "t" / "index.json").read_text())
     assert index["optimizer"]["states"] == ["exp_avg", "exp_avg_sq"] and len(index["optimizer"]["scalars"]) == 4
     found = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ours")

@@ -91,9 +91,9 @@ def check_units(units: Iterable[UnitRecord], files: Mapping[str, FileRecord], wo
         found = _FILE_NAME.fullmatch(name)
         if found is not None and (found[1] in (MASTER, WEIGHTS) or _is_state(found[1])):
             for tensor, record in file.tensors.items():
-                unit = by_key.get((tensor, int(found[4] or 0)))
-                fits = unit is not None and (found[1] == unit.kind or (unit.kind == MASTER and _is_state(found[1])))
-                if unit is None or not fits or record.shape != (unit.shard_numel,):
+                holder = by_key.get((tensor, int(found[4] or 0)))
+                fits = holder is not None and (found[1] == holder.kind or (holder.kind == MASTER and _is_state(found[1])))
+                if holder is None or not fits or record.shape != (holder.shard_numel,):
                     raise CheckpointError(f"{name}: tensor {tensor!r} of shape {list(record.shape)} is no shard of a unit of the index")
 
 

@@ -19,6 +19,7 @@ from hf_zero.checkpoint.format import INDEX_FILE, values_file
 from hf_zero.checkpoint.index import Index
 from hf_zero.checkpoint.optimizer_state import GroupsPlan, OptimizerPlan
 from hf_zero.checkpoint.param_states import ParamStatesPlan
+from hf_zero.checkpoint.plausible import check_alike, check_values
 from hf_zero.checkpoint.rank_state import restore_rank_states
 from hf_zero.checkpoint.slices import Slice
 from hf_zero.checkpoint.state import Loaded, TrainingState
@@ -139,6 +140,7 @@ class _Plan:
             for name, param in state.loose_params():
                 self._plan_param(name, param)
         self._plan_buffers()
+        self._scheduler = self._plan_scheduler()
         wants_optimizer = request.optimizer_states and not request.module_only and state.optimizer is not None
         self._optimizer: GroupsPlan | None = None
         if wants_optimizer and isinstance(state.optimizer, WholeTensorOptimizer):
@@ -214,6 +216,18 @@ class _Plan:
         self._after.append((tensor, copy))
         return copy
 
+    def _plan_scheduler(self) -> Any:
+        """The saved state of the scheduler where it is wanted; None when there is none."""
+        request, scheduler = self.request, self.state.scheduler
+        if not request.scheduler_states or request.module_only or scheduler is None:
+            return None
+        saved = self._decoder.decode(self.index.scheduler)
+        if saved is None:
+            log_rank0("%s holds no state of a scheduler; this engine's starts from its beginning", self.reader.folder)
+        check_values(saved, "scheduler")
+        check_alike(scheduler.state_dict(), saved, "scheduler")
+        return saved
+
     # -- carrying out
 
     def files(self) -> set[str]:
@@ -242,11 +256,8 @@ class _Plan:
                 state.scaler.load_state_dict(self._decoder.decode(self.index.scaler))
         elif not request.masters_from_fp32:
             _round_masters(state.units)
-        if request.scheduler_states and not request.module_only and state.scheduler is not None:
-            if self.index.scheduler is None:
-                log_rank0("%s holds no state of a scheduler; this engine's starts from its beginning", self.reader.folder)
-            else:
-                state.scheduler.load_state_dict(self._decoder.decode(self.index.scheduler))
+        if self._scheduler is not None and state.scheduler is not None:
+            state.scheduler.load_state_dict(self._scheduler)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All parameters and buffers, whole, on the host, under all their names; each rank reads everything."""

@@ -12,6 +12,7 @@ from hf_zero.checkpoint.arrays import Arrays, is_row
 from hf_zero.checkpoint.catalog import Catalog, Located
 from hf_zero.checkpoint.element_types import DTYPES
 from hf_zero.checkpoint.format import state_kind
+from hf_zero.checkpoint.plausible import check_alike, check_group, missing_settings
 from hf_zero.checkpoint.records import GroupRecord, OptimizerRecord, ScalarRecord
 from hf_zero.checkpoint.state import TensorAxis
 from hf_zero.checkpoint.takeover import Takeover
@@ -190,8 +191,13 @@ class GroupsPlan:
                     "Build the optimizer with the groups it was saved with, or pass load_optimizer_states=False"
                 )
         values: dict[str, Any] = self._decoder.decode(first.values)
-        values = {key: value for key, value in values.items() if key not in _EXECUTION_KEYS}
-        return self._takeover.settings(group, values)
+        check_group(values, f"param group {index}")
+        taken = self._takeover.settings(group, {key: value for key, value in values.items() if key not in _EXECUTION_KEYS})
+        check_alike({key: value for key, value in group.items() if key != "params"}, taken, f"param group {index}")
+        lost = [] if self._takeover.foreign or not values else sorted(missing_settings(group, values))
+        if lost:
+            raise CheckpointError(f"param group {index}: the checkpoint lacks its {', '.join(lost)}; found are {sorted(values)}")
+        return taken
 
     def apply(self) -> None:
         """Installs the groups' values; local."""
@@ -236,7 +242,11 @@ class OptimizerPlan(GroupsPlan):
                 flat[state] = self._arrays.place(self.optimizer, segment, state, DTYPES[sorted(dtypes)[0]], whole)
                 for slot, found in trained:
                     self._copy(segment, slot, found, state, flat[state])
-        return SegmentPlan(segment, flat, self._numbers_of(trained))
+        numbers = self._numbers_of(trained)
+        lost = self._takeover.lacks(segment.group, {*flat, *numbers}) if flat else set()
+        if lost:
+            raise CheckpointError(f"the optimizer state of {trained[0][0].name} lacks {', '.join(sorted(lost))}: the index was changed")
+        return SegmentPlan(segment, flat, numbers)
 
     def _copy(self, segment: OwnedSegment, slot: ParamSlot, found: Located, state: str, target: Row) -> None:
         start = segment.unit.owned.start + segment.range.start  # of the segment, inside the unit

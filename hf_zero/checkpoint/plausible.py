@@ -66,6 +66,11 @@ def check_group(values: Any, where: str) -> None:
     check_values(values, where)
 
 
+def missing_settings(present: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
+    """Hyper-parameters that steer a run, which ``present`` has and ``saved`` lacks."""
+    return {key for key in present.keys() & (_RATES | _FRACTIONS) if key not in saved and key != "initial_lr"}
+
+
 def check_numbers(values: Any, where: str) -> None:
     """States of one number each.
 
@@ -102,7 +107,7 @@ def _problem(key: Any, value: Any) -> str:
         return "which is no number"
     if key in _SWITCHES:
         return "" if value is None or isinstance(value, bool) else "expected true or false"
-    if value is None or key not in _RATES | _FRACTIONS | _COUNTS:
+    if key not in _RATES | _FRACTIONS | _COUNTS or (value is None and key not in _COUNTS):
         return ""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return "expected a number"
@@ -121,7 +126,7 @@ def check_alike(present: Any, saved: Any, where: str) -> None:
 
     Args:
         present: What the optimizer or scheduler has now.
-        saved: What it is to get; None, and whatever takes the place of None, passes.
+        saved: What it is to get; whatever takes the place of None passes, and None unless in place of a number.
         where: For the message.
 
     Raises:
@@ -132,6 +137,8 @@ def check_alike(present: Any, saved: Any, where: str) -> None:
             check_alike(present[key], saved[key], f"{where}[{key!r}]")
         return
     own, other = _kind(present), _kind(saved)
+    if own == "a number" and saved is None:
+        other = "nothing"
     if own != other and own and other:
         raise CheckpointError(f"{where} is {shown(saved)} in the checkpoint, {shown(present)} here: expected {own}, found {other}")
     if own == "a list" and len(present) == len(saved):
@@ -143,5 +150,5 @@ def _kind(value: Any) -> str:
     """The kind of a value in words; empty for None and for objects, which nothing is said about."""
     if isinstance(value, torch.Tensor):
         return "a number" if value.numel() == 1 else "a tensor"
-    kinds = {"a switch": bool, "a number": (int, float), "a text": str, "a list": (list, tuple), "a dict": dict}
+    kinds: dict[str, Any] = {"a switch": bool, "a number": (int, float), "a text": str, "a list": (list, tuple), "a dict": dict}
     return next((word for word, kind in kinds.items() if isinstance(value, kind)), "")

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from hf_zero.checkpoint.catalog import Catalog
-from hf_zero.checkpoint.format import state_kind
+from hf_zero.checkpoint.format import CONVERTED, state_kind
 from hf_zero.checkpoint.records import OptimizerRecord
 from hf_zero.observe import warn_once
 from hf_zero.optim.elementwise import state_names
@@ -90,6 +90,12 @@ class Takeover:
     def takes(self, name: str) -> bool:
         """Whether the saved states of parameter ``name`` are taken, where there are any."""
         return name not in self._left
+
+    def lacks(self, group: int, names: set[str]) -> set[str]:
+        """What an optimizer of the saved class keeps for a flat row of ``group`` beside the states ``names``, as far as that is known."""
+        converted = self._catalog.index.library == CONVERTED  # others may keep a step elsewhere
+        kept = None if self.foreign or self._whole or converted else self._kept(group, 1)
+        return set(kept or ()) - names
 
     def settings(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
         """The saved hyper-parameters that a present group takes."""

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from hf_zero.checkpoint.folders import complete_or_former, read_latest
@@ -58,11 +59,14 @@ def _is_whole_trainer_checkpoint(folder: Path) -> bool:
     return found is not None and all(zipfile.is_zipfile(folder / name) for name in _random_states(found))
 
 
-def _random_states(checkpoint: Path) -> list[str]:
+def _random_states(checkpoint: Path) -> Iterator[str]:
     """Names of Trainer's files beside a checkpoint of ours; none when that was converted, or does not say how many ranks wrote it."""
     try:
         index = json.loads((checkpoint / INDEX_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    world = 0 if index.get("library") == CONVERTED else index.get("world", 0)
-    return ["rng_state.pth"] if world == 1 else [f"rng_state_{rank}.pth" for rank in range(world)]
+    except (OSError, ValueError, RecursionError):
+        return
+    world = index.get("world") if isinstance(index, dict) and index.get("library") != CONVERTED else 0
+    if world == 1:
+        yield "rng_state.pth"
+    elif isinstance(world, int):
+        yield from (f"rng_state_{rank}.pth" for rank in range(world))  # one by one: the number may be anything

@@ -20,15 +20,20 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 FORMAT_VERSION = 1
-CHUNK_BYTES = 1 << 16  # bytes per checksum
+CHUNK_BYTES = 65536  # per checksum
+_ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2,
+    "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
@@ -50,47 +55,100 @@ class Checkpoint:
             latest = os.path.join(base, "latest")
             if not os.path.isfile(latest):
                 raise FileNotFoundError(f"{latest} does not exist; name the checkpoint with tag=")
-            with open(latest, encoding="utf-8") as file:
+            with _reading(latest), open(latest, encoding="utf-8") as file:
                 tag = file.read().strip()
         self.folder = os.path.join(base, str(tag))
-        self.index = self._read_index()
+        self._path = os.path.join(self.folder, "index.json")
+        if not os.path.isfile(self._path) or not os.path.isfile(os.path.join(self.folder, "complete")):
+            raise FileNotFoundError(f"{self.folder} is no complete checkpoint: it lacks index.json or complete")
         self.frozen: set[str] = set()
         self.shapes: dict[str, list[int]] = {}
         # name -> where it lies: several places where tensor-parallel ranks hold slices of it
         self.params: dict[str, list[_Place]] = {}
-        for loose in self.index["loose"]:
-            self.frozen.add(loose["name"])
-            self._add(loose, _Place(None, loose["file"], 0, 0, loose["dim"], loose["ranges"]))
-        for unit in self.index["units"]:
-            for param in unit["params"]:
-                place = _Place(unit, "", param["offset"], unit["tensor_rank"], param["dim"], param["ranges"])
-                self._add(param, place)
-                if unit["kind"] != "master":
-                    self.frozen.add(param["name"])
+        with _reading(self._path):
+            _require(os.path.basename(str(tag)) == str(tag) not in ("", ".", ".."), f"{tag!r} is no name of a folder")
+            self.index = self._read_index()
+            self._check_index()
+            for loose in self.index["loose"]:
+                self.frozen.add(loose["name"])
+                self._add(loose, _Place(None, loose["file"], 0, 0, loose["dim"], loose["ranges"]))
+            for unit in self.index["units"]:
+                for param in unit["params"]:
+                    self._add(param, _Place(unit, "", param["offset"], unit["tensor_rank"], param["dim"], param["ranges"]))
+                    if unit["kind"] != "master":
+                        self.frozen.add(param["name"])
+            for name, places in self.params.items():
+                self._check_places(name, places)
 
     def _add(self, param: dict[str, Any], place: _Place) -> None:
-        self.shapes[param["name"]] = param["shape"]
-        known = self.params.setdefault(param["name"], [])
+        name, shape, known = param["name"], param["shape"], self.params.setdefault(param["name"], [])
+        _require(_are_sizes(shape) and shape == self.shapes.setdefault(name, shape), f"the shape of {name} is {shape!r:.80}")
+        _require(place.dim is None or (type(place.dim) is int and 0 <= place.dim < len(shape)), f"{name} is cut along {place.dim!r}")
+        same_rank = [other for other in known if other.tensor_rank == place.tensor_rank or (other.unit is None) != (place.unit is None)]
+        _require(place.unit is None or not same_rank, f"{name} is there twice")
         if not known or known[0].dim is not None:  # one copy of what every rank holds is enough
             known.append(place)
 
     def _read_index(self) -> dict[str, Any]:
-        path = os.path.join(self.folder, "index.json")
-        if not os.path.isfile(path) or not os.path.isfile(os.path.join(self.folder, "complete")):
-            raise FileNotFoundError(f"{self.folder} is no complete checkpoint: it lacks index.json or complete")
-        with open(path, "rb") as file:
+        with open(self._path, "rb") as file:
             data = file.read()
         with open(os.path.join(self.folder, "complete"), encoding="utf-8") as marker:
-            if hashlib.sha256(data).hexdigest() != marker.read().strip():
-                raise ValueError(f"{path} is damaged: its sha256 differs from the one in the file 'complete'")
-        index: dict[str, Any] = json.loads(data)
-        if index.get("format") != "hf_zero-checkpoint" or index.get("version") != FORMAT_VERSION:
-            raise ValueError(
-                f"{path} has format {index.get('format')} version {index.get('version')}; this script reads version {FORMAT_VERSION}"
-            )
-        if index.get("chunk_bytes") != CHUNK_BYTES:  # another number, or a negative one, would leave checksums unread
-            raise ValueError(f"{path} has chunk_bytes {index.get('chunk_bytes')!r}; this version has {CHUNK_BYTES}")
+            _require(hashlib.sha256(data).hexdigest() == marker.read().strip(), "its sha256 differs from the one in the file 'complete'")
+        index: dict[str, Any] = json.loads(data, object_pairs_hook=_once)
+        _require(isinstance(index, dict) and index.get("format") == "hf_zero-checkpoint", "it is no index of a checkpoint")
+        version = index.get("version")
+        _require(version == FORMAT_VERSION, f"it has version {version!r:.80}, this script reads version {FORMAT_VERSION}")
         return index
+
+    def _check_index(self) -> None:
+        """Sizes and counts against the files that the index lists, before anything is read by them."""
+        index, files = self.index, self.index["files"]
+        _require(index["chunk_bytes"] == CHUNK_BYTES, f"chunk_bytes is {index['chunk_bytes']!r:.80}, allowed is {CHUNK_BYTES}")
+        for name, file in files.items():
+            _require(os.path.basename(name) == name and name.endswith(".safetensors"), f"{name!r:.80} is no file of a checkpoint")
+            for tensor, record in file["tensors"].items():
+                nbytes, item = record["nbytes"], _ITEM_BYTES.get(record["dtype"], 0)
+                fits = _are_sizes(record["shape"]) and nbytes == math.prod(record["shape"]) * item and item > 0
+                fits = fits and nbytes < file["nbytes"] and len(record["crc32"]) == 8 * -(-nbytes // CHUNK_BYTES)
+                _require(fits, f"shape, bytes or checksums of {tensor!r} in {name} contradict each other")
+        for unit in index["units"]:
+            self._check_unit(unit)
+        for name, file in index["buffers"].items():
+            self._record(file, name)
+        for loose in index["loose"]:
+            numel = math.prod(self._record(loose["file"], loose["name"])["shape"])
+            _require(_held(loose) == numel, f"{loose['name']} has {numel} elements in {loose['file']}, the index says otherwise")
+        known = {param["name"] for part in (*index["units"], {"params": index["loose"]}) for param in part["params"]}
+        for alias, name in index["aliases"].items():
+            _require(alias not in known and name in known | set(index["excluded"]), f"the alias {alias!r:.80} leads to no parameter")
+
+    def _check_unit(self, unit: dict[str, Any]) -> None:
+        name, world, numel = unit["name"], unit["world"], unit["padded_numel"]
+        fits = _are_sizes([world, numel, unit["tensor_rank"]]) and 1 <= world <= len(self.index["files"]) and numel % world == 0
+        _require(fits and unit["kind"] in ("master", "weights"), f"unit {name!r}: {numel!r:.80} elements in {world!r:.80} shards")
+        shards = [self._record(self._shard(unit, rank), name) for rank in range(world)]
+        alike = all((shard["shape"], shard["dtype"]) == ([numel // world], shards[0]["dtype"]) for shard in shards)
+        _require(alike and shards[0]["dtype"] in _ITEM_BYTES, f"unit {name!r}: its shards are not {world} times {numel // world} elements")
+        end = 0
+        for start, count, param in sorted((param["offset"], _held(param), param["name"]) for param in unit["params"]):
+            _require(type(start) is int and start >= end, f"unit {name!r}: the parameter {param} overlaps another one, or lies before it")
+            end = start + count
+        _require(end <= numel, f"unit {name!r}: its parameters end at element {end}, it has {numel}")
+
+    def _check_places(self, name: str, places: list[_Place]) -> None:
+        dim, shape = places[0].dim, self.shapes[name]
+        _require(all((place.dim is None) == (dim is None) for place in places), f"{name} is whole in one place and cut in another")
+        if dim is not None:
+            covered = 0
+            for start, stop in sorted((start, stop) for place in places for start, stop in place.ranges):
+                _require(start <= covered, f"the slices of {name} do not make the whole parameter")
+                covered = max(covered, stop)
+            _require(covered == shape[dim], f"the slices of {name} do not make the whole parameter")
+
+    def _shard(self, unit: dict[str, Any], rank: int) -> str:
+        slices = self.index["tensor_world"]
+        suffix = f".tensor-{unit['tensor_rank']:05d}-of-{slices:05d}" if slices > 1 else ""
+        return f"{unit['kind']}-{rank:05d}-of-{unit['world']:05d}{suffix}.safetensors"
 
     def _record(self, file: str, tensor: str) -> dict[str, Any]:
         try:
@@ -100,15 +158,21 @@ class Checkpoint:
         return record
 
     def read(self, name: str) -> torch.Tensor:
-        """Parameter or buffer ``name``, whole; floating point as fp32."""
-        if name not in self.params:
-            file = self.index["buffers"][name]
-            return _as_fp32(self._tensor(file, name, 0, None)).reshape(self._record(file, name)["shape"])
-        places, shape = self.params[name], self.shapes[name]
+        """Parameter or buffer ``name``, whole; floating point as fp32.
+
+        Raises:
+            ValueError: A file is missing or damaged; names it.
+        """
+        with _reading(self.folder):
+            if name not in self.params:
+                file = self.index["buffers"][name]
+                return _as_fp32(self._tensor(file, name, 0, None)).reshape(self._record(file, name)["shape"])
+            return self._read_param(self.params[name], name, self.shapes[name])
+
+    def _read_param(self, places: list[_Place], name: str, shape: list[int]) -> torch.Tensor:
         if places[0].dim is None:
             return self._read_place(name, places[0], shape)
-        whole = torch.empty(shape)
-        held = torch.zeros(shape[places[0].dim], dtype=torch.bool)  # ranks that share a key/value head hold the same
+        whole = torch.empty(shape)  # as large as its slices together, which lie in files
         for place in places:
             local = list(shape)
             local[place.dim] = sum(stop - start for start, stop in place.ranges)
@@ -116,10 +180,7 @@ class Checkpoint:
             taken = 0
             for start, stop in place.ranges:
                 whole.narrow(place.dim, start, stop - start).copy_(part.narrow(place.dim, taken, stop - start))
-                held[start:stop] = True
                 taken += stop - start
-        if not held.all():
-            raise ValueError(f"{self.folder}: the slices of {name} in the index do not make the whole parameter")
         return whole
 
     def _read_place(self, name: str, place: _Place, shape: list[int]) -> torch.Tensor:
@@ -128,36 +189,33 @@ class Checkpoint:
             return _as_fp32(self._tensor(place.file, name, 0, None)).reshape(shape)
         per_rank = unit["padded_numel"] // unit["world"]
         start, stop = place.offset, place.offset + math.prod(shape)
-        slices = self.index["tensor_world"]
-        suffix = f".tensor-{place.tensor_rank:05d}-of-{slices:05d}" if slices > 1 else ""
         parts = []
         for rank in range(unit["world"]):
             first, last = max(start, rank * per_rank), min(stop, (rank + 1) * per_rank)
             if last > first:
-                file = f"{unit['kind']}-{rank:05d}-of-{unit['world']:05d}{suffix}.safetensors"
-                parts.append(self._tensor(file, unit["name"], first - rank * per_rank, last - rank * per_rank))
+                parts.append(self._tensor(self._shard(unit, rank), unit["name"], first - rank * per_rank, last - rank * per_rank))
         return _as_fp32(torch.cat(parts) if parts else torch.empty(0)).reshape(shape)
 
     def _tensor(self, file: str, tensor: str, start: int, stop: int | None) -> torch.Tensor:
         """Elements ``start`` to ``stop`` of a tensor as a row, with the checksums of all chunks they touch verified."""
         record, path = self._record(file, tensor), os.path.join(self.folder, file)
-        numel, chunk_bytes = math.prod(record["shape"]), self.index["chunk_bytes"]
+        numel = math.prod(record["shape"])
         stop = numel if stop is None else stop
         if not os.path.isfile(path) or os.path.getsize(path) != self.index["files"][file]["nbytes"]:
             raise ValueError(f"{path} is missing or has another size than the {self.index['files'][file]['nbytes']} bytes of the index")
-        chunk = chunk_bytes * numel // record["nbytes"] if record["nbytes"] else 1  # elements per checksum
+        chunk = CHUNK_BYTES // _ITEM_BYTES[record["dtype"]]  # elements per checksum
         first, last = start // chunk * chunk, min(-(-stop // chunk) * chunk, numel)
-        try:
-            with safe_open(path, framework="pt") as opened:
-                whole = opened.get_tensor(tensor).reshape(-1) if len(record["shape"]) != 1 else opened.get_slice(tensor)[first:last]
-        except SafetensorError as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
+        with _reading(path), safe_open(path, framework="pt") as opened:
+            said = opened.get_slice(tensor)
+            same = (said.get_dtype(), said.get_shape()) == (record["dtype"], record["shape"])
+            _require(same, f"its header says {said.get_dtype()} {said.get_shape()} of {tensor!r}, the index says otherwise")
+            whole = opened.get_tensor(tensor).reshape(-1) if len(record["shape"]) != 1 else said[first:last]
         if len(record["shape"]) != 1:
             first = 0
         data = memoryview(whole.contiguous().view(torch.uint8).numpy()) if whole.numel() else memoryview(b"")
-        for position in range(0, len(data), chunk_bytes):
-            number = first // chunk + position // chunk_bytes
-            if f"{zlib.crc32(data[position : position + chunk_bytes]):08x}" != record["crc32"][8 * number : 8 * number + 8]:
+        for position in range(0, len(data), CHUNK_BYTES):
+            number = first // chunk + position // CHUNK_BYTES
+            if f"{zlib.crc32(data[position : position + CHUNK_BYTES]):08x}" != record["crc32"][8 * number : 8 * number + 8]:
                 raise ValueError(f"{path} is damaged: chunk {number} of tensor {tensor!r} does not match its checksum")
         return whole[start - first : stop - first]
 
@@ -188,9 +246,51 @@ class _Place:
     ranges: list[list[int]]
 
 
+class _Refused(ValueError):
+    """An error that names the file already."""
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Turns whatever a broken file makes of an attempt to read it into a ValueError that names it."""
+    try:
+        yield
+    except (_Refused, FileNotFoundError):
+        raise
+    except Exception as error:
+        told = str(error) if type(error) is ValueError else f"{type(error).__name__}: {str(error)[:200]}"
+        raise _Refused(told if path in told else f"{path} is damaged: {told}. Take another copy, or save it again") from error
+
+
+def _require(fine: bool, problem: str) -> None:
+    if not fine:
+        raise ValueError(problem)
+
+
+def _are_sizes(sizes: Any) -> bool:
+    return isinstance(sizes, list) and all(type(size) is int and 0 <= size < 1 << 62 for size in sizes)
+
+
+def _held(param: dict[str, Any]) -> int:
+    """Elements of a parameter that lie in its unit."""
+    shape, ranges = list(param["shape"]), param["ranges"]
+    _require(_are_sizes(shape) and all(_are_sizes(pair) and len(pair) == 2 for pair in ranges), f"{param['name']} has shape {shape!r:.80}")
+    if param["dim"] is not None:
+        end = 0
+        for start, stop in sorted(ranges):
+            _require(end <= start <= stop <= shape[param["dim"]], f"the ranges of {param['name']} are {ranges!r:.80}")
+            end = stop
+        shape[param["dim"]] = sum(stop - start for start, stop in ranges)
+    return math.prod(shape)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _require(len(dict(pairs)) == len(pairs), "a key of an object comes twice")
+    return dict(pairs)
+
+
 def _fp32_bytes(dtype: str, numel: int) -> int:
-    sizes = {"I64": 8, "U64": 8, "C64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
-    return numel * (4 if dtype in _FLOATS else sizes.get(dtype, 1))
+    return numel * (4 if dtype in _FLOATS else _ITEM_BYTES[dtype])
 
 
 def _as_fp32(tensor: torch.Tensor) -> torch.Tensor:

@@ -69,6 +69,6 @@ def _load(name: str) -> Any:
 
     try:
         return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever a broken config.json makes transformers raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"The model {name!r} is no local config and no ID that could be loaded: {reason}") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.errors import ConfigError
+from hf_zero.reading import read_json, reading
 
 Ranges = list[list[tuple[int, int]]]  # per rank, half-open ranges of indices
 
@@ -109,11 +110,8 @@ class TpPlan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TpPlan:
         """Reads a plan; see ``from_dict``."""
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} is not a tensor-parallel plan: {error}") from None
-        return cls.from_dict(data, str(path))
+        with reading(f"the tensor-parallel plan {path}", ConfigError):
+            return cls.from_dict(read_json(Path(path), ConfigError), str(path))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "plan") -> TpPlan:

@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.convert.pickles import Inert, load_pickle, require_trust
+from hf_zero.checkpoint.convert import fields
+from hf_zero.checkpoint.convert.pickle_names import Inert
 from hf_zero.checkpoint.convert.source import FROZEN, Source, SourceParam, SourceTensor, joined, tensor_source
+from hf_zero.checkpoint.convert.torch_files import load_torch_file, require_trust
 from hf_zero.checkpoint.tensor_file import Elsewhere
 from hf_zero.errors import CheckpointError
+from hf_zero.reading import reading, shown
 
 _OPTIMIZER_FILES = "*zero_pp_rank_*_mp_rank_00_optim_states.pt"
 _KNOWN = {  # of the model file: what the engine keeps for itself
@@ -26,6 +29,7 @@ _KNOWN = {  # of the model file: what the engine keeps for itself
     "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size",
     "mp_world_size", "ds_config", "ds_version", "autoep_layers", "checkpoint_parallel_dimensions", "checkpoint_version",
 }  # fmt: skip
+_SCALER = {"cur_iter": 0, "last_overflow_iter": -1, "scale_window": 0, "cur_hysteresis": 1}  # of its dynamic loss scaler
 _EXECUTION_KEYS = ("params", "fused", "foreach", "capturable")
 
 
@@ -44,6 +48,11 @@ def read_deepspeed(folder: Path, trust_pickle: bool) -> Source:
     Raises:
         CheckpointError: Pickles are not allowed, a rank's file is missing, or the layout is not understood; names the file.
     """
+    with reading(folder, CheckpointError):
+        return _read(folder, trust_pickle).require_any()
+
+
+def _read(folder: Path, trust_pickle: bool) -> Source:
     files = sorted(folder.glob(_OPTIMIZER_FILES), key=_rank_of)
     models = sorted(folder.glob("*mp_rank_00_model_states.pt"), key=_rank_of)
     if list(folder.glob("*mp_rank_01*")):
@@ -53,17 +62,34 @@ def read_deepspeed(folder: Path, trust_pickle: bool) -> Source:
     require_trust(trust_pickle, models[0])
     if not files:
         raise CheckpointError(f"{folder} has no *_optim_states.pt: it was written at ZeRO stage 0, which is not converted")
-    ranks = [_optimizer_part(load_pickle(path), path) for path in files]
-    stage = _integer(ranks[0].get("zero_stage", 1))
-    world = ranks[0].get("partition_count")
-    world = max(world) if isinstance(world, (list, tuple)) else _integer(world)
+    ranks = [_optimizer_part(load_torch_file(path), path) for path in files]
+    for path, rank in zip(files, ranks, strict=True):
+        if any(_said(rank, key) != _said(ranks[0], key) for key in ("zero_stage", "partition_count")):
+            raise CheckpointError(f"{path} says another stage or number of ranks than {files[0].name}: it belongs to another checkpoint")
+    stage = fields.integer(_said(ranks[0], "zero_stage", 1), "zero_stage", 1)
+    counts = _said(ranks[0], "partition_count")
+    world = (
+        max(fields.integers(counts, "partition_count"))
+        if isinstance(counts, (list, tuple))
+        else fields.integer(counts, "partition_count", 1)
+    )
     if world != len(files):
         raise CheckpointError(f"{folder} was written by {world} ranks, but has {len(files)} files *_optim_states.pt: some are missing")
-    model_files = [load_pickle(path) for path in (models if stage == 3 else models[:1])]
+    if stage > 3 or [_rank_of(path) for path in files] != list(range(world)):
+        raise CheckpointError(
+            f"{folder} says stage {stage} and has the ranks {[_rank_of(path) for path in files]}, expected 1 to 3 and each once"
+        )
+    model_files = [fields.mapping(load_torch_file(path), path.name) for path in (models if stage == 3 else models[:1])]
     if stage == 3 and len(model_files) != world:
         raise CheckpointError(f"{folder} was written by {world} ranks, but has {len(model_files)} files *_model_states.pt")
     reader = _Stage3(folder, ranks, model_files) if stage == 3 else _Stage12(folder, ranks, model_files)
-    return reader.source(stage).require_any()
+    return reader.source(stage)
+
+
+def _said(part: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """A value, also of an enumeration whose class is not loaded."""
+    value = part.get(key, default)
+    return value.arguments[0] if isinstance(value, Inert) and value.arguments else value
 
 
 def _rank_of(path: Path) -> int:
@@ -79,15 +105,6 @@ def _optimizer_part(data: Any, path: Path) -> Mapping[str, Any]:
     return part
 
 
-def _integer(value: Any) -> int:
-    """A number, also of an enumeration whose class is not loaded."""
-    if isinstance(value, Inert):
-        value = value.arguments[0] if value.arguments else None
-    if not isinstance(value, int):
-        raise CheckpointError(f"a checkpoint of DeepSpeed has {value!r} where a whole number is expected")
-    return int(value)
-
-
 class _Reader:
     """What all stages have in common; a subclass finds the flat pieces of a parameter."""
 
@@ -97,18 +114,23 @@ class _Reader:
         self.models = models
         self.model = models[0]
         self.shapes: list[dict[str, tuple[int, ...]]] = [
-            {name: tuple(shape) for name, shape in group.items()} for group in self.model["param_shapes"]
+            {str(name): fields.sizes(shape, f"the shape of {name}") for name, shape in fields.mapping(group, "param_shapes").items()}
+            for group in fields.sequence(self.model["param_shapes"], "param_shapes")
         ]
+        self.module: Mapping[str, Any] = fields.mapping(self.model.get("module") or {}, "module")
+        for name, value in self.module.items():
+            if isinstance(value, Inert):
+                raise CheckpointError(f"{folder}: {name} is {value!r}, expected a tensor")
 
     def source(self, stage: int) -> Source:
         """All of it."""
-        aliases = {str(alias): str(name) for alias, name in dict(self.model.get("shared_params") or {}).items()}
+        shared = fields.mapping(self.model.get("shared_params") or {}, "shared_params")
+        aliases = {str(alias): str(name) for alias, name in shared.items()}
         params = [param for group in range(len(self.shapes)) for param in self.trained(group)]
         names = {param.name for param in params}
         params += self.frozen(names | set(aliases))
-        buffers = self.model.get("buffer_names") or []
-        module = self.model.get("module") or {}
-        found = [tensor_source(name, module[name]) for name in buffers if name in module]
+        buffers = fields.sequence(self.model.get("buffer_names") or [], "buffer_names")
+        found = [tensor_source(name, fields.tensor(self.module[name], name)) for name in buffers if name in self.module]
         return Source(
             what=f"the DeepSpeed checkpoint {self.folder}",
             params=tuple(params),
@@ -121,14 +143,19 @@ class _Reader:
                 "scaler": self._scaler(),
                 "client_state": {key: value for key, value in self.model.items() if key not in _KNOWN},
             },
-            counters={name: int(self.model.get(name) or 0) for name in ("global_steps", "skipped_steps", "global_samples")},
+            counters={
+                name: fields.integer(self.model.get(name) or 0, name) for name in ("global_steps", "skipped_steps", "global_samples")
+            },
             stage=stage,
         )
 
+    def _config(self, key: str) -> Mapping[str, Any]:
+        """A section of the configuration it was trained with; empty when there is none."""
+        return fields.mapping(fields.mapping(self.model.get("ds_config") or {}, "ds_config").get(key) or {}, f"ds_config.{key}")
+
     def _optimizer_name(self) -> str:
         """As the configuration named it; DeepSpeed does not write the class of a client's optimizer."""
-        section = (self.model.get("ds_config") or {}).get("optimizer") or {}
-        return str(section.get("type") or "")
+        return str(self._config("optimizer").get("type") or "")
 
     def param_groups(self) -> Sequence[Mapping[str, Any]]:
         """Hyper-parameters as rank 0 has them."""
@@ -137,12 +164,18 @@ class _Reader:
     def _scaler(self) -> Any:
         """The state of a dynamic loss scale, under the names of ours; None for a fixed one."""
         scaler = self.ranks[0].get("loss_scaler")
-        state = scaler.state if isinstance(scaler, Inert) else {}
-        if not state or "cur_hysteresis" not in state:
+        if isinstance(scaler, Inert) and scaler.kind.endswith(".LossScaler"):
             return None
-        good = int(state.get("cur_iter", 0)) - int(state.get("last_overflow_iter", -1)) - 1
-        window = int(state.get("scale_window", 0)) or good + 1
-        return {"scale": float(state["cur_scale"]), "dynamic": True, "good_steps": good % window, "tolerance": int(state["cur_hysteresis"])}
+        if not isinstance(scaler, Inert) or not {"cur_scale", "cur_hysteresis"} <= scaler.state.keys():
+            if scaler is not None or self.ranks[0].get("dynamic_loss_scale"):
+                raise CheckpointError(f"{self.folder}: loss_scaler is {shown(scaler)}, expected a LossScaler or DynamicLossScaler")
+            return None
+        state = scaler.state
+        numbers = {key: fields.integer(state.get(key, default), key, -1) for key, default in _SCALER.items()}
+        good = numbers["cur_iter"] - numbers["last_overflow_iter"] - 1
+        window = numbers["scale_window"] or good + 1
+        scale = fields.number(state["cur_scale"], "cur_scale")
+        return {"scale": scale, "dynamic": True, "good_steps": good % window, "tolerance": numbers["cur_hysteresis"]}
 
     def trained(self, group: int) -> list[SourceParam]:
         """The parameters of a group, with master and states."""
@@ -162,44 +195,78 @@ class _Reader:
         raise NotImplementedError
 
     def _dtype(self, name: str, master: torch.dtype) -> torch.dtype:
-        value = (self.model.get("module") or {}).get(name)
+        value = self.module.get(name)
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value.dtype
-        config = self.model.get("ds_config") or {}
         for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
-            if (config.get(key) or {}).get("enabled"):
+            if self._config(key).get("enabled"):
                 return dtype
         return master
 
-    def _check(self, pieces: Sequence[torch.Tensor], name: str, numel: int) -> Elsewhere:
+    def _check(self, pieces: Sequence[torch.Tensor], name: str, numel: int, padding: int = 0) -> Elsewhere:
+        """The pieces as one row of ``numel`` elements, behind which at most ``padding`` lie."""
+        dtypes = {piece.dtype for piece in pieces}
+        if len(dtypes) > 1 or not all(dtype.is_floating_point or dtype.itemsize == 1 for dtype in dtypes):
+            raise CheckpointError(
+                f"{self.folder}: the ranks' files hold {name} as {sorted(map(str, dtypes))}, expected one type of numbers"
+            )
         row = joined(pieces, pieces[0].dtype if pieces else torch.float32)
-        if row.numel() < numel:
+        if not numel <= row.numel() <= numel + padding:
             raise CheckpointError(f"{self.folder}: the ranks' files hold {row.numel()} of the {numel} elements of {name}")
         return row[:numel]
+
+    def _numbers(self, by_rank: Sequence[Mapping[Any, Any]], name: str) -> tuple[list[str], dict[str, Any]]:
+        """Names of the flat states, and the states of one number, which all ranks have alike."""
+        flat, numbers = [], {}
+        for state in by_rank:
+            if state.keys() != by_rank[0].keys():
+                raise CheckpointError(f"{self.folder}: the ranks keep different optimizer states for {name}")
+        for key, value in by_rank[0].items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                flat.append(key)
+                continue
+            number = fields.number(value, f"{key} of {name}")
+            if any(fields.number(state[key], f"{key} of {name}") != number for state in by_rank):
+                raise CheckpointError(f"{self.folder}: the ranks have different numbers {key} for {name}")
+            numbers[str(key)] = value
+        return flat, numbers
 
 
 class _Stage12(_Reader):
     """Per group one flat array, divided over the ranks as it lies."""
 
+    def __init__(self, folder: Path, ranks: Sequence[Mapping[str, Any]], models: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__(folder, ranks, models)
+        self._masters = [fields.rows(part["single_partition_of_fp32_groups"], "single_partition_of_fp32_groups") for part in ranks]
+        for rows in self._masters:  # the last rank's may be shorter, without its padding
+            if any(row.numel() > first.numel() for row, first in zip(rows, self._masters[0], strict=True)):
+                raise CheckpointError(f"{folder}: a rank's flat arrays are longer than those of rank 0")
+        for rank, part in enumerate(ranks):
+            for group, addresses in enumerate(part.get("param_slice_mappings") or ()):
+                self._check_addresses(rank, group, fields.mapping(addresses, "param_slice_mappings"))
+
+    def _check_addresses(self, rank: int, group: int, addresses: Mapping[Any, Any]) -> None:
+        end = 0
+        for start, count in sorted((start, count) for count, start in map(_address, addresses.values())):
+            if start < end or count < 0 or start + count > self._masters[rank][group].numel():
+                raise CheckpointError(
+                    f"{self.folder}: param_slice_mappings of rank {rank} overlap, or leave its flat array of group {group}"
+                )
+            end = start + count
+
     def param_groups(self) -> Sequence[Mapping[str, Any]]:
         base = self.ranks[0].get("base_optimizer_state")
         if not isinstance(base, Mapping) or "param_groups" not in base:
             raise CheckpointError(f"{self.folder} was written with zero_optimization.elastic_checkpoint true; save it again without")
-        return list(base["param_groups"])
+        return [fields.mapping(group, "param_groups") for group in fields.sequence(base["param_groups"], "param_groups")]
 
     def arrays(self, group: int, name: str, numel: int) -> tuple[Elsewhere, dict[str, Elsewhere], dict[str, Any]]:
         places = [self._place(rank, group, name, numel) for rank in range(len(self.ranks))]
-        masters = [part["single_partition_of_fp32_groups"][group] for part in self.ranks]
-        master = self._check(_cut(masters, places), name, numel)
-        states: dict[str, Elsewhere] = {}
-        numbers: dict[str, Any] = {}
-        by_rank = [part["base_optimizer_state"]["state"].get(group, {}) for part in self.ranks]
-        for key, value in by_rank[0].items():
-            if isinstance(value, torch.Tensor) and value.ndim:
-                states[str(key)] = self._check(_cut([state[key] for state in by_rank], places), name, numel)
-            else:
-                numbers[str(key)] = value
-        return master, states, numbers
+        master = self._check(_cut([rows[group] for rows in self._masters], places), name, numel)
+        by_rank = [fields.mapping(part["base_optimizer_state"]["state"].get(group, {}), "state") for part in self.ranks]
+        flat, numbers = self._numbers(by_rank, name)
+        rows = {key: fields.rows([state[key] for state in by_rank], f"{key} of {name}") for key in flat}
+        return master, {str(key): self._check(_cut(found, places), name, numel) for key, found in rows.items()}, numbers
 
     def _place(self, rank: int, group: int, name: str, numel: int) -> tuple[int, int]:
         """First element and length of a parameter's part in a rank's flat array."""
@@ -215,32 +282,31 @@ class _Stage12(_Reader):
         return low, max(0, high - low)
 
     def _partition(self, group: int) -> int:
-        return int(self.ranks[0]["single_partition_of_fp32_groups"][group].numel())
+        return int(self._masters[0][group].numel())
 
     def _offsets(self, group: int) -> dict[str, int]:
         paddings = self.ranks[0].get("param_alignment_paddings")
         offsets, end = {}, 0
         for position, (name, shape) in enumerate(self.shapes[group].items()):
             offsets[name] = end
-            end += math.prod(shape) + (int(paddings[group][position]) if paddings else 0)
+            end += math.prod(shape) + (fields.integer(paddings[group][position], "param_alignment_paddings") if paddings else 0)
         return offsets
 
     def frozen(self, taken: set[str]) -> list[SourceParam]:
-        module, buffers = self.model.get("module") or {}, set(self.model.get("buffer_names") or [])
-        left = {name: value for name, value in module.items() if name not in taken | buffers and isinstance(value, torch.Tensor)}
+        buffers = set(self.model.get("buffer_names") or [])
+        left = {name: value for name, value in self.module.items() if name not in taken | buffers and isinstance(value, torch.Tensor)}
         fragments = self.model.get("frozen_param_fragments") or {}
         for name, shape in (self.model.get("frozen_param_shapes") or {}).items():
-            left[name] = fragments[name].reshape(tuple(shape))
+            left[name] = fields.tensor(fragments[name], name).reshape(fields.sizes(shape, f"the shape of {name}"))
         return [SourceParam(tensor_source(name, value), value.dtype) for name, value in left.items()]
 
 
 def _address(address: Any) -> tuple[int, int]:
     """(numel, start) of a ``fragment_address``, a named tuple or data class that is not loaded."""
     if isinstance(address, Inert):
-        if len(address.arguments) >= 2:
-            return int(address.arguments[0]), int(address.arguments[1])
-        return int(address.state["numel"]), int(address.state["start"])
-    return int(address[0]), int(address[1])
+        named = address.state
+        address = address.arguments if len(address.arguments) >= 2 else (named["numel"], named["start"])
+    return fields.integer(address[0], "numel of a fragment"), fields.integer(address[1], "start of a fragment")
 
 
 def _cut(flats: Sequence[torch.Tensor], places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
@@ -258,7 +324,10 @@ class _Stage3(_Reader):
             for name, shape in group.items():
                 self._starts[name] = end
                 end += self._part_numel(math.prod(shape))
-        self._lengths = [int(flat.numel()) for flat in ranks[0]["fp32_flat_groups"]]
+        self._masters = [fields.rows(part["fp32_flat_groups"], "fp32_flat_groups") for part in ranks]
+        self._lengths = [row.numel() for row in self._masters[0]]
+        if any([row.numel() for row in rows] != self._lengths for rows in self._masters):
+            raise CheckpointError(f"{folder}: the ranks' sub-groups differ in length")
         if sum(self._lengths) < end:
             raise CheckpointError(f"{folder}: the sub-groups hold {sum(self._lengths)} elements per rank, the parameters need {end}")
 
@@ -266,32 +335,31 @@ class _Stage3(_Reader):
         return math.ceil(numel / len(self.ranks))
 
     def _state(self, rank: int) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.ranks[rank]["optimizer_state_dict"]
-        return found
+        return fields.mapping(self.ranks[rank]["optimizer_state_dict"], "optimizer_state_dict")
 
     def param_groups(self) -> Sequence[Mapping[str, Any]]:
-        return list(self._state(0)["param_groups"])[: len(self.shapes)]
+        groups = fields.sequence(self._state(0)["param_groups"], "param_groups")
+        return [fields.mapping(group, "param_groups") for group in groups[: len(self.shapes)]]
 
     def arrays(self, group: int, name: str, numel: int) -> tuple[Elsewhere, dict[str, Elsewhere], dict[str, Any]]:
         start, count = self._starts[name], self._part_numel(numel)
-        masters = [part["fp32_flat_groups"] for part in self.ranks]
-        master = self._check([piece for flats in masters for piece in self._pieces(flats, start, count)], name, numel)
-        states: dict[str, Elsewhere] = {}
-        numbers: dict[str, Any] = {}
+        master = self._check(
+            [piece for flats in self._masters for piece in self._pieces(flats, start, count)], name, numel, len(self.ranks)
+        )
         by_rank = [self._sub_groups(rank) for rank in range(len(self.ranks))]
         first = self._sub_group_of(start)
-        for key, value in by_rank[0][first].items():
-            if isinstance(value, torch.Tensor) and value.ndim:
-                flats_of = [[state[key] for state in sub_groups] for sub_groups in by_rank]
-                states[str(key)] = self._check([piece for flats in flats_of for piece in self._pieces(flats, start, count)], name, numel)
-            else:
-                numbers[str(key)] = value
+        flat, numbers = self._numbers([sub_groups[first] for sub_groups in by_rank], name)
+        states: dict[str, Elsewhere] = {}
+        for key in flat:
+            flats_of = [fields.rows([state[key] for state in sub_groups], f"{key} of {name}") for sub_groups in by_rank]
+            pieces = [piece for flats in flats_of for piece in self._pieces(flats, start, count)]
+            states[str(key)] = self._check(pieces, name, numel, len(self.ranks))
         return master, states, numbers
 
     def _sub_groups(self, rank: int) -> list[Mapping[str, Any]]:
         """States by sub-group; the base optimizer counts one parameter per sub-group."""
-        state = self._state(rank)["state"]
-        return [state.get(number, {}) for number in range(len(self._lengths))]
+        state = fields.mapping(self._state(rank)["state"], "state")
+        return [fields.mapping(state.get(number, {}), "state") for number in range(len(self._lengths))]
 
     def _sub_group_of(self, start: int) -> int:
         end = 0
@@ -312,8 +380,9 @@ class _Stage3(_Reader):
 
     def frozen(self, taken: set[str]) -> list[SourceParam]:
         found = []
-        for name, shape in (self.model.get("frozen_param_shapes") or {}).items():
-            pieces = [model["frozen_param_fragments"][name].reshape(-1) for model in self.models]
-            row = self._check(pieces, name, math.prod(shape))
-            found.append(SourceParam(SourceTensor(name, tuple(shape), row), row.dtype, FROZEN))
+        for name, sizes in (self.model.get("frozen_param_shapes") or {}).items():
+            pieces = [fields.tensor(model["frozen_param_fragments"][name], name).reshape(-1) for model in self.models]
+            shape = fields.sizes(sizes, f"the shape of {name}")
+            row = self._check(pieces, name, math.prod(shape), len(self.ranks))
+            found.append(SourceParam(SourceTensor(str(name), shape, row), row.dtype, FROZEN))
         return found

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from hf_zero import own_files
-from hf_zero.checkpoint.convert.pickles import load_pickle, require_trust
+from hf_zero.checkpoint.convert import companions, fields
+from hf_zero.checkpoint.convert.pickle_names import Inert
 from hf_zero.checkpoint.convert.source import Progress, Source, SourceParam, SourceTensor, row_of, tensor_source
+from hf_zero.checkpoint.convert.torch_files import load_torch_file, require_trust
 from hf_zero.checkpoint.model_files import split_by_size
 from hf_zero.checkpoint.tensor_file import Elsewhere, Entry, write_tensor_file
 from hf_zero.errors import CheckpointError
+from hf_zero.observe import log_rank0
+from hf_zero.reading import read_json, reading, shown
 
 _SAFE, _PICKLE = "model.safetensors", "pytorch_model.bin"
 _INDEX = ".index.json"
-# What makes a folder of weights a model that from_pretrained takes.
-_COMPANIONS = (
-    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-    "*.model", "chat_template*", "preprocessor_config.json", "processor_config.json",
-    "image_processor_config.json", "video_preprocessor_config.json",
-)  # fmt: skip
 
 
 def is_hugging_face(folder: Path) -> bool:
@@ -43,37 +40,45 @@ def read_hugging_face(folder: Path, trust_pickle: bool) -> Source:
         files = _files(folder, name)
         if files:
             if name == _PICKLE:
-                require_trust(trust_pickle, files[0])
-            params: dict[str, SourceParam] = {}
-            for path in files:
-                params.update({tensor.name: SourceParam(tensor, tensor.row.dtype) for tensor in read(path)})
-            return Source(what=f"the model in {folder}", params=tuple(params[name] for name in sorted(params))).require_any()
+                require_trust(trust_pickle, next(iter(files)))
+            with reading(folder, CheckpointError):
+                return _source(folder, files, read)
     raise CheckpointError(f"{folder} has neither {_SAFE} nor {_PICKLE}, nor an index of either")
 
 
-def _files(folder: Path, name: str) -> list[Path]:
+def _source(folder: Path, files: Mapping[Path, set[str]], read: Callable[[Path], Iterator[SourceTensor]]) -> Source:
+    params: dict[str, SourceParam] = {}
+    for path, expected in files.items():
+        found = {tensor.name: SourceParam(tensor, tensor.row.dtype) for tensor in read(path)}
+        twice, missing = found.keys() & params.keys(), expected - found.keys()
+        if twice or missing:
+            problem = f"{min(twice)!r} is in another file too" if twice else f"it lacks {min(missing)!r}, which the index lists there"
+            raise CheckpointError(f"{path}: {problem}. Take another copy of the folder")
+        params.update(found)
+    return Source(what=f"the model in {folder}", params=tuple(params[name] for name in sorted(params))).require_any()
+
+
+def _files(folder: Path, name: str) -> dict[Path, set[str]]:
+    """The files with the weights, and the tensors that each must hold as an index says."""
     index = folder / (name + _INDEX)
     if not index.is_file():
-        return [folder / name] if (folder / name).is_file() else []
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{index} is no index of weights: {error!r}") from error
-    for file in names:
-        if Path(file).name != file or not (folder / file).is_file():
-            raise CheckpointError(f"{index} lists {file!r}, which is not in {folder}")
-    return [folder / file for file in names]
+        return {folder / name: set()} if (folder / name).is_file() else {}
+    files: dict[Path, set[str]] = {}
+    with reading(index, CheckpointError):
+        weights = fields.mapping(fields.mapping(read_json(index, CheckpointError), "the index")["weight_map"], "weight_map")
+        for tensor, file in weights.items():
+            if not isinstance(file, str) or Path(file).name != file or not (folder / file).is_file():
+                raise CheckpointError(f"{index} lists {shown(file)}, which is not in {folder}")
+            files.setdefault(folder / file, set()).add(tensor)
+    return dict(sorted(files.items()))
 
 
 def _read_safe(path: Path) -> Iterator[SourceTensor]:
-    try:
-        opened = safe_open(path, framework="pt")
-        names = list(opened.keys())
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    for name in names:
-        tensor = opened.get_tensor(name)  # mapped, not read
-        yield SourceTensor(name, tuple(tensor.shape), _lazy(opened, name, tensor.numel(), tensor.dtype))
+    with reading(path, CheckpointError):
+        opened = safe_open(path, framework="pt")  # compares sizes and offsets with the file
+        for name in list(opened.keys()):
+            tensor = opened.get_tensor(name)  # mapped, not read
+            yield SourceTensor(name, tuple(tensor.shape), _lazy(opened, name, tensor.numel(), tensor.dtype))
 
 
 def _lazy(opened: Any, name: str, numel: int, dtype: torch.dtype) -> Elsewhere:
@@ -81,12 +86,15 @@ def _lazy(opened: Any, name: str, numel: int, dtype: torch.dtype) -> Elsewhere:
 
 
 def _read_pickle(path: Path) -> Iterator[SourceTensor]:
-    data = load_pickle(path)
-    if not isinstance(data, Mapping):
-        raise CheckpointError(f"{path} holds no state dict but a {type(data).__name__}")
-    for name, tensor in data.items():
-        if isinstance(tensor, torch.Tensor):
-            yield tensor_source(str(name), tensor)
+    data = load_torch_file(path)
+    with reading(path, CheckpointError):
+        for name, tensor in fields.mapping(data, "what it holds, a state dict,").items():
+            if isinstance(tensor, torch.Tensor):
+                yield tensor_source(str(name), tensor)
+            elif isinstance(tensor, Inert):
+                raise CheckpointError(f"{path}: {name} is {tensor!r}, expected a tensor")
+            else:
+                log_rank0("%s: %s is no tensor and is left out", path, name)
 
 
 # -- writing ------------------------------------------------------------------------------------------------------------
@@ -130,7 +138,7 @@ def write_hugging_face(source: Source, folder: Path, dtype: torch.dtype, limit: 
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
         own_files.write_text(folder / (_SAFE + _INDEX), text + "\n")
     for place in beside:
-        _copy_companions(place, folder, dtype)
+        companions.copy_companions(place, folder, dtype)
     return [folder / name for name in names]
 
 
@@ -145,17 +153,3 @@ def _cast(tensor: SourceTensor, dtype: torch.dtype) -> tuple[torch.dtype, tuple[
         target.copy_(window)
 
     return dtype, tensor.shape, (Elsewhere(dtype, row.numel(), read, row.write),)
-
-
-def _copy_companions(place: Path, folder: Path, dtype: torch.dtype) -> None:
-    for pattern in _COMPANIONS:
-        for path in place.glob(pattern):
-            if path.is_file() and not (folder / path.name).exists():
-                shutil.copyfile(path, folder / path.name)
-    config = folder / "config.json"
-    if config.is_file():
-        data = json.loads(config.read_text(encoding="utf-8"))
-        for key in ("dtype", "torch_dtype"):
-            if isinstance(data.get(key), str):
-                data[key] = str(dtype).removeprefix("torch.")
-        own_files.write_text(config, json.dumps(data, indent=2) + "\n")

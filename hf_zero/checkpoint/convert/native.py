@@ -112,7 +112,9 @@ def write_checkpoint(source: Source, save_dir: Path, tag: str | None, progress: 
     part = commit.begin(save_dir, name)
     try:
         files = _write_files(source, part, encoder, progress)
-        commit.seal(part, _index(source, name, values, files).to_json())
+        index = _index(source, name, values, files)
+        index.check(source.what)
+        commit.seal(part, index.to_json())
         final = commit.publish(part, save_dir, name)
     except BaseException:
         commit.abandon(part)

@@ -1,129 +1,247 @@
-"""Reading pickles of others without running what they name: tensors and plain values come out, classes become inert records."""
+"""Reads pickles without running what they name: plain values and tensors come out, objects of other classes become inert records.
+
+[Note: our own machine] ``pickle.Unpickler`` with a list of allowed names is not enough. The instructions themselves call (``BUILD`` sets
+attributes of whatever is on the stack, also of a function of torch's), make room for sizes that they name, and unfold shared parts without
+end. So the few instructions that data need are carried out here, over what ``pickletools`` decodes, with plain values alone; each copy is
+counted against the bytes of the pickle.
+"""
 
 from __future__ import annotations
 
-import pickle  # nosec B403
-import types
-import zipfile
-from collections import OrderedDict
-from pathlib import Path
-from typing import Any
+import pickletools
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any, BinaryIO
 
-import torch
+from hf_zero.checkpoint.convert.pickle_names import Inert, Names, checked_key
 
-from hf_zero.errors import CheckpointError
-
-_TENSORS = {
-    ("torch._utils", name): getattr(torch._utils, name)
-    for name in ("_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_tensor", "_rebuild_parameter_with_state")
-}
-_PLAIN: dict[tuple[str, str], Any] = {
-    # A tensor with attributes of its own; what they are is left out, and the class of a subclass too.
-    ("torch._tensor", "_rebuild_from_type_v2"): lambda rebuild, kind, arguments, state: rebuild(*arguments),
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch", "Size"): torch.Size,
-    ("torch", "device"): torch.device,
-    ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-    ("builtins", "complex"): complex,
-    ("builtins", "slice"): slice,
-    ("builtins", "range"): range,
-    ("builtins", "bytearray"): bytearray,
-    ("_codecs", "encode"): lambda text, encoding: str(text).encode(str(encoding)),
-}
+_MOST_BITS = 160  # of a whole number
+_CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
-class Inert:
-    """Stands for an object of a class that is not loaded: keeps what the pickle says of it, does nothing.
+class Machine:
+    """Carries out one pickle.
 
-    Attributes:
-        kind: Module and name of the class.
-        arguments: What it was constructed with.
-        state: Its attributes.
+    Args:
+        names: What its names stand for.
+        persistent: Gives the object of a persistent id; None: there are none.
     """
 
-    kind = ""
+    def __init__(self, names: Names, persistent: Callable[[Any], Any] | None = None) -> None:
+        self.names = names
+        self.persistent = persistent
+        self.stack: list[Any] = []  # above the last mark
+        self._below: list[list[Any]] = []  # what lies under each mark
+        self._memo: dict[int, Any] = {}
 
-    def __new__(cls, *arguments: Any, **keywords: Any) -> Inert:
-        made = super().__new__(cls)
-        made.arguments = arguments
-        made.state = dict(keywords)
-        return made
+    def run(self, source: bytes | BinaryIO) -> Any:
+        """The value of the pickle that begins at the position of ``source``; a file is left behind its end.
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        self.arguments = arguments
+        Raises:
+            Exception: Of any kind, when it is broken or asks for what is not done.
+        """
+        for opcode, argument, _ in pickletools.genops(source):
+            self._step(opcode.name, argument)
+        value = self.stack.pop()
+        _check_unfolded(value, self.names.most)
+        return value
 
-    def __setstate__(self, state: Any) -> None:
-        self.state = dict(state) if isinstance(state, dict) else {"state": state}
+    def _step(self, name: str, argument: Any) -> None:
+        if name in _PUSHES:
+            if isinstance(argument, int) and argument.bit_length() > _MOST_BITS:
+                raise ValueError(f"a whole number of {argument.bit_length()} bits")
+            self.stack.append(argument)
+        elif name in _CONSTANTS:
+            self.stack.append(_CONSTANTS[name]())
+        elif name in ("BINGET", "LONG_BINGET", "GET"):
+            self.stack.append(self._memo[argument])
+        elif name in ("BINPUT", "LONG_BINPUT", "PUT"):
+            self._memo[argument] = self.stack[-1]
+        elif name == "MEMOIZE":
+            self._memo[len(self._memo)] = self.stack[-1]
+        elif name not in ("PROTO", "FRAME", "STOP"):
+            action = _ACTIONS.get(name)
+            if action is None:
+                raise ValueError(f"the instruction {name} is not carried out")
+            action(self, argument)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.state[key] = value
+    def mark(self) -> None:
+        """Begins a list of items."""
+        self._below.append(self.stack)
+        self.stack = []
 
-    def append(self, item: Any) -> None:
-        """Takes an item of a list of an unknown class."""
-        self.state.setdefault("items", []).append(item)
+    def items(self) -> list[Any]:
+        """What lies above the last mark; both go."""
+        items, self.stack = self.stack, self._below.pop()
+        return items
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """Attribute ``name`` of the object."""
-        return self.state.get(name, default)
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """Tensors and plain containers; for any other name an inert class of its own."""
-        if (module, name) in _TENSORS:
-            return _TENSORS[(module, name)]
-        if (module, name) in _PLAIN:
-            return _PLAIN[(module, name)]
-        if module in ("torch", "torch.storage") and name.endswith("Storage") and hasattr(torch, name):
-            return getattr(torch, name)
-        if module == "torch.storage" and name in ("TypedStorage", "UntypedStorage"):
-            return getattr(torch.storage, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        return type(f"Inert_{name}", (Inert,), {"kind": f"{module}.{name}"})
-
-
-_MODULE = types.ModuleType("hf_zero_inert_pickle")
-_MODULE.Unpickler = _Unpickler  # type: ignore[attr-defined]
-_MODULE.load = lambda file, **keywords: _Unpickler(file, **keywords).load()  # type: ignore[attr-defined]
-_MODULE.UnpicklingError = pickle.UnpicklingError  # type: ignore[attr-defined]
+    def put(self, value: Any) -> None:
+        """Puts a value on the stack."""
+        self.stack.append(value)
 
 
-def load_pickle(path: Path) -> Any:
-    """The contents of a file that torch.save wrote, tensors mapped from the file.
-
-    PyTorch's own weights-only reader is asked first; where that refuses a class, an unpickler reads on that makes an ``Inert`` of
-    everything that is no tensor and no plain value. Neither runs code that the file names.
+def _check_unfolded(value: Any, most: int) -> None:
+    """Refuses values that are small because they share parts: whoever prints or walks them meets each part many times.
 
     Raises:
-        CheckpointError: It cannot be read; names the file.
+        ValueError: Walked as a tree there are more than ``most`` values.
     """
-    try:
-        mapped = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are none, and are read whole
-        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
-    except pickle.UnpicklingError:  # a class that PyTorch does not know as harmless
-        return _load_inert(path, mapped)
-    except (OSError, RuntimeError, ValueError, EOFError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+    sizes: dict[int, int] = {}
+    waiting: list[tuple[Any, list[Any] | None]] = [(value, None)]
+    while waiting:
+        item, parts = waiting.pop()
+        if parts is not None:
+            sizes[id(item)] = size = 1 + sum(sizes.get(id(part), 1) for part in parts)
+            if size > most:
+                raise ValueError("it shares parts so often that it unfolds without end")
+        elif id(item) not in sizes and isinstance(item, _CONTAINERS):
+            parts = [*item.keys(), *item.values()] if isinstance(item, dict) else list(item)
+            sizes[id(item)] = 1  # met again inside itself
+            waiting.append((item, parts))
+            waiting.extend((part, None) for part in parts if isinstance(part, _CONTAINERS))
 
 
-def _load_inert(path: Path, mapped: bool) -> Any:
-    try:
-        # The unpickler of _MODULE makes records of all classes and calls nothing that the file names.
-        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=False, pickle_module=_MODULE)  # nosec B614
-    except Exception as error:  # whatever a broken pickle raises
-        raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+# -- instructions -----------------------------------------------------------------------------------------------------
+
+_PUSHES = {
+    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING", "BINSTRING", "SHORT_BINSTRING",
+    "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
+}  # fmt: skip
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_LIST": list,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_DICT": dict,
+    "EMPTY_SET": set,
+}
 
 
-def require_trust(trusted: bool, path: Path, rules: str = "by rules that load tensors and plain values and run nothing") -> None:
-    """Refuses a pickle unless the user asked for it; ``rules`` says how it would be read.
+def _pop(machine: Machine) -> None:
+    if machine.stack:
+        machine.stack.pop()
+    else:
+        machine.items()
 
-    Raises:
-        CheckpointError: ``--trust-pickle`` was not given.
-    """
-    if not trusted:
-        raise CheckpointError(
-            f"{path} is a pickle, and is not opened unless you say so: add --trust-pickle if you know its origin. It is then read {rules}"
-        )
+
+def _tuple(machine: Machine, count: int) -> None:
+    items = tuple(machine.stack[-count:])
+    if len(items) != count:
+        raise ValueError("the stack is too short")
+    machine.stack[-count:] = [items]
+
+
+def _append(machine: Machine, items: list[Any]) -> None:
+    target = machine.stack[-1]
+    if isinstance(target, Inert):
+        target = target.state.setdefault("items", [])
+    if type(target) is not list:
+        raise TypeError(f"items for a {type(target).__name__}")
+    target.extend(items)
+
+
+def _fill(machine: Machine, items: list[Any]) -> None:
+    target = machine.stack[-1]
+    if isinstance(target, Inert):
+        target = target.state
+    if type(target) not in (dict, OrderedDict, Counter):
+        raise TypeError(f"keys for a {type(target).__name__}")
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        target[checked_key(key)] = value
+
+
+def _dict(machine: Machine) -> None:
+    items = machine.items()
+    machine.put({})
+    _fill(machine, items)
+
+
+def _add(machine: Machine) -> None:
+    items, target = machine.items(), machine.stack[-1]
+    if type(target) is not set:
+        raise TypeError(f"members for a {type(target).__name__}")
+    target.update(checked_key(item) for item in items)
+
+
+def _build(machine: Machine) -> None:
+    state, target = machine.stack.pop(), machine.stack[-1]
+    if isinstance(target, (OrderedDict, Counter)):
+        return  # attributes of a dict (a state dict's versions): left out
+    if not isinstance(target, Inert):
+        raise TypeError(f"state for a {type(target).__name__}")
+    slotted = type(state) is tuple and len(state) == 2 and type(state[1]) is dict
+    for part in state if slotted else (state,):
+        if type(part) is dict:
+            machine.names.spend(len(part))
+            target.state.update(part)
+        elif part is not None:
+            target.state["state"] = part
+
+
+def _reduce(machine: Machine) -> None:
+    arguments, what = machine.stack.pop(), machine.stack.pop()
+    machine.put(machine.names.call(what, arguments))
+
+
+def _reduce_with_keywords(machine: Machine) -> None:
+    keywords, arguments, what = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
+    if type(keywords) is not dict:
+        raise TypeError("keywords that are no dict")
+    machine.put(machine.names.call(what, arguments, keywords))
+
+
+def _object(machine: Machine) -> None:
+    what, *arguments = machine.items()
+    machine.put(machine.names.call(what, tuple(arguments)))
+
+
+def _global(machine: Machine, name: Any) -> None:
+    machine.put(machine.names.find(*str(name).split(" ", 1)))
+
+
+def _instance(machine: Machine, name: Any) -> None:
+    arguments = tuple(machine.items())
+    _global(machine, name)
+    machine.put(machine.names.call(machine.stack.pop(), arguments))
+
+
+def _stack_global(machine: Machine) -> None:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    machine.put(machine.names.find(module, name))
+
+
+def _persistent(machine: Machine, pid: Any) -> None:
+    if machine.persistent is None:
+        raise ValueError("it refers to something outside of it")
+    machine.put(machine.persistent(pid))
+
+
+_ACTIONS: dict[str, Callable[[Machine, Any], None]] = {
+    "MARK": lambda machine, _: machine.mark(),
+    "POP": lambda machine, _: _pop(machine),
+    "POP_MARK": lambda machine, _: machine.items().clear(),
+    "DUP": lambda machine, _: machine.put(machine.stack[-1]),
+    "TUPLE": lambda machine, _: machine.put(tuple(machine.items())),
+    "TUPLE1": lambda machine, _: _tuple(machine, 1),
+    "TUPLE2": lambda machine, _: _tuple(machine, 2),
+    "TUPLE3": lambda machine, _: _tuple(machine, 3),
+    "LIST": lambda machine, _: machine.put(machine.items()),
+    "DICT": lambda machine, _: _dict(machine),
+    "FROZENSET": lambda machine, _: machine.put(frozenset(checked_key(item) for item in machine.items())),
+    "APPEND": lambda machine, _: _append(machine, [machine.stack.pop()]),
+    "APPENDS": lambda machine, _: _append(machine, machine.items()),
+    "SETITEM": lambda machine, _: _fill(machine, [machine.stack.pop(-2), machine.stack.pop()]),
+    "SETITEMS": lambda machine, _: _fill(machine, machine.items()),
+    "ADDITEMS": lambda machine, _: _add(machine),
+    "BUILD": lambda machine, _: _build(machine),
+    "REDUCE": lambda machine, _: _reduce(machine),
+    "NEWOBJ": lambda machine, _: _reduce(machine),
+    "NEWOBJ_EX": lambda machine, _: _reduce_with_keywords(machine),
+    "OBJ": lambda machine, _: _object(machine),
+    "INST": _instance,
+    "GLOBAL": _global,
+    "STACK_GLOBAL": lambda machine, _: _stack_global(machine),
+    "PERSID": _persistent,
+    "BINPERSID": lambda machine, _: _persistent(machine, machine.stack.pop()),
+}

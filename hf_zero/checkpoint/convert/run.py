@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from hf_zero.checkpoint import folders
-from hf_zero.checkpoint.convert import deepspeed, hugging_face, native, torch_dcp
+from hf_zero.checkpoint.convert import companions, dcp_files, deepspeed, hugging_face, native, torch_dcp
 from hf_zero.checkpoint.convert.source import Progress, Source
 from hf_zero.errors import CheckpointError
 
@@ -67,7 +66,7 @@ def _write(wanted: Conversion, to: str, source: Source, progress: Progress) -> s
     if to == "hf_zero":
         folder = native.write_checkpoint(source, wanted.target, wanted.tag, progress)
         if source.optimizer is not None and not deepspeed.is_deepspeed(wanted.source):
-            _copy_beside(wanted.source, wanted.target)
+            companions.copy_beside(wanted.source, wanted.target)
         return f"{source.what} -> checkpoint {folder}" + ("" if source.optimizer is not None else " (weights only: load_module_only=True)")
     if to == "hf":
         beside = [wanted.source, wanted.source.parent] if wanted.source.is_dir() else []
@@ -76,14 +75,6 @@ def _write(wanted: Conversion, to: str, source: Source, progress: Progress) -> s
         return f"{source.what} -> {len(files)} file(s) of {wanted.dtype} weights in {wanted.target}"
     torch_dcp.write_dcp(source, wanted.target, progress)
     return f"{source.what} -> torch.distributed.checkpoint folder {wanted.target}"
-
-
-def _copy_beside(source: Path, target: Path) -> None:
-    """Copies what Trainer and Accelerate keep beside the engine's checkpoint: their own state, random states, configuration, tokenizer."""
-    for path in source.iterdir():
-        own = path.name.startswith((".", "zero_to_")) or path.suffix == ".distcp"
-        if path.is_file() and not own and not (target / path.name).exists():
-            shutil.copyfile(path, target / path.name)
 
 
 def _open(wanted: Conversion) -> tuple[bool, Source]:
@@ -95,8 +86,8 @@ def _open(wanted: Conversion) -> tuple[bool, Source]:
         return True, native.read_checkpoint(folder)
     if deepspeed.is_deepspeed(folder):
         return False, deepspeed.read_deepspeed(folder, trust)
-    if torch_dcp.is_dcp(folder):
-        return False, torch_dcp.read_dcp(folder, trust)
+    if dcp_files.is_dcp(folder):
+        return False, torch_dcp.read_dcp(folder)
     latest = folders.read_latest(folder)
     if latest is not None or folders.newest_complete(folder) is not None:  # a Trainer's folder has a model's files beside them
         tag = wanted.tag or latest
@@ -109,7 +100,8 @@ def _open(wanted: Conversion) -> tuple[bool, Source]:
         return False, hugging_face.read_hugging_face(folder, trust)
     raise CheckpointError(
         f"{folder} is none of these: a checkpoint of ours (index.json, or latest), one of DeepSpeed (*_optim_states.pt, or latest), "
-        "a torch.distributed.checkpoint folder (.metadata), a Hugging Face model (model.safetensors, pytorch_model.bin, or an index)"
+        "a torch.distributed.checkpoint folder (.metadata and *.distcp), a Hugging Face model (model.safetensors, pytorch_model.bin, or "
+        "an index)"
     )
 
 

@@ -1,38 +1,39 @@
 """torch.distributed.checkpoint: folders with ``.metadata``, under the names that ``get_state_dict`` of torch gives.
 
 ``model.<name>`` are parameters and buffers, ``optim.state.<name>.<state>`` the states of a parameter, ``optim.param_groups`` the groups.
-A folder that we wrote also has ``hf_zero``: counters, scheduler, client state and the like.
+A folder that we wrote also has ``hf_zero``: counters, scheduler, client state and the like, as JSON with tensors beside it.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
+from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from hf_zero.checkpoint.convert.pickles import require_trust
+from hf_zero.checkpoint.convert.dcp_files import METADATA, DcpFolder
 from hf_zero.checkpoint.convert.source import FROZEN, Progress, Source, SourceParam, SourceTensor, read_only
+from hf_zero.checkpoint.element_types import DTYPES, dtype_name
+from hf_zero.checkpoint.json_records import read_record
 from hf_zero.checkpoint.tensor_file import Elsewhere
+from hf_zero.checkpoint.values import Decoder, Encoder
 from hf_zero.errors import CheckpointError
+from hf_zero.observe import warn_once
+from hf_zero.reading import parse_json, reading, shown
 
-_METADATA = ".metadata"
 _OURS = "hf_zero"  # an object with what the names above have no place for
 _MODEL = ("model.", "module.", "state_dict.model.", "app.model.")
 _OPTIMIZER = ("optim.", "optimizer.", "optimizers.", "state_dict.optimizer.", "app.optim.", "app.optimizer.")
-
-
-def is_dcp(folder: Path) -> bool:
-    """Whether ``folder`` is one of torch.distributed.checkpoint."""
-    return (folder / _METADATA).is_file()
 
 
 # -- writing ------------------------------------------------------------------------------------------------------------
@@ -57,13 +58,46 @@ class _Streaming(DefaultSavePlanner):
         return values.view(found.shape)
 
 
+@dataclass(frozen=True)
+class _Own:
+    """What the names of torch have no place for; attributes as in ``Source``.
+
+    Attributes:
+        values: Encoded.
+        buffers: Names of those tensors that are no parameters.
+        dtypes: Type of each parameter in training, as safetensors names it.
+    """
+
+    optimizer: str | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+    stage: int = 0
+    aliases: dict[str, str] = field(default_factory=dict)
+    buffers: tuple[str, ...] = ()
+    dtypes: dict[str, str] = field(default_factory=dict)
+
+
+def _own(source: Source) -> dict[str, Any]:
+    encoder = Encoder()
+    own = _Own(
+        optimizer=source.optimizer,
+        values={key: encoder.encode(value, key) for key, value in source.values.items()},
+        counters=dict(source.counters),
+        stage=source.stage,
+        aliases=dict(source.aliases),
+        buffers=tuple(buffer.name for buffer in source.buffers),
+        dtypes={param.name: dtype_name(param.dtype, param.name) for param in source.params},
+    )
+    return {"json": json.dumps(asdict(own), allow_nan=False), "tensors": encoder.tensors}
+
+
 def write_dcp(source: Source, folder: Path, progress: Progress) -> None:
     """Writes ``source`` for ``torch.distributed.checkpoint.load``; holds the tensor that is being written.
 
     Raises:
         CheckpointError: The folder has such a checkpoint already, or it cannot be written.
     """
-    if is_dcp(folder):
+    if (folder / METADATA).exists():
         raise CheckpointError(f"{folder} holds a checkpoint already; choose another folder")
     rows = {f"model.{tensor.name}": tensor for tensor in (*(param.value for param in source.params), *source.buffers)}
     state: dict[str, Any] = {}
@@ -76,114 +110,13 @@ def write_dcp(source: Source, folder: Path, progress: Progress) -> None:
     if source.optimizer is not None:
         members = [[param.name for param in source.params if param.group == number] for number in range(len(source.groups))]
         state["optim.param_groups"] = [{**group, "params": names} for group, names in zip(source.groups, members, strict=True)]
-    state[_OURS] = {
-        "optimizer": source.optimizer,
-        "values": source.values,
-        "counters": source.counters,
-        "stage": source.stage,
-        "aliases": source.aliases,
-        "buffers": [buffer.name for buffer in source.buffers],
-        "dtypes": {param.name: param.dtype for param in source.params},
-    }
+    state[_OURS] = _own(source)
     state.update({name: torch.empty(tensor.shape, dtype=tensor.row.dtype, device="meta") for name, tensor in rows.items()})
     try:
         with _alone():
             save(state, storage_writer=FileSystemWriter(folder), planner=_Streaming(rows, progress), no_dist=True)
     except Exception as error:  # torch wraps whatever happened
         raise CheckpointError(f"cannot write {folder}: {error}") from error
-
-
-# -- reading ------------------------------------------------------------------------------------------------------------
-
-
-def read_dcp(folder: Path, trust_pickle: bool) -> Source:
-    """Opens a folder; parameters and optimizer states are found by the names that torch gives them.
-
-    Raises:
-        CheckpointError: Pickles are not allowed (``.metadata`` is one), or no parameter is found.
-    """
-    require_trust(trust_pickle, folder / _METADATA, "by PyTorch, as everything that torch.distributed.checkpoint writes")
-    try:
-        metadata: Metadata = FileSystemReader(folder).read_metadata()
-    except Exception as error:  # whatever a broken pickle raises
-        raise CheckpointError(f"cannot read {folder / _METADATA}: {error}") from error
-    tensors = {name: entry for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)}
-    optimizer = {name: _after(name, _OPTIMIZER) for name in tensors}
-    values = {name: _after(name, _MODEL) or name for name in tensors if not optimizer[name]}
-    states: dict[str, dict[str, str]] = {}
-    for stored, inner in optimizer.items():
-        if inner and inner.startswith("state."):
-            param, _, state = inner.removeprefix("state.").rpartition(".")
-            states.setdefault(param, {})[state] = stored
-    params, buffers = [], []
-    groups, group_of = _groups(folder, metadata)
-    own = _object(folder, _OURS) if isinstance(metadata.state_dict_metadata.get(_OURS), BytesStorageMetadata) else {}
-    for stored, name in values.items():
-        value = _tensor(folder, stored, name, tensors[stored])
-        if name in own.get("buffers", ()):
-            buffers.append(value)
-            continue
-        flat, numbers = {}, {}
-        for state, place in states.get(name, {}).items():
-            entry = tensors[place]
-            if tuple(entry.size) == value.shape and value.shape:
-                flat[state] = _tensor(folder, place, place, entry).row
-            else:
-                numbers[state] = _tensor(folder, place, place, entry).row.fetch().reshape(tuple(entry.size))
-        group = group_of.get(name, 0 if flat or numbers else FROZEN)
-        params.append(SourceParam(value, own.get("dtypes", {}).get(name, value.row.dtype), group, flat, numbers))
-    return Source(
-        what=f"the distributed checkpoint {folder}",
-        params=tuple(params),
-        buffers=tuple(buffers),
-        aliases=own.get("aliases", {}),
-        values=own.get("values", {}),
-        counters=own.get("counters", {}),
-        stage=own.get("stage", 0),
-        optimizer=own.get("optimizer", "" if states else None),
-        groups=tuple(groups if groups else [{}] if states else []),
-    ).require_any()
-
-
-def _after(name: str, prefixes: tuple[str, ...]) -> str:
-    return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), "")
-
-
-def _tensor(folder: Path, stored: str, name: str, entry: TensorStorageMetadata) -> SourceTensor:
-    """A tensor that is read whole when its first window is wanted, and dropped when another is read."""
-    shape, dtype = tuple(entry.size), entry.properties.dtype
-    held: list[torch.Tensor] = []
-
-    def read(first: int, target: torch.Tensor) -> None:
-        if not held:
-            whole = torch.empty(shape, dtype=dtype)
-            with _alone():
-                load({stored: whole}, storage_reader=FileSystemReader(folder), no_dist=True)
-            held.append(whole)
-        target.copy_(held[0].reshape(-1)[first : first + target.numel()])
-        if first + target.numel() == held[0].numel():
-            held.clear()
-
-    return SourceTensor(name, shape, Elsewhere(dtype, math.prod(shape), read, read_only))
-
-
-def _groups(folder: Path, metadata: Metadata) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Hyper-parameters by group, and the group of each parameter, where they were saved as one object; else nothing."""
-    name = next((name for name, entry in metadata.state_dict_metadata.items() if _is_groups(name, entry)), None)
-    if name is None:
-        return [], {}
-    found = _object(folder, name)
-    if not isinstance(found, list) or not all(isinstance(group, dict) for group in found):
-        return [], {}
-    group_of = {param: number for number, group in enumerate(found) for param in group.get("params", ()) if isinstance(param, str)}
-    return [{key: value for key, value in group.items() if key != "params"} for group in found], group_of
-
-
-def _object(folder: Path, name: str) -> Any:
-    box: dict[str, Any] = {name: None}
-    with _alone():
-        load(box, storage_reader=FileSystemReader(folder), no_dist=True)
-    return box[name]
 
 
 @contextmanager
@@ -194,5 +127,144 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def _is_groups(name: str, entry: Any) -> bool:
-    return isinstance(entry, BytesStorageMetadata) and _after(name, _OPTIMIZER) == "param_groups"
+# -- reading ------------------------------------------------------------------------------------------------------------
+
+
+def read_dcp(folder: Path) -> Source:
+    """Opens a folder; parameters and optimizer states are found by the names that torch gives them. Nothing that a pickle names is run.
+
+    Raises:
+        CheckpointError: It is damaged, holds states of parameters that it has not, or no parameter; names file and item.
+    """
+    with reading(folder, CheckpointError):
+        return _Reader(folder).source().require_any()
+
+
+class _Reader:
+    """Sorts the items of a folder by what their names say."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = DcpFolder(folder)
+        self.path = folder
+        self.own = self._own()
+        self.values: dict[str, str] = {}  # parameter or buffer -> stored name
+        self.states: dict[str, dict[str, str]] = {}  # parameter -> state -> stored name
+        self.settings: dict[int, dict[str, str]] = {}  # param group -> hyper-parameter -> stored name
+        self.groups_item: str | None = None
+        for stored in [*self.folder.tensors, *self.folder.objects]:
+            inner = _after(stored, _OPTIMIZER)
+            if inner:
+                self._sort(stored, inner)
+            elif stored in self.folder.tensors:
+                name = _after(stored, _MODEL) or stored
+                if name in self.values:
+                    raise CheckpointError(f"{folder}: {stored} and {self.values[name]} are the same parameter {name}")
+                self.values[name] = stored
+        lost = sorted(set(self.states) - set(self.values))
+        if lost and len(lost) == len(self.states):
+            warn_once(f"{folder} has optimizer states by number ({lost[0]}), not by the names of parameters: they are left out")
+            self.states, self.settings, self.groups_item = {}, {}, None
+        elif lost:
+            raise CheckpointError(f"{folder} holds the optimizer state of {lost[0]}, but no such parameter")
+
+    def _sort(self, stored: str, inner: str) -> None:
+        """Puts an item of the optimizer where it belongs."""
+        group = re.fullmatch(r"param_groups\.(\d{1,6})\.(.+)", inner)
+        if inner.startswith("state."):
+            param, _, state = inner.removeprefix("state.").rpartition(".")
+            self.states.setdefault(param, {})[state] = stored
+        elif group is not None:
+            self.settings.setdefault(int(group[1]), {})[group[2]] = stored
+        elif inner == "param_groups" and stored in self.folder.objects:
+            self.groups_item = stored
+        elif stored in self.folder.tensors:
+            raise CheckpointError(f"{self.path}: {stored} is in no place that torch gives the tensors of an optimizer")
+
+    def _own(self) -> _Own:
+        if _OURS not in self.folder.objects:
+            return _Own()
+        found = self.folder.object(_OURS)
+        data = parse_json(found["json"])
+        own = read_record(_Own, data, f"{self.path}: {_OURS}")
+        decoder = Decoder(lambda name: found["tensors"][name], f"{self.path}: {_OURS}")
+        return replace(own, values={key: decoder.decode(value) for key, value in own.values.items()})
+
+    def source(self) -> Source:
+        """All of it."""
+        groups, group_of = self._groups()
+        params, buffers = [], []
+        for name, stored in self.values.items():
+            value = self._tensor(stored, name)
+            if name in self.own.buffers:
+                buffers.append(value)
+                continue
+            flat, numbers = self._states_of(name, value.shape)
+            group = group_of.get(name, FROZEN)
+            if group == FROZEN and (flat or numbers):
+                if groups:
+                    raise CheckpointError(f"{self.path}: {name} has optimizer state, and is in no param group")
+                group = 0
+            dtype = DTYPES[self.own.dtypes[name]] if name in self.own.dtypes else value.row.dtype
+            params.append(SourceParam(value, dtype, group, flat, numbers))
+        return Source(
+            what=f"the distributed checkpoint {self.path}",
+            params=tuple(params),
+            buffers=tuple(buffers),
+            aliases=self.own.aliases,
+            values=self.own.values,
+            counters=self.own.counters,
+            stage=self.own.stage,
+            optimizer=self.own.optimizer if self.own.optimizer is not None else "" if self.states else None,
+            groups=tuple(groups if groups else [{}] if self.states else []),
+        )
+
+    def _states_of(self, name: str, shape: tuple[int, ...]) -> tuple[dict[str, Elsewhere], dict[str, Any]]:
+        """Flat states and single numbers of a parameter."""
+        flat: dict[str, Elsewhere] = {}
+        numbers: dict[str, Any] = {}
+        for state, stored in self.states.get(name, {}).items():
+            if stored in self.folder.objects:
+                numbers[state] = self.folder.object(stored)
+            elif self.folder.tensors[stored].shape == shape and shape:
+                flat[state] = self._tensor(stored, stored).row
+            else:
+                numbers[state] = self.folder.tensor(stored)
+        return flat, numbers
+
+    def _tensor(self, stored: str, name: str) -> SourceTensor:
+        """A tensor that is read whole when its first window is wanted, and dropped when another is read."""
+        entry = self.folder.tensors[stored]
+        held: list[torch.Tensor] = []
+
+        def read(first: int, target: torch.Tensor) -> None:
+            if not held:
+                held.append(self.folder.tensor(stored))
+            target.copy_(held[0].reshape(-1)[first : first + target.numel()])
+            if first + target.numel() == held[0].numel():
+                held.clear()
+
+        return SourceTensor(name, entry.shape, Elsewhere(entry.dtype, math.prod(entry.shape), read, read_only))
+
+    def _groups(self) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        """Hyper-parameters by group, and the group of each parameter: from one object, or one item each; else nothing."""
+        found: Any = []
+        if self.groups_item is not None:
+            found = self.folder.object(self.groups_item)
+        elif self.settings:
+            found = [{key: self._setting(stored) for key, stored in self.settings.get(n, {}).items()} for n in range(len(self.settings))]
+        if not isinstance(found, list) or not all(isinstance(group, dict) for group in found):
+            raise CheckpointError(f"{self.path}: the param groups are {shown(found)}, expected a list of dicts")
+        group_of: dict[str, int] = {}
+        for number, group in enumerate(found):
+            for param in group.get("params", ()):
+                if param not in self.values or param in group_of:
+                    raise CheckpointError(f"{self.path}: param group {number} names {shown(param)}, which is unknown or in another group")
+                group_of[param] = number
+        return [{key: value for key, value in group.items() if key != "params"} for group in found], group_of
+
+    def _setting(self, stored: str) -> Any:
+        return self.folder.tensor(stored) if stored in self.folder.tensors else self.folder.object(stored)
+
+
+def _after(name: str, prefixes: tuple[str, ...]) -> str:
+    return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), "")

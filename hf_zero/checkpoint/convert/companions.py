@@ -1,0 +1,74 @@
+"""Small files that belong to a model or a checkpoint, copied to the folder of a conversion as they are.
+
+[Note: links] A cache of the Hub keeps a model as links into ``blobs`` of the same repository; those are followed. A link to anywhere
+else is not: the folder would decide which file of this machine ends up in what the user gives away.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from hf_zero import own_files
+from hf_zero.errors import CheckpointError
+from hf_zero.observe import logger
+from hf_zero.reading import read_json
+
+# What makes a folder of weights a model that from_pretrained takes.
+_OF_A_MODEL = (
+    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "*.model", "chat_template*", "preprocessor_config.json", "processor_config.json",
+    "image_processor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
+
+
+def copy_companions(place: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Configuration and tokenizer of the model in ``place``; the configuration says ``dtype`` then.
+
+    Raises:
+        CheckpointError: ``config.json`` is no JSON object.
+    """
+    for pattern in _OF_A_MODEL:
+        for path in sorted(place.glob(pattern)):
+            _copy(path, folder)
+    config = folder / "config.json"
+    if config.is_file():
+        data = read_json(config, CheckpointError)
+        if not isinstance(data, dict):
+            raise CheckpointError(f"{place / config.name} is a {type(data).__name__}, expected a JSON object")
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(data.get(key), str):
+                data[key] = str(dtype).removeprefix("torch.")
+        own_files.write_text(config, json.dumps(data, indent=2) + "\n")
+
+
+def copy_beside(place: Path, folder: Path) -> None:
+    """What Trainer and Accelerate keep beside the engine's checkpoint: their own state, random states, configuration, tokenizer."""
+    for path in sorted(place.iterdir()):
+        if not path.name.startswith((".", "zero_to_")) and path.suffix != ".distcp":
+            _copy(path, folder)
+
+
+def _copy(path: Path, folder: Path) -> None:
+    """Copies a file that is not in ``folder`` already; see [Note: links]."""
+    if not path.is_file() or os.path.lexists(folder / path.name):
+        return
+    if not _stays_inside(path):
+        logger.warning(
+            "%s is a link to %s, outside of its folder: it is not copied. Copy it yourself if it belongs there", path, path.resolve()
+        )
+        return
+    shutil.copyfile(path.resolve(), folder / path.name)
+
+
+def _stays_inside(path: Path) -> bool:
+    """Whether what ``path`` leads to lies in its folder, or in the blobs of the repository that the folder is a snapshot of."""
+    folder, target = path.parent.resolve(), path.resolve()
+    if target.is_relative_to(folder):
+        return True
+    snapshots = next((parent for parent in folder.parents if parent.name == "snapshots"), None)
+    return snapshots is not None and snapshots.parent.name.startswith("models--") and target.is_relative_to(snapshots.parent / "blobs")
