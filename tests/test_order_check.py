@@ -182,7 +182,7 @@ def _calls_of_the_package(kind: str) -> None:
     from hf_zero.comm import collectives, topology, traffic
     from hf_zero.comm.recorded import RecordedCollectives
 
-    axis = topology.twin_topology(topology.build_topology())
+    axis = topology.axis_over(dist.new_group([0, 1]))
     chosen: Any = collectives.NativeCollectives(axis) if kind == "native" else collectives.GlooCollectives(axis)
     if kind == "recorded":
         chosen = RecordedCollectives(chosen, traffic.TrafficLog(traffic.TrafficSettings()))
