@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.observe import logger
-from hf_zero.sharding.differentiation import outside_transforms
+from hf_zero.sharding.differentiation import outside_transforms, transforming
 from hf_zero.sharding.external import external_parameters, guard, unguard
 from hf_zero.sharding.schedule import Block
 from hf_zero.sharding.unit import find_unit
@@ -50,13 +50,13 @@ def outside_compile(function: Callable[..., Any], module: nn.Module | None = Non
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal wrapped
-        if wrapped is None:
-            if "torch._dynamo.eval_frame" not in sys.modules:
-                with outside_transforms():
-                    return function(*args, **kwargs)
+        if wrapped is None and "torch._dynamo.eval_frame" in sys.modules:
             wrapped = torch.compiler.disable(function)
+        run = wrapped or function
+        if not transforming():  # a context costs a microsecond, and hooks are many
+            return run(*args, **kwargs)
         with outside_transforms():
-            return wrapped(*args, **kwargs)
+            return run(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     if module is not None:
