@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.observe import logger
-from hf_zero.sharding.differentiation import outside_transforms
+from hf_zero.sharding.differentiation import outside_transforms, transforming
 from hf_zero.sharding.external import external_parameters, guard, unguard
 from hf_zero.sharding.schedule import Block
 from hf_zero.sharding.unit import find_unit
@@ -55,13 +55,13 @@ def outside_compile(function: Callable[..., Any], module: nn.Module | None = Non
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal wrapped
         # Any fused optimizer imports the machinery. Its wrapper costs more than most hooks, and where nothing compiles, nothing.
-        if "torch._dynamo.eval_frame" not in sys.modules or (_compiling is not None and _compiling() is None):
-            with outside_transforms():
-                return function(*args, **kwargs)
-        if wrapped is None:
-            wrapped = torch.compiler.disable(function)
+        run = function
+        if "torch._dynamo.eval_frame" in sys.modules and (_compiling is None or _compiling() is not None):
+            run = wrapped = wrapped or torch.compiler.disable(function)
+        if not transforming():  # a context costs a microsecond, and hooks are many
+            return run(*args, **kwargs)
         with outside_transforms():
-            return wrapped(*args, **kwargs)
+            return run(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     if module is not None:
