@@ -215,7 +215,7 @@ def test_ranks_that_start_together_keep_their_folders(tmp_path: Path, monkeypatc
 
 
 def test_a_lock_that_is_not_had_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_try_lock", lambda descriptor: files._Lock.OF_ANOTHER)
+    monkeypatch.setattr(files, "_try_lock", lambda descriptor: files._Lock.TAKEN)
     with pytest.raises(OffloadError, match="another process has locked it"):
         SwapFolder(tmp_path, 0)
     assert not list(tmp_path.iterdir())

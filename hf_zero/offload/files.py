@@ -87,7 +87,7 @@ class _Lock(enum.Enum):
     """How an attempt to lock a file ended. Where there are no locks nobody can tell, so nothing is ever called abandoned."""
 
     HELD = enum.auto()
-    OF_ANOTHER = enum.auto()
+    TAKEN = enum.auto()
     UNKNOWN = enum.auto()
 
 
@@ -97,7 +97,7 @@ def _try_lock(descriptor: int) -> _Lock:
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _Lock.OF_ANOTHER
+        return _Lock.TAKEN
     except (ImportError, OSError):
         return _Lock.UNKNOWN
     return _Lock.HELD
@@ -111,7 +111,7 @@ def _make_locked(path: Path) -> tuple[Path, int]:
     try:
         lock = os.open(made / _LOCK_FILE, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         outcome = _try_lock(lock)
-        if outcome is _Lock.OF_ANOTHER:
+        if outcome is _Lock.TAKEN:
             raise OSError(errno.EWOULDBLOCK, "another process has locked it", str(made / _LOCK_FILE))
         if outcome is _Lock.UNKNOWN:
             warn_once(f"{path.parent}: its file system has no locks, so swap files that a killed run leaves there are never removed")
