@@ -23,7 +23,7 @@ def _import_from(module: str, name: str) -> Callable[[], None]:
     ("ask", "also", "text"),
     [
         (lambda: deepspeed.init_inference, AttributeError, "vLLM"),
-        (lambda: deepspeed.runtime.zero.stage3.unwrap_model_for_generation, AttributeError, "engine.optimizer"),
+        (lambda: deepspeed.runtime.zero.stage3.print_rank_0, AttributeError, "engine.optimizer"),
         (_import_from("deepspeed.pipe", "PipelineModule"), ImportError, "ZeRO stage 3"),
         (_import_from("deepspeed.runtime.sequence_parallel.ulysses_sp", "TiledMLP"), ImportError, "Liger"),
         (_import_from("deepspeed.sequence.fpdt_layer", "FPDT_Attention"), ImportError, "DistributedAttention"),

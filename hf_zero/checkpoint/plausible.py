@@ -126,7 +126,7 @@ def check_alike(present: Any, saved: Any, where: str) -> None:
 
     Args:
         present: What the optimizer or scheduler has now.
-        saved: What it is to get; whatever takes the place of None passes, and None unless in place of a number.
+        saved: What it is to get; whatever takes the place of None passes, and None unless in place of a rate.
         where: For the message.
 
     Raises:
@@ -134,7 +134,8 @@ def check_alike(present: Any, saved: Any, where: str) -> None:
     """
     if isinstance(present, dict) and isinstance(saved, dict):
         for key in present.keys() & saved.keys():
-            check_alike(present[key], saved[key], f"{where}[{key!r}]")
+            if saved[key] is not None or key in _RATES | _FRACTIONS:  # a run may not have come to what else is None (1-bit Adam's freeze)
+                check_alike(present[key], saved[key], f"{where}[{key!r}]")
         return
     own, other = _kind(present), _kind(saved)
     if own == "a number" and saved is None:
