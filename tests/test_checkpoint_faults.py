@@ -67,7 +67,7 @@ def _rename_parameter(data: dict[str, Any]) -> None:
 
 
 def _reshape_parameter(data: dict[str, Any]) -> None:
-    data["units"][1]["params"][0]["shape"] = [1, 1]
+    data["units"][1]["params"][0]["shape"] = [100, 1]
 
 
 MASTER = "master-00001-of-00002.safetensors"
@@ -90,7 +90,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     ),
     "other version": (lambda folder: _edit_index(folder, lambda data: data.update(version=9)), ("index.json", "version 9")),
     "renamed parameter": (lambda folder: _edit_index(folder, _rename_parameter), ("lacks", "entry.weight", "renamed.weight")),
-    "other shape": (lambda folder: _edit_index(folder, _reshape_parameter), ("shape (10, 10)", "(1, 1)", "frozen.weight")),
+    "other shape": (lambda folder: _edit_index(folder, _reshape_parameter), ("shape (10, 10)", "(100, 1)", "frozen.weight")),
     "lost shard": (lambda folder: _edit_index(folder, lambda data: data["files"].pop(MASTER)), (MASTER, "lacks")),
 }
 

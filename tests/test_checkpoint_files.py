@@ -325,7 +325,7 @@ def make_index(**changes: Any) -> Index:
 
 
 def sample_index() -> dict[str, Any]:
-    unit = UnitRecord("u", "master", "F32", 2, 128, 0, (ParamRecord("w", (4, 8), 0, 0), ParamRecord("v", (2, 3), 32, 1)))
+    unit = UnitRecord("u", "master", "F32", 2, 128, 0, (ParamRecord("w", (4, 8), 0, 0), ParamRecord("v", (20, 3), 32, 1)))
     shard = FileRecord(356, 100, "00000000", {"u": TensorRecord("F32", (64,), 100, 256, "0" * 8)})
     module = FileRecord(124, 100, "00000000", {"b": TensorRecord("F32", (2, 3), 100, 24, "0" * 8)})
     names = ("master", "optimizer.exp_avg")
@@ -334,7 +334,8 @@ def sample_index() -> dict[str, Any]:
     optimizer = OptimizerRecord("AdamW", ("exp_avg",), groups, (ScalarRecord("u", 0, {"step": 3.0}),))
     loose = LooseRecord("b", shard_file("module", 0, 2), (2, 3))
     index = make_index(
-        world=2, units=(unit,), files=files, optimizer=optimizer, loose=(loose,), counters={"global_steps": 3}, aliases={"twin": "w"},
+        world=2, units=(unit,), files=files, optimizer=optimizer, loose=(loose,), aliases={"twin": "w"},
+        counters={"global_steps": 3, "skipped_steps": 0, "global_samples": 6},
         scaler={"scale": 2.0, "dynamic": True, "good_steps": 0, "tolerance": 1}, scheduler={"last_epoch": 3, "base_lrs": [0.1]},
     )  # fmt: skip
     data: dict[str, Any] = json.loads(index.to_json())
@@ -342,7 +343,7 @@ def sample_index() -> dict[str, Any]:
 
 
 def test_index_comes_back() -> None:
-    index = make_index(counters={"global_steps": 3}, client_state={"a": [1]}, tag="ü")
+    index = make_index(counters={"global_steps": 3, "skipped_steps": 0, "global_samples": 6}, client_state={"a": [1]}, tag="ü")
     assert Index.from_json(index.to_json(), "i") == index
     text = json.dumps(sample_index())
     assert json.loads(Index.from_json(text, "i").to_json()) == json.loads(text)
@@ -375,15 +376,17 @@ BROKEN = [
     (("units", 0, "world"), 3, "cannot be cut into 3"),
     (("units", 0, "world"), 0, "cannot be cut into 0"),
     (("units", 0, "world"), 128, "128 shards, but 2 data-parallel ranks"),
-    (("units", 0, "padded_numel"), 10**12, "is no shard of a unit"),
+    (("units", 0, "padded_numel"), 10**12, "nothing lies between element 92 and its end at 1000000000000"),
     (("units", 0, "kind"), "../x", "kind is '../x'"),
     (("units", 0, "kind"), "weights", "lacks weights-00000-of-00002.safetensors"),
     (("units", 0, "dtype"), "F33", "dtype is 'F33'"),
     (("units", 0, "padded_numel"), True, "padded_numel is True, expected int"),
-    (("units", 0, "padded_numel"), 256, "is no shard of a unit"),
+    (("units", 0, "padded_numel"), 124, "is no shard of a unit"),
     ((*PARAM, "offset"), -1, "parameter w lies outside"),
     ((*PARAM, "offset"), 97, "parameter w lies outside"),
-    ((*PARAM, "offset"), 6, "the parameters w and v overlap"),
+    ((*PARAM, "shape"), [4, 4], "nothing lies between element 16 and parameter v at 32"),
+    (("units", 0, "params", 1, "shape"), [20], "nothing lies between element 52 and its end at 128"),
+    (("units", 0, "params", 1, "offset"), 16, "the parameters w and v overlap"),
     ((*PARAM, "name"), "v", "parameter v is there twice"),
     ((*PARAM, "name"), "b", "parameter b is there twice"),
     ((*PARAM, "group"), 1, "parameter w is in param group 0, and in 1"),
@@ -446,6 +449,7 @@ BROKEN = [
     (("scaler", "skale"), 1.0, "scaler has the keys"),
     (("counters", "global_steps"), -1, "'global_steps' is -1"),
     (("counters", "global_stebs"), 1, "'global_stebs' is 1"),
+    (("counters", "skipped_steps"), ..., "expected ['global_steps'"),
     (("client_states", "2"), {}, "client_states: '2' is no rank of 2"),
 ]
 

@@ -110,11 +110,8 @@ def _check_shards(unit: UnitRecord, files: Mapping[str, FileRecord], tensor_worl
 
 def check_names(
     units: Iterable[UnitRecord], loose: Iterable[LooseRecord], buffers: Mapping[str, str], files: Mapping[str, FileRecord]
-) -> set[str]:
+) -> None:
     """Parameters and buffers: each once per tensor-parallel rank, alike in all, and with its tensor.
-
-    Returns:
-        The names of all parameters.
 
     Raises:
         CheckpointError: Names the parameter or buffer, and the file.
@@ -142,7 +139,6 @@ def check_names(
         spare = set(files[file].tensors) - names if file.startswith(f"{MODULE}-") else set()
         if spare:
             raise CheckpointError(f"{file} holds {min(spare)!r}, which the index lists neither as parameter nor as buffer")
-    return set(places)
 
 
 def _add_place(

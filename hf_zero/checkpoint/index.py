@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,34 +98,48 @@ class Index:
         Raises:
             CheckpointError: Names ``path`` and the part.
         """
-        try:
-            self._check_parts()
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from error
+        with _named(path):
+            optimizer = self.optimizer
+            consistency.check_files(self.files, self.world, self.tensor_world, optimizer.states if optimizer is not None else ())
+            consistency.check_units(self.units, self.files, self.world, self.tensor_world)
+            consistency.check_names(self.units, self.loose, self.buffers, self.files)
+        self.check_meaning(path)
 
-    def _check_parts(self) -> None:
-        if self.chunk_bytes != CHUNK_BYTES:
-            raise CheckpointError(f"chunk_bytes is {self.chunk_bytes}, allowed is {CHUNK_BYTES}")
-        if not 0 <= self.stage <= 3:
-            raise CheckpointError(f"stage is {self.stage}, allowed are 0 to 3")
-        optimizer = self.optimizer
-        consistency.check_files(self.files, self.world, self.tensor_world, optimizer.states if optimizer is not None else ())
-        consistency.check_units(self.units, self.files, self.world, self.tensor_world)
-        names = consistency.check_names(self.units, self.loose, self.buffers, self.files)
-        consistency.check_aliases(self.aliases, self.excluded, names)
-        unknown = [rank for rank in self.client_states if not (rank.isdecimal() and str(int(rank)) == rank and int(rank) < self.world)]
-        if unknown:
-            raise CheckpointError(f"client_states: {shown(unknown[0])} is no rank of {self.world}")
+    def check_meaning(self, path: str) -> None:
+        """As ``check``, without the files: for one that is about to be written."""
+        with _named(path):
+            if self.chunk_bytes != CHUNK_BYTES:
+                raise CheckpointError(f"chunk_bytes is {self.chunk_bytes}, allowed is {CHUNK_BYTES}")
+            if not 0 <= self.stage <= 3:
+                raise CheckpointError(f"stage is {self.stage}, allowed are 0 to 3")
+            names = {param.name for unit in self.units for param in unit.params} | {loose.name for loose in self.loose}
+            consistency.check_aliases(self.aliases, self.excluded, names)
+            if self.optimizer is not None:
+                consistency.check_optimizer(self.optimizer, self.units, names)
+            unknown = [rank for rank in self.client_states if not (rank.isdecimal() and str(int(rank)) == rank and int(rank) < self.world)]
+            if unknown:
+                raise CheckpointError(f"client_states: {shown(unknown[0])} is no rank of {self.world}")
+            self._check_values(Decoder(_no_tensor, "the index"))
+
+    def _check_values(self, decoder: Decoder) -> None:
         check_counters(self.counters)
-        decoder = Decoder(_no_tensor, "the index")
         check_scaler(decoder.decode(self.scaler))
-        if optimizer is not None:
-            consistency.check_optimizer(optimizer, self.units, names)
-            for number, group in enumerate(optimizer.groups):
-                check_group(decoder.decode(group.values), f"optimizer.groups[{number}]")
-            for record in optimizer.scalars:
-                check_numbers(decoder.decode(record.values), f"optimizer.scalars of unit {record.unit!r}")
+        if not isinstance(self.scheduler, (dict, type(None))):
+            raise CheckpointError(f"scheduler is {shown(self.scheduler)}, expected an object or null")
         check_values(decoder.decode(self.scheduler), "scheduler")
+        if self.optimizer is not None:
+            for number, group in enumerate(self.optimizer.groups):
+                check_group(decoder.decode(group.values), f"optimizer.groups[{number}]")
+            states = self.optimizer.scalars
+            check_numbers([(f"optimizer.scalars of unit {record.unit!r}", decoder.decode(record.values)) for record in states])
+
+
+@contextmanager
+def _named(path: str) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _no_tensor(name: str) -> torch.Tensor:

@@ -19,7 +19,7 @@ from hf_zero.checkpoint.format import INDEX_FILE, values_file
 from hf_zero.checkpoint.index import Index
 from hf_zero.checkpoint.optimizer_state import GroupsPlan, OptimizerPlan
 from hf_zero.checkpoint.param_states import ParamStatesPlan
-from hf_zero.checkpoint.plausible import check_alike, check_values
+from hf_zero.checkpoint.plausible import check_alike, check_values, missing_settings
 from hf_zero.checkpoint.rank_state import restore_rank_states
 from hf_zero.checkpoint.slices import Slice
 from hf_zero.checkpoint.state import Loaded, TrainingState
@@ -225,7 +225,11 @@ class _Plan:
         if saved is None:
             log_rank0("%s holds no state of a scheduler; this engine's starts from its beginning", self.reader.folder)
         check_values(saved, "scheduler")
-        check_alike(scheduler.state_dict(), saved, "scheduler")
+        present = scheduler.state_dict()
+        check_alike(present, saved, "scheduler")
+        lost = sorted(missing_settings(present, saved)) if isinstance(saved, dict) else []
+        if lost:
+            raise CheckpointError(f"the checkpoint lacks {', '.join(lost)} of the scheduler")
         return saved
 
     # -- carrying out

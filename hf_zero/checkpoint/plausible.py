@@ -6,7 +6,7 @@ What is meant is told by the name. A number that a run might have had passes: th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ from hf_zero.reading import shown
 _RATES = frozenset(
     {"lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "eps", "momentum", "base_lrs", "_last_lr", "min_lrs", "max_lrs", "lrs"}
 )
+_LISTS = frozenset({"betas", "eps", "base_lrs", "_last_lr", "min_lrs", "max_lrs", "lrs"})  # numbers or lists of them
 _MOST_RATE = 1e9
 _FRACTIONS = frozenset({"betas", "beta1", "beta2"})  # of [0, 1]
-_COUNTS = frozenset({"step", "last_epoch", "last_batch_iteration", "_step_count", "good_steps", "tolerance"})  # whole numbers from -1 on
+_COUNTS = frozenset({"step", "last_epoch", "last_batch_iteration", "_step_count", "good_steps", "tolerance"})  # whole numbers
+_FROM_MINUS_ONE = frozenset({"last_epoch", "last_batch_iteration"})
 _MOST_COUNT = 1 << 62
 _MOST_SCALE = 2.0**127
 _SWITCHES = frozenset({"amsgrad", "maximize", "nesterov", "centered", "differentiable", "decoupled_weight_decay", "dynamic"})
@@ -34,6 +36,8 @@ def check_counters(counters: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: Names the counter.
     """
+    if counters and not set(COUNTERS[:3]) <= counters.keys():
+        raise CheckpointError(f"counters are {shown(sorted(counters))}, expected {list(COUNTERS)}")
     for name, value in counters.items():
         if name not in COUNTERS or type(value) is not int or not 0 <= value <= _MOST_COUNT:
             raise CheckpointError(f"counters: {shown(name)} is {shown(value)}; whole numbers from 0 on are allowed for {list(COUNTERS)}")
@@ -50,6 +54,8 @@ def check_scaler(scaler: Any) -> None:
     if set(scaler) != _SCALER:
         raise CheckpointError(f"scaler has the keys {shown(sorted(map(str, scaler)))}, expected {sorted(_SCALER)}")
     check_values(scaler, "scaler")
+    if not isinstance(scaler["dynamic"], bool):
+        raise CheckpointError(f"scaler: dynamic is {shown(scaler['dynamic'])}, expected true or false")
     scale = scaler["scale"]
     if type(scale) not in (int, float) or not 0 < scale <= _MOST_SCALE:
         raise CheckpointError(f"scaler: scale is {shown(scale)}, expected a number above 0, at most 2**127")
@@ -67,23 +73,28 @@ def check_group(values: Any, where: str) -> None:
 
 
 def missing_settings(present: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
-    """Hyper-parameters that steer a run, which ``present`` has and ``saved`` lacks."""
-    return {key for key in present.keys() & (_RATES | _FRACTIONS) if key not in saved and key != "initial_lr"}
+    """What steers a run in param groups and schedulers, which ``present`` has and ``saved`` lacks."""
+    return {key for key in present.keys() & (_RATES | _FRACTIONS | _SWITCHES | _COUNTS) if key not in saved and key != "initial_lr"}
 
 
-def check_numbers(values: Any, where: str) -> None:
-    """States of one number each.
+def check_numbers(states: Sequence[tuple[str, Any]]) -> None:
+    """States of one number each, by where they are: finite, and one type under each name.
 
     Raises:
-        CheckpointError: Names ``where`` and the state.
+        CheckpointError: Names the place and the state.
     """
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{where} is {shown(values)}, expected states by name")
-    check_values(values, where)
-    for key, value in values.items():
-        number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-        if number is not None and not (isinstance(number, (bool, int)) or (isinstance(number, float) and math.isfinite(number))):
-            raise CheckpointError(f"{where}: {key} is {shown(value)}, expected a finite number")
+    types: dict[str, Any] = {}
+    for where, values in states:
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{where} is {shown(values)}, expected states by name")
+        check_values(values, where)
+        for key, value in values.items():
+            number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            if number is not None and not (isinstance(number, (bool, int)) or (isinstance(number, float) and math.isfinite(number))):
+                raise CheckpointError(f"{where}: {key} is {shown(value)}, expected a finite number")
+            kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+            if types.setdefault(key, kind) != kind:
+                raise CheckpointError(f"{where}: {key} is of type {kind}, elsewhere of {types[key]}")
 
 
 def check_values(values: Any, where: str) -> None:
@@ -93,7 +104,9 @@ def check_values(values: Any, where: str) -> None:
         CheckpointError: Names ``where``, the key and the value.
     """
     for key, value in values.items() if isinstance(values, dict) else ():
-        for item in value if isinstance(value, (list, tuple)) else (value,):
+        if key == "betas" and isinstance(value, (list, tuple)) and len(value) < 2:
+            raise CheckpointError(f"{where}: {key} is {shown(value)}, expected two or more")
+        for item in value if key in _LISTS and isinstance(value, (list, tuple)) else (value,):
             problem = _problem(key, item)
             if problem:
                 raise CheckpointError(f"{where}: {key} is {shown(value)}, {problem}")
@@ -112,7 +125,8 @@ def _problem(key: Any, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return "expected a number"
     if key in _COUNTS:
-        return "" if -1 <= value <= _MOST_COUNT and value == int(value) else "expected a whole number from -1 on"
+        least = -1 if key in _FROM_MINUS_ONE else 0
+        return "" if least <= value <= _MOST_COUNT and value == int(value) else f"expected a whole number from {least} on"
     if key in _FRACTIONS:
         return "" if 0 <= value <= 1 else "expected numbers from 0 to 1"
     return "" if 0 <= value <= _MOST_RATE else f"expected a number from 0 to {_MOST_RATE:g}"
@@ -142,7 +156,9 @@ def check_alike(present: Any, saved: Any, where: str) -> None:
         other = "nothing"
     if own != other and own and other:
         raise CheckpointError(f"{where} is {shown(saved)} in the checkpoint, {shown(present)} here: expected {own}, found {other}")
-    if own == "a list" and len(present) == len(saved):
+    if isinstance(present, tuple) and len(present) != len(saved or present):
+        raise CheckpointError(f"{where} is {shown(saved)} in the checkpoint, {shown(present)} here: expected {len(present)} values")
+    if own == other == "a list" and len(present) == len(saved):
         for position, (here, there) in enumerate(zip(present, saved, strict=True)):
             check_alike(here, there, f"{where}[{position}]")
 

@@ -14,6 +14,7 @@ from hf_zero.checkpoint.json_records import read_record
 from hf_zero.checkpoint.slices import Slice
 from hf_zero.errors import CheckpointError
 from hf_zero.reading import shown
+from hf_zero.sharding.layout import ALIGNMENT, round_up
 
 _MOST_DIMS = 64
 _TOO_LONG = 1 << 62
@@ -153,7 +154,7 @@ class UnitRecord:
         return self.padded_numel // self.world
 
     def check(self) -> None:
-        """Refuses units whose parameters do not fit their buffer, or share elements of it."""
+        """Refuses units whose parameters do not fit their buffer, share elements of it, or leave more room than alignment does."""
         where = f"unit {self.name!r}"
         if self.kind not in (MASTER, WEIGHTS):
             raise CheckpointError(f"{where}: kind is {self.kind!r}, allowed are {[MASTER, WEIGHTS]}")
@@ -171,7 +172,11 @@ class UnitRecord:
                 raise CheckpointError(
                     f"{where}: the parameters {last} and {param.name} overlap: one ends at {end}, one is at {param.offset}"
                 )
+            if param.offset != round_up(end, ALIGNMENT):
+                raise CheckpointError(f"{where}: nothing lies between element {end} and parameter {param.name} at {param.offset}")
             end, last = param.offset + param.slice.numel, param.name
+        if self.padded_numel - round_up(end, ALIGNMENT) > self.world * ALIGNMENT:
+            raise CheckpointError(f"{where}: nothing lies between element {end} and its end at {self.padded_numel}")
 
 
 def _is_shape(shape: tuple[int, ...]) -> bool:

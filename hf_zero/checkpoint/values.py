@@ -210,7 +210,7 @@ class Decoder:
         return {
             "float": lambda data: _FLOATS[data["value"]],
             "tensor": lambda data: self._tensor(data["name"]),
-            "scalar": lambda data: torch.tensor(self.decode(data["value"]), dtype=DTYPES[data["dtype"]]),
+            "scalar": lambda data: _read_scalar(self.decode(data["value"]), DTYPES[data["dtype"]]),
             "ndarray": _read_array,
             "numpy": lambda data: _read_array(data)[()],
             "bytes": lambda data: base64.b64decode(data["base64"]),
@@ -237,6 +237,13 @@ class Decoder:
             "dict": lambda data: {self.decode(key): self.decode(item) for key, item in data["items"]},
             "OrderedDict": lambda data: OrderedDict((self.decode(key), self.decode(item)) for key, item in data["items"]),
         }
+
+
+def _read_scalar(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    made = torch.tensor(value, dtype=dtype)
+    if made.item() != value and not (isinstance(value, float) and math.isnan(value)):
+        raise ValueError(f"{value!r} is no value of {dtype}")
+    return made
 
 
 def _read_array(data: dict[str, Any]) -> Any:

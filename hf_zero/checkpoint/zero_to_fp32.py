@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 
 FORMAT_VERSION = 1
 CHUNK_BYTES = 65536  # per checksum
+ALIGNMENT = 16  # elements: where parameters begin in a unit
 _ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2,
     "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -113,12 +114,20 @@ class Checkpoint:
                 _require(fits, f"shape, bytes or checksums of {tensor!r} in {name} contradict each other")
         for unit in index["units"]:
             self._check_unit(unit)
-        for name, file in index["buffers"].items():
-            self._record(file, name)
+        held = {(loose["file"], loose["name"]) for loose in index["loose"]} | {(file, name) for name, file in index["buffers"].items()}
+        there = {(name, tensor) for name, file in files.items() if name.startswith("module-") for tensor in file["tensors"]}
+        units = {(unit["kind"], unit["name"]) for unit in index["units"]}
+        cut = {(name.split("-")[0], tensor) for name, file in files.items() for tensor in file["tensors"]}
+        lost = sorted((kind, tensor) for kind, tensor in cut - units if kind in ("master", "weights"))
+        _require(not lost, f"the index has no unit for the tensors {lost[:3]}")
+        _require(held == there, f"of {sorted(held ^ there)[:3]} the index lists the tensor or the parameter alone")
         for loose in index["loose"]:
             numel = math.prod(self._record(loose["file"], loose["name"])["shape"])
             _require(_held(loose) == numel, f"{loose['name']} has {numel} elements in {loose['file']}, the index says otherwise")
         known = {param["name"] for part in (*index["units"], {"params": index["loose"]}) for param in part["params"]}
+        _require(all(isinstance(name, str) for name in known), "a name of a parameter is no text")
+        for group in index["optimizer"]["groups"] if index["optimizer"] is not None else ():
+            _require(known >= set(group["params"]), "a param group names a parameter that is not there")
         for alias, name in index["aliases"].items():
             _require(alias not in known and name in known | set(index["excluded"]), f"the alias {alias!r:.80} leads to no parameter")
 
@@ -131,9 +140,13 @@ class Checkpoint:
         _require(alike and shards[0]["dtype"] in _ITEM_BYTES, f"unit {name!r}: its shards are not {world} times {numel // world} elements")
         end = 0
         for start, count, param in sorted((param["offset"], _held(param), param["name"]) for param in unit["params"]):
-            _require(type(start) is int and start >= end, f"unit {name!r}: the parameter {param} overlaps another one, or lies before it")
+            aligned = -(-end // ALIGNMENT) * ALIGNMENT
+            _require(start == aligned, f"unit {name!r}: the parameter {param} is at element {start!r:.80}, its place is {aligned}")
             end = start + count
-        _require(end <= numel, f"unit {name!r}: its parameters end at element {end}, it has {numel}")
+        _require(
+            end <= numel <= -(-end // ALIGNMENT) * ALIGNMENT + world * ALIGNMENT,
+            f"unit {name!r}: its parameters end at element {end}, it at {numel}",
+        )
 
     def _check_places(self, name: str, places: list[_Place]) -> None:
         dim, shape = places[0].dim, self.shapes[name]

@@ -19,9 +19,10 @@ KINDS: tuple[Any, ...] = ("boom", "", "../../etc/passwd", "\0", "ü" * 40, [], {
 TYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "U16", "U8", "BOOL", "C64", "O8")
 HOSTILE_NAMES = (
     "os system", "builtins eval", "builtins exec", "builtins getattr", "builtins range", "builtins set", "builtins bytearray",
-    "builtins __import__", "subprocess Popen", "posix system", "torch load", "torch.storage _load_from_bytes", "torch._utils _rebuild_tensor_v2",
-    "torch._utils _rebuild_tensor_v3", "torch.hub load", "numpy.core.multiarray _reconstruct", "collections OrderedDict", "torch FloatStorage",
-    "torch.storage UntypedStorage", "torch Size", "functools partial", "operator attrgetter", "copyreg _reconstructor", "torch Tensor",
+    "builtins __import__", "subprocess Popen", "posix system", "torch load", "torch.storage _load_from_bytes",
+    "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3", "torch.hub load", "numpy.core.multiarray _reconstruct",
+    "collections OrderedDict", "torch FloatStorage", "torch.storage UntypedStorage", "torch Size", "functools partial",
+    "operator attrgetter", "copyreg _reconstructor", "torch Tensor",
 )  # fmt: skip
 
 

@@ -12,15 +12,15 @@ from hf_zero.checkpoint.tensor_file import Elsewhere
 
 def summary(source: Source) -> dict[str, Any]:
     """Reads all of ``source``: values, states, numbers, groups, schedule, loss scale, counters."""
-    found: dict[str, Any] = {"groups": _plain(source.groups), "counters": dict(source.counters), "aliases": dict(source.aliases)}
+    found: dict[str, Any] = {"groups": plain(source.groups), "counters": dict(source.counters), "aliases": dict(source.aliases)}
     for param in source.params:
         states = {name: _elements(row) for name, row in param.states.items()}
-        numbers = {name: _plain(value) for name, value in param.numbers.items()}
+        numbers = {name: plain(value) for name, value in param.numbers.items()}
         found[f"param {param.name}"] = (param.value.shape, param.group, _elements(param.value.row), states, numbers)
     for buffer in source.buffers:
         found[f"buffer {buffer.name}"] = (buffer.shape, _elements(buffer.row))
     for name in ("scheduler", "scaler"):
-        found[name] = _plain(source.values.get(name))
+        found[name] = plain(source.values.get(name))
     return found
 
 
@@ -36,12 +36,12 @@ def _elements(row: Elsewhere) -> tuple[str, bytes]:
     return str(row.dtype), values.view(torch.uint8).numpy().tobytes()
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """``value`` with tensors as text, so that it can be compared."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {value.tolist()}"
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [type(value).__name__, *(_plain(item) for item in value)]
-    return value
+        return [type(value).__name__, *(plain(item) for item in value)]
+    return value if isinstance(value, (bool, int, float, complex, str, bytes, set, slice, type(None))) else repr(value)

@@ -119,8 +119,10 @@ class _Reader:
         ]
         self.module: Mapping[str, Any] = fields.mapping(self.model.get("module") or {}, "module")
         for name, value in self.module.items():
-            if isinstance(value, Inert):
-                raise CheckpointError(f"{folder}: {name} is {value!r}, expected a tensor")
+            if not isinstance(value, torch.Tensor) and not str(name).endswith("_extra_state"):
+                raise CheckpointError(f"{folder}: {name} is {shown(value)}, expected a tensor")
+        if any(model.get("param_shapes") != self.model["param_shapes"] for model in models):
+            raise CheckpointError(f"{folder}: the ranks' files *_model_states.pt have different param_shapes")
 
     def source(self, stage: int) -> Source:
         """All of it."""
@@ -130,7 +132,7 @@ class _Reader:
         names = {param.name for param in params}
         params += self.frozen(names | set(aliases))
         buffers = fields.sequence(self.model.get("buffer_names") or [], "buffer_names")
-        found = [tensor_source(name, fields.tensor(self.module[name], name)) for name in buffers if name in self.module]
+        found = [tensor_source(name, fields.tensor(self.module.get(name), f"the buffer {name}")) for name in buffers]
         return Source(
             what=f"the DeepSpeed checkpoint {self.folder}",
             params=tuple(params),
@@ -241,9 +243,24 @@ class _Stage12(_Reader):
         for rows in self._masters:  # the last rank's may be shorter, without its padding
             if any(row.numel() > first.numel() for row, first in zip(rows, self._masters[0], strict=True)):
                 raise CheckpointError(f"{folder}: a rank's flat arrays are longer than those of rank 0")
-        for rank, part in enumerate(ranks):
+        for rows in self._masters:
+            if len(rows) != len(self.shapes):
+                raise CheckpointError(f"{folder}: the ranks' files have {len(rows)} groups, param_shapes has {len(self.shapes)}")
+        lost = [name for group in self.shapes for name in group if self.module and name not in self.module]
+        if lost:
+            raise CheckpointError(f"{folder}: param_shapes names {lost[0]}, which module lacks")
+        self._check_mappings()
+
+    def _check_mappings(self) -> None:
+        """Where the parameters lie in the flat arrays: every one, inside of them, none over another."""
+        named: list[set[Any]] = [set() for _ in self.shapes]
+        for rank, part in enumerate(self.ranks):
             for group, addresses in enumerate(part.get("param_slice_mappings") or ()):
                 self._check_addresses(rank, group, fields.mapping(addresses, "param_slice_mappings"))
+                named[group] |= addresses.keys()
+        for group, names in enumerate(named):
+            if names and names != self.shapes[group].keys():
+                raise CheckpointError(f"{self.folder}: param_slice_mappings and param_shapes of group {group} name other parameters")
 
     def _check_addresses(self, rank: int, group: int, addresses: Mapping[Any, Any]) -> None:
         end = 0
@@ -328,7 +345,7 @@ class _Stage3(_Reader):
         self._lengths = [row.numel() for row in self._masters[0]]
         if any([row.numel() for row in rows] != self._lengths for rows in self._masters):
             raise CheckpointError(f"{folder}: the ranks' sub-groups differ in length")
-        if sum(self._lengths) < end:
+        if sum(self._lengths) != end:
             raise CheckpointError(f"{folder}: the sub-groups hold {sum(self._lengths)} elements per rank, the parameters need {end}")
 
     def _part_numel(self, numel: int) -> int:

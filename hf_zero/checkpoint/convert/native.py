@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from hf_zero.checkpoint.index import Index
 from hf_zero.checkpoint.records import FileRecord, GroupRecord, LooseRecord, OptimizerRecord, ParamRecord, ScalarRecord, UnitRecord
 from hf_zero.checkpoint.tensor_file import Elsewhere, Entry, RangeReader, whole, write_tensor_file
 from hf_zero.checkpoint.values import Decoder, Encoder, encode_scalar
+from hf_zero.errors import CheckpointError
 from hf_zero.observe import warn_once
+from hf_zero.reading import reading
 
 
 def read_checkpoint(folder: Path) -> Source:
@@ -73,7 +76,11 @@ def read_checkpoint(folder: Path) -> Source:
 
 def _row(catalog: Catalog, reader: RangeReader, found: Located, kind: str | None) -> Elsewhere:
     def read(first: int, target: torch.Tensor) -> None:
-        reader.read(list(catalog.copies(found, kind, found.whole, first, target)))
+        try:
+            copies = list(catalog.copies(found, kind, found.whole, first, target))
+        except CheckpointError as error:
+            raise CheckpointError(f"{reader.folder}: {error}") from error
+        reader.read(copies)
 
     numel = found.whole.numel
     return Elsewhere(DTYPES[catalog.dtype(found, kind) or "F32"], numel, read, read_only)
@@ -106,13 +113,11 @@ def write_checkpoint(source: Source, save_dir: Path, tag: str | None, progress: 
         OSError: The file system refuses.
     """
     name = folders.check_tag(tag or f"global_step{source.counters.get('global_steps', 0)}")
-    encoder = Encoder()
-    values = {key: encoder.encode(value, key) for key, value in source.values.items()}
-    values["groups"] = [encoder.encode(group, f"optimizer.param_groups[{number}]") for number, group in enumerate(source.groups)]
+    encoder, index = planned_index(source, name)
     part = commit.begin(save_dir, name)
     try:
         files = _write_files(source, part, encoder, progress)
-        index = _index(source, name, values, files)
+        index = replace(index, files=files)
         index.check(source.what)
         commit.seal(part, index.to_json())
         final = commit.publish(part, save_dir, name)
@@ -122,6 +127,21 @@ def write_checkpoint(source: Source, save_dir: Path, tag: str | None, progress: 
     commit.write_script(save_dir)
     own_files.write_text(save_dir / LATEST_FILE, name)
     return final
+
+
+def planned_index(source: Source, tag: str) -> tuple[Encoder, Index]:
+    """What the index will say but of files, and the tensors of its values.
+
+    Raises:
+        CheckpointError: A value cannot be saved, or the source says what no run can have been; names the source.
+    """
+    with reading(source.what, CheckpointError):
+        encoder = Encoder()
+        values = {key: encoder.encode(value, f"{source.what}: {key}") for key, value in source.values.items()}
+        groups = [encoder.encode(group, f"{source.what}: param_groups[{number}]") for number, group in enumerate(source.groups)]
+        index = _index(source, tag, {**values, "groups": groups})
+        index.check_meaning(source.what)
+        return encoder, index
 
 
 def _is_trained(param: SourceParam) -> bool:
@@ -144,7 +164,7 @@ def _write_files(source: Source, part: Path, encoder: Encoder, progress: Progres
     return {name: write_tensor_file(part / name, found, progress) for name, found in entries.items() if found}
 
 
-def _index(source: Source, tag: str, values: dict[str, Any], files: dict[str, FileRecord]) -> Index:
+def _index(source: Source, tag: str, values: dict[str, Any]) -> Index:
     trained = [param for param in source.params if _is_trained(param)]
     units, scalars = [], []
     for param in trained:
@@ -178,5 +198,4 @@ def _index(source: Source, tag: str, values: dict[str, Any], files: dict[str, Fi
         scaler=values.get("scaler") or {},
         counters=dict(source.counters),
         client_state=values.get("client_state") or {},
-        files=files,
     )

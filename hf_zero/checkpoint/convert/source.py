@@ -79,10 +79,19 @@ class Source:
         """Itself.
 
         Raises:
-            CheckpointError: It has no parameter.
+            CheckpointError: It has no parameter, or one lacks states that its like in the same group have.
         """
         if not self.params:
             raise CheckpointError(f"{self.what} holds no parameters")
+        alike: dict[tuple[int, int], tuple[str, list[str]]] = {}
+        for param in self.params:
+            names = sorted({*param.states, *param.numbers})
+            if names:  # else no step was taken with it
+                other, known = alike.setdefault((param.group, len(param.value.shape)), (param.name, names))
+                if names != known:
+                    raise CheckpointError(
+                        f"{self.what}: {param.name} has the optimizer states {names}, {other} of the same group {known}; some are missing"
+                    )
         return self
 
 

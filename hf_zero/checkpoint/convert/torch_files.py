@@ -203,8 +203,34 @@ def _bytes_of(whole: torch.Tensor, record: _Record, name: str) -> bytes:
 # -- before PyTorch 1.6 -------------------------------------------------------------------------------------------------
 
 
-def _load_legacy(file: BinaryIO, whole: torch.Tensor) -> Any:
+class _Bounded(io.RawIOBase):
+    """A file that is asked for no more than it has: a buffered one makes room for the length that a pickle names."""
+
+    def __init__(self, file: BinaryIO, nbytes: int) -> None:
+        self._file = file
+        self._nbytes = nbytes
+
+    def read(self, count: int = -1) -> bytes:
+        """At most ``count`` bytes."""
+        left = max(0, self._nbytes - self._file.tell())
+        return self._file.read(left if count < 0 else min(count, left))
+
+    def readline(self, size: int | None = -1) -> bytes:
+        """A line."""
+        return self._file.readline()
+
+    def tell(self) -> int:
+        """The position."""
+        return self._file.tell()
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Moves to a position."""
+        return self._file.seek(offset, whence)
+
+
+def _load_legacy(archive: BinaryIO, whole: torch.Tensor) -> Any:
     """Magic number, version, system, the pickle, the keys of the storages as pickles; then each storage: its length and its bytes."""
+    file: Any = _Bounded(archive, whole.numel())
     file.seek(0)
     head = [_small_pickle(file) for _ in range(3)]
     if head[:2] != [_LEGACY_MAGIC, _LEGACY_PROTOCOL] or not isinstance(head[2], dict) or head[2].get("little_endian") is False:
