@@ -116,7 +116,8 @@ def _uneven(folder: str) -> list[str]:
 
 
 def test_a_checkpoint_that_not_every_node_has_gives_way(tmp_path: Path) -> None:
-    answers = ranks.run_ranks(_uneven, 2, str(tmp_path))
+    # Each node loads a folder of its own name: labels differ, what is sent does not.
+    answers = ranks.run_ranks(_uneven, 2, str(tmp_path), ordered=False)
     assert answers[0] == answers[1]
     assert "no checkpoint 'global_step1' that is complete on every node" in answers[0][0] and "(rank 1) has none" in answers[0][0]
 
