@@ -103,7 +103,8 @@ def _calls(blocks: int, zero: dict[str, Any]) -> int:
     ids=["0", "1", "2", "3", "3-reshard", "3-no-prefetch"],
 )
 def test_work_grows_as_the_model(zero: dict[str, Any]) -> None:
-    few, many = (ranks.run_ranks(_calls, 1, blocks, zero, group=False)[0] for blocks in (FEW, MANY))
+    # Not ordered: one process stands for all ranks, and has nobody to be compared with.
+    few, many = (ranks.run_ranks(_calls, 1, blocks, zero, group=False, ordered=False)[0] for blocks in (FEW, MANY))
     assert many / few <= GROWTH, f"{few} calls with {FEW} blocks, {many} with {MANY}"
 
 
@@ -115,7 +116,7 @@ def _copies(blocks: int) -> Counter[str]:
 
 
 def test_small_gradients_of_a_unit_are_copied_together() -> None:
-    seen = ranks.run_ranks(_copies, 1, 6, group=False)[0]
+    seen = ranks.run_ranks(_copies, 1, 6, group=False, ordered=False)[0]
     assert seen["_foreach_copy_"] == 7, seen  # once per block and once for the root
     assert seen["copy_"] == 0, seen
 
