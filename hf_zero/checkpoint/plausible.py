@@ -140,7 +140,7 @@ def check_alike(present: Any, saved: Any, where: str) -> None:
 
     Args:
         present: What the optimizer or scheduler has now.
-        saved: What it is to get; whatever takes the place of None passes, and None unless in place of a number.
+        saved: What it is to get; whatever takes the place of None passes, and None unless in place of a number or switch.
         where: For the message.
 
     Raises:
@@ -151,7 +151,7 @@ def check_alike(present: Any, saved: Any, where: str) -> None:
             check_alike(present[key], saved[key], f"{where}[{key!r}]")
         return
     own, other = _kind(present), _kind(saved)
-    if own == "a number" and saved is None:
+    if own in ("a number", "a switch") and saved is None:
         other = "nothing"
     if own != other and own and other:
         raise CheckpointError(f"{where} is {shown(saved)} in the checkpoint, {shown(present)} here: expected {own}, found {other}")
