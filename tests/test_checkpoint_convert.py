@@ -105,6 +105,73 @@ def test_a_trusted_pickle_runs_nothing(tmp_path: Path) -> None:
             load_torch_file(tmp_path / "broken.pt")
 
 
+def test_metadata_beside_a_model_selects_nothing_that_runs_code(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / ".metadata").write_bytes(pickle.dumps(Trap(str(tmp_path / "sprung"))))
+    torch.save({"w": torch.ones(2)}, source / "pytorch_model.bin")
+    convert(Conversion(source, tmp_path / "out", trust_pickle=True, quiet=True))
+    assert not (tmp_path / "sprung").exists() and (tmp_path / "out" / "global_step0").is_dir()
+    (source / "__0_0.distcp").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"cannot read .*\.metadata: .*builtins\.open|io\.open"):
+        convert(Conversion(source, tmp_path / "again", trust_pickle=True, quiet=True))
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_an_object_of_a_distributed_checkpoint_runs_nothing(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    content = {"model.w": torch.ones(2), "optim.param_groups": [{"lr": 0.1, "trap": Trap(str(tmp_path / "sprung"))}]}
+    dcp.save(content, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    convert(Conversion(tmp_path / "dcp", tmp_path / "hf", to="hf", quiet=True))
+    assert torch.equal(load_file(tmp_path / "hf" / "model.safetensors")["w"], torch.ones(2))
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_a_damaged_archive_is_refused_by_its_checksum(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(100)}, tmp_path / "file.pt")
+    data = bytearray((tmp_path / "file.pt").read_bytes())
+    data[data.index(bytes(400)) + 200] = 1  # inside the tensor
+    (tmp_path / "file.pt").write_bytes(data)
+    with pytest.raises(CheckpointError, match="cannot read .*file.pt: its member data/0 is damaged"):
+        load_torch_file(tmp_path / "file.pt")
+
+
+def test_links_out_of_a_model_folder_are_not_copied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A cache of the Hub is links into its blobs: those come along."""
+    repository = tmp_path / "hub" / "models--a--b"
+    snapshot, blobs = repository / "snapshots" / "0123", repository / "blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    save_file({"w": torch.ones(2)}, blobs / "77")
+    (blobs / "88").write_text('{"dtype": "bfloat16"}')
+    (tmp_path / "secret_key").write_text("secret")
+    for name, target in {
+        "model.safetensors": "../../blobs/77",
+        "config.json": "../../blobs/88",
+        "tokenizer.model": str(tmp_path / "secret_key"),
+        "vocab.txt": "../../../../secret_key",
+    }.items():
+        (snapshot / name).symlink_to(target)
+    from hf_zero.observe import logger
+
+    logger.propagate = True
+    try:
+        convert(Conversion(snapshot, tmp_path / "hf", to="hf", quiet=True))
+    finally:
+        logger.propagate = False
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["config.json", "model.safetensors"]
+    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == {"dtype": "float32"}
+    assert "tokenizer.model is a link to" in caplog.text and "secret_key, outside of its folder" in caplog.text
+
+
+def test_help_says_what_becomes_of_pickles(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["convert", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "open pickles (*.pt, *.bin): tensors and plain values are taken, nothing that they name is imported or run" in told
+
+
 @pytest.mark.parametrize(
     ("lost", "message"),
     [
@@ -171,6 +238,7 @@ def test_a_checkpoint_that_torch_wrote_for_a_plain_model(tmp_path: Path) -> None
     convert(Conversion(tmp_path / "dcp", tmp_path / "ours", tag="t", quiet=True))
     index = json.loads((tmp_path / "ours" / "t" / "index.json").read_text())
     assert index["optimizer"]["states"] == ["exp_avg", "exp_avg_sq"] and len(index["optimizer"]["scalars"]) == 4
+    assert [group["values"]["lr"] for group in index["optimizer"]["groups"]] == [0.25]
     found = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ours")
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items()) and len(found) == 4
 

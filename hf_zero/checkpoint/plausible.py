@@ -19,6 +19,7 @@ _RATES = frozenset(
     {"lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "eps", "momentum", "base_lrs", "_last_lr", "min_lrs", "max_lrs", "lrs"}
 )
 _LISTS = frozenset({"betas", "eps", "base_lrs", "_last_lr", "min_lrs", "max_lrs", "lrs"})  # numbers or lists of them
+_TO_COME = frozenset({"frozen_at"})  # None until a run has come to it
 _MOST_RATE = 1e9
 _FRACTIONS = frozenset({"betas", "beta1", "beta2"})  # of [0, 1]
 _COUNTS = frozenset({"step", "last_epoch", "last_batch_iteration", "_step_count", "good_steps", "tolerance"})  # whole numbers
@@ -140,7 +141,7 @@ def check_alike(present: Any, saved: Any, where: str) -> None:
 
     Args:
         present: What the optimizer or scheduler has now.
-        saved: What it is to get; whatever takes the place of None passes, and None unless in place of a rate.
+        saved: What it is to get; whatever takes the place of None passes, and None unless in place of a number or switch.
         where: For the message.
 
     Raises:
@@ -148,11 +149,11 @@ def check_alike(present: Any, saved: Any, where: str) -> None:
     """
     if isinstance(present, dict) and isinstance(saved, dict):
         for key in present.keys() & saved.keys():
-            if saved[key] is not None or key in _RATES | _FRACTIONS:  # a run may not have come to what else is None (1-bit Adam's freeze)
+            if saved[key] is not None or key not in _TO_COME:
                 check_alike(present[key], saved[key], f"{where}[{key!r}]")
         return
     own, other = _kind(present), _kind(saved)
-    if own == "a number" and saved is None:
+    if own in ("a number", "a switch") and saved is None:
         other = "nothing"
     if own != other and own and other:
         raise CheckpointError(f"{where} is {shown(saved)} in the checkpoint, {shown(present)} here: expected {own}, found {other}")

@@ -21,8 +21,8 @@ from hf_zero.errors import HfZeroError
 
 SECONDS = 2.0
 SPARE_BYTES = 64 << 20
-FAST, SLOW = 64, 2300  # inputs per reader; ``test_fuzz_counts`` adds them up
-_PAGE = resource.getpagesize()
+FAST, SLOW = 64, 2300  # inputs per reader
+_STATM = Path("/proc/self/statm")
 
 
 class TooSlow(BaseException):
@@ -34,16 +34,8 @@ def fuzzed(check: Callable[..., None]) -> tuple[Any, Any]:
     made = []
     for count in (FAST, SLOW):
         limits = settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
-        made.append(limits(given(random=st.randoms(use_true_random=False))(_copy_of(check))))
+        made.append(limits(given(random=st.randoms(use_true_random=False))(check)))
     return made[0], pytest.mark.slow(pytest.mark.timeout(3600)(made[1]))
-
-
-def _copy_of(check: Callable[..., None]) -> Callable[..., None]:
-    import types
-
-    made = types.FunctionType(check.__code__, check.__globals__, check.__name__, check.__defaults__, check.__closure__)
-    made.__annotations__, made.__doc__ = check.__annotations__, check.__doc__
-    return made
 
 
 def guarded(work: Callable[[], Any], nbytes: int, error: type[HfZeroError] | type[ValueError], names: str = "") -> Any:
@@ -57,8 +49,9 @@ def guarded(work: Callable[[], Any], nbytes: int, error: type[HfZeroError] | typ
     """
     space = resource.getrlimit(resource.RLIMIT_AS)
     former = signal.signal(signal.SIGVTALRM, _too_slow)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE
-    resource.setrlimit(resource.RLIMIT_AS, (used + 4 * nbytes + SPARE_BYTES, space[1]))
+    if _STATM.exists():
+        used = int(_STATM.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 4 * nbytes + SPARE_BYTES, space[1]))
     signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
     try:
         return work()
