@@ -128,7 +128,9 @@ class Reducer:
             self._send_next()
 
     def _is_done(self, gradients: UnitGradients) -> bool:
-        return (gradients.complete or id(gradients) in self._closed) and id(gradients) not in self._deferred
+        # What was late once came when backward had passed its block: only its gradients tell.
+        closed = id(gradients) in self._closed and id(gradients) not in self._late
+        return (gradients.complete or closed) and id(gradients) not in self._deferred
 
     def send(self, count: int) -> None:
         """Sends off the first ``count`` of the queue, complete or not, if this backward reduces: their place in the order has come."""
@@ -168,9 +170,8 @@ class Reducer:
         """Reduces once more what arrived behind its place in the order, on any rank."""
         late = [entry for entry in self._queue if entry.has_local]
         if self._order is not None:
-            movable = [entry for entry in self._queue if self._place(entry) != AT_THE_END]
-            answers = self._agree([entry.has_local for entry in movable]) if movable else []
-            late = [entry for entry, anywhere in zip(movable, answers, strict=True) if anywhere]
+            answers = self._agree([entry.has_local for entry in self._queue])
+            late = [entry for entry, anywhere in zip(self._queue, answers, strict=True) if anywhere]
             self._late.update(map(id, late))
         elif late:
             names = ", ".join(entry.unit.name for entry in late)
