@@ -1,7 +1,7 @@
 """Start-up hook of the `deepspeed` alias: ``hf_zero.pth`` imports this file in every Python process.
 
 It must cost next to nothing there, so it imports only ``sys`` (no ``__future__`` even) and puts one finder on
-``sys.meta_path``. Everything else happens in :mod:`hf_zero.compat.finder`, on the first question about `deepspeed`.
+``sys.meta_path``. Everything else happens in :mod:`hf_zero.deepspeed.finder`, on the first question about `deepspeed`.
 """
 
 import sys
@@ -12,7 +12,7 @@ def _is_importable():  # type: ignore[no-untyped-def]
 
     Nothing is imported to find out: the user's file may be the script that is running.
     """
-    if "hf_zero.compat.finder" in sys.modules:
+    if "hf_zero.deepspeed.finder" in sys.modules:
         return True
     from importlib.machinery import PathFinder
 
@@ -21,7 +21,7 @@ def _is_importable():  # type: ignore[no-untyped-def]
     if spec is None:  # the package is gone, or something without a spec stands in for it
         return False
     places = spec.submodule_search_locations
-    if places is not None and PathFinder.find_spec("hf_zero.compat", places) is not None:
+    if places is not None and PathFinder.find_spec("hf_zero.deepspeed", places) is not None:
         return True
     import warnings
 
@@ -39,7 +39,7 @@ class DeepSpeedAliasFinder:
 
     It stands first on ``sys.meta_path`` because a bare folder named ``deepspeed`` (of JSON files, say) in the working
     directory is a namespace package to the path finder and would hide us. A real DeepSpeed still wins, see
-    :func:`hf_zero.compat.finder.alias_is_active`.
+    :func:`hf_zero.deepspeed.finder.alias_is_active`.
     """
 
     @staticmethod
@@ -47,7 +47,7 @@ class DeepSpeedAliasFinder:
         """The spec of `deepspeed` or of one of its submodules, else None."""
         if (fullname != "deepspeed" and not fullname.startswith("deepspeed.")) or not _is_importable():
             return None
-        from hf_zero.compat.finder import find_spec
+        from hf_zero.deepspeed.finder import find_spec
 
         return find_spec(fullname)
 
@@ -60,7 +60,7 @@ class DeepSpeedAliasFinder:
         name = getattr(context, "name", None)
         if name is None or name.lower() != "deepspeed" or not _is_importable():
             return iter(())
-        from hf_zero.compat.finder import find_distributions
+        from hf_zero.deepspeed.finder import find_distributions
 
         return find_distributions()
 

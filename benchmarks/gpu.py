@@ -38,10 +38,15 @@ LEAST = 60.0  # seconds with which a part is begun
 BUNDLE = REPOSITORY / ".gpu-bundle"
 VERSION = f"cp{sys.version_info.major}{sys.version_info.minor}"  # the bundle has a folder for each Python
 LIBRARY = REPOSITORY / "hf_zero" / "native" / "libhf_zero_kernels.so"
-GPU_TESTS = ("test_native_triton.py", "test_offload_budget.py", "test_parity_matrix.py", "test_lightning.py")
+GPU_TESTS = (
+    "native/test_native_triton.py",
+    "offload/test_offload_budget.py",
+    "parity/test_parity_matrix.py",
+    "lightning/test_lightning.py",
+)
 NEEDED = ("torch", "transformers", "accelerate", "safetensors", "numpy", "packaging", "pydantic", "rich", "tqdm")
 ELSEWHERE = (
-    "test_gpu_engine.py::test_checkpoints_travel_between_device_and_host"  # the other tests of that file are the parts of tests/gpu.py
+    "benchmarks/test_gpu_engine.py::test_checkpoints_travel_between_device_and_host"  # the others there are parts of tests/support/gpu.py
 )
 
 
@@ -74,7 +79,7 @@ def parts(device: str, toy: bool, gpus: int = 1) -> list[Part]:
     python, small, json_file = sys.executable, ["--toy"] if toy else [], ["--json", "{scratch}/" + TABLE]
     where = ["--device", device]
     peer = ["--peer-path", str(BUNDLE / VERSION / "peer")] if (BUNDLE / VERSION / "peer").is_dir() else []
-    jobs = [python, "-m", "tests.gpu", *where]
+    jobs = [python, "-m", "tests.support.gpu", *where]
     steps = [python, "-m", "benchmarks.step_time_gpu", *where, *small, "--limit", "90", *peer, *json_file]
     offload = [python, "-m", "benchmarks.offload_gpu", *where, *small, *json_file]
     ours = [*offload, "--limit", "400", "--contenders", "hf_zero", "--dtypes"]

@@ -33,7 +33,7 @@ def _serve(path: str, rank: int, nbytes: int, rounds: int, together: Any, answer
     """Reads one half of the file while it writes the other, twice with the halves exchanged: all of it once in each direction."""
     import torch
 
-    from hf_zero.offload.buffers import ALIGNMENT, HostMemory
+    from hf_zero.memory.buffers import ALIGNMENT, HostMemory
     from hf_zero.offload.files import SwapFile, SwapFolder
 
     half = -(-nbytes // (2 * ALIGNMENT)) * ALIGNMENT

@@ -103,7 +103,7 @@ def peak_of(call: Callable[[], object]) -> int:
 def account(tp: int, stage: int, shape: str, size: dict[str, int]) -> dict[str, int]:
     """What the second step of hf_zero in bf16 sends over each axis, and what this rank holds after it and at its peak."""
     from hf_zero.comm.collectives import Collectives
-    from tests.memory import live_bytes
+    from tests.support.memory import live_bytes
 
     elsewhere = live_bytes()
     engine = engine_of("hf_zero", build_model(shape, size).train(), config_of(tp, stage, size["batch"], bf16=True))

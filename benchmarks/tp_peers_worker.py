@@ -22,7 +22,7 @@ from torch import nn
 sys.path.insert(0, str(REPOSITORY))
 
 from tests import zoo  # noqa: E402
-from tests.tp_breadth import perturb, relative, run  # noqa: E402
+from tests.support.tp_breadth import perturb, relative, run  # noqa: E402
 
 SECONDS = 15.0  # until a collective that a rank does not join is given up
 

@@ -8,10 +8,10 @@ from typing import Any
 __version__ = "0.1.0"
 
 _NAMES = {
-    "initialize": "hf_zero.engine.build",
-    "Engine": "hf_zero.engine.engine",
+    "initialize": "hf_zero.build",
+    "Engine": "hf_zero.core.engine",
     "init_distributed": "hf_zero.comm.topology",
-    "install_as_deepspeed": "hf_zero.compat",
+    "install_as_deepspeed": "hf_zero.deepspeed",
     "ZeroPlugin": "hf_zero.integrations.accelerate_plugin",
     "ZeroTrainingArguments": "hf_zero.integrations.training_arguments",
     "DummyOptim": "hf_zero.integrations.accelerate_plugin",

@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 
-from hf_zero.secrets import MASK, is_secret, without_credentials
+from hf_zero.system.secrets import MASK, is_secret, without_credentials
 
 Facts = dict[str, dict[str, str]]
 
@@ -110,7 +110,7 @@ def _host_memory_bytes() -> int:
 
 
 def _deepspeed_facts() -> dict[str, str]:
-    from hf_zero.compat.finder import alias_is_active, real_deepspeed_importable
+    from hf_zero.deepspeed.finder import alias_is_active, real_deepspeed_importable
 
     real, active = real_deepspeed_importable(), alias_is_active()
     facts = {

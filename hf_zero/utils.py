@@ -1,7 +1,16 @@
 """The public helpers that ``deepspeed.utils`` has."""
 
 from hf_zero.checkpoint.trainer_folders import newest_trainer_checkpoint
-from hf_zero.engine.full_values import (
+from hf_zero.core.schedule.leaf_modules import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+)
+from hf_zero.deepspeed.safe_values import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -17,15 +26,6 @@ from hf_zero.engine.full_values import (
     safe_update_full_grad_vectorized,
 )
 from hf_zero.observe import logger
-from hf_zero.sharding.leaf_modules import (
-    get_z3_leaf_modules,
-    set_z3_leaf_module,
-    set_z3_leaf_modules,
-    set_z3_leaf_modules_by_name,
-    set_z3_leaf_modules_by_suffix,
-    unset_z3_leaf_modules,
-    z3_leaf_module,
-)
 
 __all__ = [
     "get_z3_leaf_modules",

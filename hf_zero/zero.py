@@ -1,8 +1,8 @@
 """The public names of stage 3, as ``deepspeed.zero`` has them."""
 
-from hf_zero.engine.init import Init
-from hf_zero.sharding.external import register_external_parameter, unregister_external_parameter
-from hf_zero.sharding.gathered import GatheredParameters
-from hf_zero.sharding.unit import ParamStatus as ZeroParamStatus
+from hf_zero.core.schedule.external_parameters import register_external_parameter, unregister_external_parameter
+from hf_zero.core.schedule.gathered_parameters import GatheredParameters
+from hf_zero.core.units.unit import ParamStatus as ZeroParamStatus
+from hf_zero.deepspeed.zero_init import Init
 
 __all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter", "unregister_external_parameter"]

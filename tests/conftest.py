@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import ranks
+from tests.support import ranks
 
 # Variables that start-up code reads. A test that leaves one behind changes the meaning of the next.
 WATCHED_PREFIXES = ("ACCELERATE_", "DEEPSPEED_", "DS_", "FSDP_", "HF_ZERO", "LOCAL_", "MASTER_", "RANK", "WORLD_SIZE")
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def trainer_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the tiny checkpoints that the Trainer tests start from."""
-    from tests import trainers
+    from tests.support import trainers
 
     folder = tmp_path_factory.mktemp("models")
     trainers.save_models(folder)

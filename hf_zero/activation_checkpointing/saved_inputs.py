@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.offload.buffers import HostMemory, HostPool
-from hf_zero.offload.copies import CopyLane, Mark
+from hf_zero.memory.buffers import HostMemory, HostPool
+from hf_zero.memory.copies import CopyLane, Mark
 
 
 @dataclass

@@ -13,8 +13,8 @@ import torch
 from typing_extensions import TypeIs
 
 from hf_zero.checkpoint.tensor_file import Elsewhere, Row
-from hf_zero.optim.sharded import OwnedSegment, ShardedOptimizer
-from hf_zero.sharding.unit import Unit
+from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
+from hf_zero.core.units.unit import Unit
 
 
 class Arrays:

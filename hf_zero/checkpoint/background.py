@@ -19,15 +19,16 @@ from typing import Any
 
 import torch
 
-from hf_zero import exit_status, host_memory, own_files
 from hf_zero.checkpoint import agreement, commit, folders
 from hf_zero.checkpoint.records import FileRecord, read_file_record
 from hf_zero.checkpoint.tensor_file import Elsewhere, Entry, Piece
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import CheckpointError
+from hf_zero.memory import host_memory
+from hf_zero.memory.buffers import HostMemory
 from hf_zero.observe import logger
-from hf_zero.offload.buffers import HostMemory
-from hf_zero.process import Process
+from hf_zero.system import exit_status, own_files
+from hf_zero.system.process import Process
 
 _ALIGNMENT_BYTES = 64
 _POLL_SECONDS = 0.05

@@ -10,8 +10,8 @@ from hf_zero.checkpoint.index import Index
 from hf_zero.checkpoint.records import UnitRecord
 from hf_zero.checkpoint.slices import Slice
 from hf_zero.checkpoint.tensor_file import Copy, Row
+from hf_zero.core.units.layout import Range
 from hf_zero.errors import CheckpointError
-from hf_zero.sharding.layout import Range
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from hf_zero import own_files
 from hf_zero.checkpoint.folders import SCRIPT_FILE, check_tag, digest, former_of, is_complete, marker_of, part_of, tag_of_part
 from hf_zero.checkpoint.format import FORMAT, INDEX_FILE, MARKER_FILE
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger, note
-from hf_zero.process import Process
+from hf_zero.system import own_files
+from hf_zero.system.process import Process
 
 _SHARD = re.compile(
     r"(master|weights|module|optimizer\.\w{1,64}|optimizer_params|onebit_(worker|server)_error)"

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 
 from hf_zero.checkpoint.format import MASTER, MODULE, PARAM_STATES, STATE_PREFIX, VALUES_FILE, WEIGHTS, shard_file, state_kind, values_file
 from hf_zero.checkpoint.records import FileRecord, GroupRecord, LooseRecord, OptimizerRecord, ParamRecord, UnitRecord, check_slice
+from hf_zero.core.units.layout import FROZEN
 from hf_zero.errors import CheckpointError
-from hf_zero.optim.onebit_sharded import SERVER_ERROR, WORKER_ERROR
-from hf_zero.reading import shown
-from hf_zero.sharding.layout import FROZEN
+from hf_zero.onebit.sharded import SERVER_ERROR, WORKER_ERROR
+from hf_zero.system.reading import shown
 
 _FILE_NAME = re.compile(r"([^-]+)-(\d{5,9})-of-(\d{5,9})(?:\.tensor-(\d{5,9})-of-\d{5,9})?\.safetensors")
 _VALUES_NAME = re.compile(r"values-(\d{5,9})\.safetensors")

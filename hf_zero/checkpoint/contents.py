@@ -17,9 +17,9 @@ from hf_zero.checkpoint.records import LooseRecord, ParamRecord, ParamStateRecor
 from hf_zero.checkpoint.slices import Slice
 from hf_zero.checkpoint.state import TrainingState
 from hf_zero.checkpoint.tensor_file import Entry, cut, whole
-from hf_zero.optim.whole_tensors import WholeTensorOptimizer
-from hf_zero.sharding.layout import ALIGNMENT, round_up
-from hf_zero.sharding.unit import Unit
+from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
+from hf_zero.core.units.layout import ALIGNMENT, round_up
+from hf_zero.core.units.unit import Unit
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_zero import own_files
-from hf_zero.c_library import linux_function
+from hf_zero.system import own_files
+from hf_zero.system.c_library import linux_function
 
 try:
     import fcntl

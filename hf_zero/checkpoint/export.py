@@ -13,9 +13,9 @@ from hf_zero.checkpoint.host_copies import HostCopies
 from hf_zero.checkpoint.model_files import MAX_SHARD_SIZE, ModelFiles, PlannedTensor, bytes_of
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.recorded import open_collectives
+from hf_zero.core.units.split_parameter import slice_of
+from hf_zero.core.units.unit import Unit, find_unit, full_shape
 from hf_zero.observe import warn_once
-from hf_zero.sharding.slices import slice_of
-from hf_zero.sharding.unit import Unit, find_unit, full_shape
 
 
 def consolidated_state_dict(

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from hf_zero import own_files
 from hf_zero.errors import CheckpointError
+from hf_zero.memory.budget import free_memory, gib
 from hf_zero.observe import logger
-from hf_zero.offload.budget import free_memory, gib
+from hf_zero.system import own_files
 
 SPILL_VARIABLE = "HF_ZERO_SPILL_DIR"
 

@@ -18,7 +18,7 @@ from hf_zero.checkpoint.plausible import check_counters, check_group, check_numb
 from hf_zero.checkpoint.records import FileRecord, LooseRecord, OptimizerRecord, UnitRecord
 from hf_zero.checkpoint.values import Decoder
 from hf_zero.errors import CheckpointError
-from hf_zero.reading import parse_json, reading, shown
+from hf_zero.system.reading import parse_json, reading, shown
 
 
 @dataclass(frozen=True)

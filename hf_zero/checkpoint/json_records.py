@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from hf_zero.errors import CheckpointError
-from hf_zero.reading import shown
+from hf_zero.system.reading import shown
 
 T = TypeVar("T")
 _HINTS: dict[Any, dict[str, Any]] = {}

@@ -25,10 +25,10 @@ from hf_zero.checkpoint.slices import Slice
 from hf_zero.checkpoint.state import Loaded, TrainingState
 from hf_zero.checkpoint.tensor_file import Copy, RangeReader
 from hf_zero.checkpoint.values import Decoder
+from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
+from hf_zero.core.units.unit import Unit
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import log_rank0, span
-from hf_zero.optim.whole_tensors import WholeTensorOptimizer
-from hf_zero.sharding.unit import Unit
 
 _SHOWN_NAMES = 5
 

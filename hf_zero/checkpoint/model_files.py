@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from hf_zero import own_files
 from hf_zero.checkpoint.tensor_file import D, header_of, in_file_order
 from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.system import own_files
 
 MAX_SHARD_SIZE = "50GB"  # transformers' own default
 _WINDOW_BYTES = 4 * 2**20

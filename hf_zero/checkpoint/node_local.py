@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_zero import own_files
 from hf_zero.checkpoint import agreement, commit, folders
 from hf_zero.checkpoint.format import LATEST_FILE, MODULE, values_file
 from hf_zero.checkpoint.records import FileRecord
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger, note
-from hf_zero.process import Process
+from hf_zero.system import own_files
+from hf_zero.system.process import Process
 
 _WINDOW_BYTES = 4 << 20
 

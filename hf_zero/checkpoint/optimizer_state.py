@@ -18,12 +18,12 @@ from hf_zero.checkpoint.state import TensorAxis
 from hf_zero.checkpoint.takeover import Takeover
 from hf_zero.checkpoint.tensor_file import Copy, Entry, Piece, Row
 from hf_zero.checkpoint.values import Decoder, Encoder, encode_scalar
+from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
+from hf_zero.core.units.layout import ParamSlot
+from hf_zero.core.units.unit import Unit
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import warn_once
 from hf_zero.optim.elementwise import state_at_start
-from hf_zero.optim.sharded import OwnedSegment, ShardedOptimizer
-from hf_zero.sharding.layout import ParamSlot
-from hf_zero.sharding.unit import Unit
 
 # How the present optimizer computes, not what: kept as it is, so that a run can move between devices.
 _EXECUTION_KEYS = frozenset({"params", "fused", "foreach", "capturable"})

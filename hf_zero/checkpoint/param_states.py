@@ -13,8 +13,8 @@ from hf_zero.checkpoint.optimizer_state import GroupsPlan
 from hf_zero.checkpoint.records import ParamStateRecord
 from hf_zero.checkpoint.tensor_file import Entry, RangeReader, whole
 from hf_zero.checkpoint.values import Decoder, Encoder
+from hf_zero.core.optimizer.whole_tensors import WholeParam, WholeTensorOptimizer
 from hf_zero.optim.elementwise import state_at_start
-from hf_zero.optim.whole_tensors import WholeParam, WholeTensorOptimizer
 
 
 def param_states(optimizer: WholeTensorOptimizer, file: str) -> tuple[tuple[ParamStateRecord, ...], list[Entry]]:

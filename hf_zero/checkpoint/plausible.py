@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_zero.errors import CheckpointError
-from hf_zero.reading import shown
+from hf_zero.system.reading import shown
 
 # Hyper-parameters and states of schedulers that are 0 or more, as numbers or lists of them.
 _RATES = frozenset(

@@ -7,11 +7,11 @@ import torch
 from hf_zero.checkpoint.catalog import Catalog, Located
 from hf_zero.checkpoint.format import shard_file
 from hf_zero.checkpoint.tensor_file import Copy, Entry, RangeReader, whole
-from hf_zero.optim.onebit_sharded import SERVER_ERROR, WORKER_ERROR
-from hf_zero.optim.onebit_unit import part_numel
-from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.sharding.layout import Range
-from hf_zero.sharding.unit import Unit
+from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.units.layout import Range
+from hf_zero.core.units.unit import Unit
+from hf_zero.onebit.sharded import SERVER_ERROR, WORKER_ERROR
+from hf_zero.onebit.unit import part_numel
 
 
 def rank_states(optimizer: ShardedOptimizer) -> dict[str, list[Entry]]:

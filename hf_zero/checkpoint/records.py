@@ -12,9 +12,9 @@ from hf_zero.checkpoint.element_types import ITEM_BYTES
 from hf_zero.checkpoint.format import CHUNK_BYTES, MASTER, WEIGHTS
 from hf_zero.checkpoint.json_records import read_record
 from hf_zero.checkpoint.slices import Slice
+from hf_zero.core.units.layout import ALIGNMENT, round_up
 from hf_zero.errors import CheckpointError
-from hf_zero.reading import shown
-from hf_zero.sharding.layout import ALIGNMENT, round_up
+from hf_zero.system.reading import shown
 
 _MOST_DIMS = 64
 _TOO_LONG = 1 << 62

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from hf_zero import own_files
 from hf_zero.checkpoint import agreement, commit, folders, node_local, optimizer_state
 from hf_zero.checkpoint.background import Background, Task, Written
 from hf_zero.checkpoint.contents import contents_of
@@ -28,7 +27,8 @@ from hf_zero.checkpoint.tensor_file import Entry, whole, write_tensor_file
 from hf_zero.checkpoint.values import Encoder
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import note, span
-from hf_zero.process import Process
+from hf_zero.system import own_files
+from hf_zero.system.process import Process
 
 
 @dataclass(frozen=True)

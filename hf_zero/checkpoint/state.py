@@ -13,8 +13,8 @@ from torch import nn
 from hf_zero.checkpoint.arrays import Arrays
 from hf_zero.checkpoint.slices import Slice
 from hf_zero.comm.collectives import Collectives
-from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.sharding.unit import Unit, find_unit
+from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.units.unit import Unit, find_unit
 
 
 class Stateful(Protocol):

@@ -19,7 +19,7 @@ from hf_zero.checkpoint.element_types import DTYPES, ITEM_BYTES, dtype_name
 from hf_zero.checkpoint.format import CHUNK_BYTES
 from hf_zero.checkpoint.records import FileRecord, TensorRecord
 from hf_zero.errors import CheckpointError
-from hf_zero.reading import parse_json, reading, shown
+from hf_zero.system.reading import parse_json, reading, shown
 
 # Bytes that travel at once: large enough for a disk, small beside a shard. A multiple of the chunk.
 _WINDOW_BYTES = 64 * CHUNK_BYTES

@@ -21,7 +21,7 @@ import torch
 
 from hf_zero.checkpoint.element_types import DTYPES, NAMES
 from hf_zero.errors import CheckpointError
-from hf_zero.reading import reading
+from hf_zero.system.reading import reading
 
 _TAG = "$"
 _NUMPY_KINDS = "biufcSUMm"  # of numpy.dtype.kind: no objects, no records

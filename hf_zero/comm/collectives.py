@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_zero import host_memory, observe
+from hf_zero import observe
 from hf_zero.comm.topology import Topology, host_device, serving_backend
 from hf_zero.errors import CollectiveError
+from hf_zero.memory import host_memory
 
 # torch 2.13 renamed the two; both names mean the same call.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

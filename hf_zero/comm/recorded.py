@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.comm.collectives import Collectives, Pending, build_collectives
+from hf_zero.comm.comms_log import Call, DeviceWatch, HostWatch, TrafficLog, Watch, current_log
 from hf_zero.comm.topology import Topology
-from hf_zero.comm.traffic import Call, DeviceWatch, HostWatch, TrafficLog, Watch, current_log
 
 
 class _Stamp:

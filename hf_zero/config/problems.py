@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.secrets import hidden
+from hf_zero.system.secrets import hidden
 
 
 class RefusedKeyError(ConfigError, UnsupportedError):

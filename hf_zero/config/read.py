@@ -12,8 +12,8 @@ from typing import Any
 
 from hf_zero.config.problems import show
 from hf_zero.errors import ConfigError
-from hf_zero.secrets import MASK, is_secret
-from hf_zero.text_file import read_text_file
+from hf_zero.system.secrets import MASK, is_secret
+from hf_zero.system.text_file import read_text_file
 
 # Each alternative takes all it can and cannot fail after it began: a string or comment that nothing closes goes to the end of the text
 # in one match, so the work is proportional to the text.

@@ -22,7 +22,7 @@ from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.config.spelling import Speller
 from hf_zero.config.table import Row, rows_of
 from hf_zero.errors import ConfigError
-from hf_zero.secrets import MASK
+from hf_zero.system.secrets import MASK
 
 STRICT_VARIABLE = "HF_ZERO_STRICT"
 

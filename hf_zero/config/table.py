@@ -14,7 +14,7 @@ from hf_zero.config.auto import AUTO_RULES
 from hf_zero.config.keys import Key, all_keys
 from hf_zero.config.problems import show
 from hf_zero.config.schema.fields import asks, is_on
-from hf_zero.secrets import MASK, hidden_under
+from hf_zero.system.secrets import MASK, hidden_under
 
 
 class Row(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 from hf_zero.config.resolve import ResolvedConfig, resolve
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.observe import log_rank0
-from hf_zero.secrets import hidden
+from hf_zero.system.secrets import hidden
 
 _MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor", "trackio")
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from hf_zero.compat import finder, install_as_deepspeed
+from hf_zero.deepspeed import finder, install_as_deepspeed
 from hf_zero.errors import ConfigError, StateError
 
 __all__ = ["FabricZeroStrategy", "ZeroStrategy"]

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from hf_zero.errors import ConfigError
-from hf_zero.text_file import read_text_file
+from hf_zero.system.text_file import read_text_file
 
 MOST_SLOTS = 4096
 """Of one host: far above the devices of any machine, and few enough to be listed."""

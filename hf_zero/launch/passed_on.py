@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hf_zero.errors import ConfigError
-from hf_zero.text_file import read_text_file
+from hf_zero.system.text_file import read_text_file
 
 # Variables that ranks on other hosts get, by the beginnings of their names.
 PREFIXES = ("ACCELERATE_", "CUDA_DEVICE", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "PYTHON", "TORCH_", "UCX_", "WANDB_")

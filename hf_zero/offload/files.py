@@ -19,11 +19,11 @@ from pathlib import Path
 
 import torch
 
-from hf_zero import own_files
 from hf_zero.errors import OffloadError
+from hf_zero.memory.budget import gib
+from hf_zero.memory.buffers import ALIGNMENT
 from hf_zero.observe import log_rank0, warn_once
-from hf_zero.offload.budget import gib
-from hf_zero.offload.buffers import ALIGNMENT
+from hf_zero.system import own_files
 
 _PREFIX = "hf_zero_swap_"
 _LOCK_FILE = "in_use"

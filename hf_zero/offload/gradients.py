@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from hf_zero.offload.buffers import HostMemory
-from hf_zero.offload.copies import CopyLane, Mark
-from hf_zero.sharding.gradients import GradientPlace, Listener
-from hf_zero.sharding.unit import Unit
+from hf_zero.core.schedule.gradients import GradientPlace, Listener
+from hf_zero.core.units.unit import Unit
+from hf_zero.memory.buffers import HostMemory
+from hf_zero.memory.copies import CopyLane, Mark
 
 
 class HostGradients(GradientPlace):

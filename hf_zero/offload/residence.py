@@ -10,17 +10,17 @@ from functools import partial
 import torch
 from torch.utils._pytree import tree_leaves
 
+from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
+from hf_zero.core.optimizer.state_storage import Residence, as_gradient, move_to_huge_pages, scale_
+from hf_zero.core.optimizer.sub_groups import LotStepper
+from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
+from hf_zero.core.units.layout import Range
+from hf_zero.core.units.unit import Unit, UnitState
+from hf_zero.memory.buffers import HostMemory
 from hf_zero.observe import logger
-from hf_zero.offload.buffers import HostMemory
 from hf_zero.offload.speculation import Spares, Speculator
 from hf_zero.offload.states import HostStates, Lot
 from hf_zero.offload.updates import Underway, UnitUpdate, UpdateThread, Work
-from hf_zero.optim.lots import LotStepper
-from hf_zero.optim.residence import Residence, as_gradient, move_to_huge_pages, scale_
-from hf_zero.optim.sharded import OwnedSegment, ShardedOptimizer
-from hf_zero.optim.whole_tensors import WholeTensorOptimizer
-from hf_zero.sharding.layout import Range
-from hf_zero.sharding.unit import Unit, UnitState
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_zero.offload.buffers import ALIGNMENT, HostMemory
-from hf_zero.offload.copies import CopyLane, Mark
+from hf_zero.core.units.shard_storage import ShardHome
+from hf_zero.core.units.unit import Unit, UnitState
+from hf_zero.memory.buffers import ALIGNMENT, HostMemory
+from hf_zero.memory.copies import CopyLane, Mark
 from hf_zero.offload.files import SwapFile, SwapFolder, Transfer
-from hf_zero.sharding.home import ShardHome
-from hf_zero.sharding.unit import Unit, UnitState
 
 
 @dataclass

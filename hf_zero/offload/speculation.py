@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
+from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
+from hf_zero.core.optimizer.sub_groups import LotStepper, twin, update_with_lows
+from hf_zero.core.units.layout import Range
+from hf_zero.core.units.unit import Unit
+from hf_zero.memory.buffers import HostMemory
 from hf_zero.native.slices import for_slices
 from hf_zero.observe import span
-from hf_zero.offload.buffers import HostMemory
 from hf_zero.offload.states import Lot
 from hf_zero.offload.updates import UnitUpdate, UpdateThread, zero_gaps
-from hf_zero.optim.lots import LotStepper, twin, update_with_lows
-from hf_zero.optim.sharded import OwnedSegment, ShardedOptimizer
-from hf_zero.sharding.layout import Range
-from hf_zero.sharding.unit import Unit
 
 
 class Spares:

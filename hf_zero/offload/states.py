@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
+from hf_zero.core.units.layout import Range
+from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
-from hf_zero.offload.buffers import ALIGNMENT, HostMemory
+from hf_zero.memory.buffers import ALIGNMENT, HostMemory
 from hf_zero.offload.files import SwapFile, SwapFolder, Transfer
-from hf_zero.optim.sharded import OwnedSegment, ShardedOptimizer
-from hf_zero.sharding.layout import Range
-from hf_zero.sharding.unit import Unit
 
 MASTER = "master"
 

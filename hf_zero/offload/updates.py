@@ -11,11 +11,11 @@ from typing import Protocol
 
 import torch
 
+from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.optimizer.sub_groups import LotStepper
+from hf_zero.core.units.unit import Unit
 from hf_zero.observe import span
 from hf_zero.offload.states import HostStates, Lot
-from hf_zero.optim.lots import LotStepper
-from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.sharding.unit import Unit
 
 
 class Work(Protocol):

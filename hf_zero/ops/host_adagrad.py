@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hf_zero.native.adagrad import adagrad_update
 from hf_zero.native.library import announce
+from hf_zero.ops.foreach import require_hyperparameters
 from hf_zero.ops.host_optimizer import HostOptimizer, PassTensors
-from hf_zero.optim.foreach import require_hyperparameters
 
 
 class HostAdagrad(HostOptimizer):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_zero.errors import UnsupportedError
-from hf_zero.optim.foreach import require_hyperparameters
+from hf_zero.ops.foreach import require_hyperparameters
 
 
 class Lamb(torch.optim.Optimizer):

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
+from hf_zero.core.units.unit import full_shape
 from hf_zero.errors import ConfigError
-from hf_zero.optim.foreach import require_hyperparameters
-from hf_zero.sharding.unit import full_shape
+from hf_zero.ops.foreach import require_hyperparameters
 
 METHODS = ("gram", "standard")
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -10,7 +10,7 @@ import torch
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.native.chunks import MoveRule
 from hf_zero.native.codes import move
-from hf_zero.optim.foreach import buckets
+from hf_zero.ops.foreach import buckets
 from hf_zero.optim.keywords import number
 
 # How often in 1 / (1 - beta2) steps "auto" looks at the variance.

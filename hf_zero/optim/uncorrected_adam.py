@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.optim.foreach import buckets, require_hyperparameters, signed
+from hf_zero.ops.foreach import buckets, require_hyperparameters, signed
 
 
 class UncorrectedAdam(torch.optim.Optimizer):

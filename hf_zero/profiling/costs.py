@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.comm.topology import default_device
-from hf_zero.sharding.unit import full_shape
+from hf_zero.core.units.unit import full_shape
 
 
 def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.core.units.layout import Range
+from hf_zero.core.units.split_parameter import ParamSlice, mark_slice, slice_of
+from hf_zero.core.units.unit import find_unit
+from hf_zero.deepspeed.param_attributes import disown
 from hf_zero.errors import ConfigError
-from hf_zero.sharding.announce import disown
-from hf_zero.sharding.layout import Range
-from hf_zero.sharding.slices import ParamSlice, mark_slice, slice_of
-from hf_zero.sharding.unit import find_unit
 from hf_zero.tensor_parallel.borders import ModuleBorder
 from hf_zero.tensor_parallel.functions import ModelGroup, Part
 from hf_zero.tensor_parallel.numbers import set_attribute

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.errors import ConfigError
-from hf_zero.reading import read_json, reading
+from hf_zero.system.reading import read_json, reading
 
 Ranges = list[list[tuple[int, int]]]  # per rank, half-open ranges of indices
 

@@ -13,10 +13,10 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import Topology, build_topology, topology_around
 from hf_zero.config.read import read_config
+from hf_zero.core.units.split_parameter import slice_of
 from hf_zero.errors import ConfigError
-from hf_zero.host_memory import mapped_files
+from hf_zero.memory.host_memory import mapped_files
 from hf_zero.observe import log_rank0, warn_once
-from hf_zero.sharding.slices import slice_of
 from hf_zero.tensor_parallel.apply import apply_plan, plan_of, ranks_of
 from hf_zero.tensor_parallel.functions import ModelGroup
 from hf_zero.tensor_parallel.make_plan import make_plan

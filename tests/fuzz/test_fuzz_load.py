@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests import ranks
-from tests.checkpoints import differences, full_state, start
 from tests.fuzz.mutations import mutate_value
 from tests.fuzz.test_fuzz_checkpoint import GOLDEN, seal
+from tests.support import ranks
+from tests.support.checkpoints import differences, full_state, start
 
 # What is the caller's, a name, or a number that a run might have had.
 FREE = re.compile(

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from hf_zero import own_files
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger
-from hf_zero.reading import read_json
+from hf_zero.system import own_files
+from hf_zero.system.reading import read_json
 
 # What makes a folder of weights a model that from_pretrained takes.
 _OF_A_MODEL = (

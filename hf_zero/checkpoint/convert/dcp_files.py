@@ -14,7 +14,7 @@ import torch
 from hf_zero.checkpoint.convert.pickle_names import Inert
 from hf_zero.checkpoint.convert.torch_files import load_pickle, load_torch_bytes
 from hf_zero.errors import CheckpointError
-from hf_zero.reading import reading, shown
+from hf_zero.system.reading import reading, shown
 
 METADATA = ".metadata"
 _MODULE = "torch.distributed."

@@ -21,7 +21,7 @@ from hf_zero.checkpoint.convert.source import FROZEN, Source, SourceParam, Sourc
 from hf_zero.checkpoint.convert.torch_files import load_torch_file, require_trust
 from hf_zero.checkpoint.tensor_file import Elsewhere
 from hf_zero.errors import CheckpointError
-from hf_zero.reading import reading, shown
+from hf_zero.system.reading import reading, shown
 
 _OPTIMIZER_FILES = "*zero_pp_rank_*_mp_rank_00_optim_states.pt"
 _KNOWN = {  # of the model file: what the engine keeps for itself

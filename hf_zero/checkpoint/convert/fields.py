@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.reading import shown
+from hf_zero.system.reading import shown
 
 
 def _refused(value: Any, what: str, expected: str) -> ValueError:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from hf_zero import own_files
 from hf_zero.checkpoint.convert import companions, fields
 from hf_zero.checkpoint.convert.pickle_names import Inert
 from hf_zero.checkpoint.convert.source import Progress, Source, SourceParam, SourceTensor, row_of, tensor_source
@@ -19,7 +18,8 @@ from hf_zero.checkpoint.model_files import split_by_size
 from hf_zero.checkpoint.tensor_file import Elsewhere, Entry, write_tensor_file
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import log_rank0
-from hf_zero.reading import read_json, reading, shown
+from hf_zero.system import own_files
+from hf_zero.system.reading import read_json, reading, shown
 
 _SAFE, _PICKLE = "model.safetensors", "pytorch_model.bin"
 _INDEX = ".index.json"

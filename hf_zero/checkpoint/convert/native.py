@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from hf_zero import own_files
 from hf_zero.checkpoint import commit, folders
 from hf_zero.checkpoint.catalog import Catalog, Located
 from hf_zero.checkpoint.convert.source import FROZEN, Progress, Source, SourceParam, SourceTensor, read_only
@@ -20,7 +19,8 @@ from hf_zero.checkpoint.tensor_file import Elsewhere, Entry, RangeReader, whole,
 from hf_zero.checkpoint.values import Decoder, Encoder, encode_scalar
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import warn_once
-from hf_zero.reading import reading
+from hf_zero.system import own_files
+from hf_zero.system.reading import reading
 
 
 def read_checkpoint(folder: Path) -> Source:

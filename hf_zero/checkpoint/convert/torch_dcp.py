@@ -29,7 +29,7 @@ from hf_zero.checkpoint.tensor_file import Elsewhere
 from hf_zero.checkpoint.values import Decoder, Encoder
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import warn_once
-from hf_zero.reading import parse_json, reading, shown
+from hf_zero.system.reading import parse_json, reading, shown
 
 _OURS = "hf_zero"  # an object with what the names above have no place for
 _MODEL = ("model.", "module.", "state_dict.model.", "app.model.")

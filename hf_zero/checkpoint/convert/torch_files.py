@@ -22,7 +22,7 @@ import torch
 from hf_zero.checkpoint.convert.pickle_names import Inert, Name, Names
 from hf_zero.checkpoint.convert.pickles import Machine
 from hf_zero.errors import CheckpointError
-from hf_zero.reading import reading, shown
+from hf_zero.system.reading import reading, shown
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # of files from before PyTorch 1.6
 _LEGACY_PROTOCOL = 1001

@@ -22,7 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from hf_zero.config.not_yet import NOT_YET
-from hf_zero.secrets import hidden_under
+from hf_zero.system.secrets import hidden_under
 
 Fate = Literal["used", "mapped", "accepted", "refused", "part"]
 

@@ -1,7 +1,0 @@
-"""The alias: `import deepspeed` finds the part of DeepSpeed's public API that Hugging Face libraries use, served by hf_zero."""
-
-from __future__ import annotations
-
-from hf_zero.compat.finder import install_as_deepspeed
-
-__all__ = ["install_as_deepspeed"]

@@ -1,0 +1,93 @@
+"""Divided parameters that a constructor reads or writes inside ``zero.Init``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from hf_zero.core.schedule.gathered_parameters import GatheredParameters
+from hf_zero.core.units.unit import Unit, UnitState, find_unit, full_shape, is_released
+
+# More than a line of a constructor names; what was touched before is divided again.
+_MOST_OPEN = 8
+
+_SHAPE_ATTRIBUTES = frozenset({"shape", "ndim", "nbytes"})
+_SHAPE_METHODS = frozenset({"size", "dim", "ndimension", "numel", "nelement", "__len__"})
+_VALUE_ATTRIBUTES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+_VALUELESS_METHODS = frozenset(
+    {"requires_grad_", "is_floating_point", "is_complex", "element_size", "register_hook", "register_post_accumulate_grad_hook", "__hash__"}
+)
+
+
+class ConstructorAccess(TorchFunctionMode):
+    """Makes a released parameter whole when any torch function meets it, and keeps what rank 0 writes.
+
+    [Note: writes in constructors] ``self.out = nn.Linear(...)`` divides the weight, and ``self.out.weight.data.zero_()`` in the next
+    line would be lost in an empty tensor, without a word; torch's own Transformer ends its constructor with a loop of such
+    writes. So while a model is built, a parameter that is touched becomes whole, collectively, until the next module is assigned (or
+    ``_MOST_OPEN`` others were touched). Constructors do the same on all ranks, or the ranks' modules would differ anyway; what one rank
+    alone does, a print of a norm, waits for the others. Questions about shapes are answered without a gather, and those about types and
+    gradients need none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: dict[Unit, GatheredParameters] = {}  # the last opened last
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        divided = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, nn.Parameter) and find_unit(value)]
+        released = [param for param in divided if is_released(param)]
+        if not released:
+            return func(*args, **kwargs)
+        name, attribute = getattr(func, "__name__", ""), getattr(getattr(func, "__self__", None), "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):
+            if attribute in _SHAPE_ATTRIBUTES:
+                return func(_outline(released[0]), *args[1:])
+            touches = attribute in _VALUE_ATTRIBUTES
+        elif name in _SHAPE_METHODS and args and args[0] is released[0]:
+            return func(_outline(released[0]), *args[1:], **kwargs)
+        else:
+            touches = name not in _VALUELESS_METHODS
+        if touches:
+            self._touch(divided)
+        return func(*args, **kwargs)
+
+    def _touch(self, params: Sequence[nn.Parameter]) -> None:
+        """Makes all of ``params`` whole at once, and divides the longest open ones of the others."""
+        wanted = {find_unit(param)[0]: param for param in params}  # type: ignore[index]
+        others = [unit for unit in self._open if unit not in wanted]
+        for unit in others[: max(0, len(others) + len(wanted) - _MOST_OPEN)]:
+            self._open.pop(unit).__exit__(None, None, None)
+        for unit, param in wanted.items():
+            if unit not in self._open and unit.state is not UnitState.GATHERED:
+                self._open[unit] = GatheredParameters([param], modifier_rank=0)
+                self._open[unit].__enter__()
+
+    def close(self) -> None:
+        """Divides again what was made whole, with rank 0's values; collective."""
+        while self._open:
+            _, context = self._open.popitem()
+            context.__exit__(None, None, None)
+
+    def abandon(self, error: BaseException) -> None:
+        """Divides again what was made whole, and forgets what was written; local."""
+        while self._open:
+            _, context = self._open.popitem()
+            context.__exit__(type(error), error, error.__traceback__)
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _outline(param: nn.Parameter) -> torch.Tensor:
+    return torch.empty(full_shape(param), dtype=param.dtype, device="meta")

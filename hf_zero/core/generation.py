@@ -1,0 +1,141 @@
+"""``generate()`` of a model whose parameters are sharded: gathered once for the whole call, or block by block."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any, Literal
+
+from torch import nn
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.core.free_memory import free_bytes, ranks_on_this_host
+from hf_zero.core.schedule.runtime import Runtime
+from hf_zero.core.units.unit import Unit
+from hf_zero.observe import log_rank0
+
+# Part of the free memory that the whole model may take; the rest is left to keys, values and activations.
+SHARE_OF_FREE_MEMORY = 0.6
+
+
+class Generation:
+    """Stands in front of the ``generate`` methods inside a module whose parameters stage 3 releases.
+
+    [Note: generation] A model is asked for one token at a time, so gathering block by block moves the whole model per token.
+    Where the whole model fits it is gathered once around the call, and ranks generate independently. Else each forward is a round
+    ([Note: rounds]) that begins with a vote; a rank that has its tokens goes on answering the votes and joining the gathers, without
+    computing anything, until no rank needs another forward. In neither case need ranks stop at the same length, so transformers'
+    ``synced_gpus``, with which finished ranks run whole forwards, is switched off.
+
+    Args:
+        runtime: The hooks of the engine.
+        units: The flat buffers.
+        collectives: The data-parallel axis.
+        gather: ``"auto"`` asks how much memory is free, True and False decide.
+    """
+
+    def __init__(self, runtime: Runtime, units: Sequence[Unit], collectives: Collectives, gather: bool | Literal["auto"]) -> None:
+        self.gather = gather
+        self._runtime = runtime
+        self._units = [unit for unit in units if unit.releasable]
+        self._collectives = collectives
+        self._modules: list[nn.Module] = []
+        self._told: set[bool] = set()
+
+    def attach(self) -> None:
+        """Puts a stand-in before the ``generate`` of every module that has one. ``remove`` takes them away."""
+        for module in self._runtime.module.modules():
+            if callable(getattr(type(module), "generate", None)):
+                module.__dict__["generate"] = GenerateMethod(self, module)
+                self._modules.append(module)
+
+    def remove(self) -> None:
+        """Takes the stand-ins away; the runtime calls it with its hooks."""
+        for module in self._modules:
+            if isinstance(module.__dict__.get("generate"), GenerateMethod):
+                del module.__dict__["generate"]
+        self._modules = []
+
+    def run(self, module: nn.Module, generate: Callable[[], Any]) -> Any:
+        """Calls ``generate``, which runs ``module``; collective."""
+        if all(unit.pinned for unit in self._units):  # somebody holds the model whole: the caller, or an outer generate()
+            return generate()
+        if self._decide():
+            return self._gathered(generate)
+        return self._by_blocks(module, generate)
+
+    def _decide(self) -> bool:
+        """Whether to gather the whole model; the same on every rank, and logged when it is news."""
+        if self.gather != "auto":
+            return self.gather
+        topology = self._collectives.topology
+        needed = sum(unit.bytes_to_gather for unit in self._units)
+        free = free_bytes(topology.device, ranks_on_this_host(topology.world) if topology.device.type == "cpu" else 1)
+        fits = free is not None and needed <= SHARE_OF_FREE_MEMORY * free
+        gather = not self._collectives.any_rank(not fits, "gather for generation")
+        self._tell(gather, needed, free)
+        return gather
+
+    def _tell(self, gather: bool, needed: int, free: int | None) -> None:
+        seen = f"it needs {needed / 2**20:.0f} MiB, {'an unknown amount' if free is None else f'{free / 2**20:.0f} MiB'} of memory is free"
+        what = "gathers the whole model once" if gather else "gathers block by block for every token"
+        if gather not in self._told:
+            self._told.add(gather)
+            log_rank0("generate() %s: %s (hf_zero.gather_for_generation in the configuration decides it)", what, seen)
+
+    def _gathered(self, generate: Callable[[], Any]) -> Any:
+        for unit in self._units:
+            unit.start_gather()
+        pinned: list[Unit] = []
+        try:
+            for unit in self._units:
+                unit.pin()
+                pinned.append(unit)
+            return generate()
+        finally:
+            for unit in pinned:
+                unit.unpin()
+
+    def _by_blocks(self, module: nn.Module, generate: Callable[[], Any]) -> Any:
+        runtime, root = self._runtime, self._runtime.root
+
+        def before(*_: Any) -> None:
+            self._collectives.any_rank(True, "another token")
+            if module is not root.module:  # a wrapper's inner model: its forwards are the rounds
+                runtime.enter(root)
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            if module is not root.module:
+                runtime.leave(root, output)
+
+        handles = [module.register_forward_pre_hook(before, prepend=True), module.register_forward_hook(after, always_call=True)]
+        try:
+            result = generate()
+        finally:
+            for handle in handles:
+                handle.remove()
+        while self._collectives.any_rank(False, "another token"):
+            runtime.join_forward()
+        return result
+
+
+class GenerateMethod:
+    """The ``generate`` attribute of one module; a copy of the module gets a plain bound method instead."""
+
+    def __init__(self, generation: Generation, module: nn.Module) -> None:
+        self._generation = generation
+        self._module = module
+        self.__wrapped__ = MethodType(getattr(type(module), "generate"), module)  # noqa: B009 - a Module has no such name for the type checker
+        self._synced = "synced_gpus" in inspect.signature(self.__wrapped__).parameters
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the class's method. ``synced_gpus`` is not needed, see [Note: generation]."""
+        if self._synced:
+            kwargs["synced_gpus"] = False
+        return self._generation.run(self._module, partial(self.__wrapped__, *args, **kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._module))
+        return self if copied is None else MethodType(type(copied).generate, copied)

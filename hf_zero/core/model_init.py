@@ -1,0 +1,216 @@
+"""``zero.Init``: parameters become shards while the model is being built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import MethodType, TracebackType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+from torch.nn.utils.parametrize import ParametrizationList
+
+from hf_zero.comm.own_groups import own_topology
+from hf_zero.comm.recorded import open_collectives
+from hf_zero.comm.topology import build_topology
+from hf_zero.core.constructor_access import ConstructorAccess
+from hf_zero.core.schedule.gathered_parameters import GatheredParameters
+from hf_zero.core.units.construct import NamedParam, build_unit
+from hf_zero.core.units.empty_values import guard_state_dict
+from hf_zero.core.units.layout import FROZEN
+from hf_zero.core.units.shard_storage import ON_DEVICE, ShardHome
+from hf_zero.core.units.unit import UnitSpec, find_unit, shares_gathered_memory
+from hf_zero.core.units.unprepared import await_engine
+from hf_zero.memory import heap
+from hf_zero.observe import warn_once
+
+_LARGE = 64 * 2**20  # bytes
+
+
+class ModelInit:
+    """Shards parameters as soon as their module is finished, so that no rank ever holds the whole model.
+
+    [Note: when a module is finished] Its constructor has returned when it is assigned to its parent, which torch reports through its
+    registration hooks. So each layer is whole only between its own construction and its assignment; the largest single layer
+    bounds the memory. Values are rank 0's. Hooks are registered on entry and removed on exit; nothing else in torch is changed.
+
+    [Note: apply inside a constructor] ``self.apply(init_weights)`` at the end of a model's constructor meets layers that are sharded
+    already, and would write to empty tensors. So until exit the ``apply`` of a sharded layer gathers its parameters and
+    keeps what rank 0 writes: once per layer, where other writes ([Note: writes in constructors]) are once per parameter. It is an
+    attribute of the layer; ``nn.Module.apply`` itself is not touched. transformers has a variant of its
+    own, ``smart_apply``, whose function also writes to the children of the module it is given; version 4 calls it without a gather.
+
+    Args:
+        group: Data-parallel process group; None is all ranks.
+        dtype: Type floating-point parameters are cast to; None leaves them.
+        device: Where shards live; None is the device of the local rank.
+        enabled: False makes it do nothing.
+        home: Where shards rest between uses.
+    """
+
+    def __init__(
+        self,
+        group: torch.distributed.ProcessGroup | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        enabled: bool = True,
+        home: ShardHome = ON_DEVICE,
+    ) -> None:
+        self._dtype = dtype
+        self._spec: UnitSpec | None = None
+        if enabled:
+            topology = own_topology(build_topology(group, device))
+            releasable = topology.world > 1 or home.releasable
+            self._spec = UnitSpec(open_collectives(topology), shards=True, releasable=releasable, announced=True, home=home)
+        self._open: dict[int, nn.Module] = {}  # modules with parameters of their own that are not sharded yet
+        self._gathering: WeakSet[nn.Module] = WeakSet()  # sharded modules whose ``apply`` gathers
+        self._access = ConstructorAccess()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> ModelInit:
+        if self._spec is not None and self._spec.releasable:
+            heap.return_large_blocks()
+            self._stack.enter_context(self._access)
+        if self._spec is not None and (self._spec.releasable or self._dtype is not None):
+            for handle in (
+                register_module_parameter_registration_hook(self._on_parameter),
+                register_module_module_registration_hook(self._on_module),
+            ):
+                self._stack.callback(handle.remove)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+        if error is not None:
+            self._access.abandon(error)
+        self._access.close()
+        if kind is None:
+            for module in list(self._open.values()):
+                self.shard(module)
+        self._open.clear()
+        for module in self._gathering:
+            for name in _STAND_INS:
+                module.__dict__.pop(name, None)
+        self._gathering.clear()
+
+    def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and find_unit(param) is None:
+            self._open[id(module)] = module
+
+    def _on_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        self._access.close()
+        if module is not None:
+            for inner in module.modules():
+                if isinstance(inner, ParametrizationList) and inner is module:
+                    _initialize_if_skipped(inner)
+                # Constructors repeat a block by deep copies, which come with parameters that were never registered.
+                if self._open.pop(id(inner), None) is not None or any(_is_whole(param) for param in inner._parameters.values()):
+                    self.shard(inner)
+                if any(name in inner.__dict__ for name in _STAND_INS):
+                    self._gathering.add(inner)
+            if self._spec is not None and self._spec.releasable:
+                parent.__dict__["smart_apply"] = MethodType(_smart_apply_gathered, parent)
+                self._gathering.add(parent)
+
+    def shard(self, module: nn.Module) -> None:
+        """Shards the parameters that ``module`` itself registers; collective. On one rank it only casts them.
+
+        Originals of a parametrization (weight norm) stay whole until ``initialize``: reading ``module.weight`` computes it from them, and
+        transformers does so on rank 0 alone while it initialises weights.
+        """
+        if self._spec is None:
+            return
+        if not self._spec.releasable:
+            self._cast(module)
+            return
+        for param in module._parameters.values():
+            if param is not None and find_unit(param) is None and shares_gathered_memory(param):
+                param.data = param.data.clone()  # made of a gathered parameter, which will be released
+        if isinstance(module, ParametrizationList):
+            return
+        for name, param in module._parameters.items():
+            if param is not None and param.is_meta:  # looked at again when the module is assigned again, or at exit
+                self._open[id(module)] = module
+            if param is None or param.is_meta or not param.is_floating_point() or find_unit(param) is not None:
+                continue
+            label = f"{type(module).__name__}.{name}"
+            unit = build_unit(label, [NamedParam(label, param, FROZEN)], self._dtype or param.dtype, self._spec)
+            unit.release()
+            module.__dict__["apply"] = MethodType(_apply_gathered, module)  # a method: a deep copy has its own
+            self._gathering.add(module)
+            guard_state_dict(module)
+            await_engine(module)
+
+    def _cast(self, module: nn.Module) -> None:
+        if self._dtype is None or isinstance(module, ParametrizationList):
+            return
+        for param in module._parameters.values():
+            if param is not None and param.is_floating_point():
+                param.data = param.data.to(self._dtype)
+
+    def shard_all(self, module: nn.Module) -> None:
+        """Shards every parameter of an existing module; collective."""
+        for inner in module.modules():
+            self.shard(inner)
+
+
+def _is_whole(param: nn.Parameter | None) -> bool:
+    return param is not None and find_unit(param) is None
+
+
+def warn_if_built_whole(module: nn.Module) -> None:
+    """Says once, for a large model, that every rank has held all of it, and how to avoid that."""
+    whole = sum(param.nbytes for param in module.parameters() if find_unit(param) is None)
+    if whole < _LARGE:
+        return
+    warn_once(
+        f"stage 3 is on, but {type(module).__name__} ({whole / 2**30:.2f} GiB) was built whole on every rank before it: make "
+        "TrainingArguments(deepspeed=...) or the Accelerator (zero3_init_flag: true) first and call from_pretrained after it, or build the "
+        "model under deepspeed.zero.Init(config_dict_or_path=...); then each rank holds its share from the start"
+    )
+
+
+def _apply_gathered(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+    """``module.apply(fn)`` with the parameters that ``module`` itself registers whole; collective."""
+    with GatheredParameters(list(module._parameters.values()), modifier_rank=0):
+        return type(module).apply(module, fn)
+
+
+def _smart_apply_gathered(module: Any, fn: Callable[..., None], *args: Any) -> Any:
+    """``module.smart_apply(fn)``, which transformers gives all modules, with what ``fn`` may write to whole; collective."""
+    return type(module).smart_apply(module, fn if isinstance(fn, _Gathering) else _Gathering(fn), *args)
+
+
+class _Gathering:
+    """Calls ``fn(module, ...)`` with the parameters that ``module`` and its children register whole, and keeps what rank 0 writes."""
+
+    def __init__(self, fn: Callable[..., None]) -> None:
+        self._fn = fn
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        params = [param for part in (module, *module.children()) for param in part._parameters.values()]
+        with GatheredParameters(params, modifier_rank=0):
+            self._fn(module, *args)
+
+
+_STAND_INS = ("apply", "smart_apply")
+
+# The real function: transformers puts empty ones into torch.nn.init while it builds a model whose weights it will fill itself.
+_kaiming_uniform_ = nn.init.kaiming_uniform_
+
+
+def _initialize_if_skipped(originals: ParametrizationList) -> None:
+    """Gives a parametrized weight torch's default values when initialisation is switched off around us.
+
+    Without sharding, transformers leaves such weights (wav2vec2's positional convolution) as their constructor made them; inside
+    ``zero.Init`` it switches constructors' initialisation off and never comes back to them, so they would be whatever was in memory.
+    """
+    if nn.init.kaiming_uniform_ is _kaiming_uniform_:
+        return
+    with torch.no_grad(), torch._C.DisableTorchFunction():  # under a mode, the real function calls the empty one by its name
+        weight = torch.empty_like(originals())
+        originals.right_inverse(_kaiming_uniform_(weight, a=math.sqrt(5)) if weight.dim() > 1 else weight.uniform_(-0.1, 0.1))

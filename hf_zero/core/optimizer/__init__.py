@@ -1,0 +1,1 @@
+"""The user's optimizer over this rank's part of every unit."""

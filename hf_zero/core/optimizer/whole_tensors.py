@@ -1,0 +1,185 @@
+"""The optimizer users hold when the inner one needs whole tensors: each parameter is updated by one rank, in its own shape."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.comm.collectives import Collectives, Pending
+from hf_zero.core.optimizer.owners import assign_owners
+from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
+from hf_zero.core.optimizer.state_storage import Residence, scale_
+from hf_zero.core.optimizer.tensor_moves import TensorMoves
+from hf_zero.core.units.layout import ParamSlot
+from hf_zero.core.units.unit import Unit
+from hf_zero.errors import StateError
+from hf_zero.observe import span
+
+_IN_FLIGHT = 3  # exchanges; bounds the memory of messages
+
+
+@dataclass(frozen=True)
+class WholeParam:
+    """A parameter that this rank updates.
+
+    Attributes:
+        unit: Its unit.
+        slot: Where it lies there.
+        param: What the inner optimizer sees, of the full shape; it has values during a step only.
+        writes: Whether this rank writes its state into checkpoints: at stage 0 all ranks hold it, and one of them does.
+    """
+
+    unit: Unit
+    slot: ParamSlot
+    param: nn.Parameter
+    writes: bool
+
+
+class WholeTensorOptimizer(ShardedOptimizer):
+    """``ShardedOptimizer`` for an optimizer that looks at whole tensors (their norm, rows, shape).
+
+    [Note: whole tensors] Masters stay sharded as always, so everything that reads or writes them is the same. Every trained parameter
+    has one owner (``owners.py``), which keeps its optimizer state. In a step, master and reduced gradient of each parameter travel
+    from the shards to the owner, the inner optimizer makes one step over the parameters of this rank, and the new values travel
+    back. So a rank keeps about 1/N of the state; during the step it holds master and gradient of its parameters besides, as far as they
+    do not lie in its own shards.
+
+    Attributes:
+        whole: The parameters that this rank updates, by unit and offset.
+
+    Args:
+        inner: Any torch optimizer whose update of a parameter depends on that parameter alone.
+        units: Trainable units.
+        collectives: The axis they are divided over.
+        residence: Where masters live.
+    """
+
+    def __init__(
+        self, inner: torch.optim.Optimizer, units: Sequence[Unit], collectives: Collectives, residence: Residence | None = None
+    ) -> None:
+        owned = assign_owners([unit.layout for unit in units], collectives.world)
+        self._owners = {entry.slot.name: entry.rank for entry in owned}
+        self._exchanges = [
+            TensorMoves(unit, [entry for entry in owned if entry.unit == index], collectives) for index, unit in enumerate(units)
+        ]
+        self.whole = [
+            WholeParam(move.unit, slot, _resting(move.unit, slot), self._owners[slot.name] == collectives.rank)
+            for move in self._exchanges
+            for slot in move.own
+        ]
+        self._by_name = {entry.slot.name: entry for entry in self.whole}
+        super().__init__(inner, units, residence)
+
+    def _lay_out(self) -> list[OwnedSegment]:
+        return []
+
+    def _tensors(self, group: int) -> list[torch.Tensor]:
+        return [entry.param for entry in self.whole if entry.slot.group == group]
+
+    def update(self, shards: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
+        """One update of masters and shards; collective at stages 1 to 3.
+
+        Args:
+            shards: This rank's reduced gradients, (shard_numel,) per unit; overwritten.
+            factor: 0-dim; what they are multiplied with first.
+            updated: Called with each unit, in order, when its shard has its new value.
+        """
+        if any(shard.device != factor.device for shard in shards):  # gradients that offload keeps on the host
+            factor = factor.cpu()
+        with torch.no_grad():
+            scale_(shards, factor)
+            self._collect(shards)
+        with span("whole tensors"):
+            self.inner.step()
+        with torch.no_grad():
+            self._scatter(updated)
+        self._opt_called = True
+
+    def _collect(self, grads: Sequence[torch.Tensor]) -> None:
+        """Gives the parameters of this rank their values and gradients."""
+        under_way: deque[Pending] = deque()
+        arriving: list[tuple[TensorMoves, dict[int, torch.Tensor], dict[int, torch.Tensor]]] = []
+        for move, grad in zip(self._exchanges, grads, strict=True):
+            masters, first = move.collect(_master(move.unit), "masters to owners")
+            gradients, second = move.collect(grad, "gradients to owners")
+            arriving.append((move, masters, gradients))
+            under_way.extend((first, second))
+            while len(under_way) > _IN_FLIGHT:
+                under_way.popleft().wait()
+        while under_way:
+            under_way.popleft().wait()
+        for move, masters, gradients in arriving:
+            for slot in move.own:
+                param = self._by_name[slot.name].param
+                param.data = masters[slot.offset]
+                param.grad = gradients[slot.offset].to(param.device, param.dtype)
+
+    def _scatter(self, updated: Callable[[Unit], None]) -> None:
+        """Brings the new values back to the shards and publishes them."""
+        under_way: deque[tuple[Unit, Pending]] = deque()
+
+        def take() -> None:
+            unit, pending = under_way.popleft()
+            pending.wait()
+            unit.publish()
+            updated(unit)
+
+        for move in self._exchanges:
+            tensors = {}
+            for slot in move.own:
+                param = self._by_name[slot.name].param
+                tensors[slot.offset] = param.data
+                param.data, param.grad = _rest(move.unit, slot), None
+            under_way.append((move.unit, move.scatter(tensors, _master(move.unit), "masters from owners")))
+            if len(under_way) > _IN_FLIGHT:
+                take()
+        while under_way:
+            take()
+
+    # -- states of single parameters ----------------------------------------------------------------------------------
+
+    def owner_of(self, name: str) -> int | None:
+        """The rank that updates parameter ``name`` (at stage 0, where all do, the one that saves its state); None if it has no elements."""
+        return self._owners.get(name)
+
+    def state_of(self, name: str) -> dict[str, Any] | None:
+        """The inner optimizer's state of parameter ``name``, live; None on ranks that do not update it, and before the first step."""
+        entry = self._by_name.get(name)
+        return self.inner.state.get(entry.param) if entry is not None else None
+
+    def install(self, name: str, state: dict[str, Any]) -> None:
+        """Replaces the state of parameter ``name``, which this rank updates; an empty one removes it."""
+        param = self._by_name[name].param
+        if state:
+            self.inner.state[param] = state
+        else:
+            self.inner.state.pop(param, None)
+
+    def dismiss(self) -> None:
+        """Frees states and parameters."""
+        super().dismiss()
+        self.whole, self._exchanges, self._by_name = [], [], {}
+
+    def __repr__(self) -> str:
+        return f"WholeTensorOptimizer({len(self.whole)} parameters of {len(self._owners)}, inner={self.inner!r})"
+
+
+def _master(unit: Unit) -> torch.Tensor:
+    if unit.master is None:
+        raise StateError(f"unit {unit.name} has no master to optimize")
+    return unit.master
+
+
+def _rest(unit: Unit, slot: ParamSlot) -> torch.Tensor:
+    """What stands for a parameter between steps: one zero under its full shape, which takes no memory and cannot be written to."""
+    master = _master(unit)
+    return torch.zeros((), dtype=master.dtype, device=master.device).expand(slot.shape)
+
+
+def _resting(unit: Unit, slot: ParamSlot) -> nn.Parameter:
+    return nn.Parameter(_rest(unit, slot))

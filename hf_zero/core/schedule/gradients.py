@@ -1,0 +1,321 @@
+"""Gradients of one unit: collected from autograd into a flat buffer, reduced over ranks, accumulated over micro-steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.comm.collectives import Collectives, Pending
+from hf_zero.core.units.layout import ParamSlot
+from hf_zero.core.units.unit import Unit
+from hf_zero.errors import StateError
+from hf_zero.memory import host_memory
+
+
+@dataclass(frozen=True)
+class GradientPolicy:
+    """How gradients travel and where they are summed.
+
+    Attributes:
+        message_dtype: Type on the network; None is the type of what is sent: the parameters' for one micro-step's gradients,
+            the accumulation type for sums of several and at stage 0.
+        accumulation_dtype: Type of the sums over ranks and micro-steps.
+        pre_scale: Factor applied as gradients are copied into the flat buffer, before the reduction.
+        post_scale: Factor applied to the reduced sum.
+        sharded: Reduce-scatter to the owner (stages 1 to 3), else all-reduce (stage 0).
+        in_rank_order: Sum rank by rank at stage 0 too, where the back end leaves the order to us.
+        local_scale: Factor applied to gradients that stay local, in place of ``pre_scale`` and ``post_scale``.
+    """
+
+    message_dtype: torch.dtype | None
+    accumulation_dtype: torch.dtype
+    pre_scale: float
+    post_scale: float
+    sharded: bool
+    in_rank_order: bool = False
+    local_scale: float = 1.0
+
+
+class BufferPool:
+    """Flat buffers of one backward, handed from unit to unit: fresh memory costs a page fault per 4 KiB on a host."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised (numel,) tensor."""
+        free = self._free.get((numel, dtype))
+        return free.pop() if free else host_memory.passing(numel, dtype, device)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Takes back a buffer that nobody reads any more."""
+        self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+
+    def clear(self) -> None:
+        """Frees what is unused."""
+        self._free.clear()
+
+
+# Gets the unit, its gradient so far, and what waits until that can be read, from any thread.
+Listener = Callable[[Unit, torch.Tensor, Callable[[Unit], None]], None]
+
+
+class GradientPlace:
+    """Where reduced gradients are summed over micro-steps: here, where they arrive. Offload sums them for the host.
+
+    Args:
+        listener: Told of each new sum.
+    """
+
+    def __init__(self, listener: Listener | None = None) -> None:
+        self.listener = listener
+
+    def add(self, unit: Unit, total: torch.Tensor | None, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The sum of ``total`` and ``received``, both (shard_numel,), in ``dtype`` or, for the first, what it arrived in."""
+        return received.to(dtype) if total is None else total.add_(received)
+
+    def zeros(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
+        """The gradient of a unit that no backward has reached."""
+        return torch.zeros(unit.layout.shard_numel, dtype=dtype, device=unit.collectives.topology.device)
+
+    def settle(self, unit: Unit) -> None:
+        """Waits until the sum can be read; from any thread."""
+
+
+# Gradients that are kept until they are copied together take at most so many bytes per unit. A host copies while they are in its cache.
+_KEPT_ON_HOST = 1 << 18
+_KEPT_ON_DEVICE = 1 << 25
+
+
+class UnitGradients:
+    """The flat gradient of one trainable unit.
+
+    Life of a gradient: autograd hands ``param.grad`` over (``collect``), it is scaled into ``_flat`` (padded_numel,) and dropped
+    from the parameter; ``start_reduce`` sends ``_flat`` off; ``finish_reduce`` adds the result to ``shard`` (shard_numel,).
+
+    [Note: stolen gradients] autograd's first accumulation into an empty ``param.grad`` moves the incoming tensor without a copy.
+    Copying it into the flat buffer and scaling it on the way is the only pass; handing autograd views of the flat buffer instead
+    costs a zeroing pass and an addition that reads both.
+
+    [Note: kept gradients] Slicing the flat buffer and launching a copy takes the host some 10 us, however small the gradient. So small ones
+    are kept as they arrive and copied together, when the last of the unit is there or when they would take more than a few
+    bytes; a large one is copied at once. Each is still rounded as often as if it came alone.
+    """
+
+    def __init__(
+        self, unit: Unit, collectives: Collectives, policy: GradientPolicy, pool: BufferPool, place: GradientPlace | None = None
+    ) -> None:
+        self.unit = unit
+        self.place = place or GradientPlace()
+        self.pool = pool
+        self.local = False  # nothing is reduced; set by ``Reducer.keep_local``
+        self.shard: torch.Tensor | None = None  # (shard_numel,) sum over ranks and micro-steps; None before the first reduction
+        self._collectives = collectives
+        self._policy = policy
+        self._flat: torch.Tensor | None = None  # (padded_numel,); freed when its reduction ends
+        self._written = [False] * len(unit.layout.slots)  # what `_flat` holds, over all micro-steps since the last reduction
+        self._used = [False] * len(unit.layout.slots)  # whether a gradient came since the last `clear`
+        self._kept: dict[int, torch.Tensor] = {}  # gradients by position, on their way into `_flat`
+        self._kept_bytes = 0
+        self._most_kept = _KEPT_ON_HOST if collectives.topology.device.type == "cpu" else _KEPT_ON_DEVICE
+        self._factor = 1.0  # of what is kept
+        self._places = [_place(slot) for slot in unit.layout.slots]
+        self._arrived = 0  # gradients of this backward
+        self._sent: torch.Tensor | None = None  # what the reduction in flight reads; back to the pool when it ends
+        self._pending: Pending | None = None
+        self._spare: torch.Tensor | None = None  # the last local gradient's memory, for the next one
+
+    @property
+    def has_local(self) -> bool:
+        """Whether gradients of this rank wait to be reduced."""
+        return self._flat is not None and self._pending is None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every parameter of the unit has handed in a gradient in this backward."""
+        return self._arrived >= len(self._written)
+
+    def unused(self) -> list[str]:
+        """Names of the parameters that require a gradient and had none on this rank since the last step."""
+        owners = zip(self.unit.params, self.unit.layout.slots, self._used, strict=True)
+        return [slot.name for param, slot, used in owners if param is not None and param.requires_grad and not used]
+
+    def begin_backward(self) -> None:
+        """A new backward: no gradient has arrived yet."""
+        self._write_kept()  # of a unit that the last one did not complete
+        self._arrived = 0
+
+    def collect(self, index: int, deferred: bool, factor: float = 1.0) -> None:
+        """Takes the gradient of parameter ``index`` from autograd.
+
+        Args:
+            index: Position in the unit.
+            deferred: The reduction comes in a later micro-step, so sum in the accumulation type meanwhile.
+            factor: Multiplied with the gradient; the same in all of a backward.
+        """
+        param = self.unit.params[index]
+        grad = None if param is None else param.grad
+        if param is None or grad is None:
+            return
+        param.grad = None
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if self._pending is not None:
+            self.finish_reduce()
+        if self._flat is None:
+            self._allocate(deferred)
+        if index in self._kept:  # a second one of this backward
+            self._write_kept()
+        self._factor = factor
+        self._used[index] = True
+        self._arrived += 1
+        nbytes = grad.nbytes
+        if nbytes >= self._most_kept:
+            self._write({index: grad})
+            return
+        self._kept[index] = grad
+        self._kept_bytes += nbytes
+        if self._kept_bytes > self._most_kept or self._arrived >= len(self._written):
+            self._write_kept()
+
+    def _write_kept(self) -> None:
+        """Copies what is kept into the flat buffer; see [Note: kept gradients]."""
+        if self._kept:
+            kept, self._kept, self._kept_bytes = self._kept, {}, 0
+            self._write(kept)
+
+    def _write(self, grads: Mapping[int, torch.Tensor]) -> None:
+        """Brings gradients, by position, into the flat buffer, scaled; those of parameters that it holds already are added."""
+        flat = self._flat
+        if flat is None:
+            raise StateError(f"unit {self.unit.name}: gradients without a buffer")
+        scale = (self._policy.local_scale if self.local else self._policy.pre_scale) * self._factor
+        start = flat.storage_offset()
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        added: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index, grad in grads.items():
+            shape, stride, offset = self._places[index]
+            target = flat.as_strided(shape, stride, start + offset)  # half of what slicing and a view cost
+            (added if self._written[index] else copied).append((target, grad))
+            self._written[index] = True
+        if added:
+            targets, sources = zip(*added, strict=True)
+            torch._foreach_add_(targets, sources, alpha=scale)
+        if len(copied) == 1 and scale != 1.0 and copied[0][1].dtype == flat.dtype:
+            torch.mul(copied[0][1], scale, out=copied[0][0])  # one pass
+        elif copied:
+            targets, sources = zip(*copied, strict=True)
+            torch._foreach_copy_(targets, sources)
+            if scale != 1.0:
+                torch._foreach_mul_(targets, scale)
+
+    def _allocate(self, deferred: bool) -> torch.Tensor:
+        if self._flat is None:
+            layout = self.unit.layout
+            keep_wide = deferred or not self._policy.sharded
+            dtype = self._policy.accumulation_dtype if keep_wide else (self._policy.message_dtype or layout.dtype)
+            # Empty, not zeroed: gaps and missing parameters are zeroed in start_reduce, everything else is overwritten.
+            spare, self._spare = self._spare, None
+            if spare is None or spare.dtype != dtype:
+                spare = self.pool.take(layout.padded_numel, dtype, self._collectives.topology.device)
+            self._flat = spare
+        return self._flat
+
+    def _zero_unwritten(self, flat: torch.Tensor) -> None:
+        """Zeroes what no gradient was written to: parameters unused on this rank, gaps, padding."""
+        for start, stop in self.unit.layout.gaps:
+            flat[start:stop].zero_()
+        if not all(self._written):
+            for slot, written in zip(self.unit.layout.slots, self._written, strict=True):
+                if not written:
+                    flat[slot.range.start : slot.range.stop].zero_()
+
+    def start_reduce(self) -> Pending:
+        """Sends this rank's gradients off, zeros where it has none; collective."""
+        if self._pending is not None:
+            raise StateError(f"unit {self.unit.name}: a reduction is in flight already")
+        flat = self._allocate(deferred=False)
+        self._write_kept()
+        self._zero_unwritten(flat)
+        # What was summed over micro-steps in the accumulation type travels in it too, unless the configuration names another.
+        wanted = self._policy.message_dtype or flat.dtype
+        message = flat if flat.dtype == wanted else flat.to(wanted)
+        if not self._policy.sharded and self._policy.in_rank_order:
+            self._pending = self._collectives.all_reduce_in_order(message, self.unit.name)
+        elif self._policy.sharded and self._collectives.world > 1:
+            self._pending = self._collectives.reduce_scatter(message, self._policy.accumulation_dtype, self.unit.name)
+        else:
+            self._pending = self._collectives.all_reduce(message, self.unit.name)
+        self._sent = message
+        self._flat = None
+        self._written = [False] * len(self._written)
+        return self._pending
+
+    def finish_reduce(self) -> None:
+        """Waits for the reduction in flight, if any, and adds its result to ``shard``."""
+        if self._pending is None or self._sent is None:
+            return
+        pending, sent = self._pending, self._sent
+        self._pending = self._sent = None
+        pending.wait()
+        received = sent if pending.result is None else pending.result  # an all-reduce works in place
+        if received is not sent:
+            self.pool.give(sent)
+        if self._policy.post_scale != 1.0:
+            received.mul_(self._policy.post_scale)
+        self.shard = self.place.add(self.unit, self.shard, received, self._policy.accumulation_dtype)
+        if self.place.listener is not None:
+            self.place.listener(self.unit, self.shard, self.place.settle)
+
+    def reduced(self) -> torch.Tensor:
+        """The reduced gradient of this rank's shard, (shard_numel,); zeros if no backward reached the unit.
+
+        Where gradients stay local, this rank's own of the whole unit, (padded_numel,).
+        """
+        if self.local:
+            self.finish_reduce()
+            flat = self._allocate(deferred=True)
+            self._write_kept()
+            self._zero_unwritten(flat)
+            return flat
+        if self.held() is None:
+            self.shard = self.place.zeros(self.unit, self._policy.accumulation_dtype)
+        return self.shard  # type: ignore[return-value]
+
+    def held(self) -> torch.Tensor | None:
+        """As ``reduced``, ready to be read; None if no backward reached the unit."""
+        self.finish_reduce()
+        if self.shard is not None:
+            self.place.settle(self.unit)
+        return self.shard
+
+    def writable(self) -> torch.Tensor:
+        """As ``reduced``, in the accumulation type, for callers that change it."""
+        self.shard = self.reduced().to(self._policy.accumulation_dtype)
+        return self.shard
+
+    def mean_over_ranks(self, index: int) -> torch.Tensor:
+        """The gradient of parameter ``index`` averaged over ranks where gradients stay local, 1D; collective, and a copy."""
+        slot = self.unit.layout.slots[index]
+        own = self.reduced()[slot.range.start : slot.range.stop].clone()
+        self._collectives.all_reduce(own, f"{self.unit.name}: gradient").wait()
+        return own.div_(self._collectives.world)
+
+    def clear(self) -> None:
+        """Forgets everything accumulated, after a step or to discard a broken one."""
+        self.held()
+        if self.local:
+            self._spare = self._flat
+        self.shard = None
+        self._flat = None
+        self._kept, self._kept_bytes = {}, 0
+        self._arrived = 0
+        self._written = [False] * len(self._written)
+        self._used = [False] * len(self._used)
+
+
+def _place(slot: ParamSlot) -> tuple[torch.Size, tuple[int, ...], int]:
+    """Shape, strides and first element of a parameter inside its unit."""
+    return slot.shape, torch.empty(slot.shape, device="meta").stride(), slot.offset

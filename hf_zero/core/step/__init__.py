@@ -1,0 +1,1 @@
+"""From a backward to new weights: accumulation, norm, loss scale, update."""

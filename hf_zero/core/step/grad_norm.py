@@ -1,0 +1,155 @@
+"""The global gradient norm over shards, clipping, and the name of the first gradient that is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero import native
+from hf_zero.comm.collectives import Collectives
+from hf_zero.core.units.layout import Range
+from hf_zero.core.units.split_parameter import ParamSlice, slice_of
+from hf_zero.core.units.unit import Unit
+from hf_zero.native.library import ELEMENT_TYPES
+
+# torch.nn.utils.clip_grad_norm_ adds the same, so that a clipped step is PyTorch's to the digit.
+_EPSILON = 1e-6
+
+# torch's CPU norm adds up in fp32: over a flat unit of 6 million elements it is off by 1.7e-4, in pieces of this size by 2e-7.
+_CHUNK_NUMEL = 1 << 16
+
+
+@dataclass(frozen=True)
+class ModelAxis:
+    """What the norm must know where several ranks hold one model together (tensor parallelism).
+
+    Attributes:
+        collectives: Network of the model axis.
+        copies: Per unit, the ranges of this rank's shard that several ranks of the axis hold alike, and how many: they count once.
+    """
+
+    collectives: Collectives
+    copies: tuple[tuple[tuple[Range, int], ...], ...]
+
+
+def model_axis(units: Sequence[Unit], collectives: Collectives) -> ModelAxis:
+    """The copies among the parameters of ``units``: those that are no slice of a larger one, and slices that overlap."""
+    return ModelAxis(collectives, tuple(_copies(unit, collectives.world) for unit in units))
+
+
+def _copies(unit: Unit, ranks: int) -> tuple[tuple[Range, int], ...]:
+    found = []
+    for param, slot in zip(unit.params, unit.layout.slots, strict=True):
+        if param is None:
+            continue
+        part = slice_of(param)
+        alike = [(slot.range, ranks)] if part is None else [(run.shift(slot.range.start), count) for run, count in _runs(part, slot.shape)]
+        owned = [(run.intersect(unit.owned).shift(-unit.owned.start), count) for run, count in alike]
+        found += [(run, count) for run, count in owned if run.numel]
+    return tuple(found)
+
+
+def _runs(part: ParamSlice, shape: Sequence[int]) -> list[tuple[Range, int]]:
+    """Where the elements of ``part`` that several ranks hold lie in its flat tensor, in order."""
+    inner = math.prod(shape[part.dim + 1 :])
+    row = shape[part.dim] * inner
+    rows = range(math.prod(shape[: part.dim])) if part.copies else ()
+    return [(Range(outer * row + run.start * inner, outer * row + run.stop * inner), count) for outer in rows for run, count in part.copies]
+
+
+def global_norm(
+    shards: Sequence[torch.Tensor], collectives: Collectives, sharded: bool, model: ModelAxis | None = None, threads: int | None = None
+) -> torch.Tensor:
+    """The 2-norm of all gradients together; collective if ``sharded`` or ``model``.
+
+    Args:
+        shards: This rank's gradients, one 1D tensor per unit.
+        collectives: The axis the units are divided over.
+        sharded: Each rank holds another part; otherwise all hold the same.
+        model: The ranks that hold one model together, if several do.
+        threads: The most threads over host memory; None is torch's number. The result does not depend on it.
+
+    Returns:
+        0-dim fp32 tensor, the same on every rank.
+    """
+    if not shards:
+        return torch.zeros((), device=collectives.topology.device)
+    device = collectives.topology.device
+    if model is None:
+        square = _sum_of_squares(shards, device, threads)
+    else:
+        by_count: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for shard, copies in zip(shards, model.copies, strict=True):
+            for part, count in copies:
+                by_count[count].append(shard[part.start : part.stop])
+            by_count[1] += _rest(shard, [part for part, _ in copies])
+        square = torch.stack([_sum_of_squares(tensors, device, threads) / count for count, tensors in by_count.items()]).sum()
+        model.collectives.all_reduce(square, "gradient norm").wait()
+    if sharded:
+        collectives.all_reduce(square, "gradient norm").wait()
+    return square.sqrt().float()
+
+
+def _rest(shard: torch.Tensor, parts: Sequence[Range]) -> list[torch.Tensor]:
+    """What of ``shard`` lies outside ``parts``, which rise and do not overlap."""
+    starts = [0, *(part.stop for part in parts)]
+    stops = [*(part.start for part in parts), shard.numel()]
+    return [shard[start:stop] for start, stop in zip(starts, stops, strict=True) if start < stop]
+
+
+def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device, threads: int | None) -> torch.Tensor:
+    """0-dim, in double precision, on ``device``; some tensors may lie on the host (offload)."""
+    away = [tensor for tensor in tensors if tensor.device.type != device.type]
+    if away:
+        here = [tensor for tensor in tensors if tensor.device.type == device.type]
+        return _sum_of_squares(here, device, threads) + _sum_of_squares(away, away[0].device, threads).to(device)
+    if device.type == "cpu" and native.status().isa and all(tensor.dtype in ELEMENT_TYPES for tensor in tensors):
+        threads = threads or torch.get_num_threads()
+        return torch.tensor(sum(native.squared_norm(tensor, threads=threads) for tensor in tensors), dtype=torch.float64)
+    pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
+    if not pieces:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(pieces)).double().square().sum()
+
+
+def _pieces(shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    values = shard if shard.dtype == torch.float32 else shard.float()
+    return values.split(_CHUNK_NUMEL) if values.device.type == "cpu" else (values,)
+
+
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """The factor that brings ``norm`` down to ``max_norm``; 1 when it is below, or, on the host, when ``max_norm`` is 0."""
+    if max_norm <= 0:
+        return torch.ones((), dtype=norm.dtype)  # can be read without waiting for a device
+    return torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
+
+
+def first_non_finite(
+    units: Sequence[Unit], shards: Sequence[torch.Tensor], collectives: Collectives, model: ModelAxis | None = None, whole: bool = False
+) -> str:
+    """The name of the first parameter, in the model's order, with a gradient that is not finite on any rank; collective.
+
+    Args:
+        units: The units.
+        shards: This rank's gradients, one 1D tensor per unit.
+        collectives: The axis the units are divided over.
+        model: As in ``global_norm``.
+        whole: The gradients are of whole units.
+    """
+    found: tuple[int, str] | None = None
+    position = 0
+    for unit, shard in zip(units, shards, strict=True):
+        for index, slot in enumerate(unit.layout.slots):
+            position += 1
+            part = shard[slot.range.start : slot.range.stop] if whole else unit.shard_part(index, shard)
+            if found is None and part.numel() and not bool(torch.isfinite(part).all()):
+                found = (position, slot.name)
+    answers = collectives.gather_objects(found, "non-finite gradient")
+    if model is not None:
+        answers = [entry for line in model.collectives.gather_objects(answers, "non-finite gradient") for entry in line]
+    everywhere = [entry for entry in answers if entry is not None]
+    return min(everywhere)[1] if everywhere else "none found (the norm itself overflowed)"

@@ -1,0 +1,57 @@
+"""All ranks of the data-parallel axis must bring the same model to ``initialize``: checked before anything is laid out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from torch import nn
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.core.units.grouping import NamedParam
+from hf_zero.core.units.layout import FROZEN
+from hf_zero.core.units.unit import full_shape
+from hf_zero.errors import StateError
+
+
+def require_same_model(module: nn.Module, members: Sequence[NamedParam], collectives: Collectives, notes: Sequence[str] = ()) -> None:
+    """Returns when all ranks have parameters and buffers of the same names, shapes, types and groups, and the same notes; collective.
+
+    Units would otherwise differ in size, and the first exchange of one would end in an error of the network, or in none.
+
+    Args:
+        module: The user's module.
+        members: Its parameters.
+        collectives: The data-parallel axis.
+        notes: What else has to be the same, in words.
+
+    Raises:
+        StateError: They differ; on every rank, with the first difference.
+    """
+    if collectives.world == 1:
+        return
+    lines = [*notes, *map(_line, members), *_buffer_lines(module)]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    digests = collectives.gather_objects(digest, "digest of the model")
+    if len(set(digests)) == 1:
+        return
+    everyone = collectives.gather_objects(lines, "parameters of the model")
+    rank = next(rank for rank, other in enumerate(digests) if other != digests[0])
+    first, other = next((mine, theirs) for mine, theirs in zip_longest(everyone[0], everyone[rank]) if mine != theirs)
+    raise StateError(
+        f"the model is not the same on all data-parallel ranks: rank 0 has {first or 'nothing more'}, rank {rank} has "
+        f"{other or 'nothing more'} ({len(everyone[0])} and {len(everyone[rank])} entries in all). Build it from the same "
+        "configuration and vocabulary, freeze the same parameters and make the same optimizer and param groups on every rank"
+    )
+
+
+def _line(member: NamedParam) -> str:
+    group = "frozen" if member.group == FROZEN else f"in param group {member.group}"
+    return f"{member.name} {tuple(full_shape(member.param))} {member.param.dtype} {group}"
+
+
+def _buffer_lines(module: nn.Module) -> list[str]:
+    """Of the buffers that rank 0 gives to all."""
+    buffers = ((name, buffer) for name, buffer in module.named_buffers() if buffer.numel() and not buffer.is_meta)
+    return [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers]

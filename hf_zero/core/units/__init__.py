@@ -1,0 +1,1 @@
+"""What is sharded: parameters in flat buffers, divided over ranks."""

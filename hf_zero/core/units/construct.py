@@ -1,0 +1,90 @@
+"""Makes units of parameters, wherever their values are now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_zero.core.units.layout import build_layout
+from hf_zero.core.units.shard_storage import ON_DEVICE
+from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
+from hf_zero.deepspeed.param_attributes import own
+from hf_zero.errors import StateError
+from hf_zero.memory import host_memory
+
+
+@dataclass(frozen=True)
+class NamedParam:
+    """A parameter on its way into a unit: its dotted name, itself, and its optimizer param group (or ``FROZEN``)."""
+
+    name: str
+    param: nn.Parameter
+    group: int
+
+
+def build_unit(name: str, members: Sequence[NamedParam], dtype: torch.dtype, spec: UnitSpec) -> Unit:
+    """Makes a unit of ``members``, gathered; collective.
+
+    Values come from the parameters themselves, or from the unit they belong to now (``zero.Init``, another engine), which
+    they leave. At most this one unit is held whole, in the wider of the old and the new dtype.
+
+    Args:
+        name: Name of the unit.
+        members: The parameters; all trainable or all frozen.
+        dtype: Their type from now on.
+        spec: How units of this engine are made.
+
+    Raises:
+        StateError: A parameter has no data (meta device).
+    """
+    collectives = spec.collectives
+    layout, order = build_layout(
+        name,
+        [(member.name, full_shape(member.param)) for member in members],
+        [member.group for member in members],
+        dtype,
+        collectives.world if spec.shards else 1,
+    )
+    params = [members[index].param for index in order]
+    wide = _widest([dtype, *(param.dtype for param in params)])
+    values = host_memory.empty(layout.padded_numel, wide, collectives.topology.device).zero_()
+    for slot, param in zip(layout.slots, params, strict=True):
+        _copy_value(values[slot.range.start : slot.range.stop], param, slot.name)
+    if spec.sync_values and any(find_unit(param) is None for param in params):
+        collectives.broadcast(values, 0, name)
+    buffer = values if wide == dtype else host_memory.cast(values, dtype)
+    unit = Unit(layout, params, spec, buffer)
+    if unit.trainable:
+        master_dtype = spec.master_dtype or dtype
+        # From the 16-bit values, as DeepSpeed does: a model that zero.Init cast at construction gives the same masters.
+        own_master = master_dtype == dtype and spec.home is ON_DEVICE
+        # A master is born on the device, wherever the shard rests: only an offloaded optimizer moves it.
+        unit.own.master = unit.shard if own_master else host_memory.cast(unit.full[unit.owned.start : unit.owned.stop], master_dtype)
+    own(unit, spec.announced)
+    return unit
+
+
+def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    result: torch.dtype | None = None
+    for dtype in dtypes:
+        result = dtype if result is None else torch.promote_types(result, dtype)
+    if result is None:
+        raise StateError("a unit needs at least one parameter")
+    return result
+
+
+def _copy_value(target: torch.Tensor, param: nn.Parameter, name: str) -> None:
+    if param.is_meta:
+        raise StateError(
+            f"parameter {name} is on the meta device: it has no values to train. Load or initialise the model first "
+            "(from_pretrained, or model.to_empty() and an initialisation)"
+        )
+    owner = find_unit(param)
+    if owner is None:
+        target.copy_(param.detach().reshape(-1))
+        return
+    with owner[0].gathered():
+        target.copy_(param.detach().reshape(-1))

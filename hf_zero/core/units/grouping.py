@@ -1,0 +1,147 @@
+"""Model to blocks: which parameters form a unit, and in front of which module it must be whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from hf_zero.core.units.construct import NamedParam
+from hf_zero.core.units.unit import full_shape
+
+# Embeddings and heads outside the repeated blocks become a block of their own from this size on; smaller ones stay with the root.
+LARGE_MODULE_NUMEL = 1 << 20
+
+
+@dataclass
+class BlockSpec:
+    """Parameters that are gathered together, in front of ``module``.
+
+    Attributes:
+        name: Dotted name of the module; ``root`` for what belongs to no block.
+        module: The module whose forward needs them.
+        members: Its parameters; each lives in exactly one block.
+        read_in_backward: False when backward never reads the parameters' values (embeddings).
+    """
+
+    name: str
+    module: nn.Module
+    members: list[NamedParam] = field(default_factory=list)
+    read_in_backward: bool = True
+
+
+def lone_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules, by dotted name, that a library calls on one rank alone, so that they must stay whole whatever their size.
+
+    PEFT calls a prompt's encoder on the rank that saves the adapter (``get_prompt_embedding_to_save``).
+    """
+    found = {}
+    for name, module in model.named_modules():
+        encoder = module._modules.get("prompt_encoder")
+        if encoder is not None and hasattr(type(module), "get_prompt_embedding_to_save"):
+            found[f"{name}.prompt_encoder".lstrip(".")] = encoder
+    return found
+
+
+def find_blocks(model: nn.Module, leaves: Collection[str] = ()) -> dict[str, nn.Module]:
+    """The repeated blocks of ``model`` by dotted name, outermost first, none inside another.
+
+    transformers' ``_no_split_modules`` decides if present and matching; else the children of the largest ``ModuleList``
+    or ``Sequential`` containers, found by structure. Leaf modules, by dotted name, are added when no block holds them.
+    """
+    wanted = {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
+    found = _outermost(model, lambda name, module: type(module).__name__ in wanted) if wanted else {}
+    if not found:
+        found = _blocks_by_structure(model)
+    extra = _outermost(model, lambda name, module: name not in found and name in leaves)
+    for name, module in extra.items():
+        if not any(name.startswith(f"{block}.") for block in found):
+            found = {block: inner for block, inner in found.items() if not block.startswith(f"{name}.")}
+            found[name] = module
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+
+
+def _outermost(model: nn.Module, is_block: Callable[[str, nn.Module], bool]) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if name and not inside and is_block(name, module) and _has_params(module):
+            found[name] = module
+    return found
+
+
+def _has_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _blocks_by_structure(model: nn.Module) -> dict[str, nn.Module]:
+    """Children of outermost containers that hold several modules; a container must hold a tenth of the model to count."""
+    total = _total_numel(model)
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(name.startswith(f"{block}.") for block in found):
+            continue
+        children = [(child_name, child) for child_name, child in module.named_children() if _has_params(child)]
+        if len(children) < 2 or 10 * _total_numel(module) < total:
+            continue
+        prefix = f"{name}." if name else ""
+        found.update({f"{prefix}{child_name}": child for child_name, child in children})
+    return found
+
+
+def _total_numel(module: nn.Module) -> int:
+    return sum(full_shape(param).numel() for param in module.parameters())
+
+
+def build_blocks(
+    model: nn.Module, members: Sequence[NamedParam], leaves: Collection[str] = (), large: int = LARGE_MODULE_NUMEL
+) -> list[BlockSpec]:
+    """Divides ``members`` (each parameter once) among the root, the blocks, and large embeddings and heads.
+
+    A parameter that several modules register belongs to their lowest common ancestor, and through it to the nearest
+    enclosing block or the root.
+
+    Returns:
+        The root first (even when empty), then the others in the model's order; those without parameters are left out.
+    """
+    blocks = find_blocks(model, leaves)
+    homes = _homes(model)
+    root = BlockSpec("root", model)
+    specs = {name: BlockSpec(name, module) for name, module in blocks.items()}
+    sizes: dict[str, int] = {}
+    for member in members:
+        home = homes[id(member.param)]
+        sizes[home] = sizes.get(home, 0) + full_shape(member.param).numel()
+    for member in members:
+        home = homes[id(member.param)]
+        block = next((name for name in specs if home == name or home.startswith(f"{name}.")), None)
+        if block is None and home and sizes[home] >= large:
+            module = model.get_submodule(home)
+            if not any(module.children()):  # an embedding or a head, not a container of other things
+                specs[home] = BlockSpec(home, module, read_in_backward=type(module).forward is not nn.Embedding.forward)
+                block = home
+        (specs[block] if block is not None else root).members.append(member)
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    used = sorted((spec for spec in specs.values() if spec.members), key=lambda spec: order[spec.name])
+    return [root, *used]
+
+
+def _homes(model: nn.Module) -> dict[int, str]:
+    """For each parameter (by id) the dotted name of the lowest module that contains all its registrations."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for param in module._parameters.values():
+            if param is not None:
+                owners.setdefault(id(param), []).append(name)
+    homes = {}
+    for key, names in owners.items():
+        paths = [name.split(".") if name else [] for name in names]
+        common: list[str] = []
+        for parts in zip(*paths, strict=False):
+            if len(set(parts)) > 1:
+                break
+            common.append(parts[0])
+        homes[key] = ".".join(common)
+    return homes

@@ -1,0 +1,213 @@
+"""DeepSpeed's read-only engine methods, as a table over our own values: name -> function of the engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_zero.core.optimizer.readable import learning_rates
+from hf_zero.deepspeed.timers import SynchronizedWallClockTimer
+from hf_zero.metrics import EventWriter
+
+# The engine's type is not named here: engine.py imports this table, and imports go one way.
+Getter = Callable[[Any], Any]
+
+
+def _groups(engine: Any) -> list[dict[str, Any]]:
+    # Without optimizer there is None, or at stage 3 a handle that has no groups.
+    return getattr(engine.optimizer, "param_groups", [])
+
+
+def _rates(engine: Any) -> list[float]:
+    return learning_rates(_groups(engine))
+
+
+def _zero(key: str) -> Getter:
+    return lambda engine: getattr(engine.settings.zero_optimization, key)
+
+
+def _profiler(key: str) -> Getter:
+    def get(engine: Any) -> Any:
+        from hf_zero.config.schema.tools import FlopsProfiler  # pydantic, which an engine has loaded and an isinstance need not
+
+        return getattr(engine.settings.flops_profiler or FlopsProfiler(), key)
+
+    return get
+
+
+def _dtype(engine: Any) -> torch.dtype:
+    return engine.precision.param_dtype or next((param.dtype for param in engine.module.parameters()), torch.float32)
+
+
+def _groups_of_ranks(engine: Any) -> int:
+    return int(engine.slices.axes.groups) if engine.slices is not None else int(engine.collectives.world)
+
+
+def _batch_info(engine: Any) -> tuple[int, int, int]:
+    batch = engine.resolved.batch
+    return batch.total, batch.micro, batch.accumulation
+
+
+def _config_view(engine: Any) -> Any:
+    from hf_zero.config.view import ConfigView  # pydantic
+
+    return ConfigView(engine.resolved)
+
+
+def _timers(engine: Any) -> SynchronizedWallClockTimer:
+    # Kept from the first look on: a script starts and reads stopwatches at different places.
+    timers: SynchronizedWallClockTimer = engine.__dict__.setdefault("timers", SynchronizedWallClockTimer())
+    return timers
+
+
+# Questions about features that are not provided.
+_NEVER = (
+    "amp_enabled",
+    "autotuning_enabled",
+    "curriculum_enabled_legacy",
+    "curriculum_learning_enabled",
+    "data_efficiency_enabled",
+    "data_sampling_enabled",
+    "is_deepcompile_active",
+    "is_deepcompile_enabled",
+    "zero_legacy_stage1",
+    "eigenvalue_enabled",
+    "has_moe_layers",
+    "load_universal_checkpoint",
+    "pld_enabled",
+    "random_ltd_enabled",
+    "sparse_gradients_enabled",
+)
+
+# Keys of `zero_optimization` under the names of DeepSpeed's questions about them.
+_ZERO_KEYS = (
+    "allgather_partitions",
+    "elastic_checkpoint",
+    "load_from_fp32_weights",
+    "log_trace_cache_warnings",
+    "round_robin_gradients",
+)
+
+METHODS: dict[str, Getter] = {
+    **{name: lambda engine: False for name in _NEVER},
+    **{f"zero_{key}": _zero(key) for key in _ZERO_KEYS},
+    **{key: _zero(key) for key in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")},
+    "zero_quantized_nontrainable_weights": _zero("zero_quantized_nontrainable_weights"),
+    "zero_module_granularity_threshold": _zero("stage3_module_granularity_threshold"),
+    "zero_multi_rank_bucket_allreduce": _zero("use_multi_rank_bucket_allreduce"),
+    "zero_allgather_sequential": _zero("stage3_allgather_sequential"),
+    "zero_use_cpu_optimizer": lambda engine: engine.settings.zero_optimization.offload_optimizer.device != "none",
+    "zero_nvme_offload_optimizer": lambda engine: engine.settings.zero_optimization.offload_optimizer.device == "nvme",
+    "zero_partial_offload": lambda engine: engine.settings.zero_optimization.offload_optimizer.ratio,
+    "super_offload": lambda engine: False,  # accepted and without effect
+    "zero_force_ds_cpu_optimizer": lambda engine: engine.settings.zero_force_ds_cpu_optimizer,
+    "fp16_master_weights_and_gradients": lambda engine: engine.settings.fp16.fp16_master_weights_and_grads,
+    "bf16_master_weights_and_gradients": lambda engine: engine.settings.bf16.bf16_master_weights_and_grads,
+    "bf16_optimizer_states": lambda engine: engine.settings.bf16.bf16_optimizer_states,
+    "use_node_local_storage": lambda engine: engine.settings.checkpoint.use_node_local_storage,
+    "aio_config": lambda engine: engine.settings.aio,
+    "autotp_size": lambda engine: engine.collectives.topology.model.world if engine.collectives.topology.model else 1,
+    "get_data_parallel_rank": lambda engine: engine.collectives.rank,
+    "get_model_parallel_rank": lambda engine: engine.collectives.topology.model.rank if engine.collectives.topology.model else 0,
+    "get_tensor_parallel_rank": lambda engine: engine.collectives.topology.model.rank if engine.collectives.topology.model else 0,
+    "get_wall_clock_timers": lambda engine: {name: timer.elapsed(reset=False) for name, timer in engine.timers.get_timers().items()},
+    "train_batch_size": lambda engine: engine.resolved.batch.total,
+    "train_micro_batch_size_per_gpu": lambda engine: engine.resolved.batch.micro,
+    "gradient_accumulation_steps": lambda engine: engine.accumulation.steps,
+    "get_batch_info": _batch_info,
+    "gradient_clipping": lambda engine: engine.settings.gradient_clipping,
+    "steps_per_print": lambda engine: engine.settings.steps_per_print,
+    "wall_clock_breakdown": lambda engine: engine.clock.breakdown,
+    "elasticity_enabled": lambda engine: engine.settings.elasticity is not None and engine.settings.elasticity.enabled,
+    "flops_profiler_enabled": _profiler("enabled"),
+    "flops_profiler_recompute_fwd_factor": _profiler("recompute_fwd_factor"),
+    "flops_profiler_profile_step": _profiler("profile_step"),
+    "flops_profiler_module_depth": _profiler("module_depth"),
+    "flops_profiler_top_modules": _profiler("top_modules"),
+    "flops_profiler_detailed": _profiler("detailed"),
+    "flops_profiler_output_file": _profiler("output_file"),
+    "zero_optimization": lambda engine: engine.policy.stage > 0,
+    "zero_optimization_stage": lambda engine: engine.policy.stage,
+    "zero_optimization_partition_gradients": lambda engine: engine.policy.stage >= 2,
+    "zero_optimization_partition_weights": lambda engine: engine.policy.stage >= 3,
+    # Below stage 3 a whole model is at hand, or slices of it are, of which the key, off by default, says nothing.
+    "zero_gather_16bit_weights_on_model_save": lambda engine: (
+        not engine.policy.shards_parameters or engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
+    ),
+    "zero_offload_optimizer": lambda engine: engine.settings.zero_optimization.offload_optimizer,
+    "zero_offload_param": lambda engine: engine.settings.zero_optimization.offload_param,
+    "zero_cpu_offload": lambda engine: engine.settings.zero_optimization.offload_optimizer.device == "cpu",
+    "zero_overlap_comm": _zero("overlap_comm"),
+    "zero_reduce_scatter": _zero("reduce_scatter"),
+    "zero_reduce_bucket_size": _zero("reduce_bucket_size"),
+    "zero_allgather_bucket_size": _zero("allgather_bucket_size"),
+    "zero_contiguous_gradients": _zero("contiguous_gradients"),
+    "zero_ignore_unused_parameters": _zero("ignore_unused_parameters"),
+    "zero_sub_group_size": _zero("sub_group_size"),
+    "zero_max_live_parameters": _zero("stage3_max_live_parameters"),
+    "zero_max_reuse_distance": _zero("stage3_max_reuse_distance"),
+    "zero_prefetch_bucket_size": _zero("stage3_prefetch_bucket_size"),
+    "zero_param_persistence_threshold": _zero("stage3_param_persistence_threshold"),
+    "zero_model_persistence_threshold": _zero("stage3_model_persistence_threshold"),
+    "zero_allow_untested_optimizer": lambda engine: engine.settings.zero_allow_untested_optimizer,
+    "managed_gradient_accumulation": lambda engine: engine.accumulation.managed,
+    "memory_breakdown": lambda engine: engine.settings.memory_breakdown,
+    "fp16_enabled": lambda engine: engine.settings.fp16.enabled,
+    "bfloat16_enabled": lambda engine: engine.settings.bf16.enabled,
+    "fp16_auto_cast": lambda engine: engine.settings.fp16.auto_cast,
+    "torch_autocast_enabled": lambda engine: engine.settings.torch_autocast.enabled,
+    "torch_autocast_dtype": lambda engine: engine.precision.autocast_dtype,
+    "dynamic_loss_scale": lambda engine: engine.scaler.dynamic,
+    "loss_scale": lambda engine: engine.scaler.scale,
+    "initial_dynamic_scale": lambda engine: 2**engine.settings.fp16.initial_scale_power,
+    "communication_data_type": lambda engine: engine.precision.message_dtype or _dtype(engine),
+    "postscale_gradients": lambda engine: not engine.settings.prescale_gradients,
+    "gradient_predivide_factor": lambda engine: engine.settings.gradient_predivide_factor,
+    "dataloader_drop_last": lambda engine: engine.settings.dataloader_drop_last,
+    "optimizer_name": lambda engine: engine.settings.optimizer.type if engine.settings.optimizer else None,
+    "optimizer_params": lambda engine: (engine.resolved.resolved.get("optimizer") or {}).get("params"),
+    "scheduler_name": lambda engine: engine.settings.scheduler.type if engine.settings.scheduler else None,
+    "scheduler_params": lambda engine: (engine.resolved.resolved.get("scheduler") or {}).get("params"),
+    "get_sequence_parallel_group": lambda engine: engine.slices.axes.sequence.group if engine.slices is not None else None,
+    "get_lr": _rates,
+    "get_mom": lambda engine: [group.get("betas", group.get("momentum")) for group in _groups(engine)],
+    "get_data_types": lambda engine: (_dtype(engine), engine.precision.accumulation_dtype),
+    "is_gradient_accumulation_boundary": lambda engine: engine.accumulation.current_is_boundary(),
+    "was_step_applied": lambda engine: engine.progress.last_step_applied,
+    "dump_state": lambda engine: engine.settings.dump_state,
+}
+
+VALUES: dict[str, Getter] = {
+    "is_compiled": lambda engine: any(module._compiled_call_impl is not None for module in engine.module.modules()),
+    "client_lr_scheduler": lambda engine: engine.lr_scheduler,
+    "global_steps": lambda engine: engine.progress.global_steps,
+    "global_samples": lambda engine: engine.progress.global_samples,
+    "skipped_steps": lambda engine: engine.progress.skipped_steps,
+    "micro_steps": lambda engine: engine.accumulation.micro_steps,
+    "device": lambda engine: engine.collectives.topology.device,
+    "dp_world_size": _groups_of_ranks,
+    "seq_dp_world_size": lambda engine: engine.collectives.world,
+    "sequence_parallel_size": lambda engine: engine.slices.axes.sequence.world if engine.slices is not None else 1,
+    "seq_parallel_group": lambda engine: engine.slices.axes.sequence.group if engine.slices is not None else None,
+    "world_size": lambda engine: torch.distributed.get_world_size(),
+    "mp_world_size": lambda engine: engine.collectives.topology.model.world if engine.collectives.topology.model else 1,
+    "global_rank": lambda engine: torch.distributed.get_rank(),
+    "local_rank": lambda engine: int(os.environ.get("LOCAL_RANK", engine.collectives.topology.device.index or 0)),
+    "enable_backward_allreduce": lambda engine: True,
+    "inside_no_sync_ctxt": lambda engine: engine.accumulation.in_no_sync,
+    "param_names": lambda engine: {param: name for name, param in engine.module.named_parameters()},
+    "pipeline_parallelism": lambda engine: False,
+    "data_parallel_group": lambda engine: engine.collectives.topology.public_group,
+    "seq_data_parallel_group": lambda engine: engine.collectives.topology.public_group,
+    "basic_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),
+    "client_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),
+    "tput_timer": lambda engine: engine.clock,
+    "timers": _timers,
+    "monitor": lambda engine: EventWriter(engine.sinks),
+    "_config": _config_view,
+    "flops_profiler": lambda engine: getattr(engine.clock, "profiler", None),
+    "dist_backend": lambda engine: torch.distributed.get_backend(engine.collectives.topology.public_group),
+}

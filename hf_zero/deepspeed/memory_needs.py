@@ -1,0 +1,138 @@
+"""`estimate_zero{2,3}_model_states_mem_needs*`: what model states take on a device and on its host, for the options people weigh.
+
+The names and arguments are DeepSpeed's (https://deepspeed.readthedocs.io/en/latest/memory.html), the numbers are hf_zero's:
+16-bit training with Adam on N ranks holds, per parameter, 2 bytes of weights, 12 of fp32 master and moments (a share of 1/N from stage 1
+on) and 4 of fp32 gradient shard (1/N). At stage 3 the weights are a share too, and the blocks in use are whole. Activations come on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from hf_zero.core.units.unit import full_shape
+
+_WEIGHT, _STATE, _GRADIENT, _LOADED = 2, 12, 4, 4  # bytes per parameter; loaded: an fp32 model before it is cast
+# A block in use, the next one, and the gradient of one, 16 bit each.
+_BLOCKS_AT_ONCE = 3
+
+
+def estimate_zero2_model_states_mem_needs(
+    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, cpu_offload: bool = True, additional_buffer_factor: float = 1.5
+) -> tuple[int, int]:
+    """Bytes at stage 2, with 16-bit weights and Adam.
+
+    Args:
+        total_params: Parameters of the model.
+        num_gpus_per_node: Ranks on one host.
+        num_nodes: Hosts.
+        cpu_offload: Masters, moments and gradient shards rest on the host.
+        additional_buffer_factor: Margin for host memory.
+
+    Returns:
+        Host memory of one node while the model is loaded or trained, and memory of one device, in bytes.
+    """
+    ranks = num_gpus_per_node * num_nodes
+    states = (_STATE + _GRADIENT) * total_params // ranks
+    loading = _LOADED * total_params * num_gpus_per_node
+    host = max(loading, states * num_gpus_per_node) if cpu_offload else loading
+    return int(host * additional_buffer_factor), _WEIGHT * total_params + (0 if cpu_offload else states)
+
+
+def estimate_zero3_model_states_mem_needs(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    cpu_offload_params: bool = True,
+    zero_init: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int, int]:
+    """Bytes at stage 3, with 16-bit weights and Adam.
+
+    Args:
+        total_params: Parameters of the model.
+        largest_layer_params: Parameters of its largest layer.
+        num_gpus_per_node: Ranks on one host.
+        num_nodes: Hosts.
+        cpu_offload: Masters, moments and gradient shards rest on the host.
+        cpu_offload_params: Shards of the weights do too.
+        zero_init: The model is built under ``zero.Init``: no rank ever holds it whole.
+        additional_buffer_factor: Margin for host memory.
+
+    Returns:
+        Host memory of one node, memory of one device, and the part of the latter that the layers in use take, in bytes.
+    """
+    ranks = num_gpus_per_node * num_nodes
+    layers = _BLOCKS_AT_ONCE * _WEIGHT * largest_layer_params
+    weights, states = _WEIGHT * total_params // ranks, (_STATE + _GRADIENT) * total_params // ranks
+    resting = (states if cpu_offload else 0) + (weights if cpu_offload and cpu_offload_params else 0)
+    loading = _LOADED * (largest_layer_params if zero_init else total_params * num_gpus_per_node)
+    host = max(loading, resting * num_gpus_per_node)
+    return int(host * additional_buffer_factor), layers + weights + states - resting, layers
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Prints what ``model`` needs at stage 2; for the arguments see ``estimate_zero2_model_states_mem_needs``."""
+    estimate_zero2_model_states_mem_needs_all_cold(_sizes(model)[0], num_gpus_per_node, num_nodes, additional_buffer_factor)
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """As ``..._all_live``, of a model that is only known by its size."""
+    rows = []
+    for offload in (True, False):
+        host, device = estimate_zero2_model_states_mem_needs(total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor)
+        rows.append((host, device, f"offload_optimizer={'cpu' if offload else 'none'}"))
+    _print(f"ZeRO-2, {total_params / 1e6:,.0f}M parameters", num_gpus_per_node, num_nodes, rows)
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Prints what ``model`` needs at stage 3; for the arguments see ``estimate_zero3_model_states_mem_needs``."""
+    estimate_zero3_model_states_mem_needs_all_cold(*_sizes(model), num_gpus_per_node, num_nodes, additional_buffer_factor)
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int, largest_layer_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """As ``..._all_live``, of a model that is only known by its sizes."""
+    rows = []
+    for optimizer, params in ((True, True), (True, False), (False, False)):
+        for zero_init in (True, False):
+            host, device, _ = estimate_zero3_model_states_mem_needs(
+                total_params, largest_layer_params, num_gpus_per_node, num_nodes, optimizer, params, zero_init, additional_buffer_factor
+            )
+            offload = f"offload_param={'cpu' if params else 'none'}, offload_optimizer={'cpu' if optimizer else 'none'}"
+            rows.append((host, device, f"{offload}, zero_init={int(zero_init)}"))
+    sizes = f"{total_params / 1e6:,.0f}M parameters, largest layer {largest_layer_params / 1e6:,.0f}M"
+    _print(f"ZeRO-3, {sizes}", num_gpus_per_node, num_nodes, rows)
+
+
+def _sizes(model: nn.Module) -> tuple[int, int]:
+    """Parameters of the model, shared ones once, and of the largest module by itself; sharded or not."""
+    layers = [sum(full_shape(param).numel() for param in module.parameters(recurse=False)) for module in model.modules()]
+    return sum(full_shape(param).numel() for param in model.parameters()), max(layers, default=0)
+
+
+def _print(title: str, per_node: int, nodes: int, rows: Iterable[tuple[int, int, str]]) -> None:
+    table = Table(title=f"{title}; {nodes} node(s) with {per_node} device(s)", caption="weights, gradients, masters and moments")
+    table.add_column("per host", justify="right")
+    table.add_column("per device", justify="right")
+    table.add_column("options")
+    for host, device, options in rows:
+        table.add_row(_gib(host), _gib(device), options)
+    Console().print(table)
+
+
+def _gib(value: Any) -> str:
+    return f"{value / 2**30:,.2f} GiB"

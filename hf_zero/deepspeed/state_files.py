@@ -1,0 +1,72 @@
+"""`get_model_state_file` and `get_optim_files`: files that callers of DeepSpeed's converter `torch.load`, made on demand.
+
+Lightning's converter to one file takes the weights from ``get_fp32_state_dict_from_zero_checkpoint`` and then reads the stage and its
+own state out of DeepSpeed's pickles. Our checkpoints hold none, and do not get any: what it reads is written to a folder for
+temporary files, in this process, from values that JSON and safetensors gave, and goes when the process ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_zero.checkpoint import folders
+from hf_zero.checkpoint.format import INDEX_FILE, VALUES_FILE
+from hf_zero.checkpoint.index import Index
+from hf_zero.checkpoint.tensor_file import RangeReader
+from hf_zero.checkpoint.values import Decoder
+from hf_zero.system import own_files
+
+_ENDING = ".pt"
+_scratch: Path | None = None
+
+
+def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
+    """One file for `torch.load` that tells the ZeRO stage of a checkpoint, where DeepSpeed has one per rank.
+
+    Args:
+        checkpoint_dir: The folder of the tag.
+
+    Raises:
+        CheckpointError: It is no complete checkpoint.
+    """
+    _, index = _open(checkpoint_dir)
+    return [_write({"optimizer_state_dict": {"zero_stage": index.stage}}, "optim_states")]
+
+
+def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
+    """A file for `torch.load` with the counters of the engine and the caller's own state; the weights are not in it.
+
+    Args:
+        checkpoint_dir: The folder of the tag.
+        zero_stage: Has no effect: the folder knows its stage.
+
+    Raises:
+        CheckpointError: It is no complete checkpoint.
+    """
+    folder, index = _open(checkpoint_dir)
+    reader = RangeReader(folder, index.files)
+    client_state = Decoder(lambda name: reader.whole(VALUES_FILE, name), str(folder / INDEX_FILE)).decode(index.client_state)
+    return _write({**index.counters, **client_state}, "model_states")
+
+
+def _open(checkpoint_dir: str | os.PathLike[str]) -> tuple[Path, Index]:
+    path = Path(checkpoint_dir)
+    folder = folders.find(path.parent, path.name)
+    return folder, Index.from_json(folders.read_index(folder), str(folder / INDEX_FILE))
+
+
+def _write(content: dict[str, Any], kind: str) -> str:
+    global _scratch
+    if _scratch is None:
+        _scratch = Path(tempfile.mkdtemp(prefix="hf_zero_state_files_"))
+        atexit.register(own_files.remove_folder, _scratch, lambda name: name.endswith(_ENDING), maker=os.getpid())
+    handle, name = tempfile.mkstemp(prefix="mp_rank_00_", suffix=f"_{kind}{_ENDING}", dir=_scratch)
+    os.close(handle)
+    torch.save(content, name)
+    return name

@@ -1,0 +1,270 @@
+"""DeepSpeed's timers for scripts: named stopwatches, samples per second, and ranges for profilers."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from hf_zero import observe
+from hf_zero.comm.topology import default_device
+from hf_zero.core.step.clock import memory_line
+from hf_zero.errors import ConfigError, StateError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Stopwatch:
+    """Sums the milliseconds between ``start`` and ``stop``; both wait for the device.
+
+    Args:
+        name: As in messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name_ = name
+        self._since: float | None = None
+        self._laps: list[float] = []  # milliseconds
+
+    @property
+    def started_(self) -> bool:
+        """Whether it runs."""
+        return self._since is not None
+
+    def start(self) -> None:
+        """Starts it.
+
+        Raises:
+            StateError: It runs already.
+        """
+        if self._since is not None:
+            raise StateError(f"timer {self.name_!r} has already been started; call stop() first")
+        self._since = _now()
+
+    def stop(self, reset: bool = False, record: bool = False) -> None:
+        """Stops it; with ``reset`` earlier laps are forgotten. ``record`` changes nothing.
+
+        Raises:
+            StateError: It does not run.
+        """
+        if self._since is None:
+            raise StateError(f"timer {self.name_!r} was not started")
+        if reset:
+            self._laps.clear()
+        self._laps.append(1000 * (_now() - self._since))
+        self._since = None
+
+    def reset(self) -> None:
+        """Stops it and forgets all laps."""
+        self._since = None
+        self._laps.clear()
+
+    def elapsed(self, reset: bool = True) -> float:
+        """Milliseconds of all laps, the running one included; with ``reset`` it counts from here on."""
+        running = self.started_
+        if running:
+            self.stop()
+        total = sum(self._laps)
+        if reset:
+            self.reset()
+        if running:
+            self.start()
+        return total
+
+    def mean(self) -> float:
+        """Mean lap in milliseconds without the slowest and fastest tenth."""
+        return trim_mean(self._laps, 0.1)
+
+
+class SynchronizedWallClockTimer:
+    """Stopwatches by name: ``timers("forward").start()``; ``engine.timers`` is one."""
+
+    Timer = Stopwatch
+
+    def __init__(self) -> None:
+        self.timers: dict[str, Stopwatch] = {}
+
+    def __call__(self, name: str) -> Stopwatch:
+        return self.timers.setdefault(name, Stopwatch(name))
+
+    def get_timers(self) -> dict[str, Stopwatch]:
+        """All of them by name."""
+        return self.timers
+
+    def log(
+        self,
+        names: Iterable[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Prints the milliseconds of those that exist, divided by ``normalizer``, on ``ranks`` (default: rank 0)."""
+        times = {name: self.timers[name].elapsed(reset) / normalizer for name in names if name in self.timers}
+        text = "time (ms)" + "".join(f" | {name}: {value:.2f}" for name, value in times.items())
+        if memory_breakdown:
+            text += f" | {self.memory_usage()}"
+        if observe.global_rank() in (ranks or [0]):
+            print(f"[Rank {observe.global_rank()}] {text}", flush=True)
+
+    def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+        """Mean milliseconds of a lap, divided by ``normalizer``, of those that exist."""
+        return {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
+
+    @staticmethod
+    def memory_usage() -> str:
+        """Allocated and peak memory of the device, in words."""
+        return memory_line(default_device())
+
+
+class _Idle:
+    """A stopwatch that measures nothing."""
+
+    def start(self) -> None:
+        """Nothing to do."""
+
+    def stop(self, **kwargs: Any) -> None:
+        """Nothing to do."""
+
+    def reset(self) -> None:
+        """Nothing to do."""
+
+    def elapsed(self, **kwargs: Any) -> float:
+        """Zero."""
+        return 0.0
+
+    def mean(self) -> float:
+        """Zero."""
+        return 0.0
+
+
+class NoopTimer:
+    """Has the methods of ``SynchronizedWallClockTimer`` and measures nothing."""
+
+    Timer = _Idle
+
+    def __init__(self) -> None:
+        self.timer = _Idle()
+
+    def __call__(self, name: str) -> _Idle:
+        return self.timer
+
+    def get_timers(self) -> dict[str, Stopwatch]:
+        """None are kept."""
+        return {}
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to print."""
+
+    def get_mean(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Nothing to average."""
+        return {}
+
+
+class ThroughputTimer:
+    """Samples per second over steps, the first ones left out.
+
+    Args:
+        config: Object with ``enabled`` and ``synchronized`` (wait for the device); the ``timers.throughput`` section has both.
+        batch_size: Samples of one step.
+        start_step: Steps that are not counted.
+        steps_per_output: Log a line every so many steps; None is never.
+        monitor_memory: Add the device's memory to the line.
+        logging_fn: Receives the line; default the package's logger.
+
+    Raises:
+        ConfigError: ``steps_per_output`` is no whole number above 0.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        batch_size: int | None,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Callable[[str], None] | None = None,
+    ) -> None:
+        if steps_per_output is not None and not isinstance(steps_per_output, int):
+            raise ConfigError(f"steps_per_output must be a positive integer or None, not {steps_per_output!r}")
+        if steps_per_output is not None and steps_per_output <= 0:
+            raise ConfigError(f"steps_per_output must be greater than 0, not {steps_per_output}")
+        self.config = config
+        self.batch_size = batch_size or 1
+        self.start_step = start_step
+        self.steps_per_output = steps_per_output
+        self.monitor_memory = monitor_memory
+        self.logging = logging_fn or observe.logger.info
+        self.epoch_count = self.micro_step_count = self.global_step_count = 0
+        self.total_elapsed_time = self.step_elapsed_time = 0.0  # seconds
+        self._since: float | None = None
+
+    def update_epoch_count(self) -> None:
+        """A new epoch begins."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def start(self) -> None:
+        """A micro-step begins."""
+        if self.config.enabled:
+            self._since = _now(self.config.synchronized)
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """A micro-step ends; with ``global_step`` an optimizer step does."""
+        if self._since is None:
+            return
+        elapsed, self._since = _now(self.config.synchronized) - self._since, None
+        self.micro_step_count += 1
+        if self.global_step_count >= self.start_step:
+            self.total_elapsed_time += elapsed
+            self.step_elapsed_time += elapsed
+        if not global_step:
+            return
+        self.global_step_count += 1
+        if report_speed and self._is_report_boundary():
+            self._report()
+        self.step_elapsed_time = 0.0
+
+    def avg_samples_per_sec(self) -> float:
+        """Samples per second of the counted steps; minus infinity before there is one."""
+        counted = self.global_step_count - self.start_step
+        return self.batch_size * counted / self.total_elapsed_time if counted > 0 and self.total_elapsed_time else float("-inf")
+
+    def _is_report_boundary(self) -> bool:
+        return self.steps_per_output is not None and self.global_step_count % self.steps_per_output == 0
+
+    def _report(self) -> None:
+        now = self.batch_size / self.step_elapsed_time if self.step_elapsed_time else float("-inf")
+        text = (
+            f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
+            f"RunningAvgSamplesPerSec={self.avg_samples_per_sec():.2f}, CurrSamplesPerSec={now:.2f}"
+        )
+        self.logging(f"{text}, {SynchronizedWallClockTimer.memory_usage()}" if self.monitor_memory else text)
+
+
+def trim_mean(data: Sequence[float], trim_percent: float) -> float:
+    """Mean of ``data`` without its smallest and largest ``trim_percent`` (a share from 0 to 1 of each); 0 for no data."""
+    cut = int(len(data) * trim_percent)
+    kept = sorted(data)[cut : len(data) - cut]
+    return sum(kept) / len(kept) if kept else 0.0
+
+
+def instrument_w_nvtx(function: Function) -> Function:
+    """Decorator: calls appear in profiles as a range with the function's name."""
+
+    @functools.wraps(function)
+    def instrumented(*args: Any, **kwargs: Any) -> Any:
+        with observe.span(function.__qualname__):
+            return function(*args, **kwargs)
+
+    return instrumented  # type: ignore[return-value]
+
+
+def _now(synchronized: bool = True) -> float:
+    """Seconds, after the device has done what was asked of it."""
+    if synchronized and default_device().type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter()

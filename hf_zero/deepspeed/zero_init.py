@@ -1,0 +1,111 @@
+"""``zero.Init`` with DeepSpeed's arguments: reads the configuration and opens ``ModelInit``."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.build import precision_policy
+from hf_zero.comm.topology import default_device, init_distributed
+from hf_zero.config.read import read_config
+from hf_zero.config.resolve import resolve
+from hf_zero.core.model_init import ModelInit
+from hf_zero.core.units.shard_storage import ON_DEVICE
+from hf_zero.errors import UnsupportedError
+from hf_zero.offload.policy import init_home
+
+
+class Init:
+    """Context in which a model is built sharded (stage 3); DeepSpeed's ``zero.Init``.
+
+    Creates the process group if there is none. On one rank nothing is sharded.
+
+    Args:
+        module: An existing module to shard at once.
+        data_parallel_group: Process group to shard over; None is all ranks.
+        mem_efficient_linear: Accepted; linear layers are left as they are.
+        remote_device: "cpu" or "nvme" keeps shards in host memory, as ``offload_param`` of the configuration does (they go to files, if
+            so configured, in ``initialize``); "none" or None leaves it to the configuration.
+        pin_memory: Page-lock that memory; the configuration's ``offload_param.pin_memory`` does too.
+        config_dict_or_path: Configuration; values of "auto" are allowed.
+        config: The same, older name.
+        enabled: False makes it do nothing.
+        dtype: Type of the parameters; None takes the configuration's.
+        mpu: Object whose ``get_sequence_data_parallel_group()``, or else ``get_data_parallel_group()``, names the group.
+        zero_param_parallel_group: Refused.
+        zero_quantized_weights: Refused.
+        zero_quantized_nontrainable_weights: Refused.
+        sequence_data_parallel_group: As ``data_parallel_group``.
+        param_swapper: Refused.
+
+    Raises:
+        UnsupportedError: A refused argument is given.
+        ConfigError: The configuration is wrong.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+    ) -> None:
+        refused = {
+            "zero_param_parallel_group": zero_param_parallel_group,
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+            "param_swapper": param_swapper,
+        }
+        for name, value in refused.items():
+            if value:
+                raise UnsupportedError(f"zero.Init({name}={value!r}) is not provided; leave it out")
+        offloads, pins = remote_device not in (None, "none"), pin_memory
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        if enabled:
+            init_distributed()
+            if source is not None:
+                source = read_config(source)
+                config = resolve(_without_batch_sizes(source), world_size=1).config
+                dtype = dtype or precision_policy(config).param_dtype
+                section = config.zero_optimization.offload_param
+                offloads, pins = offloads or section.device != "none", pins or section.pin_memory
+        group = data_parallel_group or sequence_data_parallel_group or _group_of(mpu)
+        home = init_home(default_device(), pins) if enabled and offloads else ON_DEVICE
+        self._inner = ModelInit(group, dtype, enabled=enabled, home=home)
+        if module is not None and enabled:
+            self._inner.shard_all(module)
+
+    def __enter__(self) -> Init:
+        self._inner.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._inner.__exit__(kind, error, trace)
+
+
+def _group_of(mpu: Any) -> Any:
+    """The group that ``initialize`` with this object shards over; None for all ranks."""
+    if mpu is None:
+        return None
+    joint = getattr(mpu, "get_sequence_data_parallel_group", None)
+    return joint() if joint is not None else mpu.get_data_parallel_group()
+
+
+def _without_batch_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """``config`` with any batch size: only ``initialize`` knows how many ranks share their samples."""
+    kept = {key: value for key, value in config.items() if key not in ("train_batch_size", "gradient_accumulation_steps", "elasticity")}
+    return {**kept, "train_micro_batch_size_per_gpu": 1}

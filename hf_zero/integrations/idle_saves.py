@@ -1,0 +1,58 @@
+"""``save_pretrained`` of a model in parts: nothing is asked of the ranks that do not write, and no file is made of one rank's slices."""
+
+from __future__ import annotations
+
+import inspect
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from hf_zero.core.units.split_parameter import slice_of
+from hf_zero.core.units.unit import is_released
+from hf_zero.errors import StateError
+
+
+class IdleSaves:
+    """Stands in front of the ``save_pretrained`` methods inside a module whose parameters stage 3 releases, or that several ranks hold.
+
+    [Note: ranks that do not write] Every rank calls ``model.save_pretrained(folder, is_main_process=..., state_dict=...)`` with what
+    ``accelerator.get_state_dict(engine)`` returns, and only rank 0 is given a dict. transformers 4 then writes on the others too, from
+    the model itself and into the same files. With ``is_main_process=False`` and no values there is nothing to write, so nothing is called.
+    Without values on rank 0 it would write slices, under the names of whole parameters; that is an error.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = [inner for inner in module.modules() if _takes_state_dict(inner)]
+        for inner in self._modules:
+            inner.__dict__["save_pretrained"] = MethodType(_save_pretrained, inner)  # a method: a deep copy has its own
+
+    def remove(self) -> None:
+        """Takes the stand-ins away; the runtime calls it with its hooks."""
+        for inner in self._modules:
+            inner.__dict__.pop("save_pretrained", None)
+
+
+def _takes_state_dict(module: nn.Module) -> bool:
+    method = getattr(type(module), "save_pretrained", None)
+    return callable(method) and {"state_dict", "is_main_process"} <= inspect.signature(method).parameters.keys()
+
+
+def _save_pretrained(module: Any, *args: Any, **kwargs: Any) -> Any:
+    method = type(module).save_pretrained
+    given = inspect.signature(method).bind_partial(module, *args, **kwargs).arguments
+    parts = any(slice_of(param) is not None for param in module.parameters())
+    if given.get("state_dict") is not None or not (parts or any(is_released(param) for param in module.parameters())):
+        return method(module, *args, **kwargs)
+    if not given.get("is_main_process", True):
+        return None
+    if parts:
+        raise StateError(
+            "save_pretrained: this rank has slices of the model only (tensor_parallel.autotp_size). Save with trainer.save_model(folder); "
+            "or, called by all ranks, engine.save_16bit_model(folder) or model.save_pretrained(folder, "
+            "state_dict=accelerator.get_state_dict(engine), is_main_process=accelerator.is_main_process)"
+        )
+    return method(module, *args, **kwargs)

@@ -1,0 +1,191 @@
+"""Host memory that devices copy from and to, page-locked at its exact size, and what is updated beside it, on huge pages."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+from bisect import bisect_left, insort
+from collections import deque
+from typing import Any
+
+import torch
+
+from hf_zero.memory.budget import gib
+from hf_zero.observe import logger, warn_once
+
+ALIGNMENT = 4096
+"""Bytes that addresses, sizes and offsets of unbuffered file access are multiples of, and the size of a page."""
+
+
+class HostMemory:
+    """Allocates host buffers of one device; each goes back to the kernel with its last tensor.
+
+    torch's own page-locked allocator rounds each size up to a power of two, half of it wasted at worst, and keeps what is freed; here pages
+    are taken from the kernel and registered with the driver as they are. When registering fails (a limit on locked memory) the
+    memory stays ordinary and copies are slower.
+
+    Whoever drops a buffer that a device may still be copying waits for the whole device: registering and dropping are for what stays, and
+    ``HostPool`` for what comes and goes.
+
+    Attributes:
+        device: As given.
+        pin: As given.
+        nbytes: Bytes that are held now, in whole pages.
+        locked_bytes: How many of them are page-locked.
+
+    Args:
+        device: The training device; only one that copies from host memory needs it locked.
+        pin: Lock pages.
+    """
+
+    def __init__(self, device: torch.device, pin: bool = True) -> None:
+        self.device = device
+        self.pin = pin
+        self.nbytes = 0
+        self.locked_bytes = 0
+        runtime = _runtime_of(device) if pin else None
+        self._locks = _Locks(device, runtime) if runtime is not None else None
+        self._asks_torch = pin and runtime is None and device.type != "cpu"
+
+    def empty(self, numel: int, dtype: torch.dtype, pinned: bool = False) -> torch.Tensor:
+        """A (numel,) tensor whose memory begins at a page; zeros.
+
+        Args:
+            numel: Elements.
+            dtype: Their type.
+            pinned: The device copies from or to it.
+        """
+        nbytes = max(ALIGNMENT, -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT)
+        if pinned and self._asks_torch and (locked := _locked_by_torch(nbytes)) is not None:
+            return locked[: numel * dtype.itemsize].view(dtype)
+        locks = self._locks if pinned else None
+        pages = _Pages(-1, nbytes, **_kind(shared=locks is not None))
+        if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= 2 << 20:
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        tensor = torch.frombuffer(pages, dtype=torch.uint8)  # keeps the pages
+        pages.enter(self, tensor.data_ptr(), locks)
+        return tensor[: numel * dtype.itemsize].view(dtype)
+
+
+class HostPool:
+    """Blocks of host memory that are used again and again: page-locking costs more than the copies.
+
+    A request takes the smallest free block that is large enough, but leaves one of more than twice the size to others while there is a
+    smaller one that can go in exchange for a new one. So there are never more blocks than were in use at once, however sizes change.
+
+    Args:
+        memory: Where blocks come from.
+    """
+
+    def __init__(self, memory: HostMemory) -> None:
+        self.memory = memory
+        self._free: list[tuple[int, int, torch.Tensor]] = []  # bytes, something that settles ties, block; ascending
+        self._given: deque[torch.Tensor] = deque()  # not yet among them
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A block of at least ``nbytes``, uint8, with any content. A device may still be copying what was there before."""
+        while self._given:
+            block = self._given.popleft()
+            insort(self._free, (block.numel(), id(block), block))
+        place = bisect_left(self._free, (nbytes,))
+        if place < len(self._free) and (place == 0 or self._free[place][0] <= 2 * nbytes):
+            return self._free.pop(place)[2]
+        if place:
+            del self._free[place - 1]
+        return self.memory.empty(max(nbytes, 1), torch.uint8, pinned=True)
+
+    def give(self, block: torch.Tensor) -> None:
+        """Takes a block back; from any thread, and from a finalizer."""
+        self._given.append(block)
+
+
+class _Pages(mmap.mmap):
+    """Pages of the kernel that are unlocked before they go back to it."""
+
+    _memory: HostMemory | None = None
+    _locks: _Locks | None = None
+
+    def enter(self, memory: HostMemory, address: int, locks: _Locks | None) -> None:
+        """Counts the pages, and locks them where ``locks`` can."""
+        self._memory, self._address, self._process, self._nbytes = memory, address, os.getpid(), len(self)
+        memory.nbytes += self._nbytes
+        if locks is not None and locks.lock(address, self._nbytes):
+            self._locks = locks
+            memory.locked_bytes += self._nbytes
+
+    def __del__(self) -> None:
+        # A forked child has the object and neither the locks nor a device; at its end a process loses its locks anyway.
+        if self._memory is None or self._process != os.getpid() or sys.is_finalizing():
+            return
+        self._memory.nbytes -= self._nbytes
+        if self._locks is not None:
+            self._memory.locked_bytes -= self._nbytes
+            self._locks.unlock(self._address)
+
+
+def _kind(shared: bool) -> dict[str, int]:
+    """Arguments of ``mmap`` for pages that children of this process share, or for its own.
+
+    [Note: locked pages and fork] A fork copies private pages that are locked, or moves them from under the device, depending on the kernel;
+    what is shared stays where it is. Of memory without a file only a private one is on huge pages, unless the machine is set up otherwise.
+    """
+    return {} if shared or not hasattr(mmap, "MAP_PRIVATE") else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+
+
+def _runtime_of(device: torch.device) -> Any:
+    """The run-time library of CUDA or ROCm, which can lock pages that it has not allocated; None for other devices."""
+    cudart = getattr(torch.get_device_module(device), "cudart", None) if device.type != "cpu" else None
+    return cudart() if cudart is not None else None
+
+
+def _locked_by_torch(nbytes: int) -> torch.Tensor | None:
+    """Zeros from torch's own page-locked memory, beginning at a page; None, with a warning, where there is none to be had."""
+    try:
+        memory = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        warn_once(f"no page-locked host memory ({error}): ordinary memory is used, whose copies do not overlap")
+        return None
+    return memory[-memory.data_ptr() % ALIGNMENT :][:nbytes]
+
+
+class _Locks:
+    """Page locks of a driver.
+
+    Args:
+        device: Whose.
+        runtime: The driver's library.
+    """
+
+    def __init__(self, device: torch.device, runtime: Any) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        self._runtime = runtime
+        self._failed = False
+
+    def lock(self, address: int, nbytes: int) -> bool:
+        """Locks pages; False, with a warning, where the driver refuses, and then for good."""
+        if self._failed:
+            return False
+        with self._module.device(self._device):  # the driver starts the current one
+            status = int(self._runtime.cudaHostRegister(address, nbytes, 0))
+        if status == 0:
+            return True
+        self._failed = True
+        with contextlib.suppress(RuntimeError):  # the driver reports the error once more, to the next operation, whatever that is
+            torch.zeros(1, device=self._device)
+        warn_once(
+            f"page-locking {gib(nbytes)} of host memory failed (CUDA error {status}): ordinary memory is used, whose copies do not "
+            "overlap. Raise the limit on locked memory (ulimit -l), or set pin_memory to false where there is such a key"
+        )
+        return False
+
+    def unlock(self, address: int) -> None:
+        """Unlocks pages, which nothing copies any more when this returns."""
+        with self._module.device(self._device):
+            self._module.synchronize(self._device)
+            status = int(self._runtime.cudaHostUnregister(address))
+        if status != 0:
+            logger.debug("unlocking host memory failed with CUDA error %d", status)

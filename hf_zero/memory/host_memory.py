@@ -1,0 +1,83 @@
+"""Host memory: large buffers on huge pages, blocks given back, and what is mapped from files."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_zero.system.c_library import linux_function
+
+_HUGE_PAGE = 2 << 20  # bytes; x86-64 and aarch64 with 4 KiB pages
+_MADV_HUGEPAGE = 14
+
+
+def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised (numel,) tensor, on huge pages if it is large and on a host."""
+    return on_huge_pages(torch.empty(numel, dtype=dtype, device=device))
+
+
+def passing(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """As ``empty``, for what lives a part of a step: a view that begins at a huge page of memory a little larger.
+
+    What lies outside whole huge pages is on small ones, 2 MiB of a buffer on average. Memory that stays is not worth the room.
+    """
+    nbytes = numel * dtype.itemsize
+    if device.type != "cpu" or nbytes < 2 * _HUGE_PAGE or _advise() is None:
+        return empty(numel, dtype, device)
+    # An end of more than half a page gets a page of its own too.
+    paged = nbytes if nbytes % _HUGE_PAGE < _HUGE_PAGE // 2 else -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
+    room = torch.empty(paged + _HUGE_PAGE, dtype=torch.uint8)
+    aligned = room[-room.data_ptr() % _HUGE_PAGE :][:paged]
+    return on_huge_pages(aligned)[:nbytes].view(dtype)
+
+
+def moved(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy of ``tensor`` on huge pages; ``tensor`` itself where that would gain nothing."""
+    if tensor.device.type != "cpu" or tensor.nbytes < 2 * _HUGE_PAGE or _advise() is None:
+        return tensor
+    return on_huge_pages(torch.empty_like(tensor, memory_format=torch.contiguous_format)).copy_(tensor)
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous copy of 1D ``tensor`` in another element type."""
+    return empty(tensor.numel(), dtype, tensor.device).copy_(tensor)
+
+
+def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """Asks the kernel to back ``tensor``, not yet written to, with huge pages; returns it.
+
+    [Note: huge pages] A flat buffer is written and read from end to end once a step. Fresh memory costs a fault per page, and
+    walking the page table costs again on every pass, most of all in a virtual machine. Filling 24 MiB of fresh memory took 10.5 ms
+    on pages of 4 KiB and 2.1 ms on pages of 2 MiB where this was written (24 MiB in use already: 4.8 ms). It is advice: where the
+    kernel does not take it nothing changes.
+    """
+    size = tensor.nbytes
+    advise = _advise() if size >= _HUGE_PAGE else None
+    if advise is not None and tensor.device.type == "cpu":
+        start = tensor.data_ptr()
+        first = -(-start // _HUGE_PAGE) * _HUGE_PAGE
+        whole = (start + size - first) // _HUGE_PAGE * _HUGE_PAGE
+        if whole > 0:
+            advise(first, whole, _MADV_HUGEPAGE)
+    return tensor
+
+
+@cache
+def _advise() -> Any:
+    """The C library's madvise; None where there is none or it has no such advice."""
+    return linux_function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def mapped_files() -> list[tuple[int, int]]:
+    """Address ranges of this process that are pages of files, (start, stop); empty where the kernel does not tell."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    fields = [line.split(maxsplit=5) for line in lines]
+    found = [words[0].split("-") for words in fields if len(words) == 6 and words[5].startswith("/")]
+    return [(int(start, 16), int(stop, 16)) for start, stop in found]

@@ -1,0 +1,273 @@
+"""The sections ``offload_optimizer``, ``offload_param`` and ``aio`` as homes of shards and a residence of optimizer state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.core.free_memory import free_bytes, ranks_on_this_host
+from hf_zero.core.optimizer.sub_groups import state_types
+from hf_zero.core.schedule.gradients import GradientPlace
+from hf_zero.core.units.shard_storage import ON_DEVICE, ShardHome
+from hf_zero.core.units.unit import Unit
+from hf_zero.errors import OffloadError
+from hf_zero.memory.budget import require_host_memory
+from hf_zero.memory.buffers import HostMemory
+from hf_zero.memory.copies import CopyLane
+from hf_zero.observe import warn_once
+from hf_zero.offload.files import IoSettings, SwapFile, SwapFolder
+from hf_zero.offload.gradients import HostGradients
+from hf_zero.offload.residence import OffloadedResidence, OverlapPolicy
+from hf_zero.offload.shards import FileHome, HostHome, ReturningHome
+from hf_zero.offload.states import BufferPlan, FileStates, HostStates
+from hf_zero.ops.host_optimizer import HostOptimizer
+
+if TYPE_CHECKING:
+    from hf_zero.config.schema.root import ZeroConfig
+    from hf_zero.config.schema.zero import ZeroOptimization
+    from hf_zero.core.step.precision import PrecisionPolicy
+
+T = TypeVar("T")
+_REMEDY = "Use more ranks or machines, set device to nvme, lower zero_optimization.offload_optimizer.ratio, or give the job more memory"
+
+
+def trains_on_host(device: torch.device) -> bool:
+    """Whether the training device's memory is the host's: offloading to ``cpu`` then moves nothing."""
+    return device.type == "cpu"
+
+
+def describe_offload(zero: ZeroOptimization) -> str:
+    """What rests elsewhere, as the end of a line; empty when nothing does."""
+    parts = [("optimizer states", zero.offload_optimizer.device), ("parameters", zero.offload_param.device)]
+    return "".join(f", {name} on {device}" for name, device in parts if device != "none" and (name[0] == "o" or zero.stage == 3))
+
+
+def init_home(device: torch.device, pin_memory: bool) -> ShardHome:
+    """Where ``zero.Init`` keeps offloaded shards until ``initialize`` puts them to where they rest."""
+    return ON_DEVICE if trains_on_host(device) else HostHome(HostMemory(device, pin_memory), CopyLane(device), passing=True)
+
+
+class Offloading:
+    """Where the units of one engine keep shards, masters, moments and gradients.
+
+    Attributes:
+        residence: Where masters and moments live; None when the optimizer is not offloaded.
+
+    Args:
+        config: The configuration.
+        precision: Element types.
+        collectives: The data-parallel axis.
+        shards_parameters: The stage shards them (3); ``offload_param`` means something then only.
+    """
+
+    def __init__(self, config: ZeroConfig, precision: PrecisionPolicy, collectives: Collectives, shards_parameters: bool) -> None:
+        zero = config.zero_optimization
+        self._optimizer, self._param = zero.offload_optimizer, zero.offload_param
+        self._config, self._precision, self._collectives = config, precision, collectives
+        self._device = collectives.topology.device
+        self._apart = not trains_on_host(self._device)
+        self._offloads_param = shards_parameters and self._param.device != "none"
+        if self._param.device != "none" and not shards_parameters:
+            warn_once(
+                f"zero_optimization.offload_param.device is {self._param.device!r}, which has an effect at stage 3 only; "
+                f"this is stage {zero.stage}"
+            )
+        self.residence: OffloadedResidence | None = None
+        self._gradients: GradientPlace | None = None
+        self._returning: ShardHome = ON_DEVICE
+        self._on_host: ShardHome = ON_DEVICE
+        self._in_file: ShardHome | None = None
+        self._kept_numel = 0  # elements of shards that `max_in_cpu` keeps in host memory
+        self._left_numel = 0.0  # elements whose states may still stay on the device
+        self._inward, self._outward = CopyLane(self._device), CopyLane(self._device)
+        self._mode = "none"  # of `offload_overlap`, settled by `prepare`
+
+    # -- before units are made ----------------------------------------------------------------------------------------
+
+    def prepare(
+        self, inner: torch.optim.Optimizer | None, trained_numel: int, frozen_numel: int, largest_numel: int, passing_bytes: int = 0
+    ) -> None:
+        """Checks that memory and disk have room, and reserves the disk's; collective.
+
+        Args:
+            inner: The optimizer, over the model's parameters; None for an engine that only runs forward.
+            trained_numel: Elements that it trains, of all ranks' shards.
+            frozen_numel: Elements of frozen units.
+            largest_numel: Elements of the largest block.
+            passing_bytes: Host memory of this rank's shards that ``zero.Init`` made: each block's go when its new ones are there.
+
+        Raises:
+            HostMemoryError: The host has too little memory.
+            OffloadError: The swap files cannot be made, or the disk has too little room.
+        """
+        world = self._collectives.world
+        share = -(-trained_numel // world)
+        offloads_optimizer = inner is not None and self._optimizer.device != "none"
+        self._mode = self._choose_mode(inner)
+        types = state_types(inner, self._master_dtype(), torch.device("cpu")) if inner is not None and offloads_optimizer else {}
+        need = self._need(types, share if offloads_optimizer else 0, share + -(-frozen_numel // world), -(-largest_numel // world))
+        _leave_out(need, passing_bytes - -(-largest_numel // world) * (self._precision.param_dtype or torch.float32).itemsize)
+        if any(need.values()):
+            gather = self._collectives.gather_objects
+            require_host_memory(need, lambda value: gather(value, "free host memory"), _REMEDY)
+        if offloads_optimizer:
+            self._left_numel = (1.0 - self._optimizer.ratio) * trained_numel
+            self._open_residence(types, share, self._overlap(sum(need.values())))
+        if self._offloads_param:
+            self._open_homes(-(-(trained_numel + frozen_numel) // world))
+
+    def _master_dtype(self) -> torch.dtype:
+        return self._precision.master_dtype or self._precision.param_dtype or torch.float32
+
+    def _need(self, types: dict[str, torch.dtype], trained: int, numel: int, largest: int) -> dict[str, int]:
+        """Bytes of host memory by what they are for.
+
+        Args:
+            types: States per element.
+            trained: Elements of this rank whose optimizer is offloaded.
+            numel: All elements of this rank.
+            largest: Those of the largest block.
+        """
+        master, param = self._master_dtype().itemsize, (self._precision.param_dtype or torch.float32).itemsize
+        apart = self._apart or self._precision.master_dtype is not None  # a master that is not the shard itself
+        offloaded = int(trained * self._optimizer.ratio)
+        states = sum(dtype.itemsize for dtype in types.values()) + (master if apart else 0)
+        need: dict[str, int] = {}
+        if offloaded and self._optimizer.device == "cpu":
+            need["masters and optimizer states"] = offloaded * states
+        if offloaded and self._optimizer.device == "nvme":
+            need["buffers of optimizer states"] = min(self._optimizer.buffer_count * largest * master, offloaded * states)
+        if offloaded and self._apart:
+            need["gradients"] = offloaded * 4
+            need["updated shards"] = (2 * largest if self._mode == "none" else offloaded) * param
+        if self._offloads_param and self._param.device == "cpu" and self._apart:
+            need["parameters"] = numel * param
+        if self._offloads_param and self._param.device == "nvme":
+            need["parameters"] = min(self._param.max_in_cpu, numel) * param if self._apart else 0
+            need["buffers of parameters"] = min(self._param.buffer_count * largest, numel) * param
+        return need
+
+    @property
+    def updates_overlap(self) -> bool:
+        """Whether updates may go on after a step; known once ``prepare`` was called."""
+        return self._mode != "none"
+
+    def _choose_mode(self, inner: torch.optim.Optimizer | None) -> str:
+        """What `offload_overlap` comes to here: none, forward or full."""
+        wish = self._config.hf_zero.offload_overlap
+        if not isinstance(inner, HostOptimizer) or (self._offloads_param and self._param.device == "nvme"):
+            return "none"
+        if wish == "auto":
+            wish = "full" if self._apart else "none"
+        return "forward" if wish == "full" and self._optimizer.device == "nvme" else wish
+
+    def _overlap(self, need: int) -> OverlapPolicy:
+        """When units are updated; ``need``: bytes of host memory that this rank is about to allocate."""
+        ranks = ranks_on_this_host(self._collectives.world)
+        threads, free = None, None
+        if self._apart:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            threads = max(int(self._optimizer.cpuadam_cores_perc * cores / ranks), torch.get_num_threads())
+        if self._mode == "full":
+            free = free_bytes(torch.device("cpu"), ranks)
+        return OverlapPolicy(self._mode != "none", max(0, (free or 0) - need) // 2, threads)
+
+    def _open_residence(self, types: dict[str, torch.dtype], share: int, overlap: OverlapPolicy) -> None:
+        section, zero = self._optimizer, self._config.zero_optimization
+        memory = HostMemory(self._device, section.pin_memory)
+        states: HostStates
+        if section.device == "nvme":
+            plan = BufferPlan(section.buffer_count, section.pipeline_read, section.pipeline_write, zero.sub_group_size)
+            itemsizes = sum(dtype.itemsize for dtype in types.values()) + self._master_dtype().itemsize
+            folder, file = self._on_all(lambda: self._make_file(section.nvme_path, "optimizer", int(share * section.ratio) * itemsizes))
+            states = FileStates(folder, file, memory, plan, types, self._apart)
+        else:
+            states = HostStates(memory, self._apart)
+        self.residence = OffloadedResidence(states, self._precision.accumulation_dtype, overlap, memory)
+        listener = self.residence.arrived if overlap.spare_bytes else None
+        if self._apart:
+            self._gradients = HostGradients(memory, self._device, self._outward, listener)
+            self._returning = ReturningHome(memory, self._inward, lasting=overlap.forward)
+        elif listener is not None:
+            self._gradients = GradientPlace(listener)
+
+    def _open_homes(self, share: int) -> None:
+        section = self._param
+        memory = HostMemory(self._device, section.pin_memory)
+        if self._apart:
+            self._on_host = HostHome(memory, self._inward)
+        if section.device == "nvme":
+            itemsize = (self._precision.param_dtype or torch.float32).itemsize
+            nbytes = max(0, share - section.max_in_cpu) * itemsize
+            folder, file = self._on_all(lambda: self._make_file(section.nvme_path, "parameters", nbytes))
+            self._in_file = FileHome(folder, file, memory, self._inward, section.buffer_count)
+
+    def _make_file(self, path: str | None, name: str, nbytes: int) -> tuple[SwapFolder, SwapFile]:
+        aio = self._config.aio
+        folder = SwapFolder(Path(path or "."), self._collectives.rank)
+        file = SwapFile(folder.path / f"{name}.bin", IoSettings(aio.block_size, aio.queue_depth))
+        file.make_room(nbytes)
+        return folder, file
+
+    def _on_all(self, work: Callable[[], T]) -> T:
+        """Does ``work`` on every rank, failing on all when it fails on one; collective."""
+        result, text, cause = None, "", None
+        try:
+            result = work()
+        except OffloadError as error:
+            text, cause = str(error), error
+        failures = [answer for answer in self._collectives.gather_objects(text, "swap files") if answer]
+        if failures:
+            raise OffloadError(failures[0]) from cause
+        assert result is not None
+        return result
+
+    # -- while units are made, in the order of forward ----------------------------------------------------------------
+
+    def home(self, numel: int, trained: bool) -> ShardHome:
+        """Where the next unit's shard rests.
+
+        Args:
+            numel: Elements of the unit.
+            trained: An optimizer updates it.
+        """
+        if not self._offloads_param:
+            return self._returning if trained and not self.stays(numel) else ON_DEVICE
+        if self._in_file is None:
+            return self._on_host
+        share = -(-numel // self._collectives.world)
+        if self._kept_numel + share <= self._param.max_in_cpu:
+            self._kept_numel += share
+            return self._on_host
+        return self._in_file
+
+    def stays(self, numel: int) -> bool:
+        """Whether ``ratio`` lets the states of the next unit, of ``numel`` elements, stay on the device."""
+        return self.residence is None or numel <= self._left_numel
+
+    def take(self, unit: Unit) -> None:
+        """Moves the master of a new unit to where it rests."""
+        if self.residence is None or not unit.trainable:
+            return
+        if self.stays(unit.layout.numel):
+            self._left_numel -= unit.layout.numel
+        else:
+            self.residence.take(unit)
+
+    def gradient_place(self, unit: Unit) -> GradientPlace | None:
+        """Where ``unit``'s reduced gradients are summed; None is where they arrive."""
+        return self._gradients if self.residence is not None and self.residence.holds(unit) else None
+
+
+def _leave_out(need: dict[str, int], nbytes: int) -> None:
+    """Lessens what parameters need by ``nbytes`` that are taken already and go as the new memory comes."""
+    for name in ("parameters", "buffers of parameters"):
+        less = min(need.get(name, 0), max(0, nbytes))
+        if less:
+            need[name] -= less
+            nbytes -= less

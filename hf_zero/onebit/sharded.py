@@ -1,0 +1,176 @@
+"""The optimizer users hold when it is 1-bit Adam: plain updates in the warm-up, then compressed averages of the momentum."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from hf_zero.comm.collectives import Collectives, Pending
+from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.optimizer.state_storage import scale_
+from hf_zero.core.units.unit import Unit
+from hf_zero.errors import UnsupportedError
+from hf_zero.observe import log_rank0, span
+from hf_zero.onebit.unit import CompressedUnit
+from hf_zero.optim.onebit_adam import OneBitAdam
+
+WORKER_ERROR, SERVER_ERROR = "onebit_worker_error", "onebit_server_error"
+
+
+class OneBitSharded(ShardedOptimizer):
+    """``ShardedOptimizer`` over a ``OneBitAdam``.
+
+    In the warm-up it gets reduced gradients, as every optimizer does. In the compressed phase it gets this rank's own, whole, and
+    communicates itself.
+
+    Args:
+        inner: The hyper-parameters and the arithmetic.
+        units: Trainable units.
+        collectives: The axis whose ranks average.
+    """
+
+    def __init__(self, inner: OneBitAdam, units: Sequence[Unit], collectives: Collectives) -> None:
+        super().__init__(inner, units)
+        self.one_bit = inner
+        self._collectives = collectives
+        self._compressed: list[CompressedUnit] | None = None  # made by the first compressed step, and anew after a load
+        self._loaded: dict[str, Mapping[str, torch.Tensor]] = {}  # errors of a checkpoint, until they are needed
+        for unit in self.units:
+            if unit.master is not None and unit.master.dtype != torch.float32:
+                raise UnsupportedError(
+                    f"OneBitAdam needs fp32 masters, those of unit {unit.name} are {unit.master.dtype}: leave "
+                    "bf16_master_weights_and_grads and fp16_master_weights_and_grads at false"
+                )
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the coming step is one of the compressed phase."""
+        return self.one_bit.frozen_at is not None
+
+    def update(self, shards: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
+        """One update of masters and shards; collective in the compressed phase.
+
+        Args:
+            shards: Warm-up: reduced gradients, (shard_numel,) per unit. Compressed phase: this rank's own, (padded_numel,) per unit.
+            factor: 0-dim; what the gradients are multiplied with first.
+            updated: Called with each unit, in order, when its shard has its new value.
+        """
+        if self.compresses:
+            scale_(shards, factor)
+            self._update_compressed(shards)
+            for unit in self.units:
+                unit.publish()
+                updated(unit)
+            return
+        super().update(shards, factor, updated)
+        if self._is_over():
+            self.one_bit.freeze()
+
+    def _is_over(self) -> bool:
+        """Whether the step just taken was the last of the warm-up; alike on all ranks, collective with "auto"."""
+        steps = self.one_bit.steps_taken()
+        if not self.one_bit.freezes_by_itself:
+            limit = int(self.one_bit.param_groups[0]["freeze_step"])
+            if steps >= limit:
+                log_rank0("1-bit Adam: warm-up of %d steps is over, momentum is compressed from now on", steps)
+            return steps >= limit
+        if steps % self.one_bit.look_interval():
+            return False
+        norm = torch.zeros((), dtype=torch.float64, device=self._collectives.topology.device)
+        for segment in self.segments:
+            norm += self.one_bit.state[segment.tensor]["exp_avg_sq"].sum(dtype=torch.float64)
+        # A sum over ranks even where all hold the same: the decision must be one.
+        self._collectives.all_reduce(norm, "norm of the variance").wait()
+        ratio = self.one_bit.note_variance(float(norm), float(self.one_bit.param_groups[0]["lr"]))
+        if ratio is not None:
+            log_rank0(
+                "1-bit Adam: the variance is stable after step %d (its norm changed by a factor of %.4f in %d steps), momentum is "
+                "compressed from now on",
+                steps,
+                ratio,
+                round(1 / (1 - self.one_bit.param_groups[0]["betas"][1])),
+            )
+        return ratio is not None
+
+    # -- compressed phase -------------------------------------------------------------------------------------------------
+
+    def _update_compressed(self, grads: Sequence[torch.Tensor]) -> None:
+        """Three moves per unit, each unit's messages on the wire while the next one is coded."""
+        units, step = self._units(), self.one_bit.steps_taken() + 1
+        scattering: deque[tuple[CompressedUnit, Pending]] = deque()
+        gathering: deque[tuple[CompressedUnit, Pending, torch.Tensor]] = deque()
+
+        def serve() -> None:
+            compressed, pending = scattering.popleft()
+            pending.wait()
+            name = compressed.unit.name
+            if pending.result is not None:
+                with span("average", name):
+                    message = compressed.serve(pending.result)
+                full = message.new_empty(self._collectives.world * message.numel())
+                gathering.append((compressed, self._collectives.all_gather(full, message, f"{name}: momentum"), full))
+
+        def finish() -> None:
+            compressed, pending, full = gathering.popleft()
+            pending.wait()
+            with span("move", compressed.unit.name):
+                compressed.finish(full.view(self._collectives.world, -1), step)
+
+        with torch.no_grad():
+            for compressed, grad in zip(units, grads, strict=True):
+                with span("pack", compressed.unit.name):
+                    messages = compressed.pack(grad if grad.dtype == torch.float32 else grad.float())
+                scattering.append((compressed, self._collectives.exchange(messages, f"{compressed.unit.name}: momentum")))
+                if len(scattering) > 1:
+                    serve()
+                if len(gathering) > 1:
+                    finish()
+            while scattering:
+                serve()
+            while gathering:
+                finish()
+        for group in self.param_groups:
+            group["step_count"] = step
+        self._opt_called = True
+
+    def _units(self) -> list[CompressedUnit]:
+        if self._compressed is not None and all(compressed.holds_state() for compressed in self._compressed):
+            return self._compressed
+        self._compressed = [CompressedUnit(unit, self.segments_of(unit), self.one_bit, self._collectives) for unit in self.units]
+        for compressed in self._compressed:
+            for name, target in ((WORKER_ERROR, compressed.worker_error), (SERVER_ERROR, compressed.server_error)):
+                saved = self._loaded.get(name, {}).get(compressed.unit.name)
+                if saved is not None:
+                    target[: saved.numel()] = saved
+        self._loaded = {}
+        still = [name for compressed in self._compressed for name in compressed.still_parameters()]
+        if still:
+            log_rank0(
+                "1-bit Adam: %d parameters had no gradient in the warm-up and do not move any more (%s); a longer freeze_step helps",
+                len(still),
+                ", ".join(still[:3]) + (", ..." if len(still) > 3 else ""),
+            )
+        return self._compressed
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------------
+
+    def rank_states(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Vectors that differ from rank to rank without being shards: kind -> unit -> (n,)."""
+        if not self.compresses or self._compressed is None:
+            return {name: dict(values) for name, values in self._loaded.items()}
+        return {
+            WORKER_ERROR: {compressed.unit.name: compressed.worker_error for compressed in self._compressed},
+            SERVER_ERROR: {compressed.unit.name: compressed.server_error for compressed in self._compressed},
+        }
+
+    def load_rank_states(self, states: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Takes what ``rank_states`` gave, for this rank at this number of ranks; without any, errors start from zero."""
+        self._compressed = None
+        self._loaded = dict(states)
+
+    def dismiss(self) -> None:
+        """Frees state and segments, errors included."""
+        super().dismiss()
+        self._compressed, self._loaded = None, {}

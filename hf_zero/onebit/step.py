@@ -1,0 +1,77 @@
+"""What 1-bit Adam changes in an engine's step: whose gradients it gets, and what their norm means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from hf_zero.comm.topology import Topology
+from hf_zero.core.schedule.gradients import GradientPolicy
+from hf_zero.core.stages import StagePolicy
+from hf_zero.core.step.grad_norm import first_non_finite, global_norm
+from hf_zero.core.step.step import Stepper
+from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.onebit.sharded import OneBitSharded
+from hf_zero.optim.onebit_adam import OneBitAdam
+
+
+class OneBitStepper(Stepper):
+    """A step over local gradients once the warm-up is over.
+
+    [Note: the norm of local gradients] In the compressed phase no rank ever has the averaged gradient. The norm that is reported,
+    clipped to and checked for overflow is then the root mean square over ranks of the norms of their own gradients, never less
+    than the norm of the average. It is one number on all ranks, so that clipping scales the average as a whole.
+    """
+
+    def prepare(self, boundary: bool) -> None:
+        """Before a backward: whether its gradients stay local."""
+        self.reducer.keep_local(self._compresses)
+
+    @property
+    def _compresses(self) -> bool:
+        return isinstance(self.optimizer, OneBitSharded) and self.optimizer.compresses
+
+    def norm_of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Norm of the gradients, with loss scale; collective."""
+        if not self._compresses:
+            return super().norm_of(shards)
+        return global_norm(shards, self.collectives, sharded=True) / math.sqrt(self.collectives.world)
+
+    def culprit_of(self, shards: Sequence[torch.Tensor]) -> str:
+        """Name of the first parameter with a gradient that is not finite; collective."""
+        return first_non_finite(self.optimizer.units, shards, self.collectives, whole=self._compresses)
+
+
+def check_topology(policy: StagePolicy, topology: Topology) -> None:
+    """Refuses engines in which no rank has what it must compress.
+
+    Raises:
+        UnsupportedError: Gradients, or the model itself, are divided over ranks.
+    """
+    if policy.stage >= 2:
+        raise UnsupportedError(
+            f"OneBitAdam with zero_optimization.stage {policy.stage}: stages 2 and 3 reduce each gradient to its owner in every backward, "
+            "which is the traffic that 1-bit Adam avoids; it needs each rank's whole gradient. Use stage 0 or 1, or Adam"
+        )
+    if topology.model is not None:
+        raise UnsupportedError("OneBitAdam with tensor parallelism is not provided: use Adam, or data parallelism alone")
+
+
+def max_norm_of(inner: torch.optim.Optimizer | None, gradient_clipping: float) -> float:
+    """The norm to clip to, from ``gradient_clipping`` or 1-bit Adam's ``max_grad_norm``.
+
+    Raises:
+        ConfigError: Both are given and differ.
+    """
+    own = inner.max_grad_norm if isinstance(inner, OneBitAdam) else 0.0
+    if own and gradient_clipping and own != gradient_clipping:
+        raise ConfigError(f"gradient_clipping is {gradient_clipping:g} and optimizer.params.max_grad_norm is {own:g}; give one of them")
+    return gradient_clipping or own
+
+
+def local_policy(policy: GradientPolicy, averages: bool, world: int) -> GradientPolicy:
+    """``policy`` for 1-bit Adam: warm-up sums in rank order, local gradients as they are (times ``world`` where ranks are summed)."""
+    return replace(policy, in_rank_order=True, local_scale=1.0 if averages else float(world))

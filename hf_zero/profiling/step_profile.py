@@ -1,0 +1,162 @@
+"""The `flops_profiler` section: a clock that counts the operations of one optimizer step and prints them when the step is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+
+from hf_zero.core.step.clock import Clock
+from hf_zero.observe import global_rank
+from hf_zero.profiling.costs import OperationCounter, count_params
+from hf_zero.profiling.flops_profiler import FlopsProfiler
+from hf_zero.profiling.report import ReportOptions, flops_text, rate_text, report_text, write_report
+from hf_zero.profiling.units import duration_to_string, params_to_string
+
+if TYPE_CHECKING:
+    from hf_zero.comm.collectives import Collectives
+    from hf_zero.config.schema.root import ZeroConfig
+
+
+class StepCount(Protocol):
+    """Whoever counts optimizer steps."""
+
+    global_steps: int
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """What is profiled, and what is printed.
+
+    Attributes:
+        step: Number of optimizer steps before the one that is profiled.
+        recompute_factor: Part of forward that backward computes again.
+        options: The report.
+    """
+
+    step: int
+    recompute_factor: float
+    options: ReportOptions
+
+
+@dataclass
+class StepProfile:
+    """One optimizer step of one rank: seconds by phase, operations of backward, micro-steps."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    backward: OperationCounter = field(default_factory=OperationCounter)
+    micro_steps: int = 0
+
+
+class ProfilingClock(Clock):
+    """A clock that profiles one optimizer step of ``module`` on rank 0.
+
+    Attributes:
+        profiler: What it records forward with; holds the last profile afterwards.
+        profile: The rest of the step; None before and after.
+    """
+
+    def __init__(
+        self, device: torch.device, memory: bool, settings: ProfileSettings, module: nn.Module, count: StepCount, ranks: int
+    ) -> None:
+        super().__init__(device, breakdown=True, memory=memory)
+        self.profiler = FlopsProfiler(module, recompute_fwd_factor=settings.recompute_factor)
+        self.profile: StepProfile | None = None
+        self._settings = settings
+        self._count = count
+        self._ranks = ranks
+        self._device_type = device.type
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times one phase, and counts its operations in the step that is profiled."""
+        with super().phase(name):
+            if self._count.global_steps != self._settings.step or global_rank() != 0 or not self._trains(name):
+                yield
+                return
+            start = self.now()
+            with self._counting(name) as profile:
+                yield
+            profile.seconds[name] = profile.seconds.get(name, 0.0) + self.now() - start
+
+    def _trains(self, name: str) -> bool:
+        """Whether the phase belongs to a training step: forwards of an evaluation in between do not."""
+        return name != "forward" or (self.profiler.model.training and torch.is_grad_enabled())
+
+    @contextmanager
+    def _counting(self, name: str) -> Iterator[StepProfile]:
+        profile = self.profile = self.profile or StepProfile()
+        if name == "forward":
+            profile.micro_steps += 1
+            if profile.micro_steps == 1:
+                self.profiler.start_profile()
+            else:
+                self.profiler.resume_profile()
+            try:
+                yield profile
+            finally:
+                self.profiler.stop_profile()
+        elif name == "backward":
+            with profile.backward:
+                yield profile
+        else:
+            yield profile
+
+    def end_step(self, step: int, samples: int, offloaded: Mapping[str, int]) -> None:
+        """Prints the phases, and the profile of the step if it was profiled."""
+        super().end_step(step, samples, offloaded)
+        profile, self.profile = self.profile, None
+        if profile is None or not profile.micro_steps:
+            return
+        options = self._settings.options
+        title = f"hf_zero flops profiler, optimizer step {self._settings.step} (counted from 0), rank 0 of {self._ranks}"
+        write_report(report_text(title, self._figures(profile, samples), self.profiler.tree(), options), options.output_file)
+
+    def _figures(self, profile: StepProfile, samples: int) -> list[tuple[str, str]]:
+        forward, backward = int(self.profiler.get_total_flops()), profile.backward.total
+        seconds = [profile.seconds.get(name, 0.0) for name in ("forward", "backward", "step")]
+        whole = sum(seconds)
+        figures = [
+            ("data-parallel ranks", str(self._ranks)),
+            ("samples of all ranks in the step", str(samples)),
+            ("micro-steps", str(profile.micro_steps)),
+            ("parameters of the model", params_to_string(count_params(self.profiler.model))),
+            ("forward operations per rank", flops_text(forward)),
+            ("backward operations per rank", flops_text(backward)),
+        ]
+        recomputed = self._settings.recompute_factor * forward
+        if recomputed:
+            figures.append(("of these recomputed (recompute_fwd_factor)", flops_text(recomputed)))
+        figures += [
+            ("forward time", duration_to_string(seconds[0])),
+            ("backward time, reductions included", duration_to_string(seconds[1])),
+            ("step time", duration_to_string(seconds[2])),
+            ("forward operations per second", rate_text(forward, seconds[0])),
+            ("backward operations per second", rate_text(backward, seconds[1])),
+            ("forward and backward operations per second", rate_text(forward + backward, seconds[0] + seconds[1])),
+            ("operations per second of the whole step", rate_text(forward + backward, whole)),
+        ]
+        if recomputed:
+            figures.append(("the same without what is recomputed", rate_text(forward + backward - recomputed, whole)))
+        return [*figures, ("samples of all ranks per second", f"{samples / whole:.4g}")]
+
+
+def build_clock(config: ZeroConfig, collectives: Collectives, module: nn.Module, count: StepCount) -> Clock:
+    """The clock that the configuration asks for.
+
+    Args:
+        config: Sections wall_clock_breakdown, memory_breakdown and flops_profiler are read.
+        collectives: The data-parallel axis.
+        module: The user's module.
+        count: Counts the engine's optimizer steps.
+    """
+    device, section = collectives.topology.device, config.flops_profiler
+    if section is None or not section.enabled:
+        return Clock(device, config.wall_clock_breakdown, config.memory_breakdown)
+    options = ReportOptions(section.module_depth, section.top_modules, section.detailed, section.output_file)
+    settings = ProfileSettings(section.profile_step, section.recompute_fwd_factor, options)
+    return ProfilingClock(device, config.memory_breakdown, settings, module, count, collectives.world)

@@ -1,0 +1,221 @@
+"""ZeroPlugin: what its arguments become, how they meet a JSON, and what it leaves to the engine."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate.utils
+import pytest
+import torch
+
+from hf_zero import DummyOptim, DummyScheduler, ZeroPlugin
+from hf_zero.errors import ConfigError, UnsupportedError
+from tests.support.processes import run_python
+
+JSON: dict[str, Any] = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 3, "steps_per_print": 5}
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No answers of a launcher, whatever started the tests."""
+    import os
+
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        monkeypatch.delenv(name)
+
+
+def test_is_the_stock_plugin_to_accelerate() -> None:
+    plugin = ZeroPlugin(stage=3)
+    assert isinstance(plugin, accelerate.utils.DeepSpeedPlugin)
+    assert plugin.zero_stage == 3 and plugin.zero3_init_flag is True and plugin.hf_ds_config.is_zero3()
+    assert copy.deepcopy(plugin).deepspeed_config == plugin.deepspeed_config
+
+
+def test_typed_arguments_become_the_json() -> None:
+    plugin = ZeroPlugin(
+        stage=3,
+        offload_optimizer="cpu",
+        offload_param={"device": "nvme", "nvme_path": "/scratch", "buffer_count": 7},
+        tensor_parallel_size=2,
+        mixed_precision="bf16",
+        gradient_accumulation_steps=4,
+        gradient_clipping=0.0,
+    )
+    config = plugin.deepspeed_config
+    assert config["zero_optimization"]["stage"] == 3
+    assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert config["zero_optimization"]["offload_param"] == {"device": "nvme", "nvme_path": "/scratch", "buffer_count": 7}
+    assert config["tensor_parallel"] == {"autotp_size": 2}
+    assert (config["bf16"], config["fp16"]) == ({"enabled": True}, {"enabled": False})
+    assert config["gradient_accumulation_steps"] == 4
+    assert config["gradient_clipping"] == 0.0, "0 must stand in the JSON: DeepSpeed's default clips at 1.0"
+    assert plugin.offload_optimizer_device == "cpu" and plugin.hf_ds_config.is_offload()
+
+
+def test_defaults_are_stage_two_with_auto_batches() -> None:
+    config = ZeroPlugin().deepspeed_config
+    assert config["zero_optimization"]["stage"] == 2
+    assert {config[key] for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")} == {"auto"}
+    assert "tensor_parallel" not in ZeroPlugin(tensor_parallel_size=1).deepspeed_config
+
+
+def test_weights_are_gathered_on_save_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stock default makes `get_state_dict` fail at stage 3; an answer of the user's still holds."""
+
+    def gathers() -> bool:
+        return ZeroPlugin(stage=3).deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"]
+
+    assert gathers() is True
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", "false")
+    assert gathers() is False
+
+
+@pytest.mark.parametrize(
+    "form", [dict, json.dumps, lambda data: base64.urlsafe_b64encode(json.dumps(data).encode()).decode()], ids=["dict", "text", "base64"]
+)
+def test_json_is_read_in_every_form_and_not_changed(form: Callable[[dict[str, Any]], Any]) -> None:
+    given = form(JSON)
+    before = copy.deepcopy(given)
+    plugin = ZeroPlugin(given)
+    assert plugin.zero_stage == 2 and plugin.deepspeed_config["train_micro_batch_size_per_gpu"] == 3
+    assert given == before
+
+
+def test_json_path_is_read_and_no_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "zero.json"
+    path.write_text('{"zero_optimization": {"stage": 1}, /* sloppy */ "gradient_clipping": "auto",}')
+    plugin = ZeroPlugin(path, gradient_clipping=0.3)
+    assert plugin.zero_stage == 1 and plugin.deepspeed_config["gradient_clipping"] == 0.3
+    assert [entry.name for entry in tmp_path.iterdir()] == ["zero.json"]
+
+
+def test_users_steps_per_print_survives() -> None:
+    """The stock plugin overwrites it with infinity."""
+    assert ZeroPlugin(JSON).deepspeed_config["steps_per_print"] == 5
+    assert ZeroPlugin({"zero_optimization": {"stage": 2}}).deepspeed_config["steps_per_print"] == float("inf")
+
+
+def test_accumulation_left_out_of_the_json_is_the_accelerators() -> None:
+    """The stock plugin would write 1 and overrule `Accelerator(gradient_accumulation_steps=4)`."""
+    plugin = ZeroPlugin(JSON)
+    assert plugin.deepspeed_config["gradient_accumulation_steps"] == "auto"
+    plugin.fill_match("gradient_accumulation_steps", must_match=False, gradient_accumulation_steps=4)
+    assert plugin.get_value("gradient_accumulation_steps") == 4
+
+
+def test_arguments_fill_gaps_and_autos_of_the_json() -> None:
+    plugin = ZeroPlugin({"zero_optimization": {"stage": "auto"}, "bf16": {"enabled": "true"}}, stage=3, mixed_precision="bf16")
+    assert plugin.zero_stage == 3 and plugin.deepspeed_config["fp16"]["enabled"] is False
+    assert ZeroPlugin({"zero_optimization": True}, stage=1).zero_stage == 1
+
+
+def test_contradictions_are_listed_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ZeroPlugin(JSON | {"gradient_clipping": 2.0}, stage=3, gradient_clipping=1.0)
+    text = str(caught.value)
+    assert "zero_optimization.stage: the configuration says 2, ZeroPlugin was given 3" in text
+    assert "gradient_clipping: the configuration says 2.0, ZeroPlugin was given 1.0" in text
+    assert 'write "auto"' in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"stage": 4}, r"stage is 4; allowed are 0, 1, 2, 3"),
+        ({"stage": True}, r"stage is True; allowed are 0, 1, 2, 3"),
+        ({"offload_optimizer": "disk"}, r"offload_optimizer device is 'disk'; allowed are 'none', 'cpu', 'nvme'"),
+        ({"offload_param": "nvme"}, r'on nvme without a place; give offload_param=\{"device": "nvme"'),
+        ({"mixed_precision": "half"}, r"mixed_precision is 'half'; allowed are 'no', 'fp16', 'bf16'"),
+        ({"tensor_parallel_size": 0}, r"tensor_parallel_size is 0; a number of at least 1"),
+        ({"gradient_accumulation_steps": 0}, r"gradient_accumulation_steps is 0; a number of at least 1"),
+        ({"gradient_clipping": -1.0}, r"gradient_clipping is -1.0; a number of at least 0"),
+    ],
+)
+def test_values_out_of_range_are_named(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        ZeroPlugin(**arguments)
+
+
+def test_fp8_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="use 'bf16'"):
+        ZeroPlugin(mixed_precision="fp8")  # type: ignore[arg-type]
+
+
+def test_answers_of_the_launcher_fill_what_code_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.7")
+    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "zero_stage,gradient_clipping")
+    assert ZeroPlugin().zero_stage == 3 and ZeroPlugin().deepspeed_config["gradient_clipping"] == 0.7
+    assert ZeroPlugin(stage=1).zero_stage == 1
+    plugin = ZeroPlugin(JSON | {"gradient_clipping": "auto"})
+    assert plugin.zero_stage == 2 and plugin.deepspeed_config["gradient_clipping"] == 0.7
+
+
+def test_config_file_of_the_launcher_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(JSON))
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
+    assert ZeroPlugin().deepspeed_config["train_micro_batch_size_per_gpu"] == 3
+    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "zero_stage")
+    with pytest.raises(ValueError, match="following accelerate config variables will be ignored"):
+        ZeroPlugin()
+
+
+def test_auto_that_accelerate_cannot_fill_is_left_to_the_engine() -> None:
+    section = {"stage": 3, "reduce_bucket_size": "auto"}
+    plugin = ZeroPlugin({"zero_optimization": section, "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}})
+    assert not plugin.is_auto("zero_optimization.reduce_bucket_size") and plugin.is_auto("optimizer.params.lr")
+    plugin.deepspeed_config_process(must_match=False, **{"optimizer.params.lr": 0.5})
+    assert plugin.deepspeed_config["optimizer"]["params"] == {"lr": 0.5, "betas": "auto"}
+    assert plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] == "auto"
+
+
+def test_stand_ins_are_accelerates() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = DummyOptim((p for p in [weight]), lr=0.1, weight_decay=0.2)
+    assert isinstance(optimizer, accelerate.utils.DummyOptim)
+    assert (optimizer.params, optimizer.lr, optimizer.weight_decay) == ([weight], 0.1, 0.2)
+    scheduler = DummyScheduler(optimizer, total_num_steps=10, warmup_num_steps=2)
+    assert isinstance(scheduler, accelerate.utils.DummyScheduler)
+    assert (scheduler.optimizer, scheduler.total_num_steps, scheduler.warmup_num_steps) == (optimizer, 10, 2)
+
+
+def test_model_with_sizes_in_its_text_config_is_prepared(tmp_path: Path) -> None:
+    """accelerate asks `model.config.hidden_size` and raises ValueError for vision-language models; ours does not ask."""
+    out = run_python(
+        """
+        import types, torch
+        from accelerate import Accelerator
+        from hf_zero import ZeroPlugin
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(4, 4)
+                self.config = types.SimpleNamespace(text_config=types.SimpleNamespace(hidden_size=4))
+
+            def forward(self, x):
+                return self.layer(x).pow(2).mean()
+
+        keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **{key: "auto" for key in keys}}}
+        accelerator = Accelerator(deepspeed_plugin=ZeroPlugin(config))
+        torch.manual_seed(0)
+        model = Model()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        losses = []
+        for _ in range(3):
+            loss = model(torch.ones(1, 4))
+            accelerator.backward(loss)
+            losses.append(loss.item())
+        print("decreasing", losses == sorted(losses, reverse=True) and len(set(losses)) == 3)
+        accelerator.end_training()
+        """,
+        cwd=tmp_path,
+    )
+    assert "decreasing True" in out

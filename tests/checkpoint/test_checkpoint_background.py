@@ -1,0 +1,195 @@
+"""Saving in the background: what is written is what was there at the call, errors reach every rank, nothing is lost at the end."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import ranks
+from tests.support.checkpoints import differences, full_state, start, steps
+from tests.support.processes import environment, run_python
+
+IN_BACKGROUND = {"checkpoint": {"writer": {"decoupled": True}}}
+
+
+class Slowly:
+    """Makes every file of a save take a while, or fail, on some ranks."""
+
+    def __init__(self, seconds: float = 0.0, fails: tuple[int, ...] = ()) -> None:
+        self.seconds, self.fails = seconds, fails
+
+    def __enter__(self) -> None:
+        from hf_zero.checkpoint import save
+
+        self.original = save.write_tensor_file
+
+        def write(path: Path, entries: Any, **options: Any) -> Any:
+            time.sleep(self.seconds)
+            if ranks.rank() in self.fails and "exp_avg" in path.name:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            return self.original(path, entries, **options)
+
+        save.write_tensor_file = write  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        from hf_zero.checkpoint import save
+
+        save.write_tensor_file = self.original
+
+
+def _train_on(folder: str, stage: int, extra: dict[str, Any]) -> None:
+    engine = start(stage, "bf16", **extra)
+    steps(engine, 0, 2, "bf16")
+    saved = full_state(engine)
+    with Slowly(0.1):
+        engine.save_checkpoint(folder, client_state={"x": torch.ones(2)})
+        assert not (Path(folder) / "global_step2" / "complete").exists()
+        expected = steps(engine, 2, 2, "bf16")  # while it is written
+        third = full_state(engine)
+        engine.save_checkpoint(folder)  # waits for the first
+        assert (Path(folder) / "global_step2" / "complete").exists()
+        engine.wait_for_checkpoint()
+    assert (Path(folder) / "latest").read_text() == "global_step4"
+    engine.load_checkpoint(folder, "global_step2")
+    assert differences(full_state(engine), saved) == []
+    assert steps(engine, 2, 2, "bf16") == expected
+    engine.load_checkpoint(folder)
+    assert differences(full_state(engine), third) == []
+    if ranks.rank() == 0:
+        assert sorted(path.name for path in Path(folder).iterdir()) == ["global_step2", "global_step4", "latest", "zero_to_fp32.py"]
+        names = {path.name for path in (Path(folder) / "global_step2").iterdir()}
+        index = json.loads((Path(folder) / "global_step2" / "index.json").read_text())
+        assert names == {"complete", "index.json", *index["files"]}
+    engine.destroy()
+
+
+CONFIGS = {
+    "writer": (3, IN_BACKGROUND),
+    "datastates": (1, {"datastates_ckpt": True}),
+    "no room": (2, {"datastates_ckpt": {"host_cache_size": 0}}),
+    "room for some": (0, {"datastates_ckpt": {"host_cache_size": 2e-6}}),  # 2 KiB
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_training_goes_on_while_the_state_of_the_call_is_written(tmp_path: Path, name: str) -> None:
+    stage, extra = CONFIGS[name]
+    ranks.run_ranks(_train_on, 2, str(tmp_path), stage, extra)
+
+
+def _full_disk(folder: str, failing: int) -> str:
+    engine = start(3, "bf16", **IN_BACKGROUND)
+    engine.save_checkpoint(folder)
+    engine.wait_for_checkpoint()
+    saved = full_state(engine)
+    steps(engine, 0, 1, "bf16")
+    with Slowly(fails=(failing,)):
+        engine.save_checkpoint(folder)
+        steps(engine, 1, 1, "bf16")  # nobody hears of it in the middle of a step
+        with pytest.raises(Exception) as caught:
+            engine.save_checkpoint(folder)
+    engine.wait_for_checkpoint()  # it was said once
+    assert sorted(path.name for path in Path(folder).iterdir() if path.name != "zero_to_fp32.py") == ["global_step0", "latest"]
+    engine.load_checkpoint(folder)
+    assert differences(full_state(engine), saved) == []
+    steps(engine, 0, 1, "bf16")
+    engine.save_checkpoint(folder)
+    engine.wait_for_checkpoint()
+    assert (Path(folder) / "latest").read_text() == "global_step1"
+    engine.destroy()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_reaches_every_rank_at_the_next_save(tmp_path: Path, failing: int) -> None:
+    answers = ranks.run_ranks(_full_disk, 2, str(tmp_path), failing)
+    assert answers[0] == answers[1]
+    for part in ("CheckpointError: saving checkpoint 'global_step1'", "No space left on device", "exp_avg", f"(rank {failing})"):
+        assert part in answers[0], answers[0]
+
+
+def _refused(folder: str) -> None:
+    from hf_zero.errors import CheckpointError
+
+    engine = start(3, **IN_BACKGROUND)
+    with pytest.raises(CheckpointError, match=r"client_state\['x'\]"):
+        engine.save_checkpoint(folder, client_state={"x": object()})  # at once, not later
+    assert not Path(folder).exists()
+    engine.destroy()
+
+
+def test_what_cannot_be_saved_is_refused_at_the_call(tmp_path: Path) -> None:
+    ranks.run_ranks(_refused, 2, str(tmp_path / "new"))
+
+
+def _groups_go_first(folder: str) -> None:
+    import torch.distributed as dist
+
+    engine = start(3, "bf16", **IN_BACKGROUND)
+    steps(engine, 0, 1, "bf16")
+    with Slowly(0.1):
+        engine.save_checkpoint(folder)
+        rank = ranks.rank()
+        ranks_rank, ranks.rank = ranks.rank, lambda: rank
+        try:
+            dist.destroy_process_group()  # what scripts do at their end
+            engine.background.close()
+        finally:
+            ranks.rank = ranks_rank
+
+
+def _loads(folder: str) -> int:
+    engine = start(3, "bf16", seed=5)
+    engine.load_checkpoint(folder)
+    step = int(engine.global_steps)
+    engine.destroy()
+    return step
+
+
+def test_process_groups_may_go_before_the_checkpoint_is_there(tmp_path: Path) -> None:
+    ranks.run_ranks(_groups_go_first, 2, str(tmp_path))
+    assert ranks.run_ranks(_loads, 2, str(tmp_path)) == [1, 1]
+
+
+def test_the_interpreter_waits_for_the_last_checkpoint(tmp_path: Path) -> None:
+    run_python(
+        """
+        import sys, time, torch, hf_zero
+        from hf_zero.checkpoint import save
+        model = torch.nn.Linear(4, 4)
+        config = {"train_batch_size": 1, "checkpoint": {"writer": {"decoupled": True}}}
+        engine = hf_zero.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+        original = save.write_tensor_file
+        save.write_tensor_file = lambda path, entries, **options: (time.sleep(0.5), original(path, entries, **options))[1]
+        engine.save_checkpoint("FOLDER", "t")
+        """.replace("FOLDER", str(tmp_path))
+    )
+    assert (tmp_path / "t" / "complete").exists() and (tmp_path / "latest").read_text() == "t"
+
+
+def test_a_rank_that_died_is_noticed_without_waiting(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from hf_zero.checkpoint.background import Background, Task
+    from hf_zero.errors import CheckpointError
+    from hf_zero.system.process import Process
+
+    gone = subprocess.Popen([sys.executable, "-c", "pass"], env=environment())
+    gone.wait()
+    task = Task("saving", tmp_path, Process.own(), dict, lambda parts, written: "")
+    processes = [Process.own(), replace(Process.own(), pid=gone.pid)]
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match="the process of rank 1 died"):
+        Background(0, 60.0)._others(task, processes)
+    assert time.monotonic() - began < 5
+    with pytest.raises(CheckpointError, match=r"ranks \[1\] have written nothing for 0 seconds"):
+        Background(0, 0.2)._others(task, [Process.own(), Process("another machine", 1)])

@@ -1,0 +1,276 @@
+"""Damaged checkpoints and failing writes: one clear error, the same on every rank, and the former checkpoint stays."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import ranks
+from tests.support.checkpoints import differences, full_state, start, steps
+
+WORLD = 2
+
+
+def _save_twice(folder: str) -> None:
+    engine = start(3, "bf16")
+    engine.save_checkpoint(folder)
+    steps(engine, 0, 2, "bf16")
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    ranks.run_ranks(_save_twice, WORLD, str(folder))
+    return folder
+
+
+def _error_of_load(folder: str, arguments: dict[str, Any]) -> str:
+    engine = start(3, "bf16", seed=5)
+    with pytest.raises(Exception) as caught:
+        engine.load_checkpoint(folder, **arguments)
+    engine.destroy()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def _flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def _edit_index(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """A checkpoint that says something else, with a marker that fits."""
+    from hf_zero.checkpoint.commit import seal
+
+    data = json.loads((folder / "index.json").read_text())
+    change(data)
+    seal(folder, json.dumps(data))
+
+
+def _rename_parameter(data: dict[str, Any]) -> None:
+    former = data["units"][0]["params"][0]["name"]
+    data["units"][0]["params"][0]["name"] = "renamed.weight"
+    data["aliases"] = {}
+    for group in data["optimizer"]["groups"]:
+        group["params"] = ["renamed.weight" if name == former else name for name in group["params"]]
+
+
+def _reshape_parameter(data: dict[str, Any]) -> None:
+    data["units"][1]["params"][0]["shape"] = [100, 1]
+
+
+MASTER = "master-00001-of-00002.safetensors"
+BUFFERS = "module-00001-of-00002.safetensors"
+MOMENT = "optimizer.exp_avg-00001-of-00002.safetensors"
+# name -> (what happens to the folder global_step2, what the message must contain)
+DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
+    "flipped bit in one rank's master": (lambda folder: _flip(folder / MASTER, -1), (MASTER, "damaged", "(rank 1)")),
+    "flipped bit in a moment": (lambda folder: _flip(folder / MOMENT, -400), (MOMENT, "damaged")),
+    "flipped bit in a header": (lambda folder: _flip(folder / MOMENT, 12), (MOMENT, "header")),
+    "flipped bit in buffers": (lambda folder: _flip(folder / BUFFERS, -1), (BUFFERS, "damaged")),
+    "flipped bit in the index": (lambda folder: _flip(folder / "index.json", 300), ("index.json", "damaged")),
+    "truncated": (lambda folder: os.truncate(folder / MASTER, 500), (MASTER, "500 bytes", "truncated")),
+    "missing file": (lambda folder: (folder / MOMENT).unlink(), (MOMENT, "is missing")),
+    "missing marker": (lambda folder: (folder / "complete").unlink(), ("global_step2 is incomplete", "tag='global_step0'")),
+    "missing folder": (shutil.rmtree, ("there is no checkpoint folder", "global_step2", "tag='global_step0'")),
+    "file of another step": (
+        lambda folder: shutil.copy(folder.parent / "global_step0" / MASTER, folder / MASTER) and None,
+        (MASTER, "does not match the index"),
+    ),
+    "other version": (lambda folder: _edit_index(folder, lambda data: data.update(version=9)), ("index.json", "version 9")),
+    "renamed parameter": (lambda folder: _edit_index(folder, _rename_parameter), ("lacks", "entry.weight", "renamed.weight")),
+    "other shape": (lambda folder: _edit_index(folder, _reshape_parameter), ("shape (10, 10)", "(100, 1)", "frozen.weight")),
+    "lost shard": (lambda folder: _edit_index(folder, lambda data: data["files"].pop(MASTER)), (MASTER, "lacks")),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named_alike_on_every_rank(saved: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    damage, expected = DAMAGE[name]
+    damage(folder / "global_step2")
+    answers = ranks.run_ranks(_error_of_load, WORLD, str(folder), {"tag": "global_step2"})
+    assert answers[0] == answers[1]
+    assert answers[0].startswith("CheckpointError: loading")
+    for part in expected:
+        assert part in answers[0], (part, answers[0])
+
+
+def _load_and_name(folder: str) -> str:
+    engine = start(3, "bf16", seed=5)
+    path = engine.load_checkpoint(folder)[0]
+    engine.destroy()
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["missing marker", "missing folder"])
+def test_without_a_tag_the_newest_complete_checkpoint_is_taken(saved: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    DAMAGE[name][0](folder / "global_step2")
+    assert ranks.run_ranks(_load_and_name, WORLD, str(folder)) == [str(folder / "global_step0")] * WORLD
+
+
+def test_tag_that_does_not_exist_is_an_error(saved: Path) -> None:
+    answers = ranks.run_ranks(_error_of_load, WORLD, str(saved), {"tag": "global_step7"})
+    assert answers[0] == answers[1] and "global_step7" in answers[0] and "'global_step2'" in answers[0]
+
+
+def _nothing_changes_before_the_check(folder: str) -> None:
+    from hf_zero.errors import CheckpointError
+
+    engine = start(3, "bf16", seed=5)
+    steps(engine, 0, 1, "bf16")
+    before = full_state(engine)
+    with pytest.raises(CheckpointError):
+        engine.load_checkpoint(folder)
+    assert differences(full_state(engine), before) == []
+    steps(engine, 1, 1, "bf16")
+    engine.destroy()
+
+
+@pytest.mark.parametrize("name", ["renamed parameter", "other shape", "truncated", "missing file", "lost shard"])
+def test_a_checkpoint_that_does_not_fit_changes_nothing(saved: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    DAMAGE[name][0](folder / "global_step2")
+    ranks.run_ranks(_nothing_changes_before_the_check, WORLD, str(folder))
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------------
+
+
+def _disk_full(folder: str, failing_rank: int, stage: int) -> str:
+    """One rank's disk fills during a save over the former checkpoint of the same tag; the next save works again."""
+    from hf_zero.checkpoint import save
+
+    engine = start(stage, "bf16")
+    engine.save_checkpoint(folder, "t")
+    saved = full_state(engine)
+    steps(engine, 0, 1, "bf16")
+    original = save.write_tensor_file
+
+    def full(path: Path, entries: Any, **options: Any) -> Any:
+        if ranks.rank() == failing_rank and "exp_avg" in path.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return original(path, entries, **options)
+
+    save.write_tensor_file = full
+    try:
+        with pytest.raises(Exception) as caught:
+            engine.save_checkpoint(folder, "t")
+    finally:
+        save.write_tensor_file = original
+    assert ranks.rank() != 0 or sorted(os.listdir(folder)) == ["latest", "t", "zero_to_fp32.py"]  # rank 0 clears up
+    engine.load_checkpoint(folder)
+    assert differences(full_state(engine), saved) == []
+    engine.save_checkpoint(folder, "t")
+    engine.destroy()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(("failing_rank", "stage"), [(0, 0), (1, 0), (0, 3), (1, 3)])
+def test_full_disk_is_named_on_every_rank_and_the_former_checkpoint_stays(tmp_path: Path, failing_rank: int, stage: int) -> None:
+    answers = ranks.run_ranks(_disk_full, WORLD, str(tmp_path), failing_rank, stage)
+    assert answers[0] == answers[1]
+    for part in ("CheckpointError: saving checkpoint 't'", "No space left on device", "optimizer.exp_avg", f"(rank {failing_rank})"):
+        assert part in answers[0], answers[0]
+
+
+def _error_of_save(folder: str, tag: str) -> str:
+    engine = start(1)
+    with pytest.raises(Exception) as caught:
+        engine.save_checkpoint(folder, tag)
+    engine.destroy()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    answers = ranks.run_ranks(_error_of_save, WORLD, str(tmp_path / "file" / "run"), "t")
+    assert answers[0] == answers[1] and str(tmp_path / "file") in answers[0] and answers[0].startswith("CheckpointError")
+    answers = ranks.run_ranks(_error_of_save, WORLD, str(tmp_path), "../t")
+    assert answers[0] == answers[1] and "'../t' cannot name a folder" in answers[0]
+
+
+class WholeTensorState(torch.optim.SGD):
+    """Keeps, beside its arithmetic, a state that is neither flat nor a number."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["factors"] = torch.zeros(3, 2)
+
+
+def _state_of_another_shape(folder: str) -> str:
+    import hf_zero
+
+    model = torch.nn.Linear(4, 4)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
+    engine = hf_zero.initialize(model=model, optimizer=WholeTensorState(model.parameters(), lr=0.1), config=config)[0]
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    with pytest.raises(Exception) as caught:
+        engine.save_checkpoint(folder)
+    engine.destroy()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_optimizer_state_that_cannot_be_divided_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:
+    answers = ranks.run_ranks(_state_of_another_shape, WORLD, str(tmp_path / "new"))
+    assert answers[0] == answers[1] and "CheckpointError" in answers[0] and "'factors'" in answers[0] and "(3, 2)" in answers[0]
+    assert not (tmp_path / "new").exists()
+
+
+def _a_rank_dies(folder: str) -> str:
+    from hf_zero.checkpoint import save
+
+    engine = start(3)
+    engine.save_checkpoint(folder, "t")
+    original = save.write_tensor_file
+
+    def dying(path: Path, entries: Any, **options: Any) -> Any:
+        if ranks.rank() == 1:
+            os._exit(9)
+        time.sleep(0.2)  # so that the others notice it where they wait
+        return original(path, entries, **options)
+
+    save.write_tensor_file = dying
+    try:
+        with pytest.raises(Exception) as caught:
+            engine.save_checkpoint(folder, "u")
+    finally:
+        save.write_tensor_file = original
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def _load_after(folder: str) -> None:
+    engine = start(3)
+    assert engine.load_checkpoint(folder)[0] == str(Path(folder) / "t")
+    engine.save_checkpoint(folder, "u")
+    assert engine.load_checkpoint(folder)[0] == str(Path(folder) / "u")
+    engine.destroy()
+
+
+def test_death_of_a_rank_is_an_error_on_the_others_and_the_former_checkpoint_loads(tmp_path: Path) -> None:
+    first, dead, third = ranks.observe_ranks(_a_rank_dies, 3, str(tmp_path), group_timeout=10.0, grace=20.0)
+    assert dead.status == "died" and first.ok and third.ok, (first.text, dead.text, third.text)
+    assert max(first.seconds, third.seconds) < 40
+    assert first.value == third.value and first.value.startswith(f"CheckpointError: saving checkpoint 'u' to {tmp_path}")
+    assert "another rank died" in first.value
+    assert not (tmp_path / "u").exists()
+    ranks.run_ranks(_load_after, WORLD, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "t", "u", "zero_to_fp32.py"]

@@ -1,0 +1,353 @@
+"""Arguments of save_checkpoint and load_checkpoint, client state, exports, zero_to_fp32."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support import ranks
+from tests.support.checkpoints import build, differences, full_state, start, steps
+from tests.support.models import CASES
+
+CLIENT_STATE = {
+    "epoch": 3,
+    "ratio": float("inf"),
+    "pair": (1, ("a", None)),
+    "names": {"x", "y"},
+    7: "integer key",
+    "order": OrderedDict(b=1, a=2),
+    "mean": np.float64(0.25),
+    "history": np.arange(6, dtype=np.int16).reshape(2, 3),
+    "best": torch.arange(4, dtype=torch.bfloat16),
+    "dtype": torch.float16,
+    "where": Path("a/b"),
+    "raw": b"\x00\xff",
+}
+
+
+def _client_state(folder: str, save: bool) -> dict[str, Any]:
+    engine = start(2)
+    if save:
+        # Random states, say, are a rank's own; what is equal to rank 0's is stored once.
+        own = {1: {"other": torch.tensor([1, 2]), "rank": 1}, 2: {"other": torch.tensor([1, 3]), "rank": 1}}
+        engine.save_checkpoint(folder, "pytorch_model", own.get(ranks.rank(), CLIENT_STATE))
+    path, state = engine.load_checkpoint(folder, "pytorch_model")
+    engine.destroy()
+    assert path == str(Path(folder) / "pytorch_model")
+    return state
+
+
+def test_client_state_comes_back_with_its_types_on_the_rank_that_gave_it(tmp_path: Path) -> None:
+    first, second, third = ranks.run_ranks(_client_state, 3, str(tmp_path), True)
+    assert second["other"].tolist() == [1, 2] and third["other"].tolist() == [1, 3]
+    again, other = ranks.run_ranks(_client_state, 2, str(tmp_path), False)
+    assert other["other"].tolist() == [1, 2]
+    for state in (first, again, ranks.run_ranks(_client_state, 4, str(tmp_path), False)[3]):  # a rank that there was not: rank 0's
+        assert list(state) == list(CLIENT_STATE)
+        for key, expected in CLIENT_STATE.items():
+            assert type(state[key]) is type(expected), key
+            if isinstance(expected, (torch.Tensor, np.ndarray)):
+                assert state[key].dtype == expected.dtype and (state[key] == expected).all() and state[key].shape == expected.shape
+            else:
+                assert state[key] == expected, key
+
+
+def _refused(folder: str) -> str:
+    engine = start(3)
+    state = {"fine": 1, "callbacks": {"early": [object()]}} if ranks.rank() == 0 else {}
+    with pytest.raises(Exception) as caught:
+        engine.save_checkpoint(folder, "t", state)
+    engine.destroy()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_what_needs_pickle_is_refused_by_name_before_a_byte_is_written(tmp_path: Path) -> None:
+    answers = ranks.run_ranks(_refused, 2, str(tmp_path / "new"))
+    assert answers[0] == answers[1]
+    assert answers[0].startswith("CheckpointError") and "client_state['callbacks']['early'][0] is a builtins.object" in answers[0]
+    assert not (tmp_path / "new").exists()
+
+
+def _tags(folder: str) -> None:
+    engine = start(1)
+    assert engine.load_checkpoint(folder) == (None, None)
+    assert engine.load_checkpoint(folder + "/absent") == (None, None)
+    steps(engine, 0, 2)
+    engine.save_checkpoint(folder)
+    engine.save_checkpoint(folder, "side", save_latest=False)
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["global_step2", "latest", "side", "zero_to_fp32.py"]
+    assert (Path(folder) / "latest").read_text() == "global_step2"
+    steps(engine, 2, 1)
+    engine.save_checkpoint(folder, "side")  # over the former one
+    assert (Path(folder) / "latest").read_text() == "side"
+    steps(engine, 3, 1)
+    assert engine.load_checkpoint(folder)[0].endswith("side") and engine.global_steps == 3
+    assert engine.load_checkpoint(folder, tag="global_step2")[0].endswith("global_step2") and engine.global_steps == 2
+    engine.save_checkpoint(folder, 17)
+    assert engine.load_checkpoint(folder, 17)[0].endswith("17")
+    engine.destroy()
+
+
+def test_tags_and_latest(tmp_path: Path) -> None:
+    ranks.run_ranks(_tags, 2, str(tmp_path))
+
+
+def _partial_loads(folder: str, stage: int) -> None:
+    engine = start(stage, "bf16")
+    steps(engine, 0, 3, "bf16")
+    engine.save_checkpoint(folder)
+    saved = full_state(engine)
+    engine.destroy()
+
+    def load(extra: dict[str, Any] | None = None, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        engine = start(stage, "bf16", seed=5, **(extra or {}))
+        steps(engine, 7, 1, "bf16")
+        before = full_state(engine)
+        engine.load_checkpoint(folder, **arguments)
+        after = full_state(engine)
+        engine.destroy()
+        return before, after
+
+    def same(state: dict[str, Any], expected: dict[str, Any]) -> set[str]:
+        different = {name.split()[0] for name in differences(state, expected)}
+        return {name.split()[0] for name in expected} - different
+
+    before, after = load(load_module_only=True)
+    assert {"weight", "buffer", "master"} <= same(after, saved)
+    assert {"exp_avg", "step", "scheduler", "counters"} <= same(after, before)
+
+    before, after = load(load_optimizer_states=False)
+    assert {"weight", "master", "scheduler", "counters"} <= same(after, saved)
+    assert {"exp_avg", "exp_avg_sq", "step"} <= same(after, before)
+
+    before, after = load(load_lr_scheduler_states=False)
+    assert {"weight", "master", "exp_avg", "step", "counters", "group"} <= same(after, saved)
+    assert "scheduler" in same(after, before)
+
+    low = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "load_from_fp32_weights": False}}
+    before, after = load(low, load_optimizer_states=False)
+    assert "weight" in same(after, saved) and "master" not in same(after, saved)
+    for name, value in after.items():
+        if name.startswith("master"):
+            assert torch.equal(value, saved[name.replace("master", "weight")].float()), name
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parts_of_a_checkpoint(tmp_path: Path, stage: int) -> None:
+    ranks.run_ranks(_partial_loads, 2, str(tmp_path), stage)
+
+
+def _without_frozen(folder: str, stage: int) -> None:
+    engine = start(stage, "bf16")
+    engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+    saved = full_state(engine)
+    engine.destroy()
+    index = json.loads((Path(folder) / "global_step0" / "index.json").read_text())
+    assert sorted(index["excluded"]) == ["frozen.weight", "table"]
+    stored = {param["name"] for unit in index["units"] for param in unit["params"]} | {loose["name"] for loose in index["loose"]}
+    assert not stored & set(index["excluded"])
+    for strict in (False, True):
+        engine = start(stage, "bf16", seed=5)
+        own = full_state(engine)
+        engine.load_checkpoint(folder, load_module_strict=strict)
+        after = full_state(engine)
+        left = {"weight frozen.weight", "weight table"}
+        assert set(differences(after, saved)) == left
+        assert all(torch.equal(after[name], own[name]) for name in left)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_frozen_parameters_left_out_keep_the_values_of_the_model(tmp_path: Path, stage: int) -> None:
+    ranks.run_ranks(_without_frozen, 2, str(tmp_path), stage)
+
+
+def _custom(folder: str, stage: int) -> None:
+    engine = start(stage, "bf16")
+    engine.save_checkpoint(folder)
+    saved = full_state(engine)
+    engine.destroy()
+    engine = start(stage, "bf16", seed=5)
+
+    def load(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
+        assert "twin.weight" in src
+        dst.load_state_dict(src)
+
+    engine.load_checkpoint(folder, custom_load_fn=load, load_optimizer_states=False)
+    assert [name for name in differences(full_state(engine), saved) if name.startswith(("weight", "buffer", "master"))] == []
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_custom_load_function_sees_whole_tensors(tmp_path: Path, stage: int) -> None:
+    ranks.run_ranks(_custom, 2, str(tmp_path), stage)
+
+
+def _engine_without_optimizer(folder: str, stage: int) -> dict[str, torch.Tensor]:
+    import hf_zero
+
+    trained = start(stage)
+    steps(trained, 0, 2)
+    trained.save_checkpoint(folder)
+    expected = {name: value for name, value in full_state(trained).items() if name.startswith("weight")}
+    trained.destroy()
+    engine = hf_zero.initialize(model=build(5), config={"train_batch_size": 2, "zero_optimization": {"stage": stage}})[0]
+    engine.load_checkpoint(folder)
+    with hf_zero.zero.GatheredParameters(list(engine.module.parameters())):
+        for name, param in engine.module.named_parameters():
+            assert torch.equal(param.data, expected[f"weight {name}"]), name
+    engine.save_checkpoint(folder, "inference")
+    engine.destroy()
+    trained = start(stage, seed=6)
+    with pytest.raises(hf_zero.errors.CheckpointError, match="load_optimizer_states=False"):
+        trained.load_checkpoint(folder, "inference")
+    trained.load_checkpoint(folder, "inference", load_optimizer_states=False)
+    assert [name for name in differences(full_state(trained), expected) if name in expected] == []
+    trained.destroy()
+    return expected
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_engine_without_optimizer_loads_and_saves(tmp_path: Path, stage: int) -> None:
+    ranks.run_ranks(_engine_without_optimizer, 2, str(tmp_path), stage)
+
+
+def _groups_that_differ(folder: str) -> str:
+    import hf_zero
+
+    engine = start(2)
+    steps(engine, 0, 1)
+    engine.save_checkpoint(folder, "t")
+    engine.destroy()
+    model = build()
+    one = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
+    engine = hf_zero.initialize(
+        model=model, optimizer=one, config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    )[0]
+    with pytest.raises(hf_zero.errors.CheckpointError) as caught:
+        engine.load_checkpoint(folder, "t")
+    engine.load_checkpoint(folder, "t", load_optimizer_states=False)
+    engine.destroy()
+    return str(caught.value)
+
+
+def test_groups_that_cannot_be_matched_are_named(tmp_path: Path) -> None:
+    answers = ranks.run_ranks(_groups_that_differ, 2, str(tmp_path))
+    assert answers[0] == answers[1]
+    assert "weight_decay 0.1 and 0.0" in answers[0] and "entry.weight" in answers[0]
+
+
+# -- weights for others ---------------------------------------------------------------------------------------------------
+
+
+def _save_for_script(folder: str, stage: int, dtype: str) -> dict[str, Any]:
+    engine = start(stage, dtype)
+    steps(engine, 0, 2, dtype)
+    engine.save_checkpoint(folder)
+    state = full_state(engine)
+    engine.destroy()
+    return state
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_zero_to_fp32_gives_the_masters(tmp_path: Path, stage: int) -> None:
+    from hf_zero.checkpoint.zero_to_fp32 import (
+        convert_zero_checkpoint_to_fp32_state_dict,
+        get_fp32_state_dict_from_zero_checkpoint,
+        load_state_dict_from_zero_checkpoint,
+    )
+
+    expected = ranks.run_ranks(_save_for_script, 2, str(tmp_path), stage, "bf16")[0]
+    weights = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert set(weights) == set(build().state_dict())
+    for name, value in weights.items():
+        known = expected.get(
+            f"master {name}", expected.get(f"weight {name}", expected.get(f"buffer {name}", expected.get("master head.weight")))
+        )
+        assert value.dtype == (torch.float32 if known.is_floating_point() else known.dtype)
+        assert torch.equal(value, known.to(value.dtype)), name
+    model = load_state_dict_from_zero_checkpoint(build(9), tmp_path, tag="global_step2")
+    assert torch.equal(model.entry.weight, expected["master entry.weight"])
+    trained = get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    assert set(weights) - set(trained) == {"frozen.weight", "table"}
+
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "small", max_shard_size="1KB")
+    index = json.loads((tmp_path / "small" / "model.safetensors.index.json").read_text())
+    parts = sorted({*index["weight_map"].values()})
+    assert len(parts) > 2
+    joined = {name: value for part in parts for name, value in load_file(tmp_path / "small" / part).items()}
+    assert set(joined) == set(weights) - {"twin.weight"} and all(torch.equal(joined[name], weights[name]) for name in joined)
+
+
+def test_names_of_the_output_and_errors_of_zero_to_fp32(tmp_path: Path) -> None:
+    from hf_zero.checkpoint.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+
+    expected = ranks.run_ranks(_save_for_script, 1, str(tmp_path), 2, "bf16")[0]
+    for number, (output, written) in enumerate(
+        [("pytorch_model.bin", "model.safetensors"), ("new/w.pt", "new/w.safetensors"), ("folder", "folder/model.safetensors")]
+    ):
+        convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / str(number) / output, max_shard_size=None)
+        assert [str(path.relative_to(tmp_path / str(number))) for path in (tmp_path / str(number)).rglob("*.*")] == [written]
+        assert torch.equal(load_file(tmp_path / str(number) / written)["entry.weight"], expected["master entry.weight"])
+    command = [sys.executable, str(tmp_path / "zero_to_fp32.py"), str(tmp_path), str(tmp_path / "out"), "--tag", "absent"]
+    failed = subprocess.run(command, capture_output=True, text=True)
+    assert failed.returncode == 1 and "absent is no complete checkpoint" in failed.stderr and "Traceback" not in failed.stderr
+    assert "Traceback" in subprocess.run([*command, "-d"], capture_output=True, text=True).stderr
+
+
+def test_zero_to_fp32_stands_alone_and_notices_damage(tmp_path: Path) -> None:
+    expected = ranks.run_ranks(_save_for_script, 2, str(tmp_path), 3, "bf16")[0]
+    script = "import sys, runpy; sys.modules['hf_zero'] = None; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", script, str(tmp_path / "zero_to_fp32.py"), str(tmp_path), str(tmp_path / "out")]
+    subprocess.run(command, check=True, cwd=tmp_path, capture_output=True)
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["entry.weight"], expected["master entry.weight"])
+    file = next((tmp_path / "global_step2").glob("master-00001*"))
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 4
+    file.write_bytes(data)
+    failed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert failed.returncode != 0 and file.name in failed.stderr and "damaged" in failed.stderr
+
+
+def _save_model(folder: str, stage: int, dtype: str) -> list[bool]:
+    import hf_zero
+
+    model = CASES["gpt2"].build()
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, **({dtype: {"enabled": True}} if dtype else {})}
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = hf_zero.initialize(model=model, optimizer=optimizer, config={**config, "zero_optimization": {"stage": stage}})[0]
+    answers = [engine.save_16bit_model(folder)]
+    if ranks.rank() == 0:
+        model.config.save_pretrained(folder)
+    engine.destroy()
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    model = CASES["gpt2"].build()
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config={**config, "zero_optimization": zero})[
+        0
+    ]
+    answers.append(engine.save_16bit_model(folder))
+    engine.destroy()
+    return answers
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_saved_model_loads_with_from_pretrained(tmp_path: Path, stage: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    answers = ranks.run_ranks(_save_model, 2, str(tmp_path), stage, "bf16")
+    assert answers == [[stage < 3, True]] * 2
+    assert {path.name for path in tmp_path.iterdir()} >= {"config.json", "model.safetensors"} and not list(tmp_path.glob("*.bin"))
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    expected = CASES["gpt2"].build().to(torch.bfloat16).state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.to(torch.bfloat16), expected[name]), name

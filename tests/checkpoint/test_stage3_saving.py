@@ -1,0 +1,185 @@
+"""Saving a sharded model with the calls of plain PyTorch: a file that loads, or an error that says how; never empty tensors."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file, save_model
+from torch import nn
+
+from tests.support import ranks, trainers
+from tests.support.models import CASES
+from tests.support.parity import Run, initialize
+
+WRITERS: dict[str, Callable[[nn.Module, Path], Any]] = {
+    "torch.save": lambda model, file: torch.save(model.state_dict(), file),
+    "torch.save after cpu()": lambda model, file: torch.save({key: value.cpu() for key, value in model.state_dict().items()}, file),
+    "torch.save of a copy": lambda model, file: torch.save(copy.deepcopy(model.state_dict()), file),
+    "torch.save of parameters": lambda model, file: torch.save(model.state_dict(keep_vars=True), file),
+    "torch.save of a part": lambda model, file: torch.save(model.get_submodule("transformer.h.0").state_dict(), file),
+    "pickle": lambda model, file: file.write_bytes(pickle.dumps(model.state_dict())),
+    "safetensors.save_file": lambda model, file: save_file(model.state_dict(), file),
+    "safetensors.save_model": lambda model, file: save_model(model, str(file)),
+    "numpy": lambda model, file: model.state_dict()["transformer.wpe.weight"].numpy().tofile(file),
+}
+
+
+def _refused_everywhere(folder: Path) -> None:
+    from hf_zero.errors import StateError
+    from hf_zero.zero import GatheredParameters
+
+    engine = initialize(CASES["gpt2"].build(), Run(3))
+    model = engine.module
+    file = folder / f"rank{ranks.rank()}"
+    for name, write in WRITERS.items():
+        file.unlink(missing_ok=True)
+        with pytest.raises(StateError, match="GatheredParameters") as caught:
+            write(model, file)
+        assert str(caught.value).startswith("parameter ") and ("transformer." in str(caught.value)) == (name != "torch.save of a part"), (
+            name
+        )
+        assert not file.exists() or not file.stat().st_size or name.startswith("torch.save"), name
+        with GatheredParameters(list(model.parameters())):
+            if not name.startswith("safetensors"):  # which refuses tied weights itself
+                write(model, file)
+    assert engine(**CASES["gpt2"].rows(0, 0, ranks.rank())).loss.isfinite()
+
+
+def test_writing_a_released_model_is_an_error(tmp_path: Path) -> None:
+    ranks.run_ranks(_refused_everywhere, 2, tmp_path)
+
+
+def _before_the_engine() -> None:
+    import hf_zero
+    from hf_zero.errors import StateError
+
+    with hf_zero.zero.Init():
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    for write in (pickle.dumps, lambda value: torch.save(value, "/dev/null")):
+        with pytest.raises(StateError, match="is divided over the ranks"):
+            write(model.state_dict())
+        with pytest.raises(StateError, match="is divided over the ranks"):
+            write(model)
+    with hf_zero.zero.GatheredParameters(list(model.parameters())):
+        copied = copy.deepcopy(model)
+    assert all(value.numel() for value in copied.state_dict().values())
+    pickle.dumps(copied.state_dict())
+
+
+def test_models_under_construction_are_guarded_too() -> None:
+    ranks.run_ranks(_before_the_engine, 2)
+
+
+def _readers() -> None:
+    """What scripts do with a state dict besides writing it."""
+    from hf_zero.errors import StateError
+
+    engine = initialize(CASES["gpt2"].build(), Run(3))
+    model = engine.module
+    before = trainers.weights_of(model)
+    state = model.state_dict()
+    assert state.keys() == model.state_dict(keep_vars=True).keys() == copy.deepcopy(state).keys()
+    assert {name: value.shape for name, value in state.items() if name in before} == {name: value.shape for name, value in before.items()}
+    assert {(value.dtype, value.device.type) for value in state.values()} == {(torch.float32, "cpu")}
+    assert model.load_state_dict(state).missing_keys == []
+    model.load_state_dict({name: value.clone().half() for name, value in state.items()})
+    found = trainers.weights_of(model)
+    assert all(torch.equal(value, found[name]) for name, value in before.items())
+    joined = torch.cat(torch.chunk(state["transformer.wpe.weight"].transpose(0, 1).contiguous(), 2)).bfloat16()
+    assert joined.shape == before["transformer.wpe.weight"].T.shape and joined.dtype == torch.bfloat16
+    assert "transformer.wpe.weight" in repr(state)
+    for read in (
+        lambda value: value.tolist(),
+        lambda value: torch.equal(value, value.clone()),
+        lambda value: float(value.sum()),
+        lambda value: torch.zeros(value.shape).copy_(value),
+    ):
+        with pytest.raises(StateError, match="transformer.wpe.weight"):
+            read(state["transformer.wpe.weight"])
+
+
+def test_reading_names_and_types_works() -> None:
+    ranks.run_ranks(_readers, 2)
+
+
+# -- save_pretrained -----------------------------------------------------------------------------------------------------------
+
+
+def _save_pretrained(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    """accelerate's idiom, where ranks that do not write have no weights; the plain call is an error on every rank."""
+    from accelerate import Accelerator
+
+    from hf_zero.integrations import ZeroPlugin
+
+    with trainers.clean_state():
+        accelerator = Accelerator(deepspeed_plugin=ZeroPlugin(trainers.zero_config(3)))
+        model = _model(kind)
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = 1
+        engine, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        unwrapped = accelerator.unwrap_model(engine)
+        text = _plain_call(unwrapped, folder / f"plain{ranks.rank()}")
+        assert text.startswith("parameter") and "accelerator.get_state_dict" in text or ranks.rank() and not text, text
+        assert not list((folder / f"plain{ranks.rank()}").glob("*.safetensors"))
+        options = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
+        unwrapped.save_pretrained(folder / "final", **options, state_dict=accelerator.get_state_dict(engine))
+        unwrapped.save_pretrained(folder / "no_values", is_main_process=False)
+        from hf_zero.zero import GatheredParameters
+
+        with GatheredParameters(list(unwrapped.parameters())):
+            unwrapped.save_pretrained(folder / "gathered", **options)
+            copy.deepcopy(unwrapped).save_pretrained(folder / "copied", **options)
+        torch.distributed.barrier()
+        return trainers.weights_of(unwrapped)
+
+
+def _plain_call(model: Any, folder: Path) -> str:
+    """The error of ``save_pretrained(folder)`` on every rank; transformers 5 writes on rank 0 only, whatever the others ask for."""
+    from hf_zero.errors import StateError
+
+    try:
+        model.save_pretrained(folder)
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def _model(kind: str) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    if kind == "mixtral":
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+        return MixtralForCausalLM(MixtralConfig(vocab_size=64, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, **sizes))
+    model = CASES["llama" if kind == "lora" else kind].build()
+    if kind == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mixtral", "lora"])
+def test_save_pretrained(kind: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    if kind == "lora":
+        pytest.importorskip("peft")
+    weights = ranks.run_ranks(_save_pretrained, 2, tmp_path, kind)[0]
+    for folder in (tmp_path / name for name in ("final", "gathered", "copied")):
+        if kind == "lora":
+            found = {
+                name.replace("_A", "_A.default").replace("_B", "_B.default"): v
+                for name, v in load_file(folder / "adapter_model.safetensors").items()
+            }
+            assert len(found) == 8 and all(torch.equal(value, weights[name]) for name, value in found.items())
+        else:
+            found = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+            assert found.keys() == weights.keys() and all(torch.equal(value, weights[name]) for name, value in found.items())

@@ -1,0 +1,74 @@
+"""Where the store listens in which ranks meet."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+
+from hf_zero.comm import store
+from tests.support.processes import REPO, environment
+
+SCRIPT = """
+import json, os, torch, torch.distributed as dist
+from hf_zero.comm.topology import init_distributed
+port = f"{int(os.environ['MASTER_PORT']):04X}"
+sums, listening = [], []
+for group in range(2):  # the second group of a process finds nothing of the first
+    init_distributed("gloo")
+    value = torch.tensor([float(dist.get_rank() + 1 + group)])
+    dist.all_reduce(value)
+    sums.append(value.item())
+    for table in ("tcp", "tcp6"):
+        for line in open(f"/proc/net/{table}").read().splitlines()[1:]:
+            words = line.split()
+            if words[1].endswith(":" + port) and words[3] == "0A":
+                listening.append(words[1].partition(":")[0])
+    dist.barrier()
+    dist.destroy_process_group()
+print(json.dumps([sums, sorted(set(listening))]))
+"""
+LOOPBACK, ANY = "0100007F", "0" * 32
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
+@pytest.mark.parametrize(("address", "expected"), [("127.0.0.1", LOOPBACK), ("localhost", ANY)])
+def test_ranks_meet_and_the_store_listens_at_their_address(address: str, expected: str) -> None:
+    common = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-c", SCRIPT]
+    ranks = [
+        subprocess.Popen(command, env=environment({**common, "RANK": rank, "LOCAL_RANK": rank}), stdout=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]
+    for rank in ranks:
+        out, _ = rank.communicate(timeout=240)
+        assert rank.returncode == 0
+        assert json.loads(out) == [[3.0, 5.0], [expected]]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"MASTER_ADDR": "node-1"}, {"MASTER_ADDR": ""}, {"TORCHELASTIC_USE_AGENT_STORE": "True"}, {"MASTER_PORT": "x"}, {"RANK": ""}],
+)
+def test_what_is_left_to_torch(changes: dict[str, str]) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **changes}
+    assert store.store_at_address(timedelta(seconds=1), environ) is None
+
+
+def test_an_address_that_is_not_here_or_taken() -> None:
+    assert store._listen(socket.AF_INET, "192.0.2.1", free_port()) is None
+    port = free_port()
+    held = store._listen(socket.AF_INET, "127.0.0.1", port)
+    assert held is not None and store._listen(socket.AF_INET, "127.0.0.1", port) is None
+    os.close(held)

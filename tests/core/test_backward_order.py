@@ -1,0 +1,162 @@
+"""Gathers and reductions have one order on all ranks, whatever each computes: the real schedule and reducer over fake units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_zero.core.schedule.backward_order import BackwardOrder
+from hf_zero.core.schedule.reducer import Reducer
+from hf_zero.core.schedule.schedule import Block, GatherLimits, GatherSchedule
+from hf_zero.core.units.unit import UnitState
+
+
+@dataclass(eq=False)
+class _Unit:
+    name: str
+    numel: int
+    log: list[str]
+    state: UnitState = UnitState.SHARDED
+    pinned: bool = False
+    releasable: bool = True
+
+    @property
+    def layout(self) -> Any:
+        return SimpleNamespace(padded_numel=self.numel)
+
+    def start_gather(self) -> None:
+        if self.state is UnitState.SHARDED:
+            self.log.append(f"gather {self.name}")
+            self.state = UnitState.GATHERING
+
+    def gather(self) -> None:
+        self.start_gather()
+        self.state = UnitState.GATHERED
+
+    def release(self, leave: bool = False) -> bool:
+        if not self.pinned:
+            self.state = UnitState.SHARDED
+        return not self.pinned
+
+    def outline(self) -> None: ...
+
+
+@dataclass(eq=False)
+class _Gradients:
+    unit: _Unit
+    complete: bool = False
+    has_local: bool = False
+    sent: bool = False
+    pool: Any = field(default_factory=lambda: SimpleNamespace(clear=lambda: None))
+
+    def arrive(self) -> None:
+        self.complete = True
+        self.has_local = True
+
+    def start_reduce(self) -> None:
+        self.unit.log.append(f"reduce {self.unit.name}")
+        self.has_local = False
+
+    def finish_reduce(self) -> None: ...
+
+    def begin_backward(self) -> None:
+        self.complete = False
+
+
+@dataclass(frozen=True)
+class _Model:
+    sizes: list[int]
+    pinned: list[bool]
+    limits: GatherLimits
+
+
+_MODELS = st.integers(1, 9).flatmap(
+    lambda count: st.builds(
+        _Model,
+        st.lists(st.integers(1, 4), min_size=count, max_size=count),
+        st.lists(st.sampled_from([False, False, True]), min_size=count, max_size=count),
+        st.builds(GatherLimits, st.integers(0, 10), st.integers(1, 40), st.just(0)),
+    )
+)
+
+
+def _backward(model: _Model, ran: list[int], late: list[bool] | None) -> tuple[list[str], list[bool]]:
+    """What a rank issues in one backward in which blocks ``ran`` complete one after the other; and which units it has late."""
+    log: list[str] = []
+    units = [_Unit(f"b{index}", size, log) for index, size in enumerate(model.sizes)]
+    blocks: Any = [Block(unit.name, None, [unit]) for unit in units]  # type: ignore[arg-type, list-item]
+    for unit, pinned in zip(units, model.pinned, strict=True):
+        unit.pinned = pinned
+        unit.state = UnitState.GATHERED if pinned else UnitState.SHARDED
+    root = Block("root", None, [_Unit("root", 1, log, UnitState.GATHERED)])  # type: ignore[arg-type, list-item]
+    entries = {unit.name: _Gradients(unit) for unit in (*root.units, *units)}  # type: ignore[type-var]
+    flags: list[bool] = []
+
+    def agree(own: list[bool]) -> list[bool]:
+        flags.extend(own)
+        return own if late is None else late
+
+    schedule = GatherSchedule(root, blocks, model.limits, lambda again: False)
+    reducer = Reducer(list(entries.values()), True, agree)  # type: ignore[arg-type]
+    reducer.arrange(schedule.place_in_backward())
+    for index in ran:
+        blocks[index].pending = 1
+    schedule.begin_backward(reducer)
+    for index in ran:
+        block = blocks[index]
+        block.pending = 0
+        passed = schedule.backward(block)
+        assert block.gathered
+        reducer.close([entries[other.name] for other in passed])
+        entries[block.name].arrive()
+        reducer.proceed()
+    entries["root"].arrive()
+    schedule.end_backward()
+    reducer.flush()
+    return log, flags
+
+
+@given(_MODELS, st.data())
+def test_ranks_that_run_other_blocks_issue_the_same_sequence(model: _Model, data: st.DataObject) -> None:
+    everything = list(range(len(model.sizes)))[::-1]
+    ranks = [
+        everything,
+        data.draw(st.permutations(everything), "another order"),
+        [index for index in everything if data.draw(st.booleans(), "runs")],
+        [],
+    ]
+    told = [_backward(model, ran, None)[1] for ran in ranks]
+    late = [any(flags) for flags in zip(*told, strict=True)]
+    logs = [_backward(model, ran, late)[0] for ran in ranks]
+    assert logs[1:] == logs[:1] * 3
+    reduced = [line for line in logs[0] if line.startswith("reduce")]
+    assert len(reduced) == len(model.sizes) + 1 + sum(late)
+
+
+@given(_MODELS)
+def test_nothing_is_late_where_backward_goes_against_forward(model: _Model) -> None:
+    ran = list(range(len(model.sizes)))[::-1]
+    log, flags = _backward(model, ran, None)
+    assert not any(flags)
+    free = [f"reduce b{index}" for index in ran] + ["reduce root"]
+    assert [line for line in log if line.startswith("reduce")] == free
+
+
+def test_a_gather_comes_behind_what_is_passed_when_it_is_first_in_reach() -> None:
+    order = BackwardOrder([4, 4, 0, 4, 4], [0, 1, 2, 3, 4, 5], reach=8)
+    # Position 3 is in reach while the block at 0 is in use; position 4 from position 1 on, when the block at 0 is passed.
+    assert [order.before(position) for position in (0, 1, 3, 4)] == [0, 0, 0, 1]
+    assert [order.allows(index) for index in range(6)] == [False] * 6
+    order.issued = 4
+    assert [order.allows(index) for index in range(6)] == [True] + [False] * 5
+    order.issued = 5
+    assert all(order.allows(index) for index in range(6))
+
+
+def test_without_prefetching_all_that_is_passed_goes_first() -> None:
+    order = BackwardOrder([4, 4, 4], [0, 1, 2], reach=0)
+    assert [order.before(position) for position in range(3)] == [0, 1, 2]

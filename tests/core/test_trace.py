@@ -1,0 +1,98 @@
+"""The exact sequence of phases and the bytes sent in one step of a two-block model, for every stage, on 2 ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import ranks
+
+_FORWARD = ["pre_forward (root)", "pre_forward (layers.0)", "pre_forward (layers.1)", "backward"]
+_STEP = ["all_reduce (micro-steps)", "finish_reduce", "norm"]
+_NORM = ["all_reduce (gradient norm)"]
+_UPDATE = ["clip", "update"]
+_SPREAD = ["all_gather (root)", "all_gather (layers.0)", "all_gather (layers.1)", "spread"]
+_SHARDED_GRADIENTS = ["reduce_scatter (layers.1)", "reduce_scatter (layers.0)", "reduce_scatter (root)", "end_backward"]
+_STAGE_3 = """
+    pre_forward (root), all_gather (root), gathering (root), gathered (root),
+    all_gather (layers.0), gathering (layers.0),
+    pre_forward (layers.0), gathered (layers.0), all_gather (layers.1), gathering (layers.1), post_forward (layers.0), sharded (layers.0),
+    pre_forward (layers.1), gathered (layers.1), post_forward (layers.1), sharded (layers.1),
+    post_forward (root), all_reduce (another round),
+    backward, pre_backward (root),
+    pre_backward (layers.1), all_gather (layers.1), gathering (layers.1), gathered (layers.1),
+    all_gather (layers.0), gathering (layers.0), reduce_scatter (layers.1),
+    pre_backward (layers.0), gathered (layers.0), sharded (layers.1), reduce_scatter (layers.0), reduce_scatter (root),
+    end_backward, sharded (root), sharded (layers.0), all_reduce (late gradients)
+"""
+
+EXPECTED = {
+    0: [
+        *_FORWARD,
+        *("all_reduce (layers.1)", "all_reduce (layers.0)", "all_reduce (root)", "end_backward"),
+        *_STEP,
+        *_UPDATE,
+        "spread",
+    ],
+    1: [*_FORWARD, *_SHARDED_GRADIENTS, *_STEP, *_NORM, *_UPDATE, *_SPREAD],
+    2: [*_FORWARD, *_SHARDED_GRADIENTS, *_STEP, *_NORM, *_UPDATE, *_SPREAD],
+    3: [*(label.strip() for label in _STAGE_3.split(",")), *_STEP, *_NORM, *_UPDATE, "spread"],
+}
+
+
+class TwoBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.head(x).mean()
+
+
+def _second_step(stage: int) -> tuple[list[str], int, int]:
+    """Labels of the second step (the first also learns the order), bytes this rank sent in it, bytes of one whole copy of the units."""
+    import hf_zero
+    from hf_zero.observe import record_labels
+
+    model = TwoBlocks()
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    zero["stage3_prefetch_bucket_size"] = 1  # one block ahead
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
+    engine, *_ = hf_zero.initialize(model=model, model_parameters=model.parameters(), config=config)
+    networks = {id(network): network for network in (engine.collectives, engine.stepper.reducer.gradients[0]._collectives)}
+
+    def sent() -> int:
+        return sum(network.sent_bytes for network in networks.values())
+
+    before = 0
+    for _ in range(2):
+        before = sent()
+        with record_labels() as labels:
+            engine.backward(engine(torch.ones(2, 8)))
+            engine.step()
+    return labels, sent() - before, sum(4 * unit.layout.padded_numel for unit in engine.units)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sequence_and_bytes_of_a_step(stage: int) -> None:
+    answers = ranks.run_ranks(_second_step, 2, stage)
+    whole = answers[0][2]
+    # Stage 0: an all-reduce moves 2 (N-1)/N of the units. 1, 2: reduce-scatter and spread, (N-1)/N each, and the norm (8 bytes).
+    # All: the number of micro-steps (8 bytes).
+    # 3: gathers of the root once and of the blocks twice, the reduce-scatter, the norm and the votes (4 bytes, and 4 for each unit).
+    root = 4 * 32
+    expected_bytes = {
+        0: whole + 8,
+        1: whole // 2 * 2 + 8 + 8,
+        2: whole // 2 * 2 + 8 + 8,
+        3: (2 * whole - root) // 2 + whole // 2 + 8 + 8 + 4 + 3 * 4,
+    }
+    for labels, sent, _ in answers:
+        assert [label.removeprefix("hf_zero::") for label in labels] == EXPECTED[stage]
+        assert sent == expected_bytes[stage]

@@ -1,0 +1,178 @@
+"""Every `deepspeed` name that installed Hugging Face libraries use is in the table: provided, or refused with a reason."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hf_zero.deepspeed.finder import AliasModule, find_spec, load_target
+from hf_zero.deepspeed.table import MODULES, PROVIDED, REFUSED, refusal
+
+LIBRARIES = ("accelerate", "transformers", "peft", "trl")
+
+# Lightning is no dependency; these are the names it uses (Fabric and Trainer strategies, utilities).
+LIGHTNING = (
+    "deepspeed.utils.logging.logger",
+    "deepspeed.init_distributed",
+    "deepspeed.initialize",
+    "deepspeed.zero.Init",
+    "deepspeed.checkpointing.configure",
+    "deepspeed.DeepSpeedEngine",
+    "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer",
+    "deepspeed.zero.GatheredParameters",
+    "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",
+)
+MODULES_OF_CONSUMERS = (
+    "deepspeed.zero",
+    "deepspeed.comm",
+    "deepspeed.utils",
+    "deepspeed.utils.logging",
+    "deepspeed.utils.groups",
+    "deepspeed.utils.zero_to_fp32",
+    "deepspeed.runtime.lr_schedules",
+    "deepspeed.runtime.zero.partition_parameters",
+    "deepspeed.runtime.base_optimizer",
+    "deepspeed.runtime.engine",
+    "deepspeed.accelerator",
+    "deepspeed.checkpointing",
+    "deepspeed.checkpoint.utils",
+    "deepspeed.launcher.runner",
+    "deepspeed.ops.adam",
+)
+
+
+class NameCollector(ast.NodeVisitor):
+    """Collects the dotted `deepspeed` names one file imports or reads through an imported name."""
+
+    def __init__(self) -> None:
+        self.bound: dict[str, str] = {}
+        self.names: set[str] = set()
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            if alias.name.split(".")[0] == "deepspeed":
+                self.names.add(alias.name)
+                self.bound[alias.asname or "deepspeed"] = alias.name if alias.asname else "deepspeed"
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        if node.level == 0 and node.module and node.module.split(".")[0] == "deepspeed":
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                self.names.add(name)
+                self.bound[alias.asname or alias.name] = name
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        parts: list[str] = []
+        current: ast.expr = node
+        while isinstance(current, ast.Attribute):
+            parts.append(current.attr)
+            current = current.value
+        if isinstance(current, ast.Name) and current.id in self.bound:
+            self.names.add(".".join((self.bound[current.id], *reversed(parts))))
+        else:
+            self.generic_visit(node)
+
+
+def names_in(source: str) -> set[str]:
+    """The `deepspeed` names of one source text; imports are bound first, wherever they stand."""
+    collector = NameCollector()
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            collector.visit(node)
+    collector.visit(tree)
+    return collector.names
+
+
+def is_known(name: str) -> bool:
+    """Whether a name, or the object that its chain starts from, stands in the table."""
+    if name in MODULES or name in PROVIDED or name == "deepspeed.__version__":
+        return True
+    if refusal(name) is not None:
+        return True
+    prefixes = (name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1))
+    return any(prefix in PROVIDED for prefix in prefixes)
+
+
+def sources_of(library: str) -> Iterator[tuple[Path, str]]:
+    spec = importlib.util.find_spec(library)
+    assert spec is not None and spec.submodule_search_locations, f"{library} is not installed; `make venv` installs it"
+    for folder in spec.submodule_search_locations:
+        for path in sorted(Path(folder).rglob("*.py")):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if "deepspeed" in text:
+                yield path, text
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_names_of_installed_libraries_are_provided_or_refused(library: str) -> None:
+    found: dict[str, Path] = {}
+    for path, text in sources_of(library):
+        for name in names_in(text):
+            found.setdefault(name, path)
+    assert found, f"the scan found no deepspeed name in {library}: the scanner is broken"
+    unknown = {name: str(path) for name, path in sorted(found.items()) if not is_known(name)}
+    assert not unknown, f"neither provided nor refused: {unknown}"
+
+
+def test_scanner_sees_every_form_of_use() -> None:
+    source = """
+def f():
+    import deepspeed
+    from deepspeed import comm as dist
+    from deepspeed.runtime.zero import partition_parameters as pp
+    import deepspeed.utils.groups as groups
+    with deepspeed.zero.Init(x=dist.get_rank()):
+        pp.a.b()
+    groups._g()
+    self.deepspeed.not_this
+"""
+    assert names_in(source) == {
+        "deepspeed",
+        "deepspeed.comm",
+        "deepspeed.comm.get_rank",
+        "deepspeed.runtime.zero.partition_parameters",
+        "deepspeed.runtime.zero.partition_parameters.a.b",
+        "deepspeed.utils.groups",
+        "deepspeed.utils.groups._g",
+        "deepspeed.zero.Init",
+    }
+    assert not is_known("deepspeed.zero.Frob") and not is_known("deepspeed.frob")
+
+
+@pytest.mark.parametrize("name", LIGHTNING)
+def test_names_of_lightning_are_provided(name: str) -> None:
+    assert name in PROVIDED
+
+
+@pytest.mark.parametrize("name", MODULES_OF_CONSUMERS)
+def test_modules_of_consumers_exist(name: str) -> None:
+    assert name in MODULES
+
+
+@pytest.mark.parametrize("name", sorted(PROVIDED))
+def test_every_row_resolves(name: str) -> None:
+    """A row whose target is missing would fail at a user's, as an AttributeError deep inside another library."""
+    target = PROVIDED[name]
+    if ":" in target:
+        assert load_target(target) is not None
+    else:
+        assert target in MODULES
+
+
+def test_no_name_is_both_provided_and_refused() -> None:
+    assert not PROVIDED.keys() & REFUSED.keys()
+    assert all(len(reason) > 20 for reason in REFUSED.values())
+
+
+def test_alias_modules_are_packages_made_by_our_loader() -> None:
+    """Being packages lets ``from deepspeed.x import refused`` say why, see find_spec."""
+    spec = find_spec("deepspeed.utils")
+    assert spec is not None and spec.submodule_search_locations == []
+    module = importlib.import_module("deepspeed.utils")
+    assert isinstance(module, AliasModule) and "safe_get_full_grad" in dir(module)

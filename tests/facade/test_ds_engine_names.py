@@ -1,0 +1,287 @@
+"""What training scripts read off the engine and its optimizer, and the engine's methods with arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
+
+from tests.support import ranks
+from tests.support.models import CASES
+from tests.support.parity import Run, initialize
+
+STAGES = (0, 1, 2, 3)
+MLP = CASES["mlp"]
+
+
+def micro_step(engine: Any, factor: float = 1.0) -> None:
+    batch = {name: value.half() if value.is_floating_point() else value for name, value in MLP.rows(0, 0, ranks.rank()).items()}
+    engine.backward(MLP.forward(engine, batch) * factor)
+    engine.step()
+
+
+def _loss_scale(stage: int) -> None:
+    engine = initialize(MLP.build(), Run(stage, "fp16", scale_power=4, scale_window=2))
+    optimizer = engine.optimizer
+    assert optimizer.optimizer is optimizer.inner is engine.basic_optimizer
+    assert (optimizer.loss_scale, optimizer.cur_scale, optimizer.dynamic_loss_scale) == (16.0, 16.0, True)
+    assert optimizer.needs_scaler()
+    assert optimizer._global_grad_norm is None
+    micro_step(engine)
+    assert optimizer._global_grad_norm == engine.get_global_grad_norm() > 0
+    micro_step(engine, float("inf"))
+    assert optimizer.overflow and (optimizer.cur_scale, engine.loss_scale()) == (8.0, 8.0)
+    assert (engine.global_steps, engine.skipped_steps) == (2, 1)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_optimizer_shows_loss_scale_and_norm(stage: int) -> None:
+    ranks.run_ranks(_loss_scale, 2, stage)
+
+
+def _without_loss_scale() -> None:
+    optimizer = initialize(MLP.build(), Run(1)).optimizer
+    assert (optimizer.loss_scale, optimizer.cur_scale, optimizer.dynamic_loss_scale) == (1.0, 1.0, False)
+    assert not optimizer.needs_scaler()
+    fixed = initialize(MLP.build(), Run(1, "fp16", extra={"fp16": {"loss_scale": 8.0}})).optimizer
+    assert fixed.needs_scaler() and not fixed.dynamic_loss_scale
+
+
+def test_without_fp16_the_loss_scale_is_one() -> None:
+    ranks.run_ranks(_without_loss_scale, 1)
+
+
+def _no_optimizer(stage: int) -> None:
+    import hf_zero
+
+    engine, optimizer, _, scheduler = hf_zero.initialize(
+        model=MLP.build(), config={"train_batch_size": ranks.world(), "zero_optimization": {"stage": stage}}
+    )
+    assert optimizer is None and scheduler is None
+    assert engine.get_lr() == [] and engine.get_mom() == [] and engine.basic_optimizer is None
+    engine.empty_partition_cache()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_questions_about_the_optimizer_of_an_engine_without_one(stage: int) -> None:
+    ranks.run_ranks(_no_optimizer, 2, stage)
+
+
+def _places() -> None:
+    """With tensor parallelism 2 on 4 ranks: which process this is, and how many there are, not its place on the data axis."""
+    import hf_zero
+
+    config = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}
+    engine = hf_zero.initialize(model=CASES["llama"].build(), config=config)[0]
+    assert (engine.world_size, engine.dp_world_size, engine.mp_world_size) == (4, 2, 2)
+    assert engine.global_rank == engine.local_rank == ranks.rank()
+    with engine.no_sync():
+        assert engine.inside_no_sync_ctxt
+    assert not engine.inside_no_sync_ctxt and not engine.pipeline_parallelism and not engine.eigenvalue_enabled()
+    assert engine.param_names[engine.module.model.norm.weight] == "model.norm.weight"
+
+
+def test_an_engine_knows_its_place() -> None:
+    ranks.run_ranks(_places, 4)
+
+
+def _batch_sizes() -> None:
+    world = ranks.world()
+    engine = initialize(MLP.build(), Run(1))
+    engine.set_train_batch_size(6 * world)
+    assert (engine.train_batch_size(), engine.gradient_accumulation_steps()) == (6 * world, 3)
+    for expected in (0, 0, 1, 1):
+        engine.backward(MLP.forward(engine, MLP.rows(0, 0, ranks.rank())))
+        engine.step()
+        assert engine.global_steps == expected
+    engine.set_train_micro_batch_size(5)
+    assert engine.get_batch_info() == (15 * world, 5, 3)
+    for refused in (0, 6 * world + 1):
+        with pytest.raises(ValueError, match=rf"set_train_batch_size\({refused}\): not a multiple of {5 * world}"):
+            engine.set_train_batch_size(refused)
+    with pytest.raises(ValueError, match=r"set_train_micro_batch_size\(0\)"):
+        engine.set_train_micro_batch_size(0)
+
+
+def test_batch_sizes_change_between_steps() -> None:
+    ranks.run_ranks(_batch_sizes, 2)
+
+
+def doubled(samples: list[tuple[Tensor]]) -> Tensor:
+    return torch.stack([2 * sample[0] for sample in samples])
+
+
+def _loaders() -> None:
+    import hf_zero
+
+    world, data = ranks.world(), TensorDataset(torch.arange(12.0))
+    engine, _, loader, _ = hf_zero.initialize(
+        model=nn.Linear(1, 1), config={"train_micro_batch_size_per_gpu": 2}, training_data=data, collate_fn=doubled
+    )
+    assert engine.training_dataloader is loader and len(loader) == 12 // (2 * world)
+    mine = torch.cat(list(loader))
+    everyone: list[Any] = [None] * world
+    torch.distributed.all_gather_object(everyone, mine.tolist())
+    assert sorted(value for part in everyone for value in part) == [2.0 * value for value in range(12)]
+    in_order = engine.deepspeed_io(data, batch_size=3, route="eval", collate_fn=lambda samples: [int(sample[0]) for sample in samples])
+    assert list(in_order) == [[ranks.rank() + world * (3 * batch + row) for row in range(3)] for batch in range(12 // (3 * world))]
+
+
+def test_loaders_of_training_data_and_deepspeed_io() -> None:
+    ranks.run_ranks(_loaders, 2)
+
+
+def _state_dict(stage: int) -> None:
+    import hf_zero
+
+    model = MLP.build()
+    frozen, _ = next(iter(model.named_parameters()))
+    model.get_parameter(frozen).requires_grad = False
+    engine = initialize(model, Run(stage))
+    with hf_zero.zero.GatheredParameters(list(model.parameters())):
+        state, trained = engine.module_state_dict(), engine.module_state_dict(exclude_frozen_parameters=True)
+        assert set(state) - set(trained) == {frozen}
+        torch.testing.assert_close(dict(state), dict(MLP.build().state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_module_state_dict_has_the_names_of_the_module(stage: int) -> None:
+    ranks.run_ranks(_state_dict, 2, stage)
+
+
+def _foreign_scheduler() -> None:
+    model = MLP.build()
+    elsewhere = LambdaLR(torch.optim.AdamW(model.parameters()), lambda step: 1.0)
+    with pytest.raises(ValueError, match="lr_scheduler is a LambdaLR of another optimizer"):
+        initialize(model, Run(1), lr_scheduler=elsewhere)
+
+
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
+    ranks.run_ranks(_foreign_scheduler, 1)
+
+
+def _loaded_by_hand(stage: int) -> None:
+    import hf_zero
+
+    other = {name: value.bfloat16() for name, value in MLP.build(1).state_dict().items()}
+    engine = initialize(MLP.build(), Run(stage, "bf16"))
+    engine.module.load_state_dict(other)
+    engine.optimizer.refresh_fp32_params()
+    for name, param in engine.module.named_parameters():
+        assert torch.equal(hf_zero.utils.safe_get_full_fp32_param(param), other[name].float()), name
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_masters_follow_weights_loaded_into_the_module(stage: int) -> None:
+    ranks.run_ranks(_loaded_by_hand, 2, stage)
+
+
+def _compiled(section: dict[str, Any], expected: bool) -> None:
+    import hf_zero
+
+    config = {"train_micro_batch_size_per_gpu": 2, "compile": {"backend": "eager", **section}, "zero_optimization": {"stage": 3}}
+    model = MLP.build()
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config)[0]
+    assert any(module._compiled_call_impl is not None for module in model.modules()) is expected
+    micro = {name: value[:2] for name, value in MLP.rows(0, 0, ranks.rank()).items()}
+    engine.backward(MLP.forward(engine, micro))
+    engine.step()
+
+
+@pytest.mark.parametrize(("section", "expected"), [({"enabled": True}, True), ({"enabled": True, "disable": True}, False), ({}, False)])
+def test_the_compile_section_of_an_older_release(section: dict[str, Any], expected: bool) -> None:
+    ranks.run_ranks(_compiled, 1, section, expected)
+
+
+def _version_is_a_text() -> None:
+    import deepspeed
+
+    assert isinstance(deepspeed.version, str) and deepspeed.version == deepspeed.__version__ and deepspeed.__git_hash__
+
+
+def test_version_of_the_package() -> None:
+    ranks.run_ranks(_version_is_a_text, 1)
+
+
+def _every_question(stage: int) -> None:
+    from hf_zero.deepspeed import getters
+
+    engine = initialize(MLP.build(), Run(stage))
+    for name in getters.METHODS:
+        getattr(engine, name)()
+    for name in getters.VALUES:
+        getattr(engine, name)
+    assert engine.get_data_parallel_rank() == ranks.rank() and engine.get_model_parallel_rank() == 0 and engine.autotp_size() == 1
+    assert not engine.is_compiled and not engine.zero_use_cpu_optimizer() and engine.zero_hpz_partition_size() == 1
+    engine.optimizer.set_lr(0.25)
+    assert engine.optimizer.get_lr() == 0.25 and engine.get_lr() == [0.25] * len(engine.get_lr())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_every_question_has_an_answer(stage: int) -> None:
+    ranks.run_ranks(_every_question, 2, stage)
+
+
+def _whole_weights_loaded(stage: int) -> None:
+    import hf_zero
+
+    other = MLP.build(1).state_dict()
+    engine = initialize(MLP.build(), Run(stage))
+    engine.load_module_state_dict(other if ranks.rank() == 0 or stage < 3 else {}, strict=ranks.rank() == 0 or stage < 3)
+    for name, param in engine.module.named_parameters():
+        assert torch.equal(hf_zero.utils.safe_get_full_fp32_param(param), other[name].float()), name
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_whole_weights_are_loaded_by_the_engine(stage: int) -> None:
+    ranks.run_ranks(_whole_weights_loaded, 2, stage)
+
+
+def _scale_names() -> None:
+    optimizer = initialize(MLP.build(), Run(0, "fp16", scale_power=4, scale_window=2)).optimizer
+    scaler = optimizer.loss_scale_config
+    assert scaler is optimizer.loss_scaler and (scaler.cur_scale, scaler.loss_scale, scaler.scale_window, scaler.cur_iter) == (16, 16, 2, 0)
+    assert scaler.dynamic_loss_scale and scaler.scale_factor == 2 and scaler.min_loss_scale == 1 and scaler.cur_hysteresis >= 1
+
+
+def test_the_loss_scale_has_deepspeeds_names() -> None:
+    ranks.run_ranks(_scale_names, 1)
+
+
+def _gradients_by_hand() -> list[str]:
+    import logging
+
+    from hf_zero import observe
+
+    observe._warned.clear()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    observe.logger.addHandler(handler)
+    engine = initialize(MLP.build(), Run(0))
+    engine.step()
+    for param in engine.parameters():
+        param.grad = torch.ones_like(param)
+    engine.step()
+    observe.logger.removeHandler(handler)
+    return [line for line in lines if "without a backward" in line]
+
+
+def test_gradients_written_by_hand_are_not_passed_over_in_silence() -> None:
+    (line,) = ranks.run_ranks(_gradients_by_hand, 1)[0]
+    assert "safe_set_full_grad" in line
+
+
+def _star() -> None:
+    names: dict[str, Any] = {}
+    exec("from deepspeed.runtime.lr_schedules import *\nfrom deepspeed.utils import *\nfrom deepspeed.comm import *", names)
+    assert names["WARMUP_LR"] == "WarmupLR" and names["WarmupLR"].__name__ == "WarmupLR"
+    assert {"safe_get_full_grad", "logger", "all_reduce", "init_distributed"} <= names.keys()
+
+
+def test_star_imports_bring_the_names() -> None:
+    ranks.run_ranks(_star, 1)

@@ -1,0 +1,74 @@
+"""``param.data = value`` outside of any gather: the parameter has that value from then on, or an error says how to give it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import ranks
+from tests.support.models import CASES, class_loss
+from tests.support.parity import DTYPES, Run, cast_model, collect, initialize, prepare
+from tests.support.parity import Trace as Trained
+
+MLP = CASES["mlp"]
+
+
+def _halve(model: nn.Module) -> None:
+    """Averages of weights are swapped in and out like this, and clipped."""
+    for param in model.parameters():
+        param.data = param.data.clone() * 0.5
+
+
+def _plain(run: Run, steps: int) -> nn.Module:
+    model = cast_model(MLP.build(), DTYPES[run.dtype])
+    masters = [param.detach().float().clone() for param in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=run.lr, betas=(0.9, 0.99), eps=run.eps, weight_decay=run.weight_decay)
+    for step in range(steps):
+        if step == 1:
+            _halve(model)
+            for master, param in zip(masters, model.parameters(), strict=True):
+                master.copy_(param.detach().float())
+        class_loss(model, prepare(MLP.rows(step, 0, 0), DTYPES[run.dtype])).backward()
+        for master, param in zip(masters, model.parameters(), strict=True):
+            assert param.grad is not None
+            master.grad, param.grad = param.grad.float(), None
+        optimizer.step()
+        for master, param in zip(masters, model.parameters(), strict=True):
+            param.data.copy_(master)
+    return model
+
+
+def _assigns(run: Run) -> None:
+    engine = initialize(MLP.build(), run)
+    for step in range(3):
+        if step == 1:
+            _halve(engine.module)
+        engine.backward(class_loss(engine, prepare(MLP.rows(step, 0, 0), DTYPES[run.dtype])))  # the same on all ranks
+        engine.step()
+    found, wanted = collect(engine, Trained()).weights, dict(_plain(run, 3).named_parameters())
+    for name, value in found.items():
+        torch.testing.assert_close(value.float(), wanted[name].detach().float(), rtol=1e-2 if run.dtype == "bf16" else 1e-5, atol=1e-6)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("run", [Run(stage, dtype) for stage in (0, 1, 2) for dtype in ("fp32", "bf16")], ids=str)
+def test_whole_parameters_take_the_value(run: Run) -> None:
+    ranks.run_ranks(_assigns, 2, run)
+
+
+def _refused() -> None:
+    engine: Any = initialize(MLP.build(), Run(3))
+    loss = class_loss(engine, MLP.rows(0, 0, 0))
+    engine.backward(loss)
+    engine.step()
+    param = next(param for param in engine.module.parameters() if not param.numel())
+    param.data = torch.ones(param.ds_shape)
+    with pytest.raises(RuntimeError, match=r"was given data while it was divided .*modifier_rank=0"):
+        engine(*[value for name, value in MLP.rows(1, 0, 0).items() if name != "labels"])
+
+
+def test_a_divided_parameter_says_where_to_set_it() -> None:
+    ranks.run_ranks(_refused, 2)

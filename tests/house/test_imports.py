@@ -1,0 +1,205 @@
+"""Importing hf_zero is cheap and brings no framework; modules import in one direction, without cycles."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from tests.support.processes import REPO, run_python
+
+PACKAGE = REPO / "hf_zero"
+FRAMEWORKS = ("transformers", "accelerate", "peft", "trl", "datasets", "lightning", "deepspeed")
+
+# One row per package, from the ground up: a module imports only from its own row and the rows before it. Imports inside functions and for
+# type checking count as well.
+LAYERS = (
+    "hf_zero.errors",
+    "hf_zero.observe",
+    "hf_zero.system",
+    "hf_zero.native",
+    "hf_zero.launch",
+    "hf_zero.memory",
+    "hf_zero.config",
+    "hf_zero.metrics",
+    "hf_zero.comm",
+    "hf_zero.activation_checkpointing",
+    "hf_zero.ops",
+    "hf_zero.core.stages",
+    "hf_zero.core.units",
+    "hf_zero.core.schedule",
+    "hf_zero.core.optimizer",
+    "hf_zero.core.step",
+    "hf_zero.core",
+    "hf_zero.optim",
+    "hf_zero.onebit",
+    "hf_zero.offload",
+    "hf_zero.profiling",
+    "hf_zero.sequence_parallel",
+    "hf_zero.tensor_parallel",
+    "hf_zero.checkpoint",
+    "hf_zero.build",
+    "hf_zero.deepspeed",
+    "hf_zero.integrations",
+    "hf_zero.environment",
+    "hf_zero.utils",
+    "hf_zero.zero",
+    "hf_zero.cli",
+    "hf_zero.__main__",
+)
+# Imports against that direction that are still there; to be emptied.
+AGAINST: frozenset[tuple[str, str]] = frozenset(
+    {
+        ("hf_zero.build", "hf_zero.deepspeed.param_attributes"),
+        ("hf_zero.build", "hf_zero.deepspeed.safe_values"),
+        ("hf_zero.build", "hf_zero.integrations.idle_saves"),
+        ("hf_zero.build", "hf_zero.integrations.metrics_once"),
+        ("hf_zero.checkpoint.engine_checkpoints", "hf_zero.integrations.rotation"),
+        ("hf_zero.core.engine", "hf_zero.checkpoint.engine_checkpoints"),
+        ("hf_zero.core.engine", "hf_zero.checkpoint.export"),
+        ("hf_zero.core.engine", "hf_zero.checkpoint.model_files"),
+        ("hf_zero.core.engine", "hf_zero.deepspeed.getters"),
+        ("hf_zero.core.engine", "hf_zero.deepspeed.offload_handle"),
+        ("hf_zero.core.engine", "hf_zero.deepspeed.requests"),
+        ("hf_zero.core.engine", "hf_zero.integrations.retrain"),
+        ("hf_zero.core.engine", "hf_zero.profiling.step_profile"),
+        ("hf_zero.core.engine", "hf_zero.sequence_parallel.state"),
+        ("hf_zero.core.units.construct", "hf_zero.deepspeed.param_attributes"),
+        ("hf_zero.deepspeed.launcher", "hf_zero.cli"),
+        ("hf_zero.tensor_parallel.apply", "hf_zero.deepspeed.param_attributes"),
+    }
+)
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(REPO).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(path: Path, *, top_level_only: bool) -> set[str]:
+    """Names of modules imported by a file, type-checking blocks left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = tree.body if top_level_only else list(ast.walk(tree))
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def layer_of(module: str) -> int:
+    owners = [(len(row), index) for index, row in enumerate(LAYERS) if module == row or module.startswith(f"{row}.")]
+    return max(owners)[1]
+
+
+def imported(name: str, path: Path) -> set[str]:
+    """The package's own modules that a file imports, wherever it does."""
+    known = modules()
+    found = {module for module in imports_of(path, top_level_only=False) if module in known and module not in (name, "hf_zero")}
+    return {module for module in found if not any(other.startswith(f"{module}.") for other in found)}
+
+
+def test_package_import_starts_nothing_heavy() -> None:
+    out = run_python("""
+        import sys
+        import hf_zero
+        heavy = [name for name in ("torch", "transformers", "accelerate", "pydantic", "deepspeed") if name in sys.modules]
+        print(heavy, hf_zero.__version__)
+    """)
+    assert out.startswith("[] 0.")
+
+
+def test_engine_import_brings_no_framework_and_starts_no_device() -> None:
+    out = run_python(f"""
+        import sys
+        import hf_zero
+        hf_zero.initialize, hf_zero.zero.Init, hf_zero.utils.safe_get_full_grad
+        import hf_zero.deepspeed.ops, hf_zero.deepspeed.accelerator
+        import torch
+        print([name for name in {FRAMEWORKS!r} if name in sys.modules], torch.cuda.is_initialized(), torch.distributed.is_initialized())
+    """)
+    assert out.strip() == "[] False False"
+
+
+def test_frameworks_are_imported_only_by_integrations() -> None:
+    users = {
+        name: used
+        for name, path in modules().items()
+        if not name.startswith("hf_zero.integrations")
+        and (used := {module.split(".")[0] for module in imports_of(path, top_level_only=True)} & set(FRAMEWORKS))
+    }
+    assert not users
+
+
+def test_every_module_imports_only_from_its_row_and_the_rows_before() -> None:
+    against = {
+        (name, module)
+        for name, path in modules().items()
+        if name != "hf_zero"  # the root serves public names lazily, from every row
+        for module in imported(name, path)
+        if layer_of(module) > layer_of(name)
+    }
+    assert against == AGAINST
+
+
+def test_there_is_no_import_cycle() -> None:
+    known = modules()
+    edges: dict[str, set[str]] = defaultdict(set)
+    for name, path in known.items():
+        edges[name] = {module for module in imports_of(path, top_level_only=True) if module in known and module != name}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"import cycle: {' -> '.join((*trail[trail.index(name) :], name))}"
+        if name not in done:
+            for target in sorted(edges[name]):
+                visit(target, (*trail, name))
+            done.add(name)
+
+    for name in known:
+        visit(name, ())
+
+
+def test_only_collectives_call_torch_distributed_collectives() -> None:
+    """One file issues collectives, so that a test can record them and an error can name the phase."""
+    banned = {
+        "all_reduce",
+        "all_gather",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "all_to_all_single",
+        "broadcast",
+        "reduce_scatter",
+    }
+    offenders = []
+    for name, path in modules().items():
+        if name == "hf_zero.comm.collectives":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in banned
+                and isinstance(node.func.value, (ast.Name, ast.Attribute))
+                and ast.unparse(node.func.value) in ("dist", "torch.distributed", "torch.distributed.distributed_c10d")
+            ):
+                offenders.append(f"{name}:{node.lineno} {node.func.attr}")
+    assert not offenders
+
+
+def test_process_groups_are_created_in_topology() -> None:
+    pattern = re.compile(r"\b(new_group|init_process_group|init_device_mesh)\(")
+    offenders = [
+        str(path.relative_to(PACKAGE))
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if pattern.search(path.read_text()) and path.relative_to(PACKAGE) != Path("comm/topology.py")
+    ]
+    assert not offenders, f"process groups created outside comm/topology.py: {offenders}"

@@ -1,0 +1,180 @@
+"""What a process ends with when the last save in the background was lost, and that nothing else of its end changes."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import REPO, environment
+
+SCRIPT = """
+import atexit, os, sys, threading, time, torch, hf_zero
+from hf_zero.checkpoint import save
+atexit.register(lambda: print("handler before", flush=True))
+model = torch.nn.Linear(4, 4)
+config = {"train_batch_size": 1, "checkpoint": {"writer": {"decoupled": True}}}
+engine = hf_zero.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+original = save.write_tensor_file
+
+def full(path, entries, **options):
+    time.sleep(0.3)
+    raise OSError(28, "No space left on device", str(path))
+
+folder = sys.argv[1]
+engine.save_checkpoint(folder, "first")
+engine.wait_for_checkpoint()
+save.write_tensor_file = full
+engine.save_checkpoint(folder, "second")
+unflushed = open(folder + "/log", "w")
+unflushed.write("the last line")
+atexit.register(lambda: print("handler after", flush=True))
+"""
+LOST = re.compile(
+    r"saving checkpoint 'second' to .* failed, and nothing waited for it: .*No space left on device.*newest complete one is .*/first\b"
+)
+
+
+def run_script(folder: Path, end: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-c", SCRIPT + end, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(), cwd=REPO, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+ENDS = {
+    "by itself": ("", 120),
+    "with status 0": ("sys.exit(0)", 120),
+    "after destroying the engine": ("engine.destroy(); del engine", 120),
+    "with its own exception": ("raise ValueError('on purpose')", 1),
+    "with its own status": ("sys.exit('on purpose')", 120),
+    "interrupted": ("raise KeyboardInterrupt", (1, -signal.SIGINT)),  # torch's hook for exceptions makes it the first
+    "without standard streams": ("sys.stdout = None", 120),
+}
+
+
+QUICK = ("by itself", "with its own exception")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ENDS])
+def test_a_last_save_that_failed_is_told_by_the_exit_status(tmp_path: Path, name: str) -> None:
+    end, expected = ENDS[name]
+    status, out, err = run_script(tmp_path, end)
+    assert status in (expected if isinstance(expected, tuple) else (expected,)), (status, err)
+    assert LOST.search(err), err
+    assert (tmp_path / "log").read_text() == "the last line", "files are closed as at any end"
+    if "streams" not in name:
+        assert out == "handler after\nhandler before\n", "exit handlers run as at any end"
+    assert ("on purpose" in err) == ("own" in name)
+
+
+def test_an_error_that_was_heard_is_not_told_again(tmp_path: Path) -> None:
+    end = """
+try:
+    engine.wait_for_checkpoint()
+except hf_zero.errors.CheckpointError as error:
+    print("heard", flush=True)
+"""
+    status, out, err = run_script(tmp_path, end)
+    assert (status, out) == (0, "heard\nhandler after\nhandler before\n") and "nothing waited for it" not in err
+
+
+@pytest.mark.slow
+def test_a_save_that_is_interrupted_at_the_end_is_lost(tmp_path: Path) -> None:
+    end = """
+save.write_tensor_file = lambda path, entries, **options: (time.sleep(60), original(path, entries, **options))[1]
+try:
+    engine.wait_for_checkpoint()
+except hf_zero.errors.CheckpointError:
+    pass
+engine.save_checkpoint(folder, "third")
+print("ready", flush=True)
+"""
+    command = [sys.executable, "-c", SCRIPT + end, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=REPO)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    time.sleep(1.0)  # the interpreter waits for the thread now
+    process.send_signal(signal.SIGINT)
+    err = process.communicate(timeout=60)[1]
+    assert process.returncode == 120, (process.returncode, err)
+    assert "saving checkpoint 'third'" in err and "the process ends before it is written" in err and "first" in err
+
+
+CHILD = """
+import multiprocessing, sys, time
+from hf_zero.system import exit_status
+
+def train(end):
+    exit_status.promise(lambda wait: f"lost {wait}")
+    if end == "raises":
+        raise ValueError("on purpose")
+    if end == "exits":
+        sys.exit(5)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    statuses = []
+    for end in ("returns", "raises", "exits"):
+        child = context.Process(target=train, args=(end,))
+        child.start()
+        child.join(60)
+        statuses.append(child.exitcode)
+    print(statuses)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("forkserver", "spawn"))])
+def test_a_child_of_multiprocessing_tells_too(tmp_path: Path, method: str) -> None:
+    (tmp_path / "script.py").write_text(CHILD)
+    command = [sys.executable, str(tmp_path / "script.py"), method]
+    env = environment({"PYTHONPATH": str(REPO)})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd=tmp_path, check=True)
+    assert done.stdout == "[120, 1, 5]\n", done.stdout + done.stderr
+    assert done.stderr.count("lost True") == 3
+
+
+RANKS = """
+import json, os, signal, sys, time
+import torch.distributed as dist
+from hf_zero.checkpoint import save
+from tests.support.checkpoints import start, steps
+
+folder, end = sys.argv[1:]
+engine = start(3, "bf16", checkpoint={"writer": {"decoupled": True}})
+steps(engine, 0, 1, "bf16")
+engine.save_checkpoint(folder)
+engine.wait_for_checkpoint()
+original, rank = save.write_tensor_file, dist.get_rank()
+
+def write(path, entries, **options):
+    if rank == 1:
+        if end == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(28, "No space left on device", str(path))
+    return original(path, entries, **options)
+
+if end != "whole":
+    save.write_tensor_file = write
+steps(engine, 1, 1, "bf16")
+engine.save_checkpoint(folder)
+"""
+
+
+@pytest.mark.parametrize("end", ["failed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("whole", "killed"))])
+def test_torchrun_hears_of_a_last_save_that_was_lost(tmp_path: Path, end: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    env = environment({"PYTHONPATH": str(REPO)})
+    done = subprocess.run(
+        [*command, str(tmp_path / "run"), end], capture_output=True, text=True, timeout=200, env=env, cwd=REPO, check=False
+    )
+    assert (done.returncode == 0) == (end == "whole"), done.stderr
+    assert (tmp_path / "run" / "latest").read_text() == ("global_step2" if end == "whole" else "global_step1")
+    if end == "failed":
+        told = [line for line in done.stderr.splitlines() if "nothing waited for it" in line]
+        assert any("global_step2" in line and f"newest complete one is {tmp_path / 'run' / 'global_step1'}" in line for line in told), told

@@ -1,0 +1,236 @@
+"""What reads and writes offloaded state from outside: checkpoints, the functions for whole values, state dicts, other optimizers."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.ops.host_adam import HostAdam
+from tests.support import ranks
+from tests.support.models import CASES
+from tests.support.offload_runs import blocks_of, sections, ways
+from tests.support.parity import Run, collect, initialize, train
+
+BOTH = {2: ["cpu, half, apart", "nvme, pipelined, apart"], 3: ["both nvme", "both nvme, some kept, apart"]}
+
+
+def make(run: Run, blocks: dict[str, Any], **arguments: Any) -> Any:
+    torch.manual_seed(3)
+    return initialize(CASES["odd_mlp"].build(), Run(**{**vars(run), "extra": sections(run.stage, blocks)}), **arguments)
+
+
+def steps(engine: Any, run: Run, first: int) -> Any:
+    case = CASES["odd_mlp"]
+    return train(engine, lambda step, micro, rank: case.rows(first + step, micro, rank), case.forward, run)
+
+
+def state_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Weights, masters and moments of every parameter, whole. Collective."""
+    from hf_zero.utils import safe_get_full_optimizer_state
+    from tests.support.parity import Trace
+
+    trace = collect(engine, Trace())
+    found = {f"{name} weight": value for name, value in trace.weights.items()}
+    found.update({f"{name} master": value for name, value in trace.masters.items()})
+    for name, parameter in engine.module.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            found[f"{name} {key}"] = safe_get_full_optimizer_state(parameter, key).clone()
+    return found
+
+
+def differing(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in theirs if not torch.equal(mine[name], theirs[name])]
+
+
+def _destroy(engine: Any) -> None:
+    engine.destroy()
+    del engine
+    gc.collect()
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def _through_checkpoints(stage: int, folder: str) -> list[str]:
+    """Saves offloaded, loads plain and the other way round; each time training goes on as if nothing had happened."""
+    run = Run(stage=stage, dtype="bf16", clip=0.05, steps=2)
+    plain = make(run, {})
+    steps(plain, run, 0)
+    plain.save_checkpoint(folder, tag="plain")
+    steps(plain, run, 2)
+    expected = state_of(plain)
+    _destroy(plain)
+    wrong = []
+    for label in BOTH[stage]:
+        with blocks_of(ways(stage)[label]) as blocks:
+            engine = make(run, blocks)
+            steps(engine, run, 0)
+            engine.save_checkpoint(folder, tag="offloaded")
+            steps(engine, run, 2)
+            wrong += [f"{label}: {name} after a save" for name in differing(state_of(engine), expected)]
+            # Into an engine that has states, and into one that never stepped.
+            engine.load_checkpoint(folder, tag="plain")
+            steps(engine, run, 2)
+            wrong += [f"{label}: {name} after a load" for name in differing(state_of(engine), expected)]
+            _destroy(engine)
+            fresh = make(run, blocks)
+            fresh.load_checkpoint(folder, tag="plain")
+            steps(fresh, run, 2)
+            wrong += [f"{label}: {name} after a load into a new engine" for name in differing(state_of(fresh), expected)]
+            _destroy(fresh)
+            del engine, fresh
+            gc.collect()
+        back = make(run, {})
+        back.load_checkpoint(folder, tag="offloaded")
+        steps(back, run, 2)
+        wrong += [f"{label}: {name} loaded without offload" for name in differing(state_of(back), expected)]
+        _destroy(back)
+    return wrong
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_checkpoints_go_from_tier_to_tier(stage: int, tmp_path: Path) -> None:
+    assert ranks.run_ranks(_through_checkpoints, 2, stage, str(tmp_path)) == [[], []]
+
+
+# -- whole values -----------------------------------------------------------------------------------------------------
+
+
+def _whole_values(stage: int) -> list[str]:
+    from hf_zero import utils
+
+    run = Run(stage=stage, dtype="bf16", steps=1)
+
+    def play(engine: Any) -> dict[str, torch.Tensor]:
+        steps(engine, run, 0)
+        case, found = CASES["odd_mlp"], {}
+        parameter = dict(engine.module.named_parameters())["head.weight"]
+        batch = {key: value.bfloat16() if value.is_floating_point() else value for key, value in case.rows(7, 0, ranks.rank()).items()}
+        engine.backward(case.forward(engine, batch))
+        found["grad"] = utils.safe_get_full_grad(parameter).clone()
+        found["local grad"] = utils.safe_get_local_grad(parameter).clone()
+        utils.safe_set_full_grad(parameter, found["grad"] * 0.5)
+        found["grad set"] = utils.safe_get_full_grad(parameter).clone()
+        engine.step()
+        utils.safe_set_full_fp32_param(parameter, utils.safe_get_full_fp32_param(parameter) + 1.0)
+        utils.safe_set_full_optimizer_state(parameter, torch.full(found["grad"].shape, 0.25), "exp_avg_sq")
+        local = utils.safe_get_local_optimizer_state(parameter, "exp_avg")
+        utils.safe_set_local_optimizer_state(parameter, local * 2, "exp_avg")
+        utils.safe_set_local_fp32_param(parameter, utils.safe_get_local_fp32_param(parameter) * 2)
+        with __import__("hf_zero").zero.GatheredParameters([parameter], modifier_rank=0):
+            if ranks.rank() == 0:
+                parameter.data[0] = 0.5
+        steps(engine, run, 8)
+        engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+        steps(engine, run, 9)
+        return {**found, **state_of(engine)}
+
+    plain = make(run, {})
+    expected = play(plain)
+    _destroy(plain)
+    wrong = []
+    for label in BOTH[stage]:
+        with blocks_of(ways(stage)[label]) as blocks:
+            engine = make(run, blocks)
+            wrong += [f"{label}: {name}" for name in differing(play(engine), expected)]
+            _destroy(engine)
+            del engine
+            gc.collect()
+    return wrong
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_values_can_be_read_and_set(stage: int) -> None:
+    assert ranks.run_ranks(_whole_values, 2, stage) == [[], []]
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+class CountingSgd(torch.optim.SGD):
+    """SGD whose rate falls with a counter in its group, as schedule-free optimizers keep one."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["lr"] = 0.1 / group["count"]
+        return super().step(closure)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW, foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
+    "AMSGrad": lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=True),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
+    "HostAdam": lambda params: HostAdam(params, lr=1e-2, weight_decay=0.1),
+    "SGD without state": lambda params: torch.optim.SGD(params, lr=1e-2),
+    "counter in the group": lambda params: CountingSgd(params, lr=0.1, momentum=0.9),
+}
+
+
+def _optimizers(stage: int, label: str) -> list[str]:
+    from tests.support.parity import Trace
+
+    run = Run(stage=stage, dtype="bf16", steps=3, clip=0.05)
+
+    def play(kind: str, blocks: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float]]:
+        engine = make(run, blocks, optimizer=OPTIMIZERS[kind])
+        trace = collect(engine, steps(engine, run, 0) or Trace())
+        rates = [group["lr"] for group in engine.optimizer.param_groups]
+        _destroy(engine)
+        del engine
+        gc.collect()
+        return trace.masters, rates
+
+    wrong = []
+    for kind in OPTIMIZERS:
+        expected, rates = play(kind, {})
+        with blocks_of(ways(stage)[label]) as blocks:
+            masters, own_rates = play(kind, blocks)
+        wrong += [f"{kind}: {name}" for name in differing(masters, expected)]
+        wrong += [f"{kind}: rates {own_rates}, expected {rates}"] if own_rates != rates else []
+    return wrong
+
+
+@pytest.mark.parametrize(("stage", "label"), [(1, "cpu"), (2, "nvme, pipelined, apart")])
+def test_any_element_wise_optimizer_can_be_offloaded(stage: int, label: str) -> None:
+    assert ranks.run_ranks(_optimizers, 2, stage, label) == [[], []]
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def _refused(blocks: dict[str, Any], free: int | None) -> str:
+    from unittest import mock
+
+    from hf_zero.errors import HfZeroError
+    from hf_zero.memory import budget
+
+    known = budget.FreeMemory(free, "the machine has little") if free is not None else None
+    with mock.patch.object(budget, "free_memory", lambda: known):
+        try:
+            engine = make(Run(stage=3, dtype="bf16"), blocks)
+        except HfZeroError as error:
+            return f"{type(error).__name__}: {error}"
+    _destroy(engine)
+    return "made"
+
+
+def test_too_little_host_memory_is_refused_on_every_rank() -> None:
+    for text in ranks.run_ranks(_refused, 2, {"offload_optimizer": {"device": "cpu"}}, 10_000):
+        assert text.startswith("HostMemoryError: offloading needs ") and "masters and optimizer states" in text
+        assert "are free: the machine has little" in text and "set device to nvme" in text
+    assert ranks.run_ranks(_refused, 2, {"offload_optimizer": {"device": "cpu"}}, 1 << 30) == ["made", "made"]
+    assert ranks.run_ranks(_refused, 2, {"offload_optimizer": {"device": "cpu"}}, None) == ["made", "made"]
+
+
+def test_a_path_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    blocks = {"offload_optimizer": {"device": "nvme", "nvme_path": os.fspath(tmp_path / "file")}}
+    for text in ranks.run_ranks(_refused, 2, blocks, None):
+        assert text.startswith("OffloadError: no swap files can be made in nvme_path") and str(tmp_path) in text

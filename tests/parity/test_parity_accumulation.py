@@ -1,0 +1,172 @@
+"""Gradient accumulation, in every protocol that callers use: one update per boundary, the same numbers from all of them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.support import ranks
+from tests.support.models import CASES, Batch
+from tests.support.parity import Forward, Run, check, initialize, reference_case, train
+
+STAGES = (0, 1, 2, 3)
+STEPS = 3  # micro-steps per update
+CASE = CASES["gpt2"]
+
+
+def step_always(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
+    """accelerate 1.6, Lightning Trainer: backward and step after every micro-step, the engine counts."""
+    loss = forward(engine, batch)
+    assert engine.is_gradient_accumulation_boundary() == (micro == STEPS - 1)
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def step_at_boundary(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
+    """accelerate 1.15: the caller announces the boundary and calls step only there."""
+    last = micro == STEPS - 1
+    engine.set_gradient_accumulation_boundary(is_boundary=last)
+    loss = forward(engine, batch)
+    engine.backward(loss)
+    if last:
+        engine.step()
+    return loss.item()
+
+
+def caller_scales(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
+    """Trainer: the loss is divided already, so ``scale_wrt_gas=False``."""
+    last = micro == STEPS - 1
+    engine.set_gradient_accumulation_boundary(is_boundary=last)
+    loss = forward(engine, batch)
+    engine.backward(loss / STEPS, scale_wrt_gas=False)
+    if last:
+        engine.step()
+    return loss.item()
+
+
+def caller_accumulates(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
+    """``gradient_accumulation_steps: 1`` in the configuration; the caller divides and announces the boundary."""
+    engine.set_gradient_accumulation_boundary(micro == STEPS - 1)
+    loss = forward(engine, batch)
+    engine.backward(loss / STEPS)
+    engine.step()  # off the boundary: does nothing
+    return loss.item()
+
+
+def fabric(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
+    """Fabric: ``engine.step`` never runs; the returned optimizer is called after every micro-step."""
+    loss = forward(engine, batch)
+    engine.backward(loss)
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    return loss.item()
+
+
+def no_sync(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
+    """``accumulate()`` of accelerate below stage 2: no_sync around all but the last micro-step, step only at the end."""
+    last = micro == STEPS - 1
+    engine.set_gradient_accumulation_boundary(is_boundary=last)
+    if last:
+        loss = forward(engine, batch)
+        engine.backward(loss)
+        engine.step()
+    else:
+        with engine.no_sync():
+            loss = forward(engine, batch)
+            engine.backward(loss)
+    return loss.item()
+
+
+def no_sync_with_step(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
+    """accelerate 1.6 enters no_sync at any stage and calls step inside."""
+    if micro == STEPS - 1:
+        return step_always(engine, batch, forward, micro)
+    with engine.no_sync():
+        loss = forward(engine, batch)
+        engine.backward(loss)
+        engine.step()
+    return loss.item()
+
+
+def coalesced(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
+    """One ``coalesce_grad_reduction`` around all backwards of a step, ``gradient_accumulation_steps: 1``."""
+    if micro == 0:
+        engine.block = engine.coalesce_grad_reduction()
+        engine.block.__enter__()
+    loss = forward(engine, batch)
+    engine.backward(loss / STEPS)
+    assert not engine.accumulation.boundary
+    if micro == STEPS - 1:
+        engine.block.__exit__(None, None, None)
+        engine.step()
+        assert engine.was_step_applied() or engine.optimizer.overflow
+    return loss.item()
+
+
+CALLER_DIVIDES = ("caller_accumulates", "coalesced")
+PROTOCOLS = {
+    function.__name__: function
+    for function in (step_always, step_at_boundary, caller_scales, caller_accumulates, fabric, no_sync, no_sync_with_step, coalesced)
+}
+
+
+def _protocol(run: Run, protocol: str) -> None:
+    extra = {"gradient_accumulation_steps": 1} if protocol in CALLER_DIVIDES else {}
+    engine = initialize(CASE.build(), Run(**{**vars(run), "extra": extra}))
+    trace = train(engine, CASE.rows, CASE.forward, run, PROTOCOLS[protocol])
+    assert engine.global_steps == run.steps, (engine.global_steps, run.steps)
+    engine.destroy()
+    if ranks.rank() == 0:
+        check(trace, partial(reference_case, "gpt2", run, ranks.world()), run, protocol)
+
+
+def _batch_arithmetic(stage: int) -> None:
+    """The sizes come from any two of the three numbers and the world."""
+    run = Run(stage=stage, accumulation=STEPS, extra={"train_batch_size": 2 * STEPS * ranks.world(), "gradient_accumulation_steps": None})
+    engine = initialize(CASE.build(), run)
+    assert engine.gradient_accumulation_steps() == STEPS
+    assert engine.train_batch_size() == 2 * STEPS * ranks.world()
+    assert engine.train_micro_batch_size_per_gpu() == 2
+    engine.destroy()
+
+
+def _weights_move_only_at_the_boundary(stage: int) -> None:
+    import hf_zero
+
+    engine = initialize(CASE.build(), Run(stage=stage, accumulation=STEPS))
+    parameter = engine.module.transformer.h[0].mlp.c_fc.weight
+    before = hf_zero.utils.safe_get_full_fp32_param(parameter).clone()
+    for micro in range(2 * STEPS):
+        engine.backward(CASE.forward(engine, CASE.rows(0, micro, ranks.rank())))
+        engine.step()
+        after = hf_zero.utils.safe_get_full_fp32_param(parameter).clone()
+        moved, before = not after.equal(before), after
+        assert moved == (micro % STEPS == STEPS - 1), (micro, moved)
+        assert engine.was_step_applied() == moved
+    engine.destroy()
+
+
+@pytest.mark.parametrize("protocol", list(PROTOCOLS))
+@pytest.mark.parametrize("stage", STAGES)
+def test_protocols_give_one_update_per_boundary(stage: int, protocol: str) -> None:
+    ranks.run_ranks(_protocol, 2, Run(stage=stage, accumulation=STEPS, clip=0.1), protocol)
+
+
+@pytest.mark.parametrize("protocol", list(PROTOCOLS))
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_protocols_in_16_bit(stage: int, dtype: str, protocol: str) -> None:
+    ranks.run_ranks(_protocol, 2, Run(stage=stage, dtype=dtype, accumulation=STEPS), protocol)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_accumulation_from_the_batch_sizes(stage: int) -> None:
+    ranks.run_ranks(_batch_arithmetic, 2, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_move_only_at_the_boundary(stage: int) -> None:
+    ranks.run_ranks(_weights_move_only_at_the_boundary, 2, stage)

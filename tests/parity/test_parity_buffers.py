@@ -1,0 +1,111 @@
+"""Buffers and odd parameters: rank 0's values everywhere, integer buffers untouched, sizes 0, 1 and below the world size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.support import ranks
+from tests.support.models import CASES, Mlp, class_loss
+from tests.support.parity import Run, check, check_training, initialize, reference, train
+
+STAGES = (0, 1, 2, 3)
+
+
+class Buffered(Mlp):
+    """Floating, integer and boolean buffers, one not persistent, one that the forward updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.randn(16))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("order", torch.randperm(16))
+        self.register_buffer("mask", torch.rand(16) > 0.2, persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = (self.entry(inputs) + self.offset)[:, self.order] * self.mask
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def build_buffered(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return Buffered()
+
+
+def _rank_zero_wins(run: Run) -> None:
+    """Every rank builds other weights and buffers; training starts from rank 0's."""
+    engine = initialize(build_buffered(seed=ranks.rank()), run)
+    buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    gathered: list[dict[str, Tensor]] = [{} for _ in range(ranks.world())]
+    dist.all_gather_object(gathered, buffers)
+    for other in gathered:
+        assert all(torch.equal(other[name], gathered[0][name]) for name in buffers)
+    assert buffers["order"].dtype == torch.long and buffers["mask"].dtype == torch.bool
+    trace = train(engine, CASES["mlp"].rows, class_loss, run)
+    assert engine.module.calls.item() == run.steps * run.accumulation
+    engine.destroy()
+    if ranks.rank() == 0:
+        check(
+            trace,
+            lambda follow=None: reference(build_buffered(0), CASES["mlp"].rows, class_loss, run, ranks.world(), follow),
+            run,
+            "buffers from rank 0",
+        )
+
+
+def _odd_sizes(run: Run) -> None:
+    case = CASES["odd_mlp"]
+    check_training(case.build, case.rows, case.forward, run, label="parameters of size 0 and 1")
+
+
+class Scalars(nn.Module):
+    """Nothing but parameters smaller than the world, one of them without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.tensor(0.5))
+        self.shift = nn.Parameter(torch.tensor([0.1, -0.1, 0.2, 0.3]))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.slope * inputs[:, :4] + self.shift
+
+
+def _scalars(run: Run) -> None:
+    check_training(Scalars, CASES["mlp"].rows, class_loss, run, label="scalars")
+
+
+def _rotary_table_stays_fp32(stage: int) -> None:
+    engine = initialize(CASES["llama"].build(), Run(stage=stage, dtype="bf16"))
+    tables = {name: buffer.dtype for name, buffer in engine.module.named_buffers()}
+    assert tables and set(tables.values()) == {torch.float32}, tables
+    parameters = {name: parameter.dtype for name, parameter in engine.module.named_parameters()}
+    assert set(parameters.values()) == {torch.bfloat16}, parameters
+    engine.destroy()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_and_buffers_come_from_rank_zero(stage: int, dtype: str) -> None:
+    ranks.run_ranks(_rank_zero_wins, 3, Run(stage=stage, dtype=dtype, accumulation=2))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_of_size_zero_and_one(stage: int, world_size: int) -> None:
+    ranks.run_ranks(_odd_sizes, world_size, Run(stage=stage, accumulation=2, clip=0.1))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_smaller_than_the_world(stage: int) -> None:
+    ranks.run_ranks(_scalars, 4, Run(stage=stage))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_rotary_tables_stay_fp32(stage: int) -> None:
+    ranks.run_ranks(_rotary_table_stays_fp32, 2, stage)

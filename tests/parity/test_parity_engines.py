@@ -1,0 +1,197 @@
+"""Several engines in a process: policy and reference, no optimizer, two on one module, one after another."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support import ranks
+from tests.support.models import CASES, Batch
+from tests.support.parity import (
+    Run,
+    Trace,
+    check,
+    check_case,
+    collect,
+    initialize,
+    mean_over_ranks,
+    micro_step,
+    reference,
+    reference_case,
+    train,
+)
+
+STAGES = (0, 1, 2, 3)
+CASE = CASES["gpt2"]
+SEQUENCE = CASES["bart"]
+
+
+def _inference_engine(model: nn.Module, stage: int, dtype: str = "fp32") -> Any:
+    """An engine as trl makes it: ``initialize(model=, config=)`` with neither optimizer nor parameters."""
+    import hf_zero
+
+    config = Run(stage=stage, dtype=dtype).config()
+    del config["optimizer"]
+    return hf_zero.initialize(model=model.to(ranks.device()), config=config)[0]
+
+
+def _no_optimizer(stage: int, dtype: str) -> None:
+    """Outputs equal the plain model's; there is no optimizer and no master."""
+    model = CASE.build()
+    plain = CASE.build().to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+    engine = _inference_engine(model, stage, dtype)
+    engine.eval()
+    batch = CASE.rows(0, 0, ranks.rank())
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(engine(**batch).logits, plain(**batch).logits)
+    assert all(unit.master is None or dtype == "fp32" for unit in engine.units)
+    engine.destroy()
+
+
+def _policy_and_reference(stage: int, reference_stage: int) -> None:
+    """A loss of both engines' outputs; the reference model must stay as it was."""
+    policy_model, reference_model, plain_reference = CASE.build(0), CASE.build(1), CASE.build(1)
+
+    def distance(policy: nn.Module, teacher: nn.Module, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(input_ids=batch["input_ids"]).logits
+        return (policy(input_ids=batch["input_ids"]).logits - wanted).pow(2).mean()
+
+    run = Run(stage=stage, accumulation=2)
+    teacher = _inference_engine(reference_model, reference_stage)
+    teacher.eval()
+    engine = initialize(policy_model, run)
+    trace = train(engine, CASE.rows, lambda model, batch: distance(model, teacher, batch), run)
+    engine.destroy()
+    left = collect_weights(teacher)
+    teacher.destroy()
+    assert all(torch.equal(left[name], weight) for name, weight in plain_reference.state_dict().items() if name in left)
+    if ranks.rank() == 0:
+        expected = reference(
+            CASE.build(0), CASE.rows, lambda model, batch: distance(model, plain_reference.eval(), batch), run, ranks.world()
+        )
+        check(trace, expected, run, "policy and reference")
+
+
+def collect_weights(engine: Any) -> dict[str, Tensor]:
+    import hf_zero
+
+    named = list(engine.module.named_parameters())
+    with hf_zero.zero.GatheredParameters([parameter for _, parameter in named]):
+        return {name: parameter.detach().clone() for name, parameter in named}
+
+
+def _two_trained_engines(stage: int) -> None:
+    """Two engines train different models in turns (actor and critic); neither disturbs the other's collectives."""
+    run = Run(stage=stage)
+    first, second = initialize(CASE.build(), run), initialize(SEQUENCE.build(), run)
+    traces = [Trace(), Trace()]
+    for step in range(run.steps):
+        for engine, case, trace in ((first, CASE, traces[0]), (second, SEQUENCE, traces[1])):
+            loss = micro_step(engine, case.rows(step, 0, ranks.rank()), case.forward, 0)
+            trace.losses.append(mean_over_ranks([loss]))
+            trace.norms.append(float(engine.get_global_grad_norm()))
+            trace.skipped.append(False)
+    for engine, name, trace in ((first, "gpt2", traces[0]), (second, "bart", traces[1])):
+        collect(engine, trace)
+        if ranks.rank() == 0:
+            check(trace, partial(reference_case, name, run, ranks.world()), run, name)
+    first.destroy()
+    second.destroy()
+
+
+def _two_on_one_module(stage: int, destroy_first: bool) -> None:
+    """trl: an engine without optimizer on the policy, then Trainer's own; both stay in use."""
+    run = Run(stage=stage)
+    model = CASE.build()
+    frozen_view = _inference_engine(model, stage)
+    batch = CASE.rows(7, 7, ranks.rank())
+    with torch.no_grad():
+        before = CASE.forward(frozen_view, batch).item()
+    if destroy_first:
+        frozen_view.destroy()
+    engine = initialize(model, run)
+    trace = train(engine, CASE.rows, CASE.forward, run)
+    with torch.no_grad():
+        after = CASE.forward(engine, batch).item()
+        assert after != before
+        if not destroy_first:
+            assert CASE.forward(frozen_view, batch).item() == after, "the first engine does not see the trained weights"
+    engine.destroy()
+    if ranks.rank() == 0:
+        check(trace, partial(reference_case, "gpt2", run, ranks.world()), run, "second engine on one module")
+
+
+def _train_after_inference(stage: int) -> None:
+    """Evaluation before training (Trainer): an engine without optimizer, destroyed; then training on the same module."""
+    _two_on_one_module(stage, destroy_first=True)
+
+
+def _destroy_leaves_a_usable_module(stage: int) -> None:
+    """After destroy the module is an ordinary one again, with the trained weights, and can be prepared anew."""
+    run = Run(stage=stage)
+    engine = initialize(CASE.build(), run)
+    trace = train(engine, CASE.rows, CASE.forward, run)
+    module = engine.module
+    engine.destroy()
+    engine.destroy()  # free_memory may come twice
+    again = initialize(module, run)
+    batch = CASE.rows(5, 5, ranks.rank())
+    plain = CASE.build()
+    plain.load_state_dict(trace.weights, strict=False)
+    plain.tie_weights()
+    with torch.no_grad():
+        assert CASE.forward(again, batch).item() == pytest.approx(CASE.forward(plain, batch).item(), rel=1e-6)
+    again.backward(CASE.forward(again, batch))
+    again.step()
+    again.destroy()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_engine_without_optimizer(stage: int, dtype: str) -> None:
+    ranks.run_ranks(_no_optimizer, 2, stage, dtype)
+
+
+@pytest.mark.parametrize(("stage", "reference_stage"), [(0, 0), (1, 0), (2, 0), (3, 3), (3, 0)])
+def test_policy_and_reference_engine(stage: int, reference_stage: int) -> None:
+    ranks.run_ranks(_policy_and_reference, 2, stage, reference_stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_trained_engines(stage: int) -> None:
+    ranks.run_ranks(_two_trained_engines, 2, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_engines_on_one_module(stage: int) -> None:
+    ranks.run_ranks(_two_on_one_module, 2, stage, False)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_after_an_inference_engine(stage: int) -> None:
+    ranks.run_ranks(_train_after_inference, 2, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_destroy_leaves_a_usable_module(stage: int) -> None:
+    ranks.run_ranks(_destroy_leaves_a_usable_module, 2, stage)
+
+
+def _back_ends_by_device(run: Run) -> None:
+    from hf_zero.comm.collectives import GlooCollectives
+
+    engine = initialize(CASES["mlp"].build(), run)
+    assert isinstance(engine.collectives, GlooCollectives), "sums are taken in the order of ranks, whatever the group is called"
+    engine.destroy()
+    check_case("mlp", run)
+
+
+@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:gloo", "undefined"])
+def test_a_group_with_a_back_end_per_device(backend: str) -> None:
+    ranks.run_ranks(_back_ends_by_device, 2, Run(stage=3, dtype="bf16"), env={"HF_ZERO_TEST_BACKEND": backend})

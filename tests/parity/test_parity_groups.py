@@ -1,0 +1,202 @@
+"""Parameter groups that split a block, client optimizers, learning rates changed by hand, optimizers that need all tensors together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import ranks
+from tests.support.models import CASES, concatenate
+from tests.support.parity import Run, Trace, check, collect, initialize, mean_over_ranks, micro_step
+
+STAGES = (0, 1, 2, 3)
+CASE = CASES["gpt2"]
+Optimizers = dict[str, Callable[[Any], torch.optim.Optimizer]]
+OPTIMIZERS: Optimizers = {
+    "Adam": lambda groups: torch.optim.Adam(groups, lr=1e-2, eps=1e-3, weight_decay=0.01),
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-3),
+    "AdamW amsgrad": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, amsgrad=True),
+    "AdamW fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, fused=True),
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    "SGD momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, eps=1e-3),
+    "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3, eps=1e-3, momentum=0.9, centered=True),
+    "Adamax": lambda groups: torch.optim.Adamax(groups, lr=1e-2, eps=1e-3),
+    "NAdam": lambda groups: torch.optim.NAdam(groups, lr=1e-2, eps=1e-3),
+    "RAdam": lambda groups: torch.optim.RAdam(groups, lr=1e-2, eps=1e-3),
+    "Adadelta": lambda groups: torch.optim.Adadelta(groups, lr=1.0, eps=1e-3),
+}
+ALL_TENSORS: Optimizers = {
+    "LBFGS": lambda groups: torch.optim.LBFGS(groups, lr=1e-2),
+}
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The usual split: matrices decay, biases and norms do not; both kinds are in every block."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": 0.2},
+        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0, "lr": 5e-3},
+    ]
+
+
+def plain_training(
+    optimizer_of: Callable[[Any], torch.optim.Optimizer], groups_of: Callable[[nn.Module], Any], run: Run, lrs: list[float] | None
+) -> Trace:
+    """Plain PyTorch on the concatenated batch with any optimizer and any groups, fp32."""
+    model = CASE.build()
+    optimizer = optimizer_of(groups_of(model))
+    trace = Trace()
+    for step in range(run.steps):
+        if lrs:
+            for group in optimizer.param_groups:
+                group["lr"] = lrs[step]
+        loss = CASE.forward(model, concatenate([CASE.rows(step, 0, rank) for rank in range(ranks.world())]))
+        loss.backward()
+        trace.losses.append(loss.item())
+        trace.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), run.clip or float("inf")).item())
+        trace.skipped.append(False)
+        optimizer.step()
+        optimizer.zero_grad()
+    trace.weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    trace.masters = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return trace
+
+
+def engine_training(engine: Any, run: Run, lrs: list[float] | None) -> Trace:
+    trace = Trace()
+    for step in range(run.steps):
+        if lrs:
+            for group in engine.optimizer.param_groups:
+                group["lr"] = lrs[step]
+        loss = micro_step(engine, CASE.rows(step, 0, ranks.rank()), CASE.forward, 0)
+        trace.losses.append(mean_over_ranks([loss]))
+        trace.norms.append(float(engine.get_global_grad_norm()))
+        trace.skipped.append(False)
+    return collect(engine, trace)
+
+
+def _client_optimizer(name: str, run: Run, groups: bool, lrs: list[float] | None = None) -> None:
+    groups_of = decay_groups if groups else (lambda model: list(model.parameters()))
+    model = CASE.build()
+    engine = initialize(model, run, optimizer=OPTIMIZERS[name](groups_of(model)))
+    trace = engine_training(engine, run, lrs)
+    engine.destroy()
+    if ranks.rank() == 0:
+        check(trace, plain_training(OPTIMIZERS[name], groups_of, run, lrs), run, name)
+
+
+def _groups_as_dicts(run: Run, config_optimizer: str) -> None:
+    """``model_parameters`` given as group dicts with an optimizer of the configuration."""
+    params = {"lr": 1e-2, "eps": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.1}
+    model = CASE.build()
+    engine = initialize(
+        model,
+        Run(**{**vars(run), "extra": {"optimizer": {"type": config_optimizer, "params": params}}}),
+        model_parameters=decay_groups(model),
+    )
+    assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.2, 0.0]
+    assert [group["lr"] for group in engine.optimizer.param_groups] == [1e-2, 5e-3]
+    trace = engine_training(engine, run, None)
+    engine.destroy()
+    if ranks.rank() == 0:
+        settings = {"lr": 1e-2, "eps": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.1}
+        check(trace, plain_training(lambda groups: torch.optim.AdamW(groups, **settings), decay_groups, run, None), run, "groups as dicts")
+
+
+def _subset_of_parameters(stage: int) -> None:
+    """An optimizer over some parameters: the others get no update, though they require gradients."""
+
+    def only_blocks(model: nn.Module) -> list[nn.Parameter]:
+        return list(model.transformer.h.parameters())
+
+    run = Run(stage=stage)
+    model = CASE.build()
+    engine = initialize(model, run, optimizer=torch.optim.AdamW(only_blocks(model), lr=1e-2, eps=1e-3), model_parameters=None)
+    for step in range(2):
+        engine.backward(CASE.forward(engine, CASE.rows(step, 0, ranks.rank())))
+        engine.step()
+    import hf_zero
+
+    named = list(engine.module.named_parameters())
+    with hf_zero.zero.GatheredParameters([parameter for _, parameter in named]):
+        moved = {name for name, parameter in named if not torch.equal(parameter.detach(), dict(CASE.build().named_parameters())[name])}
+    assert moved == {name for name, _ in named if name.startswith("transformer.h.")}, moved
+    engine.destroy()
+
+
+def _scheduler_writes_the_rate(stage: int) -> None:
+    """A torch scheduler created on the returned optimizer, stepped by the caller; rates must reach the update."""
+    run = Run(stage=stage)
+    model = CASE.build()
+    engine = initialize(model, run, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1.0 / (step + 1))
+    trace = Trace()
+    for step in range(run.steps):
+        loss = micro_step(engine, CASE.rows(step, 0, ranks.rank()), CASE.forward, 0)
+        scheduler.step()
+        trace.losses.append(mean_over_ranks([loss]))
+        trace.norms.append(float(engine.get_global_grad_norm()))
+        trace.skipped.append(False)
+    collect(engine, trace)
+    engine.destroy()
+    if ranks.rank() == 0:
+        rates = [1e-2 / (step + 1) for step in range(run.steps)]
+        expected = plain_training(lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-3), lambda m: list(m.parameters()), run, rates)
+        check(trace, expected, run, "client scheduler")
+
+
+def _refused(name: str, stage: int) -> str:
+    from hf_zero.errors import UnsupportedError
+
+    torch.distributed.barrier()  # a rank that is done must not leave before the others have connected
+    model = CASE.build()
+    try:
+        initialize(model, Run(stage=stage), optimizer=ALL_TENSORS[name](list(model.parameters())))
+    except UnsupportedError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_client_optimizers(name: str, groups: bool) -> None:
+    for stage in (1, 3):
+        ranks.run_ranks(_client_optimizer, 2, name, Run(stage=stage, clip=0.1), groups)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_groups_that_split_every_block_on_three_ranks(stage: int, name: str) -> None:
+    ranks.run_ranks(_client_optimizer, 3, name, Run(stage=stage, clip=0.1), True)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_learning_rate_changed_by_hand(stage: int) -> None:
+    ranks.run_ranks(_client_optimizer, 2, "AdamW", Run(stage=stage), True, [1e-2, 0.0, 5e-2])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_scheduler_of_the_caller(stage: int) -> None:
+    ranks.run_ranks(_scheduler_writes_the_rate, 2, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_groups_as_dicts_with_a_configured_optimizer(stage: int) -> None:
+    ranks.run_ranks(_groups_as_dicts, 2, Run(stage=stage), "AdamW")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_optimizer_over_a_subset(stage: int) -> None:
+    ranks.run_ranks(_subset_of_parameters, 2, stage)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", list(ALL_TENSORS))
+def test_optimizers_that_need_all_tensors_together_are_refused(name: str, stage: int) -> None:
+    for answer in ranks.run_ranks(_refused, 2, name, stage):
+        assert name in answer, answer

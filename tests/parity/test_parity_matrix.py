@@ -1,0 +1,55 @@
+"""The matrix: 9 architectures x 4 stages x 3 precisions x accumulation x clipping, against plain PyTorch on the joined batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import ranks
+from tests.support.matrix import check_block
+from tests.support.models import MATRIX
+
+FAST_16_BIT = ("gpt2", "t5", "albert", "mixtral")
+EVERY_MODEL = [*MATRIX, "conv", "tied_coder"]
+
+
+@pytest.mark.parametrize("name", EVERY_MODEL)
+def test_fp32(name: str) -> None:
+    """Stages 1, 2 and 3 agree bitwise; stage 0 and the reference within rounding."""
+    ranks.run_ranks(check_block, 2, name, "fp32")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", FAST_16_BIT)
+def test_16_bit(name: str, dtype: str) -> None:
+    ranks.run_ranks(check_block, 2, name, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", [name for name in EVERY_MODEL if name not in FAST_16_BIT])
+def test_16_bit_other_models(name: str, dtype: str) -> None:
+    ranks.run_ranks(check_block, 2, name, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", EVERY_MODEL)
+def test_other_world_sizes(name: str, dtype: str, world_size: int) -> None:
+    ranks.run_ranks(check_block, world_size, name, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", EVERY_MODEL)
+def test_one_rank_on_a_gpu(name: str, dtype: str) -> None:
+    env = {"HF_ZERO_TEST_DEVICE": "cuda:0", "HF_ZERO_TEST_BACKEND": "nccl"}
+    ranks.run_ranks(check_block, 1, name, dtype, env=env, timeout=280)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", EVERY_MODEL)
+def test_two_ranks_share_a_gpu(name: str, dtype: str) -> None:
+    """nccl refuses two ranks on one device, gloo does not."""
+    ranks.run_ranks(check_block, 2, name, dtype, env={"HF_ZERO_TEST_DEVICE": "cuda:0"}, timeout=280)

@@ -1,0 +1,132 @@
+"""Blocks that a rank never runs: experts, LayerDrop, a tower without input. No hang, and the skipped block adds zeros."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from tests.support import ranks
+from tests.support.models import CASES, CLASSES, LENGTH, Batch, Block, Mlp
+from tests.support.parity import Run, check_training
+
+STAGES = (0, 1, 2, 3)
+WIDTH = 16
+
+
+class Chosen(Mlp):
+    """Runs the blocks that the batch lists, in the batch's order."""
+
+    def __init__(self, checkpointing: bool = False, blocks: int = 4) -> None:
+        super().__init__(blocks=blocks)
+        self.checkpointing = checkpointing
+
+    def forward(self, inputs: Tensor, choice: Tensor) -> Tensor:
+        hidden = self.entry(inputs)
+        for index in choice.tolist():
+            block = self.blocks[index]
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.checkpointing else block(hidden)
+        return self.head(hidden)
+
+
+class TwoTowers(nn.Module):
+    """Text blocks that always run, vision blocks that run only when the batch holds pixels."""
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.vision = nn.ModuleList(Block(WIDTH) for _ in range(blocks))
+        self.bridge = nn.Linear(WIDTH, WIDTH)
+        self.entry = nn.Linear(LENGTH, WIDTH)
+        self.text = nn.ModuleList(Block(WIDTH) for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, inputs: Tensor, choice: Tensor) -> Tensor:
+        hidden = self.entry(inputs)
+        if len(choice):
+            pixels = functional.pad(inputs, (0, WIDTH - LENGTH))
+            for block in self.vision:
+                pixels = block(pixels)
+            hidden = hidden + self.bridge(pixels)
+        for block in self.text:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def loss_of_choice(model: nn.Module, batch: Batch) -> Tensor:
+    return functional.cross_entropy(model(batch["inputs"], batch["choice"]).float(), batch["labels"])
+
+
+def expert_per_rank(step: int, micro: int, rank: int) -> list[int]:
+    return [rank % 4]
+
+
+def rotating_expert(step: int, micro: int, rank: int) -> list[int]:
+    return [(step + micro + rank) % 4]
+
+
+def layer_drop(step: int, micro: int, rank: int) -> list[int]:
+    kept = torch.rand(4, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)) < 0.5
+    return [index for index in range(4) if kept[index]]
+
+
+def dropped_on_every_rank(step: int, micro: int, rank: int) -> list[int]:
+    return [0, 3] if step == 1 else [0, 1, 2, 3]
+
+
+def reversed_on_odd_ranks(step: int, micro: int, rank: int) -> list[int]:
+    return [3, 2, 1, 0] if rank % 2 else [0, 1, 2, 3]
+
+
+def repeated_on_one_rank(step: int, micro: int, rank: int) -> list[int]:
+    return [0, 1, 1, 1, 3, 0] if rank == 0 else [2]
+
+
+def nothing_on_rank_zero(step: int, micro: int, rank: int) -> list[int]:
+    return [] if rank == 0 else [0, 1, 2, 3]
+
+
+FEEDS = (
+    expert_per_rank,
+    rotating_expert,
+    layer_drop,
+    dropped_on_every_rank,
+    reversed_on_odd_ranks,
+    repeated_on_one_rank,
+    nothing_on_rank_zero,
+)
+CHOICES = {function.__name__: function for function in FEEDS}
+
+
+def _check(kind: str, choice: str, run: Run) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return TwoTowers() if kind == "towers" else Chosen(checkpointing=kind == "checkpointed")
+
+    def feed(step: int, micro: int, rank: int) -> Batch:
+        return {**CASES["mlp"].rows(step, micro, rank), "choice": torch.tensor(CHOICES[choice](step, micro, rank), dtype=torch.long)}
+
+    check_training(build, feed, loss_of_choice, run, label=f"{kind} {choice}")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("choice", list(CHOICES))
+def test_blocks_skipped_by_some_ranks(choice: str, stage: int) -> None:
+    ranks.run_ranks(_check, 2, "blocks", choice, Run(stage=stage, accumulation=2, clip=0.1), timeout=40, group_timeout=15)
+
+
+@pytest.mark.parametrize("choice", ["expert_per_rank", "layer_drop"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_skipped_blocks_on_three_ranks_in_16_bit(stage: int, choice: str) -> None:
+    ranks.run_ranks(_check, 3, "blocks", choice, Run(stage=stage, dtype="bf16", accumulation=2), timeout=40, group_timeout=15)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_skipped_blocks_under_activation_checkpointing(stage: int) -> None:
+    ranks.run_ranks(_check, 2, "checkpointed", "layer_drop", Run(stage=stage, accumulation=2), timeout=40, group_timeout=15)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_batch_without_pixels_on_one_rank(stage: int) -> None:
+    ranks.run_ranks(_check, 2, "towers", "nothing_on_rank_zero", Run(stage=stage, accumulation=2), timeout=40, group_timeout=15)

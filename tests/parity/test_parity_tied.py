@@ -1,0 +1,104 @@
+"""Tied weights: one parameter under several names lives in one unit, once, and stays tied."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.support import ranks
+from tests.support.models import CASES, CLASSES, LENGTH, Batch, Block, class_loss
+from tests.support.parity import Run, check_training, initialize
+
+STAGES = (0, 1, 2, 3)
+
+
+class TiedBlocks(nn.Module):
+    """The first and the last block share one matrix, so it belongs to neither block's unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(LENGTH, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(16, CLASSES)
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.entry(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def _build_tied_blocks() -> nn.Module:
+    torch.manual_seed(0)
+    return TiedBlocks()
+
+
+def _tied_case(name: str, run: Run) -> None:
+    case = CASES[name]
+    check_training(case.build, case.rows, case.forward, run, label=name)
+
+
+def _tied_blocks(run: Run) -> None:
+    check_training(_build_tied_blocks, CASES["mlp"].rows, class_loss, run, label="tied blocks")
+
+
+def _stays_tied(stage: int) -> None:
+    """The same object under both names, one place in the units, the same values in the state dict under both names."""
+    case = CASES["tied_coder"]
+    model = case.build()
+    names = ("encoder.embed.weight", "decoder.embed.weight", "head.weight")
+    engine = initialize(model, Run(stage=stage))
+    engine.backward(case.forward(engine, case.rows(0, 0, ranks.rank())))
+    engine.step()
+    assert model.head.weight is model.encoder["embed"].weight is model.decoder["embed"].weight
+    slots = [slot.name for unit in engine.units for slot in unit.layout.slots]
+    assert len([slot for slot in slots if slot in names]) == 1, slots
+    assert sum(slot.numel for unit in engine.units for slot in unit.layout.slots) == sum(p.numel() for p in case.build().parameters())
+    if stage == 3:
+        state = engine._zero3_consolidated_16bit_state_dict()
+        if ranks.rank() == 0:
+            assert set(names) <= set(state), sorted(state)
+            assert all(torch.equal(state[name], state[names[0]]) for name in names)
+        else:
+            assert state is None
+    engine.destroy()
+
+
+def _tied_to_frozen(stage: int) -> None:
+    """A frozen embedding tied to the head: no gradient, no update, and the rest trains."""
+
+    def build() -> nn.Module:
+        model = CASES["tied_coder"].build()
+        model.head.weight.requires_grad_(False)
+        return model
+
+    def forward(model: nn.Module, batch: Batch) -> Tensor:
+        logits = model(batch["input_ids"])
+        return functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+
+    check_training(build, CASES["tied_coder"].rows, forward, Run(stage=stage), label="tied to frozen")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["gpt2", "bart", "t5", "tied_coder"])
+def test_tied_models_in_16_bit_with_accumulation(name: str, stage: int) -> None:
+    ranks.run_ranks(_tied_case, 2, name, Run(stage=stage, dtype="bf16", accumulation=2, clip=0.1))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_weight_shared_by_two_blocks(stage: int, dtype: str) -> None:
+    ranks.run_ranks(_tied_blocks, 3, Run(stage=stage, dtype=dtype, accumulation=2))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_tied_weights_stay_one_parameter(stage: int) -> None:
+    ranks.run_ranks(_stays_tied, 2, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_frozen_tied_weight(stage: int) -> None:
+    ranks.run_ranks(_tied_to_frozen, 2, stage)

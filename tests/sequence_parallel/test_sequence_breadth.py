@@ -1,0 +1,41 @@
+"""Every causal language model of transformers trains exactly over slices or is refused by name; a few here, all with ``--slow``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support import ranks, sp_breadth
+from tests.support.sp_breadth import PAGE, START, STOP, Row, causal, measure_all, measure_each, saved, table
+
+pytest.importorskip("transformers", minversion="5.0")
+
+SOME = ["Cohere2ForCausalLM", "Olmo3ForCausalLM", "MixtralForCausalLM", "MambaForCausalLM", "GPTJForCausalLM", "BartForCausalLM"]
+
+
+def test_published_results_are_exact_or_refused_and_on_the_page() -> None:
+    rows = saved()
+    assert sum(row.exact for row in rows) >= 106
+    assert [row.name for row in rows if not (row.exact or row.refused)] == ["BltForCausalLM"]  # does not train on one rank either
+    page = PAGE.read_text(encoding="utf-8")
+    rendered = table(rows)
+    assert rendered.splitlines()[4:] == (START + page.split(START)[1].split(STOP)[0] + STOP).splitlines()[4:]
+
+
+def test_some_are_what_was_published() -> None:
+    known = {row.name: row for row in saved()}
+    for row in ranks.run_ranks(measure_each, 2, SOME)[0]:
+        assert (row.exact, bool(row.refused)) == (known[row.name].exact, bool(known[row.name].refused)), row
+
+
+@pytest.fixture(scope="module")
+def everything() -> Iterator[list[Row]]:
+    yield measure_all(causal())
+
+
+@pytest.mark.slow
+def test_all_are_exact_or_refused(everything: list[Row]) -> None:
+    known = {row.name for row in saved() if not (row.exact or row.refused)}
+    assert [row for row in everything if not (row.exact or row.refused or row.name in known)] == []
+    assert sp_breadth.LOSS <= 1e-5

@@ -1,0 +1,119 @@
+"""Models of many blocks, of which ranks skip some: more gathers and reductions are under way at a time than in models of two to four.
+
+Jobs of ranks, for every device (``tests/support/device_jobs.py`` lists them).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.parity import test_parity_multimodal as multimodal
+from tests.support import ranks
+from tests.support.models import CASES, CLASSES, LENGTH, Batch, Block
+from tests.support.parity import Run, check_training
+
+WIDTH = 16
+TOWER, TEXT, EXPERTS = 12, 8, 16
+
+
+class Towers(nn.Module):
+    """Twelve vision blocks that run when the batch holds pixels, and eight text blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = nn.ModuleList(Block(WIDTH) for _ in range(TOWER))
+        self.bridge = nn.Linear(WIDTH, WIDTH)
+        self.entry = nn.Linear(LENGTH, WIDTH)
+        self.text = nn.ModuleList(Block(WIDTH) for _ in range(TEXT))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, inputs: Tensor, choice: Tensor) -> Tensor:
+        hidden = self.entry(inputs)
+        if len(choice):
+            pixels = functional.pad(inputs, (0, WIDTH - LENGTH))
+            for block in self.vision:
+                pixels = block(pixels)
+            hidden = hidden + self.bridge(pixels)
+        for block in self.text:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class Experts(nn.Module):
+    """Sixteen experts, of which the batch says which run, in which order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(LENGTH, WIDTH)
+        self.experts = nn.ModuleList(Block(WIDTH) for _ in range(EXPERTS))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, inputs: Tensor, choice: Tensor) -> Tensor:
+        hidden = self.entry(inputs)
+        for index in choice.tolist():
+            hidden = self.experts[index](hidden)
+        return self.head(hidden)
+
+
+def _loss(model: nn.Module, batch: Batch) -> Tensor:
+    return functional.cross_entropy(model(batch["inputs"], batch["choice"]).float(), batch["labels"])
+
+
+def _in_turns(step: int, micro: int, rank: int) -> list[int]:
+    """Pixels on one rank only, another one each time."""
+    return [0] if (step + micro + rank) % 2 else []
+
+
+def _own_order(step: int, micro: int, rank: int) -> list[int]:
+    """Half of the experts, other ones in another order on each rank."""
+    order = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+    return order[: EXPERTS // 2].tolist()
+
+
+KINDS = {"towers": (Towers, _in_turns), "experts": (Experts, _own_order)}
+
+
+def skipped_blocks() -> None:
+    """Towers that ranks take turns to skip, and experts in orders of their own, at the stages that reduce in backward."""
+    for kind, (model, choice) in KINDS.items():
+
+        def build(model: type[nn.Module] = model) -> nn.Module:
+            torch.manual_seed(0)
+            return model()
+
+        def feed(step: int, micro: int, rank: int, choice: object = choice) -> Batch:
+            chosen = choice(step, micro, rank)  # type: ignore[operator]
+            return {**CASES["mlp"].rows(step, micro, rank), "choice": torch.tensor(chosen, dtype=torch.long)}
+
+        for stage in (1, 2, 3):
+            check_training(build, feed, _loss, Run(stage, accumulation=2, clip=0.1), label=f"{kind}, stage {stage}")
+
+
+def images_on_some_ranks() -> None:
+    """LLaVA with ten vision and eight text blocks, where some micro-steps of a rank have an image."""
+    feed = multimodal.feed_of(multimodal.llava_batch)
+
+    def on_device(step: int, micro: int, rank: int) -> Batch:
+        return {name: value.to(ranks.device()) for name, value in feed(step, micro, rank).items()}
+
+    for stage in (2, 3):
+        check_training(
+            lambda: multimodal.seeded(_llava),
+            on_device,
+            multimodal.loss,
+            Run(stage, accumulation=2, clip=0.1),
+            label=f"llava, stage {stage}",
+        )
+
+
+def _llava() -> nn.Module:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    size, pixels = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}, multimodal.PIXELS
+    vision = CLIPVisionConfig(num_hidden_layers=10, image_size=pixels, patch_size=pixels // 2, **size)
+    text = LlamaConfig(**{**multimodal.TEXT, "num_hidden_layers": TEXT})
+    return LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=text, image_token_index=multimodal.IMAGE_TOKEN, vision_feature_layer=-1)
+    )

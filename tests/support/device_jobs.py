@@ -1,0 +1,187 @@
+"""What the engine does on a device, as jobs of ranks: on the pretend accelerator (always) and on a GPU (where there is one)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests import pretend
+from tests.pretend import network
+from tests.support import ranks
+from tests.support.models import CASES, CLASSES, class_loss
+from tests.support.offload_runs import blocks_of, train_case, ways
+from tests.support.parity import LIMITS, Run, check_bitwise, check_case, difference, initialize, limits_of, train
+
+IN_BACKGROUND = {"checkpoint": {"writer": {"decoupled": True}}}
+OFFLOADED = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
+
+
+def backend_of(device: str, world: int) -> str:
+    """What ranks speak: the device's own where each has one of its own, else gloo."""
+    if device == pretend.NAME:
+        return network.NAME
+    return "nccl" if device == "cuda" and world <= max(1, torch.cuda.device_count()) else "gloo"
+
+
+def _copies() -> tuple[int, int]:
+    """Copies beside the computation, and copies that could not be: the pretend accelerator counts them."""
+    return (pretend.late_copies(), pretend.pageable_copies()) if pretend.loaded() else (0, 0)
+
+
+def parity(names: list[str], runs: list[Run]) -> None:
+    for run in runs:
+        for name in names:
+            check_case(name, run)
+
+
+def offload(name: str, runs: list[Run], only: list[str]) -> None:
+    """Every way to offload against none: late copies happen, and none of them from memory that is not page-locked."""
+    torch.set_num_threads(1)
+    recorded = pretend.recorded() if pretend.loaded() else 0
+    for run in runs:
+        plain, _ = train_case(name, run, {})
+        for label, way in ways(run.stage).items():
+            if only and label not in only:
+                continue
+            late, pageable = _copies()
+            with blocks_of(way) as blocks:
+                trace, _ = train_case(name, run, blocks)
+            found = difference(trace, plain)
+            assert trace.skipped == plain.skipped and found.within(limits_of(run.dtype)), f"{label}: {found}"
+            if pretend.loaded():
+                assert _copies()[0] > late and _copies()[1] == pageable, f"{label}: copies that overlap nothing"
+                assert pretend.recorded() == recorded, f"{label}: memory that is reused when the host catches up, not before"
+
+
+def offload_param_alone() -> None:
+    """Masters stay on the device when only the parameters leave it."""
+    engine = initialize(CASES["gpt2"].build(), Run(stage=3, extra={"zero_optimization": {"offload_param": {"device": "cpu"}}}))
+    train(engine, CASES["gpt2"].rows, CASES["gpt2"].forward, Run(stage=3, steps=1))
+    assert {unit.master.device.type for unit in engine.units} == {ranks.device().type}
+    assert {unit.shard.device.type for unit in engine.units} == {"cpu"}
+    engine.destroy()
+
+
+def checkpointing() -> None:
+    from tests.parity.test_parity_checkpointing import _plain, _train_transformers
+
+    _plain(Run(stage=3, accumulation=2), "not reentrant")
+    run = Run(stage=3, accumulation=2, clip=0.1)
+    trace, plain = _train_transformers("gpt2", run, True), _train_transformers("gpt2", run, None)
+    assert difference(trace, plain).within(LIMITS["fp32"])
+
+
+class _HostInputs(nn.Module):
+    """Blocks whose inputs rest on the host, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4))
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        from hf_zero.deepspeed import checkpointing
+
+        hidden = self.entry(inputs)
+        for block in self.blocks:
+            hidden = checkpointing.checkpoint(block, hidden)
+        return self.head(hidden)
+
+
+def cpu_checkpointing() -> None:
+    """Inputs of blocks rest in page-locked memory: the same bits, dropout too, with copies beside the computation."""
+    from hf_zero.deepspeed import checkpointing
+
+    found: list[tuple[Any, int]] = []
+    for host in (False, True):
+        checkpointing.configure(None, checkpoint_in_cpu=host)
+        torch.manual_seed(0)
+        engine = initialize(_HostInputs().train(), Run(stage=3, dtype="bf16"))
+        late, pageable = _copies()
+        torch.manual_seed(1)
+        trace = train(engine, CASES["mlp"].rows, class_loss, Run(stage=3, dtype="bf16"))
+        found.append((trace, _copies()[0] - late))
+        assert _copies()[1] == pageable
+        engine.destroy()
+        checkpointing.reset()
+    check_bitwise(found[1][0], found[0][0], "cpu_checkpointing")
+    assert not pretend.loaded() or found[1][1] >= found[0][1] + 2 * 3 * 4, "inputs of four blocks, there and back, in three steps"
+
+
+def saves(folder: str) -> None:
+    from tests.checkpoint.test_checkpoint_background import CONFIGS, _train_on
+
+    for name, (stage, extra) in CONFIGS.items():
+        _train_on(f"{folder}/{name}", stage, extra)
+
+
+def save(folder: str, extra: dict[str, Any]) -> dict[str, Any]:
+    from tests.support.checkpoints import full_state, start, steps
+
+    engine = start(3, "bf16", **extra)
+    steps(engine, 0, 2, "bf16")
+    state = full_state(engine)
+    engine.save_checkpoint(folder)
+    engine.wait_for_checkpoint()  # nothing else waits for the device: the current one of rank 1 is another
+    engine.destroy()
+    return state
+
+
+def load(folder: str, expected: dict[str, Any], extra: dict[str, Any], stage: int) -> list[str]:
+    from tests.support.checkpoints import differences, full_state, start
+
+    engine = start(stage, "bf16", seed=3, **extra)
+    engine.load_checkpoint(folder)
+    found = differences(full_state(engine), expected)
+    engine.destroy()
+    return found
+
+
+def interface() -> None:
+    """zero.Init, gathered and full values, generation, the traffic log, clocks, memory, a lone forward."""
+    import hf_zero
+    from hf_zero.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
+
+    run = Run(
+        stage=3,
+        dtype="bf16",
+        extra={
+            "comms_logger": {"enabled": True},
+            "wall_clock_breakdown": True,
+            "memory_breakdown": True,
+            "flops_profiler": {"enabled": True, "profile_step": 1},
+        },
+    )
+    config = run.config()
+    with hf_zero.zero.Init(config_dict_or_path=config):
+        model = CASES["gpt2"].make()
+    first = model.transformer.h[0].mlp.c_fc.weight
+    assert first.device == ranks.device() and (first.numel() == 0 or ranks.world() == 1)
+    engine = hf_zero.initialize(model=model, config=config)[0]
+    for step in range(2):
+        loss = engine(**CASES["gpt2"].rows(step, ranks.rank())).loss
+        engine.backward(loss)
+        assert safe_get_full_grad(first).device == ranks.device()
+        engine.step()
+    engine.module.eval()
+    prompt = torch.randint(3, 60, (2, 4), device=ranks.device())
+    assert engine.generate(prompt, max_new_tokens=3 + ranks.rank(), do_sample=False, pad_token_id=0).shape[0] == 2
+    value = safe_get_full_fp32_param(first)
+    safe_set_full_fp32_param(first, torch.zeros_like(value))
+    with hf_zero.zero.GatheredParameters([first], modifier_rank=0):
+        assert first.float().abs().sum().item() == 0
+        if ranks.rank() == 0:
+            first.data.fill_(1.0)
+    assert safe_get_full_fp32_param(first).eq(1).all()
+    state = engine._zero3_consolidated_16bit_state_dict()
+    assert ranks.rank() != 0 or {tensor.device.type for tensor in state.values()} == {"cpu"}
+    engine.empty_partition_cache()
+    if ranks.device().type == "cpu":  # nobody counts its memory
+        engine.destroy()
+        return
+    used = torch.accelerator.memory_allocated(ranks.device())
+    engine.destroy()
+    assert torch.accelerator.memory_allocated(ranks.device()) < used

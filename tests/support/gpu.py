@@ -1,0 +1,85 @@
+"""Most jobs of ``test_gpu_engine.py`` without pytest, each in turn whatever happens to the others:
+
+    python -m tests.support.gpu --device cuda        # or pretend
+    python -m tests.support.gpu --worlds 2 --jobs skipped
+
+Two and more ranks speak nccl where there are as many GPUs, else they share one over gloo. Prints one line per job, and the text of those
+that fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tests.support import deep_skips, device_jobs, ranks
+from tests.support.device_jobs import backend_of
+from tests.support.parity import Run
+
+DTYPES = ("fp32", "bf16", "fp16")
+TAIL = 3000  # characters of a failure
+
+
+def jobs(folder: str, world: int) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    """Name, function and arguments."""
+    for dtype in DTYPES:
+        runs = [Run(stage=stage, dtype=dtype, accumulation=2, clip=0.5) for stage in range(4)]
+        yield f"parity {dtype}", device_jobs.parity, (["mlp", "gpt2", "llama"], runs)
+    if world > 1:
+        yield "skipped blocks", deep_skips.skipped_blocks, ()
+        yield "images on some ranks", deep_skips.images_on_some_ranks, ()
+    for dtype in DTYPES:
+        runs = [Run(stage=3, dtype=dtype), Run(stage=2, dtype=dtype, accumulation=2, clip=0.1)]
+        yield f"offload {dtype}", device_jobs.offload, ("gpt2", runs, [])
+    for name in ("offload_param_alone", "checkpointing", "cpu_checkpointing", "interface"):
+        yield name, getattr(device_jobs, name), ()
+    yield "save", device_jobs.save, (folder, device_jobs.IN_BACKGROUND)
+    yield "saves", device_jobs.saves, (folder,)
+
+
+def text_of(error: Exception) -> str:
+    """The end of what happened: of the ranks that failed by themselves, or where those that hang are."""
+    if not isinstance(error, ranks.RankError):
+        return str(error)[-TAIL:]
+    failed = [outcome for outcome in error.outcomes if not outcome.ok]
+    first = [outcome for outcome in failed if outcome.status != "hung"] or failed
+    return "\n".join(f"--- rank {outcome.rank}: {outcome.status}\n{outcome.text.split('output of rank')[0][-TAIL:]}" for outcome in first)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2], help="numbers of ranks")
+    parser.add_argument("--jobs", nargs="+", default=[], help="only those whose name begins so")
+    parser.add_argument("--skip", nargs="+", default=[], help="not those whose name begins so")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds that a job may take")
+    arguments = parser.parse_args()
+    failed = 0
+    for world in arguments.worlds:
+        backend = backend_of(arguments.device, world)
+        env = {"HF_ZERO_TEST_DEVICE": arguments.device, "HF_ZERO_TEST_BACKEND": backend}
+        for name, function, given in jobs(tempfile.mkdtemp(prefix="hf_zero_gpu_"), world):
+            if (arguments.jobs and not name.startswith(tuple(arguments.jobs))) or name.startswith(tuple(arguments.skip)):
+                continue
+            start, text = time.monotonic(), ""
+            try:
+                ranks.run_ranks(function, world, *given, env=env, timeout=arguments.limit)
+            except Exception as error:  # the next one may say more
+                text, failed = text_of(error), failed + 1
+            verdict = "FAILED" if text else "passed"
+            print(
+                f"{verdict} {name}, {world} rank(s) on {backend}, {time.monotonic() - start:.1f} s",
+                text,
+                sep="\n" if text else "",
+                flush=True,
+            )
+    ranks.close_pools()
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

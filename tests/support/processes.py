@@ -1,0 +1,68 @@
+"""Fresh Python processes for tests of start-up behaviour: what a user's shell would start, with the alias active."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+PROBE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('deepspeed') is None)"
+# What a launcher or another test may have set, and what would change what a fresh process does.
+DROPPED_PREFIXES = ("ACCELERATE_", "DEEPSPEED_", "HF_ZERO", "MASTER_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
+DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTHONPATH")
+
+
+@functools.cache
+def hook_folder() -> str | None:
+    """A folder that switches the alias on by PYTHONPATH, or None where hf_zero is installed and its hook does."""
+    bare = subprocess.run([sys.executable, "-c", PROBE], cwd="/", env=_clean_environment(), capture_output=True)
+    if bare.returncode == 0:
+        return None
+    folder = tempfile.mkdtemp(prefix="hf_zero_hook_")
+    Path(folder, "sitecustomize.py").write_text("import _hf_zero_startup\n")
+    return folder
+
+
+def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Environment of a fresh process: this one's without launcher variables, hf_zero importable, the alias active, GPUs hidden.
+
+    Two ranks need two GPUs under nccl; on the CPU they are the same everywhere.
+    """
+    env = _clean_environment()
+    hook = hook_folder()
+    if hook is not None:
+        env["PYTHONPATH"] = os.pathsep.join((hook, str(REPO)))
+    env.update(
+        {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PATH": _path()}
+    )
+    env.update(changes or {})
+    return env
+
+
+def run_python(
+    code: str, *, cwd: Path | None = None, env: Mapping[str, str] | None = None, options: Sequence[str] = (), timeout: float = 120.0
+) -> str:
+    """Runs ``code`` in a fresh interpreter and returns what it printed; fails with its output if it fails."""
+    return run([sys.executable, *options, "-c", textwrap.dedent(code)], cwd=cwd, env=env, timeout=timeout)
+
+
+def run(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 120.0) -> str:
+    """Runs a command like a user would and returns its standard output; fails with all output if it fails."""
+    done = subprocess.run(list(command), cwd=cwd or "/", env=environment(env), capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, f"{' '.join(command)[:400]}\nexit status {done.returncode}\n{done.stdout}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+def _clean_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(DROPPED_PREFIXES) and name not in DROPPED}
+
+
+def _path() -> str:
+    """PATH with this interpreter's commands (accelerate, torchrun) first."""
+    return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))

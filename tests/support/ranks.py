@@ -1,0 +1,393 @@
+"""Run a function on N gloo ranks under a time limit.
+
+Importing torch and transformers costs seconds, so ranks are processes that live on between calls: one pool per world
+size, forked from a server that imported both once. Every call gets a fresh process group, fresh seeds and its own
+launcher environment; a call that fails, hangs or loses a rank raises ``RankError`` with the text of every rank and
+throws its pool away.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import io
+import logging
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, Literal
+
+from tests import pretend
+from tests.support import collective_order
+
+PRELOAD = ("tests.support.alias_first", "torch", "torch.distributed", "numpy", "transformers.modeling_utils") + tuple(
+    f"transformers.models.{name}.modeling_{name}"
+    for name in ("gpt2", "llama", "t5", "bart", "albert", "mixtral", "deberta_v2", "blenderbot", "vit")
+)
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+GRACE_SECONDS = 5.0  # what the other ranks get to report after one rank has failed
+LOG_TAIL_CHARS = 4000
+
+
+class RankError(AssertionError):
+    """At least one rank raised, died or was still running at the time limit. ``outcomes`` holds one entry per rank."""
+
+    def __init__(self, name: str, outcomes: list[RankOutcome]) -> None:
+        self.outcomes = outcomes
+        parts = [f"{name} failed on {sum(not o.ok for o in outcomes)} of {len(outcomes)} ranks"]
+        parts += [f"--- rank {o.rank}: {o.status} after {o.seconds:.1f} s\n{o.text}" for o in outcomes]
+        super().__init__("\n".join(parts))
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """How one rank ended: its value and collectives, or the text of its traceback, exit or stack at the time limit."""
+
+    rank: int
+    status: Literal["ok", "error", "died", "hung"]
+    seconds: float
+    value: Any = None
+    text: str = ""
+    record: collective_order.Record = field(default_factory=collective_order.Record)
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call as it travels to a rank. ``store`` is None when the function creates its process group itself."""
+
+    payload: bytes  # pickled (function, args)
+    store: str | None
+    port: int
+    group_timeout: float
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    group_timeout: float = 90.0,
+    group: bool = True,
+    env: dict[str, str] | None = None,
+    ordered: bool = True,
+) -> list[Any]:
+    """Call ``function(*args)`` on every rank and return the values by rank.
+
+    Args:
+        function: importable at module level (it travels by name), reads its rank from ``torch.distributed``.
+        world_size: number of ranks.
+        timeout: seconds after which the call fails with the stack of every rank.
+        group_timeout: timeout of the process group's collectives in seconds.
+        group: create the default gloo group before the call; otherwise only the launcher's variables are set.
+        env: variables set during the call, on every rank.
+        ordered: check that what the ranks issued could not hang on NCCL (``collective_order.py``); whoever says False says why.
+
+    Raises:
+        RankError: a rank raised, died or hung.
+        OrderError: the ranks' collectives could hang on NCCL.
+    """
+    __tracebackhide__ = True  # pytest: the ranks' tracebacks are what matters
+    outcomes = observe_ranks(
+        function, world_size, *args, timeout=timeout, group_timeout=group_timeout, group=group, env=env, ordered=ordered
+    )
+    if not all(outcome.ok for outcome in outcomes):
+        raise RankError(getattr(function, "__qualname__", str(function)), outcomes)
+    return [outcome.value for outcome in outcomes]
+
+
+def observe_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    group_timeout: float = 90.0,
+    group: bool = True,
+    env: dict[str, str] | None = None,
+    grace: float = GRACE_SECONDS,
+    ordered: bool = True,
+) -> list[RankOutcome]:
+    """Like ``run_ranks``, but returns how each rank ended instead of raising. ``grace``: see ``GRACE_SECONDS``."""
+    __tracebackhide__ = True
+    # A process that has loaded the pretend accelerator keeps it, and so with its back end: ranks without have pools of their own.
+    own = {**os.environ, **(env or {})}
+    key = (world_size, own.get("HF_ZERO_TEST_DEVICE", "cpu"), own.get("HF_ZERO_TEST_BACKEND", "gloo"))
+    if key[1] == pretend.NAME:
+        pretend.build()  # once, rather than in every rank
+    pool = _POOLS.get(key)
+    if pool is None or not pool.healthy():
+        if pool is not None:
+            pool.kill()
+        pool = _POOLS[key] = RankPool(world_size)
+    outcomes = pool.call(pickle.dumps((function, args)), timeout=timeout, group_timeout=group_timeout, group=group, env=env, grace=grace)
+    if not all(outcome.ok for outcome in outcomes):
+        pool.kill()
+        del _POOLS[key]
+    elif ordered:
+        collective_order.check([outcome.record for outcome in outcomes])
+    return outcomes
+
+
+def warm_up() -> None:
+    """Start the server that imports the heavy packages, without waiting for it."""
+    from multiprocessing import forkserver
+
+    _context()
+    forkserver.ensure_running()
+
+
+def close_pools() -> None:
+    """End every rank of every pool."""
+    while _POOLS:
+        _POOLS.popitem()[1].close()
+
+
+class RankPool:
+    """Processes that wait for jobs, one per rank."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._folder = tempfile.TemporaryDirectory(prefix="hf_zero_ranks_")
+        self._calls = 0
+        self._pipes: list[connection.Connection] = []
+        self._processes: list[Any] = []
+        for rank in range(world_size):
+            parent_end, child_end = multiprocessing.Pipe()
+            process = _context().Process(target=_serve, args=(child_end, rank, world_size, self._folder.name), daemon=True)
+            process.start()
+            child_end.close()
+            self._pipes.append(parent_end)
+            self._processes.append(process)
+
+    def healthy(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def call(
+        self, payload: bytes, *, timeout: float, group_timeout: float, group: bool, env: dict[str, str] | None, grace: float
+    ) -> list[RankOutcome]:
+        """Send one job to every rank and collect how each ended, in at most ``timeout`` seconds and a little more."""
+        self._calls += 1
+        store = os.path.join(self._folder.name, f"store_{self._calls}") if group else None
+        job = pickle.dumps(Job(payload, store, _free_port(), group_timeout, env or {}))
+        start = time.monotonic()
+        for pipe in self._pipes:
+            pipe.send_bytes(job)
+        outcomes: dict[int, RankOutcome] = {}
+        deadline = start + timeout
+        while len(outcomes) < self.world_size and time.monotonic() < deadline:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in outcomes}
+            ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            for pipe in ready:
+                rank = waiting[pipe]
+                outcomes[rank] = self._receive(rank, time.monotonic() - start)
+                if not outcomes[rank].ok:
+                    deadline = min(deadline, time.monotonic() + grace)
+        for rank in set(range(self.world_size)) - set(outcomes):
+            outcomes[rank] = RankOutcome(rank, "hung", time.monotonic() - start, text=self._stack(rank))
+        return [outcomes[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """Let idle ranks end by themselves, so that they clean up what libraries registered; then as ``kill``."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(3)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the ranks at once: a rank that hangs in a collective does not listen."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(5)
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+
+    def _receive(self, rank: int, seconds: float) -> RankOutcome:
+        try:
+            status, body = pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join(5)
+            return RankOutcome(rank, "died", seconds, text=f"exit code {self._processes[rank].exitcode}\n{self._log(rank)}")
+        if status == "ok":
+            return RankOutcome(rank, "ok", seconds, value=body[0], record=body[1])
+        return RankOutcome(rank, "error", seconds, text=f"{body}\n{self._log(rank)}")
+
+    def _stack(self, rank: int) -> str:
+        if not self._processes[rank].is_alive():
+            return f"exit code {self._processes[rank].exitcode}\n{self._log(rank)}"
+        os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return f"still running at the time limit:\n{_read(self._folder.name, f'stack_{rank}')}\n{self._log(rank)}"
+
+    def _log(self, rank: int) -> str:
+        text = _read(self._folder.name, f"log_{rank}")[-LOG_TAIL_CHARS:]
+        return f"output of rank {rank}:\n{text}" if text else ""
+
+
+def rank() -> int:
+    """This process's rank in the default group."""
+    import torch.distributed as dist
+
+    return dist.get_rank()
+
+
+def world() -> int:
+    """Size of the default group."""
+    import torch.distributed as dist
+
+    return dist.get_world_size()
+
+
+def device() -> Any:
+    """Where the ranks of the suite keep their tensors: ``HF_ZERO_TEST_DEVICE`` (all ranks may share one GPU) or the CPU."""
+    import torch
+
+    from tests.pretend import network
+
+    name = os.environ.get("HF_ZERO_TEST_DEVICE", "cpu")
+    if name == pretend.NAME:
+        pretend.load()
+        network.register()
+    elif os.environ.get("HF_ZERO_TEST_BACKEND") == network.NAME:
+        network.register()
+    device = torch.device(name)
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(name, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
+
+
+_POOLS: dict[tuple[int, str, str], RankPool] = {}  # by number of ranks, device and back end
+_FACTORIES: dict[str, Any] = {}  # of a rank: the functions that zero.Init may replace for a while
+atexit.register(close_pools)
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    return context
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _read(folder: str, name: str) -> str:
+    path = Path(folder) / name
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _serve(pipe: connection.Connection, rank: int, world_size: int, folder: str) -> None:
+    """Body of a rank: wait for a job, run it, answer; ends when the parent closes the pipe."""
+    import torch
+
+    torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays; collections between jobs need not look at it
+    _FACTORIES.update({name: getattr(torch, name) for name in ("empty", "zeros", "ones", "full", "tensor", "arange")})
+    stack = open(os.path.join(folder, f"stack_{rank}"), "w")  # noqa: SIM115 - lives as long as the process
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    log = os.open(os.path.join(folder, f"log_{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), line_buffering=True)
+    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), line_buffering=True)
+    while True:
+        try:
+            job: Job = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        os.ftruncate(log, 0)
+        try:
+            answer = pickle.dumps(("ok", _run(job, rank, world_size)))
+        except BaseException:  # a rank reports whatever happened, SystemExit included
+            answer = pickle.dumps(("error", traceback.format_exc()))
+        pipe.send_bytes(answer)
+
+
+def _run(job: Job, rank: int, world_size: int) -> tuple[Any, collective_order.Record]:
+    import torch
+    import torch.distributed as dist
+
+    from tests.support.collective_log import recording
+
+    values = (rank, rank, world_size, world_size, "127.0.0.1", job.port)
+    launcher = {name: str(value) for name, value in zip(LAUNCHER_VARIABLES, values, strict=True)}
+    with _environment({**launcher, **job.env}):
+        random.seed(0)
+        torch.manual_seed(0)
+        logging.getLogger("hf_zero").setLevel(logging.INFO)  # Lightning's strategy lowers it for good
+        # Fills what torch.empty returns with NaN: padding or a hole that somebody forgot to write shows at once.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            device()  # the pretend accelerator must be there before anything asks for one
+            if pretend.loaded():  # as in a new process
+                torch.accelerator.set_device_index(0)
+                pretend.reset_counters()
+            if job.store is not None:
+                store = dist.FileStore(job.store, world_size)
+                limit = timedelta(seconds=job.group_timeout)
+                backend = os.environ.get("HF_ZERO_TEST_BACKEND", "gloo")
+                dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+                # A rank that ends without a collective would close its connections before others have made theirs. nccl is told the device:
+                # which is the current one is for the package to say.
+                dist.barrier(device_ids=[device().index] if backend == "nccl" else None)
+            function, args = pickle.loads(job.payload)
+            with recording() as record:
+                value = function(*args)
+            _check_leaks()
+            return value, record
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.set_grad_enabled(True)
+            gc.collect()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _check_leaks() -> None:
+    """A job must leave the process as it found it: the next one runs in the same process."""
+    import torch
+
+    if torch.get_default_dtype() != torch.float32:
+        raise AssertionError(f"the job left the default dtype at {torch.get_default_dtype()}, expected torch.float32")
+    if not torch.is_grad_enabled():
+        raise AssertionError("the job left autograd switched off")
+    if pretend.loaded():
+        torch.accelerator.synchronize()
+        if complaints := pretend.complaints():
+            raise AssertionError("the pretend accelerator complains:\n" + "\n".join(complaints))
+    replaced = [name for name, original in _FACTORIES.items() if getattr(torch, name) is not original]
+    if replaced:
+        raise AssertionError(f"the job left these functions of torch replaced: {replaced}")

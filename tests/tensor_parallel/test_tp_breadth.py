@@ -1,0 +1,31 @@
+"""Every text architecture of transformers, split over 2 and over 4 ranks, equals one rank: a few kinds in `make test`, all when slow."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.tp_breadth import WORLDS, buildable, measure_all, saved
+
+# One of each kind: grouped heads, fused projections, ALiBi, shared position tables, experts, state space, norms over all heads, a module
+# that hands its input through, code that asks which experts were chosen, code that counts values past a threshold.
+KINDS = ["BloomForCausalLM", "DebertaV2ForMaskedLM", "Olmo2ForCausalLM", "BambaForCausalLM", "Phi3ForCausalLM", "ApertusForCausalLM"]
+KINDS += ["MobileBertForMaskedLM", "SwitchTransformersForConditionalGeneration", "BltForCausalLM"]
+
+
+def test_kinds_of_architectures_are_exact_and_mostly_split() -> None:
+    for row in measure_all(KINDS, 3):
+        assert row.exact, row
+        assert row.share >= 0.4, row
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_architecture_that_the_page_calls_exact(world: int) -> None:
+    """And no new wrong number: what cannot be split says so."""
+    expected = {row.name: row for row in saved(world)}
+    rows = measure_all(buildable(), world=world)
+    worse = [row for row in rows if row.name in expected and expected[row.name].exact and not row.exact]
+    assert not worse
+    known = {name for name, row in expected.items() if not row.error and not row.exact}
+    assert not [row for row in rows if not row.error and not row.exact and row.name not in known]

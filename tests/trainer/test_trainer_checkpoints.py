@@ -1,0 +1,193 @@
+"""Saving and resuming with Trainer: resumed runs repeat bit for bit, saved models load in plain transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import ranks, trainers
+
+OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
+SCHEDULER = {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}}
+
+
+def _trainer(models: Path, folder: Path, config: dict[str, Any], **options: Any) -> Any:
+    from transformers import Trainer
+
+    trainers._forget()
+    name, freeze, dropout = options.pop("name", "gpt2"), options.pop("freeze", False), options.pop("dropout", 0.0)
+    args = trainers.arguments(folder, config, **options)
+    model = trainers.load(models, name, **({"resid_pdrop": dropout} if dropout else {}))
+    if freeze:
+        for param in model.transformer.wte.parameters():
+            param.requires_grad_(False)
+    return Trainer(model=model, args=args, train_dataset=trainers.rows(24, 1), eval_dataset=trainers.rows(7, 2))
+
+
+# -- resume ------------------------------------------------------------------------------------------------------------------
+
+
+def _resume(models: Path, folder: Path, stage: int, in_json: tuple[str, ...], options: dict[str, Any]) -> None:
+    """Dropout needs the generators, two epochs the sampler's position, a frozen embedding its values."""
+    sections = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER}
+    config = trainers.zero_config(stage, **{name: sections[name] for name in in_json})
+    if options.get("fp16"):
+        config["fp16"] |= {"initial_scale_power": 30, "loss_scale_window": 3, "hysteresis": 1}
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "freeze": True, "dropout": 0.1} | options
+    with trainers.clean_state():
+        whole = _trainer(models, folder, config, **options)
+        whole.train()
+        weights = trainers.weights_of(whole.model)
+        resumed = _trainer(models, folder / "again", config, **options)
+        resumed.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+        left, right = trainers.logs_of(whole), trainers.logs_of(resumed)
+        assert repr(left) == repr(right), f"{left}\n{right}"  # as text: a skipped step has a norm of nan
+        found = trainers.weights_of(resumed.model)
+        assert all(torch.equal(value, found[name]) for name, value in weights.items())
+        assert resumed.state.global_step == 6
+        plain = trainers.load_whole(models, "gpt2")
+        frozen = plain.transformer.wte.weight.to(resumed.model.dtype).float()
+        assert torch.equal(found["transformer.wte.weight"], frozen), "the frozen embedding has moved"
+
+
+@pytest.mark.parametrize(
+    ("stage", "in_json"),
+    [(0, ()), (1, ()), (2, ("optimizer", "scheduler")), (3, ()), (3, ("optimizer",)), (3, ("optimizer", "scheduler"))],
+    ids=lambda value: "+".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_resume_repeats_bit_for_bit(stage: int, in_json: tuple[str, ...], trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_resume, 2, trainer_models, tmp_path, stage, in_json, {})
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_resume_in_fp16(stage: int, trainer_models: Path, tmp_path: Path) -> None:
+    """The loss scale starts too high, so that steps are skipped before and the scale grows after the checkpoint."""
+    options = {"fp16": True, "use_cpu": True}
+    ranks.run_ranks(_resume, 2, trainer_models, tmp_path, stage, ("optimizer", "scheduler"), options)
+
+
+def _best_model(models: Path, folder: Path, stage: int) -> None:
+    """A learning rate that destroys the model: the best one is not the last."""
+    options = {"learning_rate": 0.3, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    with trainers.clean_state():
+        trainer = _trainer(models, folder, trainers.zero_config(stage), save_strategy="steps", save_total_limit=2, **options)
+        trainer.train()
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, abs=1e-5)
+        assert not trainer.state.best_model_checkpoint.endswith("checkpoint-4")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_load_best_model_at_end(stage: int, trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_best_model, 2, trainer_models, tmp_path, stage)
+
+
+def _other_world(models: Path, folder: Path, stage: int, resume: bool) -> trainers.Logs:
+    # Fewer ranks take more micro-steps: transformers 4 goes on with the checkpoint's batch size per device, whatever the arguments say.
+    accumulation = 4 // torch.distributed.get_world_size()
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": accumulation}
+    with trainers.clean_state():
+        trainer = _trainer(models, folder, trainers.zero_config(stage), **options)
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
+        return trainers.logs_of(trainer)
+
+
+def test_resume_on_another_number_of_ranks(trainer_models: Path, tmp_path: Path) -> None:
+    """No conversion: the same rows in the same order on one rank continue what two ranks began; at another stage too."""
+    expected = ranks.run_ranks(_other_world, 2, trainer_models, tmp_path, 3, False)[0]
+    for stage in (3, 1):
+        found = ranks.run_ranks(_other_world, 1, trainer_models, tmp_path, stage, True)[0]
+        trainers.assert_close(expected, found, f"from stage 3 on 2 ranks to stage {stage} on 1")
+
+
+# -- save_model ------------------------------------------------------------------------------------------------------------------
+
+
+def _save(models: Path, folder: Path, name: str, stage: int, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    with trainers.clean_state():
+        trainer = _trainer(models, folder, trainers.zero_config(stage), name=name, max_steps=1, **options)
+        if hasattr(trainer.model, "generation_config"):
+            trainer.model.generation_config.max_new_tokens = 5
+        trainer.train()
+        trainer.save_model(str(folder / "final"))
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        trainer.accelerator.unwrap_model(trainer.model_wrapped).save_pretrained(
+            folder / "small_files", state_dict=state, max_shard_size="8KB", is_main_process=trainer.accelerator.is_main_process
+        )
+        torch.distributed.barrier()
+        return trainers.weights_of(trainer.model)
+
+
+def _check_saved(folder: Path, weights: dict[str, torch.Tensor], name: str, dtype: torch.dtype) -> None:
+    from safetensors import safe_open
+
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - not a dict
+                assert tensors.get_tensor(key).numel(), f"{key} in {file} is empty"
+                assert tensors.get_tensor(key).dtype == dtype
+    model = trainers.load(folder.parent, folder.name if name != "t5" else "t5", dtype="auto")
+    assert model.dtype == dtype
+    found = {key: value.float() for key, value in model.named_parameters()}
+    assert found.keys() == weights.keys()
+    for key, value in weights.items():
+        assert torch.equal(found[key], value), key
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_saved_models_load(name: str, stage: int, precision: str, trainer_models: Path, tmp_path: Path) -> None:
+    """gpt2 has tied embeddings, llama has not; one file and many, the dtype of training, the generation configuration."""
+    options = {"bf16": True, "use_cpu": True} if precision == "bf16" else {}
+    weights = ranks.run_ranks(_save, 2, trainer_models, tmp_path, name, stage, options)[0]
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    for folder in (tmp_path / "final", tmp_path / "small_files"):
+        _check_saved(folder, weights, name, dtype)
+        assert json.loads((folder / "generation_config.json").read_text())["max_new_tokens"] == 5
+    assert len(list((tmp_path / "small_files").glob("model-*.safetensors"))) > 1
+    assert (tmp_path / "final" / "model.safetensors").exists()
+
+
+def _save_without_gather(models: Path, folder: Path) -> dict[str, torch.Tensor]:
+    config = trainers.zero_config(3)
+    del config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"]
+    with trainers.clean_state():
+        trainer = _trainer(models, folder, config, max_steps=1)
+        trainer.train()
+        assert trainer.model_wrapped.save_16bit_model(str(folder / "by_engine")) is False
+        trainer.save_model(str(folder / "final"))
+        torch.distributed.barrier()
+        return trainers.weights_of(trainer.model)
+
+
+def test_saving_without_a_gather_leaves_a_checkpoint(trainer_models: Path, tmp_path: Path) -> None:
+    """No weights file that is not one; the standalone script in the folder makes it."""
+    weights = ranks.run_ranks(_save_without_gather, 2, trainer_models, tmp_path)[0]
+    final = tmp_path / "final"
+    assert not list(final.glob("*.safetensors")) and not list((tmp_path / "by_engine").glob("*"))
+    done = subprocess.run([sys.executable, str(final / "zero_to_fp32.py"), str(final), str(final)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    _check_saved(final, weights, "gpt2", torch.float32)
+
+
+def _save_only_model(models: Path, folder: Path, stage: int) -> None:
+    with trainers.clean_state():
+        options = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+        trainer = _trainer(models, folder, trainers.zero_config(stage), max_steps=2, **options)
+        trainer.train()
+        torch.distributed.barrier()
+        found = sorted(path.name for path in (folder / "checkpoint-2").iterdir())
+        assert "model.safetensors" in found and not any(name.startswith(("global_step", "optimizer", "latest")) for name in found), found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_save_only_model(stage: int, trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_save_only_model, 2, trainer_models, tmp_path, stage)
+    shutil.rmtree(tmp_path)

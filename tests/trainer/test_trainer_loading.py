@@ -1,0 +1,158 @@
+"""Models under stage 3: loads that find too little stop, heads and embeddings grow, weights are converted."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import ranks, trainers
+
+
+def _stage_3(folder: Path) -> Any:
+    """Training arguments that switch stage 3 on, as a script makes them before its model."""
+    trainers._forget()
+    return trainers.arguments(folder, trainers.zero_config(3))
+
+
+def _wrong_names(models: Path, folder: Path, prefix: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from hf_zero.errors import StateError
+
+    if ranks.rank() == 0:
+        folder.mkdir(exist_ok=True)
+        values = {f"{prefix}.{name}": value for name, value in load_file(models / "llama" / "model.safetensors").items()}
+        save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text((models / "llama" / "config.json").read_text())
+    torch.distributed.barrier()
+    with trainers.clean_state():
+        kept = _stage_3(folder)
+        text = trainers.error_of(lambda: trainers.load(folder, "."))
+        assert text.startswith(StateError.__name__) and "0 of" in text and "prefix" in text and "model.embed_tokens.weight" in text, text
+        trainers.load(models, "llama")
+        assert kept is not None
+
+
+def test_a_load_that_finds_nothing_stops(trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_wrong_names, 2, trainer_models, tmp_path / "wrong", "_orig_mod.inner")
+
+
+def _unfit_weights_may_pass(models: Path, folder: Path) -> None:
+    """A new head on a loaded body is no failure; nor is a load the user allows."""
+    from transformers import AutoModelForSequenceClassification
+
+    with trainers.clean_state():
+        kept = _stage_3(folder)
+        model = AutoModelForSequenceClassification.from_pretrained(models / "llama", num_labels=3)
+        weights = trainers.weights_of(model)
+        body = trainers.load_whole(models, "llama").model.state_dict()
+        assert all(torch.equal(weights[f"model.{name}"], value) for name, value in body.items())
+        heads = trainers.on_every_rank(weights["score.weight"].tolist())
+        assert heads[0] == heads[1], "the new head differs between the ranks"
+        assert 0 < weights["score.weight"].std() < 0.1, "the new head is not initialised as transformers does"
+        assert kept is not None
+
+
+def test_new_heads_are_equal_on_all_ranks(trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_unfit_weights_may_pass, 2, trainer_models, tmp_path)
+
+
+def _resize(models: Path, folder: Path, name: str) -> None:
+    """Growing the embeddings keeps rows and ties; then one step trains and the model is saved with the new size."""
+    from transformers import Trainer
+
+    with trainers.clean_state():
+        args = _stage_3(folder)
+        model = trainers.load(models, name)
+        before = trainers.weights_of(model)
+        key = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}[name]
+        model.resize_token_embeddings(trainers.VOCAB + 8, mean_resizing=False)
+        after = trainers.weights_of(model)
+        assert after[key].shape[0] == trainers.VOCAB + 8
+        assert torch.equal(after[key][: trainers.VOCAB], before[key])
+        rows = trainers.on_every_rank(after[key].tolist())
+        assert rows[0] == rows[1], "the new rows differ between the ranks"
+        tied = name == "gpt2"
+        assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+        args.max_steps = 1
+        trainer = Trainer(model=model, args=args, train_dataset=trainers.rows(8, 1))
+        trainer.train()
+        trainer.save_model(str(folder / "final"))
+        torch.distributed.barrier()
+        saved = trainers.load_whole(folder, "final")
+        assert saved.get_input_embeddings().weight.shape[0] == trainers.VOCAB + 8
+        assert (saved.get_output_embeddings().weight is saved.get_input_embeddings().weight) == tied
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_resized_embeddings(name: str, trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_resize, 2, trainer_models, tmp_path, name)
+
+
+def _converted_weights(folder: Path) -> None:
+    """Experts that a checkpoint holds one by one and transformers 5 fuses: the same values as a plain load, and as a saved model."""
+    from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer
+
+    config = MixtralConfig(
+        vocab_size=trainers.VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    with trainers.clean_state():
+        if ranks.rank() == 0:
+            torch.manual_seed(1)
+            MixtralForCausalLM(config).save_pretrained(folder / "moe")
+        torch.distributed.barrier()
+        expected = dict(AutoModelForCausalLM.from_pretrained(folder / "moe").named_parameters())
+        args = _stage_3(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder / "moe")
+        found = trainers.weights_of(model)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        args.max_steps = 1
+        trainer = Trainer(model=model, args=args, train_dataset=trainers.rows(8, 1))
+        trainer.train()
+        trainer.save_model(str(folder / "final"))
+        torch.distributed.barrier()
+        trained = trainers.weights_of(model)
+        trainers._forget()
+        saved = dict(AutoModelForCausalLM.from_pretrained(folder / "final").named_parameters())
+        assert all(torch.equal(saved[name], value) for name, value in trained.items())
+
+
+def test_converted_weights(tmp_path: Path) -> None:
+    ranks.run_ranks(_converted_weights, 2, tmp_path)
+
+
+def _built_too_early() -> list[str]:
+    import hf_zero
+    from hf_zero import observe
+    from hf_zero.observe import logger
+
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    observe._warned.clear()
+    try:
+        for _ in range(2):
+            model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 256))  # 68 MiB
+            hf_zero.initialize(model=model, config=trainers.zero_config(3) | {"train_micro_batch_size_per_gpu": 1, "train_batch_size": 2})
+    finally:
+        logger.removeHandler(handler)
+    return [text for text in messages if "built whole on every rank" in text]
+
+
+def test_a_large_model_built_too_early_is_told_once() -> None:
+    first, second = ranks.run_ranks(_built_too_early, 2)
+    assert len(first) == 1 and "TrainingArguments" in first[0] and not second

@@ -1,0 +1,79 @@
+"""Trainer with ``optim="adafactor"``: the same training as under DDP, saved and resumed on another number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import ranks, trainers
+
+ADAFACTOR = {"optim": "adafactor", "learning_rate": 1e-2}
+
+
+def _trainer(models: Path, folder: Path, config: Any, **options: Any) -> Any:
+    from transformers import Trainer
+
+    trainers._forget()
+    args = trainers.arguments(folder, config, **(ADAFACTOR | options))
+    return Trainer(model=trainers.load(models), args=args, train_dataset=trainers.rows(24, 1))
+
+
+def _against_ddp(models: Path, folder: Path, options: dict[str, Any], zero: dict[str, Any]) -> None:
+    with trainers.clean_state():
+        plain = _trainer(models, folder, None, **options)
+        plain.train()
+        weights = trainers.weights_of(plain.model)
+        for stage in (2, 3):
+            config = trainers.zero_config(stage, zero_force_ds_cpu_optimizer=False)  # else accelerate puts Adam in its place
+            config["zero_optimization"] |= zero
+            trainer = _trainer(models, folder, config, **options)
+            trainer.train()
+            assert type(trainer.model_wrapped.optimizer.inner).__name__ == "Adafactor"
+            trainers.assert_close(trainers.logs_of(plain), trainers.logs_of(trainer), f"stage {stage}")
+            trainers.assert_same_weights(weights, trainers.weights_of(trainer.model), f"stage {stage}")
+
+
+@pytest.mark.parametrize(
+    "optim_args", [None, "scale_parameter=True,relative_step=False,beta1=0.9"], ids=["as Trainer builds it", "with options"]
+)
+def test_training_is_that_of_ddp(optim_args: str | None, trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_against_ddp, 2, trainer_models, tmp_path, {"optim_args": optim_args}, {})
+
+
+def test_training_with_offload_is_that_of_ddp(trainer_models: Path, tmp_path: Path) -> None:
+    zero = {"offload_optimizer": {"device": "cpu", "pin_memory": True}, "offload_param": {"device": "cpu", "pin_memory": True}}
+    ranks.run_ranks(_against_ddp, 2, trainer_models, tmp_path, {}, zero)
+
+
+def _replaced(models: Path, folder: Path) -> str:
+    with trainers.clean_state():
+        config = trainers.zero_config(2)
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        return trainers.error_of(_trainer(models, folder, config).train)
+
+
+def test_adam_in_its_place_is_refused(trainer_models: Path, tmp_path: Path) -> None:
+    for answer in ranks.run_ranks(_replaced, 2, trainer_models, tmp_path):
+        assert "clip_threshold" in answer and '"zero_force_ds_cpu_optimizer": false' in answer
+
+
+def _resumed(models: Path, folder: Path, stage: int, resume: bool) -> tuple[Any, Any]:
+    """Six steps of four rows, whatever the number of ranks; with ``resume`` the last two of them."""
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 1}
+    options["average_tokens_across_devices"] = True  # transformers 4: else a rank with one row weighs as much as one with two
+    with trainers.clean_state():
+        rows = 4 // ranks.world()
+        where = folder / "again" if resume else folder
+        trainer = _trainer(models, where, trainers.zero_config(stage), per_device_train_batch_size=rows, **options)
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4") if resume else None)
+        return trainers.logs_of(trainer), trainers.weights_of(trainer.model)
+
+
+def test_resume_on_another_number_of_ranks(trainer_models: Path, tmp_path: Path) -> None:
+    logs, weights = ranks.run_ranks(_resumed, 2, trainer_models, tmp_path, 3, False)[0]
+    for stage, world in ((2, 4), (3, 1), (3, 2)):
+        found, after = ranks.run_ranks(_resumed, world, trainer_models, tmp_path, stage, True)[0]
+        trainers.assert_close(logs, found, f"stage {stage} on {world} ranks", rel=1e-3)
+        trainers.assert_same_weights(weights, after, f"stage {stage} on {world} ranks")

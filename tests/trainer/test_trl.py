@@ -1,0 +1,163 @@
+"""TRL's trainers at stages 2 and 3: ten steps with the numbers of plain DDP."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import ranks, trainers
+
+STEPS = 10
+LOGGED = ("loss", "grad_norm", "rewards/margins", "logps/chosen", "accuracy", "reward")
+
+
+def test_sft(trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_same_numbers, 2, trainer_models, tmp_path, "sft", timeout=200)
+
+
+def test_dpo_with_a_reference_model(trainer_models: Path, tmp_path: Path) -> None:
+    """The reference model is a second engine."""
+    ranks.run_ranks(_same_numbers, 2, trainer_models, tmp_path, "dpo", timeout=200)
+
+
+def test_reward(trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_same_numbers, 2, trainer_models, tmp_path, "reward", timeout=200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft_lora", "sft_checkpointing", "dpo_lora", "grpo", "grpo_block_by_block"])
+def test_more(kind: str, trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_same_numbers, 2, trainer_models, tmp_path, kind, timeout=250)
+
+
+def _same_numbers(models: Path, folder: Path, kind: str) -> None:
+    with trainers.clean_state():
+        expected = None
+        for stage in (None, 2, 3):
+            trainers._forget()
+            trainer = KINDS[kind](models, folder / f"{kind}{stage}", None if stage is None else trainers.zero_config(stage))
+            trainer.train()
+            found = [{key: entry[key] for key in LOGGED if key in entry} for entry in trainer.state.log_history if "loss" in entry]
+            assert len(found) == STEPS and all("grad_norm" in entry for entry in found)
+            if expected is None:
+                expected = found
+            else:
+                trainers.assert_close(expected, found, f"{kind}, stage {stage}", rel=1e-3)
+            trainer.save_model(str(folder / f"final{stage}"))
+            trainer.accelerator.wait_for_everyone()
+
+
+# ------------------------------------------------------------------------------------------------ trainers
+
+
+def tokenizer() -> Any:
+    """Words ``w0`` to ``w56`` and the special tokens of the tiny models."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<unk>", "<2>", "<3>", "<4>", "<s>", "</s>"]
+    words = {word: index for index, word in enumerate(special + [f"w{index}" for index in range(trainers.VOCAB - len(special))])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def _texts(count: int, words: int, seed: int) -> list[str]:
+    source = random.Random(seed)
+    return [" ".join(f"w{source.randrange(50)}" for _ in range(words + index % 3)) for index in range(count)]
+
+
+def _pairs() -> Any:
+    from datasets import Dataset
+
+    chosen, rejected = ([f" {text}" for text in _texts(48, 4, seed)] for seed in (2, 3))
+    return Dataset.from_dict({"prompt": _texts(48, 4, 1), "chosen": chosen, "rejected": rejected})
+
+
+def _options(folder: Path, config: Any, cls: Any, **changes: Any) -> Any:
+    common = {"max_steps": STEPS, "bf16": False, "gradient_checkpointing": False, "gradient_accumulation_steps": 1}
+    return trainers.arguments(folder, config, cls, **(common | changes))
+
+
+def _sft(models: Path, folder: Path, config: Any, adapter: Any = None, **changes: Any) -> Any:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    args = _options(folder, config, SFTConfig, max_length=16, **changes)
+    data = Dataset.from_dict({"text": _texts(48, 8, 0)})
+    return SFTTrainer(
+        model=trainers.load(models, "llama"), args=args, train_dataset=data, processing_class=tokenizer(), peft_config=adapter
+    )
+
+
+def _dpo(models: Path, folder: Path, config: Any, adapter: Any = None, **changes: Any) -> Any:
+    from trl import DPOConfig, DPOTrainer
+
+    args = _options(folder, config, DPOConfig, max_length=16, **changes)
+    reference = None if adapter is not None else trainers.load(models, "llama")
+    return DPOTrainer(
+        model=trainers.load(models, "llama"),
+        ref_model=reference,
+        args=args,
+        train_dataset=_pairs(),
+        processing_class=tokenizer(),
+        peft_config=adapter,
+    )
+
+
+def _reward(models: Path, folder: Path, config: Any) -> Any:
+    import torch
+    from transformers import AutoModelForSequenceClassification
+    from trl import RewardConfig, RewardTrainer
+
+    args = _options(folder, config, RewardConfig, max_length=16)
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(models / "llama", num_labels=1)
+    return RewardTrainer(model=model, args=args, train_dataset=_pairs(), processing_class=tokenizer())
+
+
+def _grpo(models: Path, folder: Path, config: Any, gather: bool = True) -> Any:
+    from trl import GRPOConfig, GRPOTrainer
+
+    args = _options(
+        folder,
+        config,
+        GRPOConfig,
+        num_generations=2,
+        max_completion_length=5,
+        temperature=1e-3,
+        beta=0.1,
+        use_vllm=False,
+        ds3_gather_for_generation=gather,
+    )
+    return GRPOTrainer(
+        model=trainers.load(models, "llama"),
+        reward_funcs=lambda completions, **_: [len(set(text.split())) + 0.1 * index for index, text in enumerate(completions)],
+        args=args,
+        train_dataset=_pairs().select_columns(["prompt"]),
+        processing_class=tokenizer(),
+    )
+
+
+def _lora() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
+
+
+KINDS: dict[str, Callable[[Path, Path, Any], Any]] = {
+    "sft": _sft,
+    "sft_lora": lambda models, folder, config: _sft(models, folder, config, _lora(), learning_rate=1e-2),
+    "sft_checkpointing": lambda models, folder, config: _sft(models, folder, config, gradient_checkpointing=True),
+    "dpo": _dpo,
+    "dpo_lora": lambda models, folder, config: _dpo(models, folder, config, _lora(), learning_rate=1e-2),
+    "reward": _reward,
+    "grpo": _grpo,
+    "grpo_block_by_block": lambda models, folder, config: _grpo(
+        models, folder, config and config | {"hf_zero": {"gather_for_generation": False}}, gather=False
+    ),
+}
