@@ -123,12 +123,12 @@ HELPERS: Final[dict[str, str]] = {
     # Configuration.
     **{f"deepspeed.{path}DeepSpeedConfig": "hf_zero.deepspeed.settings:DeepSpeedConfig" for path in ("", "runtime.config.")},
     **{f"deepspeed.{path}DeepSpeedConfigError": "hf_zero.errors:ConfigError" for path in ("", "runtime.config.")},
-    **_rows("runtime.config", "compat.settings", (*_OPTIMIZER_NAMES, "get_monitor_config")),
-    **_rows("runtime.engine", "compat.settings", ("ADAM_OPTIMIZER", "ADAMW_OPTIMIZER")),
+    **_rows("runtime.config", "deepspeed.settings", (*_OPTIMIZER_NAMES, "get_monitor_config")),
+    **_rows("runtime.engine", "deepspeed.settings", ("ADAM_OPTIMIZER", "ADAMW_OPTIMIZER")),
     "deepspeed.ADAM_OPTIMIZER": "hf_zero.deepspeed.settings:ADAM_OPTIMIZER",
     "deepspeed.LAMB_OPTIMIZER": "hf_zero.deepspeed.settings:LAMB_OPTIMIZER",
-    **_rows("runtime.zero.config", "compat.settings", ("DeepSpeedZeroConfig", "ZeroStageEnum", "get_zero_config")),
-    **_rows("runtime.zero.offload_config", "compat.settings", ("OffloadDeviceEnum", "OffloadStateTypeEnum")),
+    **_rows("runtime.zero.config", "deepspeed.settings", ("DeepSpeedZeroConfig", "ZeroStageEnum", "get_zero_config")),
+    **_rows("runtime.zero.offload_config", "deepspeed.settings", ("OffloadDeviceEnum", "OffloadStateTypeEnum")),
     "deepspeed.runtime.zero.config.OffloadDeviceEnum": "hf_zero.deepspeed.settings:OffloadDeviceEnum",
     **{
         f"deepspeed.runtime.zero.{module}.DeepSpeedZeroOffload{part}Config": f"hf_zero.config.schema.zero:Offload{part}"
@@ -141,28 +141,28 @@ HELPERS: Final[dict[str, str]] = {
     "deepspeed.runtime.engine.DeepSpeedOptimizerCallable": "hf_zero.deepspeed.signatures:DeepSpeedOptimizerCallable",
     "deepspeed.runtime.engine.DeepSpeedSchedulerCallable": "hf_zero.deepspeed.signatures:DeepSpeedSchedulerCallable",
     # Schedules.
-    **_rows("runtime.lr_schedules", "compat.schedule_names", (*_SCHEDULE_NAMES, "add_tuning_arguments")),
+    **_rows("runtime.lr_schedules", "deepspeed.schedule_names", (*_SCHEDULE_NAMES, "add_tuning_arguments")),
     "deepspeed.add_tuning_arguments": "hf_zero.deepspeed.schedule_names:add_tuning_arguments",
     # Gradients, devices and numbers.
-    **_rows("runtime.utils", "compat.norms", _NORMS),
-    **_rows("runtime.utils", "compat.helpers", _SMALL),
+    **_rows("runtime.utils", "deepspeed.norms", _NORMS),
+    **_rows("runtime.utils", "deepspeed.helpers", _SMALL),
     "deepspeed.utils.torch.required_torch_version": "hf_zero.deepspeed.helpers:required_torch_version",
     **{
         f"deepspeed.runtime.zero.{module}.is_zero_param": "hf_zero.deepspeed.helpers:is_zero_param"
         for module in ("utils", "partition_parameters")
     },
-    **_rows("runtime.fp16.loss_scaler", "compat.loss_scalers", _SCALERS),
+    **_rows("runtime.fp16.loss_scaler", "deepspeed.loss_scalers", _SCALERS),
     "deepspeed.runtime.zero.utils.ZeRORuntimeException": "hf_zero.errors:ConfigError",
     # One class serves every precision, as it does every stage.
     "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": "hf_zero.core.optimizer.sharded:ShardedOptimizer",
     "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": "hf_zero.core.optimizer.sharded:ShardedOptimizer",
     "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": "hf_zero.core.optimizer.sharded:ShardedOptimizer",
     # Logs, timers, monitors.
-    **_rows("utils.logging", "compat.logs", _LOGS),
-    **_rows("utils", "compat.logs", ("print_dist", "set_log_level_from_string")),
-    **_rows("utils.timer", "engine.timers", _TIMERS[:-1]),
-    **_rows("utils.nvtx", "engine.timers", ("instrument_w_nvtx",)),
-    **_rows("utils", "engine.timers", ("instrument_w_nvtx",)),
+    **_rows("utils.logging", "deepspeed.logs", _LOGS),
+    **_rows("utils", "deepspeed.logs", ("print_dist", "set_log_level_from_string")),
+    **_rows("utils.timer", "deepspeed.timers", _TIMERS[:-1]),
+    **_rows("utils.nvtx", "deepspeed.timers", ("instrument_w_nvtx",)),
+    **_rows("utils", "deepspeed.timers", ("instrument_w_nvtx",)),
     **{f"deepspeed.monitor.{module}.{name}": f"hf_zero.deepspeed.monitors:{name}" for module, name in _MONITORS.items()},
     **{f"deepspeed.monitor.config.{name}": f"hf_zero.config.schema.monitors:{target}" for name, target in _SECTIONS.items()},
     "deepspeed.monitor.config.get_monitor_config": "hf_zero.deepspeed.settings:get_monitor_config",
@@ -170,7 +170,7 @@ HELPERS: Final[dict[str, str]] = {
     # Processes and devices.
     **_rows(
         "comm",
-        "compat.comm",
+        "deepspeed.comm",
         ("has_all_gather_into_tensor", "has_reduce_scatter_tensor", "get_all_ranks_from_group"),
     ),
     "deepspeed.comm.allgather_fn": "torch.distributed:all_gather_into_tensor",
@@ -178,12 +178,12 @@ HELPERS: Final[dict[str, str]] = {
     "deepspeed.comm.inference_all_reduce": "torch.distributed:all_reduce",
     "deepspeed.comm.Work": "torch.distributed:Work",
     "deepspeed.comm.reduce_op.ReduceOp": "torch.distributed:ReduceOp",
-    **_rows("comm.utils", "compat.comm", _LAUNCHER),
-    **_rows("accelerator.real_accelerator", "compat.accelerator", ("get_accelerator", "is_current_accelerator_supported")),
+    **_rows("comm.utils", "deepspeed.comm", _LAUNCHER),
+    **_rows("accelerator.real_accelerator", "deepspeed.accelerator", ("get_accelerator", "is_current_accelerator_supported")),
     "deepspeed.accelerator.DeepSpeedAccelerator": "hf_zero.deepspeed.accelerator:TorchAccelerator",
     "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator": "hf_zero.deepspeed.accelerator:TorchAccelerator",
     # Operators.
-    **_rows("ops.op_builder", "compat.builders", _BUILDERS),
+    **_rows("ops.op_builder", "deepspeed.builders", _BUILDERS),
     "deepspeed.ops.op_builder.builder.OpBuilder": "hf_zero.deepspeed.builders:OpBuilder",
     "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": "hf_zero.deepspeed.ops:DeepSpeedCPULion",
     "deepspeed.ops.lion.fused_lion.FusedLion": "hf_zero.deepspeed.ops:FusedLion",
