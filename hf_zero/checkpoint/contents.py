@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint import optimizer_state
-from hf_zero.checkpoint.element_types import dtype_name
-from hf_zero.checkpoint.format import MASTER, MODULE, PARAM_STATES, WEIGHTS, shard_file, state_kind
-from hf_zero.checkpoint.param_states import param_states
-from hf_zero.checkpoint.rank_state import rank_states
-from hf_zero.checkpoint.records import LooseRecord, ParamRecord, ParamStateRecord, UnitRecord
-from hf_zero.checkpoint.slices import Slice
-from hf_zero.checkpoint.state import TrainingState
-from hf_zero.checkpoint.tensor_file import Entry, cut, whole
+from hf_zero.checkpoint.files.tensor_file import Entry, cut, whole
+from hf_zero.checkpoint.format.element_types import dtype_name
+from hf_zero.checkpoint.format.names import MASTER, MODULE, PARAM_STATES, WEIGHTS, shard_file, state_kind
+from hf_zero.checkpoint.format.records import LooseRecord, ParamRecord, ParamStateRecord, UnitRecord
+from hf_zero.checkpoint.format.tp_shards import Slice
+from hf_zero.checkpoint.state import optimizer_state
+from hf_zero.checkpoint.state.param_states import param_states
+from hf_zero.checkpoint.state.rank_states import rank_states
+from hf_zero.checkpoint.state.training_state import TrainingState
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.layout import ALIGNMENT, round_up
 from hf_zero.core.units.unit import Unit

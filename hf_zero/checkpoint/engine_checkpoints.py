@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_zero.checkpoint.background import Background
-from hf_zero.checkpoint.export import write_model_files
+from hf_zero.checkpoint.commit.background import Background
+from hf_zero.checkpoint.format.tp_shards import Slice
 from hf_zero.checkpoint.load import LoadRequest, load_checkpoint
+from hf_zero.checkpoint.model.export import write_model_files
 from hf_zero.checkpoint.save import SaveRequest, save_checkpoint
-from hf_zero.checkpoint.slices import Slice
-from hf_zero.checkpoint.state import TensorAxis, TrainingState
+from hf_zero.checkpoint.state.training_state import TensorAxis, TrainingState
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import group_timeout, joint_topology

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.checkpoint import agreement, folders, node_local
-from hf_zero.checkpoint.catalog import Catalog, Located
-from hf_zero.checkpoint.element_types import DTYPES
-from hf_zero.checkpoint.format import INDEX_FILE, values_file
-from hf_zero.checkpoint.index import Index
-from hf_zero.checkpoint.optimizer_state import GroupsPlan, OptimizerPlan
-from hf_zero.checkpoint.param_states import ParamStatesPlan
-from hf_zero.checkpoint.plausible import check_alike, check_values, missing_settings
-from hf_zero.checkpoint.rank_state import restore_rank_states
-from hf_zero.checkpoint.slices import Slice
-from hf_zero.checkpoint.state import Loaded, TrainingState
-from hf_zero.checkpoint.tensor_file import Copy, RangeReader
-from hf_zero.checkpoint.values import Decoder
+from hf_zero.checkpoint.commit import agreement, folders, node_local
+from hf_zero.checkpoint.files.catalog import Catalog, Located
+from hf_zero.checkpoint.files.tensor_file import Copy, RangeReader
+from hf_zero.checkpoint.format.element_types import DTYPES
+from hf_zero.checkpoint.format.index import Index
+from hf_zero.checkpoint.format.names import INDEX_FILE, values_file
+from hf_zero.checkpoint.format.plausible import check_alike, check_values, missing_settings
+from hf_zero.checkpoint.format.tp_shards import Slice
+from hf_zero.checkpoint.format.values import Decoder
+from hf_zero.checkpoint.state.optimizer_state import GroupsPlan, OptimizerPlan
+from hf_zero.checkpoint.state.param_states import ParamStatesPlan
+from hf_zero.checkpoint.state.rank_states import restore_rank_states
+from hf_zero.checkpoint.state.training_state import Loaded, TrainingState
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import CheckpointError

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint import engine_checkpoints as checkpoints
-from hf_zero.checkpoint.export import consolidated_state_dict
-from hf_zero.checkpoint.model_files import MAX_SHARD_SIZE
+from hf_zero.checkpoint.model.export import consolidated_state_dict
+from hf_zero.checkpoint.model.model_files import MAX_SHARD_SIZE
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.offloaded_states import Storages, offload_states, reload_states, require_states
 from hf_zero.core.optimizer.readable import learning_rates

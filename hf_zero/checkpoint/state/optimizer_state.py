@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.arrays import Arrays, is_row
-from hf_zero.checkpoint.catalog import Catalog, Located
-from hf_zero.checkpoint.element_types import DTYPES
-from hf_zero.checkpoint.format import state_kind
-from hf_zero.checkpoint.plausible import check_alike, check_group, missing_settings
-from hf_zero.checkpoint.records import GroupRecord, OptimizerRecord, ScalarRecord
-from hf_zero.checkpoint.state import TensorAxis
-from hf_zero.checkpoint.takeover import Takeover
-from hf_zero.checkpoint.tensor_file import Copy, Entry, Piece, Row
-from hf_zero.checkpoint.values import Decoder, Encoder, encode_scalar
+from hf_zero.checkpoint.files.catalog import Catalog, Located
+from hf_zero.checkpoint.files.tensor_file import Copy, Entry, Piece, Row
+from hf_zero.checkpoint.format.element_types import DTYPES
+from hf_zero.checkpoint.format.names import state_kind
+from hf_zero.checkpoint.format.plausible import check_alike, check_group, missing_settings
+from hf_zero.checkpoint.format.records import GroupRecord, OptimizerRecord, ScalarRecord
+from hf_zero.checkpoint.format.values import Decoder, Encoder, encode_scalar
+from hf_zero.checkpoint.state.arrays import Arrays, is_row
+from hf_zero.checkpoint.state.takeover import Takeover
+from hf_zero.checkpoint.state.training_state import TensorAxis
 from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
 from hf_zero.core.units.layout import ParamSlot
 from hf_zero.core.units.unit import Unit

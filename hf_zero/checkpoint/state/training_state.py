@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hf_zero.checkpoint.arrays import Arrays
-from hf_zero.checkpoint.slices import Slice
+from hf_zero.checkpoint.format.tp_shards import Slice
+from hf_zero.checkpoint.state.arrays import Arrays
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.unit import Unit, find_unit

@@ -9,8 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from hf_zero.checkpoint.format import MASTER, MODULE, PARAM_STATES, STATE_PREFIX, VALUES_FILE, WEIGHTS, shard_file, state_kind, values_file
-from hf_zero.checkpoint.records import FileRecord, GroupRecord, LooseRecord, OptimizerRecord, ParamRecord, UnitRecord, check_slice
+from hf_zero.checkpoint.format.names import (
+    MASTER,
+    MODULE,
+    PARAM_STATES,
+    STATE_PREFIX,
+    VALUES_FILE,
+    WEIGHTS,
+    shard_file,
+    state_kind,
+    values_file,
+)
+from hf_zero.checkpoint.format.records import FileRecord, GroupRecord, LooseRecord, OptimizerRecord, ParamRecord, UnitRecord, check_slice
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.errors import CheckpointError
 from hf_zero.onebit.sharded import SERVER_ERROR, WORKER_ERROR

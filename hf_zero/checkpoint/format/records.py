@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from hf_zero.checkpoint.element_types import ITEM_BYTES
-from hf_zero.checkpoint.format import CHUNK_BYTES, MASTER, WEIGHTS
-from hf_zero.checkpoint.json_records import read_record
-from hf_zero.checkpoint.slices import Slice
+from hf_zero.checkpoint.format.element_types import ITEM_BYTES
+from hf_zero.checkpoint.format.json_records import read_record
+from hf_zero.checkpoint.format.names import CHUNK_BYTES, MASTER, WEIGHTS
+from hf_zero.checkpoint.format.tp_shards import Slice
 from hf_zero.core.units.layout import ALIGNMENT, round_up
 from hf_zero.errors import CheckpointError
 from hf_zero.system.reading import shown

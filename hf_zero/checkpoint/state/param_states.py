@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.catalog import Catalog, Located
-from hf_zero.checkpoint.element_types import DTYPES
-from hf_zero.checkpoint.format import state_kind
-from hf_zero.checkpoint.optimizer_state import GroupsPlan
-from hf_zero.checkpoint.records import ParamStateRecord
-from hf_zero.checkpoint.tensor_file import Entry, RangeReader, whole
-from hf_zero.checkpoint.values import Decoder, Encoder
+from hf_zero.checkpoint.files.catalog import Catalog, Located
+from hf_zero.checkpoint.files.tensor_file import Entry, RangeReader, whole
+from hf_zero.checkpoint.format.element_types import DTYPES
+from hf_zero.checkpoint.format.names import state_kind
+from hf_zero.checkpoint.format.records import ParamStateRecord
+from hf_zero.checkpoint.format.values import Decoder, Encoder
+from hf_zero.checkpoint.state.optimizer_state import GroupsPlan
 from hf_zero.core.optimizer.whole_tensors import WholeParam, WholeTensorOptimizer
 from hf_zero.optim.elementwise import state_at_start
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hf_zero.checkpoint import agreement
-from hf_zero.checkpoint.host_copies import HostCopies
-from hf_zero.checkpoint.model_files import MAX_SHARD_SIZE, ModelFiles, PlannedTensor, bytes_of
+from hf_zero.checkpoint.commit import agreement
+from hf_zero.checkpoint.model.host_copies import HostCopies
+from hf_zero.checkpoint.model.model_files import MAX_SHARD_SIZE, ModelFiles, PlannedTensor, bytes_of
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.recorded import open_collectives
 from hf_zero.core.units.split_parameter import slice_of

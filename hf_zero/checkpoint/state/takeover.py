@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from hf_zero.checkpoint.catalog import Catalog
-from hf_zero.checkpoint.format import CONVERTED, state_kind
-from hf_zero.checkpoint.records import OptimizerRecord
+from hf_zero.checkpoint.files.catalog import Catalog
+from hf_zero.checkpoint.format.names import CONVERTED, state_kind
+from hf_zero.checkpoint.format.records import OptimizerRecord
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.layout import FROZEN, ParamSlot

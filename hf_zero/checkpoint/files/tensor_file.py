@@ -13,11 +13,11 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from hf_zero.checkpoint.checksum import Checksum, digits_of, digits_of_range, first_damaged
-from hf_zero.checkpoint.disk import Disk
-from hf_zero.checkpoint.element_types import DTYPES, ITEM_BYTES, dtype_name
-from hf_zero.checkpoint.format import CHUNK_BYTES
-from hf_zero.checkpoint.records import FileRecord, TensorRecord
+from hf_zero.checkpoint.files.disk import Disk
+from hf_zero.checkpoint.format.checksum import Checksum, digits_of, digits_of_range, first_damaged
+from hf_zero.checkpoint.format.element_types import DTYPES, ITEM_BYTES, dtype_name
+from hf_zero.checkpoint.format.names import CHUNK_BYTES
+from hf_zero.checkpoint.format.records import FileRecord, TensorRecord
 from hf_zero.errors import CheckpointError
 from hf_zero.system.reading import parse_json, reading, shown
 

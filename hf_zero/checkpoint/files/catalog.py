@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hf_zero.checkpoint.format import MASTER, shard_file
-from hf_zero.checkpoint.index import Index
-from hf_zero.checkpoint.records import UnitRecord
-from hf_zero.checkpoint.slices import Slice
-from hf_zero.checkpoint.tensor_file import Copy, Row
+from hf_zero.checkpoint.files.tensor_file import Copy, Row
+from hf_zero.checkpoint.format.index import Index
+from hf_zero.checkpoint.format.names import MASTER, shard_file
+from hf_zero.checkpoint.format.records import UnitRecord
+from hf_zero.checkpoint.format.tp_shards import Slice
 from hf_zero.core.units.layout import Range
 from hf_zero.errors import CheckpointError
 
