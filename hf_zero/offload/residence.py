@@ -103,7 +103,7 @@ class OffloadedResidence(Residence):
         for unit in optimizer.units:
             if not self.holds(unit):
                 unit.publish()
-            elif unit.state is UnitState.GATHERED:
+            elif unit.state is UnitState.UNSHARDED:
                 unit.own.settle()
             updated(unit)
 
@@ -125,7 +125,7 @@ class OffloadedResidence(Residence):
         if fresh and self.states.tier == "host":
             move_to_huge_pages(optimizer)
         for unit in optimizer.units:
-            unit.home.flush()
+            unit.shard_storage.flush()
 
     def _updates(
         self, optimizer: ShardedOptimizer, stepper: LotStepper, by_unit: Mapping[int, torch.Tensor], factor: float
