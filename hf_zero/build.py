@@ -14,11 +14,12 @@ from torch.utils.data import DataLoader
 
 from hf_zero.activation_checkpointing import configure
 from hf_zero.activation_checkpointing.settings import checkpoint_settings
+from hf_zero.comm.back_end import open_collectives
+from hf_zero.comm.bootstrap import init_distributed
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.comms_log import TrafficSettings, start_log
+from hf_zero.comm.comms_log import CommsLogSettings, start_log
 from hf_zero.comm.own_groups import borrow, give_back, own_topology
-from hf_zero.comm.recorded import open_collectives
-from hf_zero.comm.topology import Topology, build_topology, init_distributed, join_topologies
+from hf_zero.comm.topology import Topology, build_topology, join_topologies
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import ResolvedConfig, resolve
 from hf_zero.config.schema.root import ZeroConfig
@@ -144,7 +145,7 @@ def initialize(
 def _axes(source: dict[str, Any], mpu: Any, model: nn.Module, slices: SequenceParallel | None) -> tuple[Topology, dict[str, Any], int]:
     """The axis to shard over, the configuration with its batch counted over data-parallel ranks, and how many those are."""
     if slices is not None:
-        return slices.axes.joint, count_slices_once(source, slices.axes), slices.axes.groups
+        return slices.topology, count_slices_once(source, slices.topology), slices.topology.replicas
     topology = _topology(mpu, model, requested_ranks(source))
     together = topology.model.world if topology.model is not None else 1
     return topology, count_groups_once(source, topology.world, together), topology.world
@@ -184,7 +185,7 @@ def _record_traffic(config: ZeroConfig) -> None:
     """Turns the process' log of collectives on, if ``comms_logger`` asks for it."""
     section = config.comms_logger
     if section is not None and section.enabled:
-        start_log(TrafficSettings.of(section))
+        start_log(CommsLogSettings.of(section))
 
 
 class EngineBuilder:
@@ -395,7 +396,7 @@ class EngineBuilder:
             collectives.connect()
             borrow(collectives.topology)
             self.give_back = partial(give_back, collectives.topology)
-        sharers = self.slices.axes.sequence.world if self.slices is not None else 1
+        sharers = self.slices.axis.world if self.slices is not None else 1
         policy = gradient_policy(self.config, self.precision, self.policy, self.topology.world, sharers)
         if one_bit:
             policy = local_policy(policy, self.config.gradient_allreduce_op != "sum", self.topology.world)

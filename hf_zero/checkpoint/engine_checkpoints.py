@@ -14,8 +14,8 @@ from hf_zero.checkpoint.load import LoadRequest, load_checkpoint
 from hf_zero.checkpoint.model.export import write_model_files
 from hf_zero.checkpoint.save import SaveRequest, save_checkpoint
 from hf_zero.checkpoint.state.training_state import TensorAxis, TrainingState
+from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import group_timeout, joint_topology
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.core.offloaded_states import require_states

@@ -43,7 +43,7 @@ def _dtype(engine: Any) -> torch.dtype:
 
 
 def _groups_of_ranks(engine: Any) -> int:
-    return int(engine.slices.axes.groups) if engine.slices is not None else int(engine.collectives.world)
+    return int(engine.slices.topology.replicas) if engine.slices is not None else int(engine.collectives.world)
 
 
 def _batch_info(engine: Any) -> tuple[int, int, int]:
@@ -171,7 +171,7 @@ METHODS: dict[str, Getter] = {
     "optimizer_params": lambda engine: (engine.resolved.resolved.get("optimizer") or {}).get("params"),
     "scheduler_name": lambda engine: engine.settings.scheduler.type if engine.settings.scheduler else None,
     "scheduler_params": lambda engine: (engine.resolved.resolved.get("scheduler") or {}).get("params"),
-    "get_sequence_parallel_group": lambda engine: engine.slices.axes.sequence.group if engine.slices is not None else None,
+    "get_sequence_parallel_group": lambda engine: engine.slices.axis.group if engine.slices is not None else None,
     "get_lr": _rates,
     "get_mom": lambda engine: [group.get("betas", group.get("momentum")) for group in _groups(engine)],
     "get_data_types": lambda engine: (_dtype(engine), engine.precision.accumulation_dtype),
@@ -190,8 +190,8 @@ VALUES: dict[str, Getter] = {
     "device": lambda engine: engine.collectives.topology.device,
     "dp_world_size": _groups_of_ranks,
     "seq_dp_world_size": lambda engine: engine.collectives.world,
-    "sequence_parallel_size": lambda engine: engine.slices.axes.sequence.world if engine.slices is not None else 1,
-    "seq_parallel_group": lambda engine: engine.slices.axes.sequence.group if engine.slices is not None else None,
+    "sequence_parallel_size": lambda engine: engine.slices.axis.world if engine.slices is not None else 1,
+    "seq_parallel_group": lambda engine: engine.slices.axis.group if engine.slices is not None else None,
     "world_size": lambda engine: torch.distributed.get_world_size(),
     "mp_world_size": lambda engine: engine.collectives.topology.model.world if engine.collectives.topology.model else 1,
     "global_rank": lambda engine: torch.distributed.get_rank(),

@@ -140,7 +140,7 @@ def deepspeed_io(
     drop_last = engine.settings.dataloader_drop_last
     if data_sampler is None and hasattr(dataset, "__len__") and not isinstance(dataset, torch.utils.data.IterableDataset):
         axis, slices = engine.collectives, engine.slices
-        groups, place = (axis.world, axis.rank) if slices is None else (slices.axes.groups, slices.axes.place)
+        groups, place = (axis.world, axis.rank) if slices is None else (slices.topology.replicas, slices.topology.replica)
         data_sampler = torch.utils.data.DistributedSampler(dataset, groups, place, shuffle=route == "train", drop_last=drop_last)
     return DataLoader(
         dataset,

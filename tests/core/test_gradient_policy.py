@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero import build
-from hf_zero.comm.collectives import NativeCollectives
+from hf_zero.comm.native import NativeCollectives
 from hf_zero.config.resolve import resolve
 from hf_zero.core.stages import stage_policy
 from tests.support import ranks

@@ -11,8 +11,8 @@ from torch import nn
 from hf_zero.checkpoint.commit import agreement
 from hf_zero.checkpoint.model.host_copies import HostCopies
 from hf_zero.checkpoint.model.model_files import MAX_SHARD_SIZE, ModelFiles, PlannedTensor, bytes_of
+from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.recorded import open_collectives
 from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.core.units.unit import Unit, find_unit, full_shape
 from hf_zero.observe import warn_once
