@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.checkpoint.commit.background import Background
-from hf_zero.checkpoint.format.tp_shards import Slice
+from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.checkpoint.load import LoadRequest, load_checkpoint
 from hf_zero.checkpoint.model.export import write_model_files
 from hf_zero.checkpoint.save import SaveRequest, save_checkpoint
@@ -61,12 +61,12 @@ def _tensor_axis(engine: Engine) -> TensorAxis:
     model = engine.collectives.topology.model
     if model is None:
         return TensorAxis()
-    slices = {}
+    shards = {}
     for name, param in engine.module.named_parameters():
         part = tp_shard_of(param)
         if part is not None:
-            slices[name] = Slice(tuple(part.full_shape), part.dim, tuple((piece.start, piece.stop) for piece in part.ranges))
-    return TensorAxis(model.rank, model.world, slices)
+            shards[name] = SavedTpShard(tuple(part.full_shape), part.dim, tuple((piece.start, piece.stop) for piece in part.ranges))
+    return TensorAxis(model.rank, model.world, shards)
 
 
 def save(engine: Engine, save_dir: str | os.PathLike[str], tag: Any, client_state: Mapping[str, Any], latest: bool, trained: bool) -> bool:

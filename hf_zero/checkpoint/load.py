@@ -14,12 +14,12 @@ from torch import nn
 
 from hf_zero.checkpoint.commit import agreement, folders, node_local
 from hf_zero.checkpoint.files.catalog import Catalog, Located
-from hf_zero.checkpoint.files.tensor_file import Copy, RangeReader
+from hf_zero.checkpoint.files.tensor_reader import Copy, RangeReader
 from hf_zero.checkpoint.format.element_types import DTYPES
 from hf_zero.checkpoint.format.index import Index
 from hf_zero.checkpoint.format.names import INDEX_FILE, values_file
 from hf_zero.checkpoint.format.plausible import check_alike, check_values, missing_settings
-from hf_zero.checkpoint.format.tp_shards import Slice
+from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.checkpoint.format.values import Decoder
 from hf_zero.checkpoint.state.optimizer_state import GroupsPlan, OptimizerPlan
 from hf_zero.checkpoint.state.param_states import ParamStatesPlan
@@ -177,7 +177,7 @@ class _Plan:
         """The name of a parameter, of those it has in this model, that the checkpoint knows it by."""
         return next((other for other in (name, *self._twins.get(name, ())) if self.catalog.find(other) is not None), name)
 
-    def _located(self, name: str, wanted: Slice) -> Located | None:
+    def _located(self, name: str, wanted: SavedTpShard) -> Located | None:
         found = self.catalog.find(self._name(name))
         if found is not None and found.shape != wanted.shape:
             raise CheckpointError(f"parameter {name} has shape {wanted.shape} in this model and {found.shape} in the checkpoint")
@@ -186,7 +186,7 @@ class _Plan:
     def _plan_unit(self, unit: Unit) -> None:
         target = self.state.arrays.values(unit)
         for slot in unit.layout.slots:
-            wanted = self.state.tensor.slice_of(slot.name, slot.shape)
+            wanted = self.state.tensor.tp_shard_of(slot.name, slot.shape)
             found = self._located(slot.name, wanted)
             part = slot.range.intersect(unit.owned)
             if found is not None and part.numel:
@@ -194,7 +194,7 @@ class _Plan:
                 self._copies += self.catalog.copies(found, None, wanted, part.start - slot.offset, place)
 
     def _plan_param(self, name: str, param: nn.Parameter) -> None:
-        wanted = self.state.tensor.slice_of(name, param.shape)
+        wanted = self.state.tensor.tp_shard_of(name, param.shape)
         found = self._located(name, wanted)
         if found is not None:
             self._copies += self.catalog.copies(found, None, wanted, 0, self._flat(param.data))

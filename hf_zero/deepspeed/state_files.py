@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.commit import folders
-from hf_zero.checkpoint.files.tensor_file import RangeReader
+from hf_zero.checkpoint.files.tensor_reader import RangeReader
 from hf_zero.checkpoint.format.index import Index
 from hf_zero.checkpoint.format.names import INDEX_FILE, VALUES_FILE
 from hf_zero.checkpoint.format.values import Decoder

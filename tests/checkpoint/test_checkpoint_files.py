@@ -26,7 +26,9 @@ from safetensors.torch import load_file
 
 from hf_zero.checkpoint.commit import folders, staging
 from hf_zero.checkpoint.files.catalog import Catalog
-from hf_zero.checkpoint.files.tensor_file import Copy, Elsewhere, Entry, RangeReader, cut, whole, write_tensor_file
+from hf_zero.checkpoint.files.rows import Elsewhere, Entry, cut, whole
+from hf_zero.checkpoint.files.tensor_reader import Copy, RangeReader
+from hf_zero.checkpoint.files.tensor_writer import write_tensor_file
 from hf_zero.checkpoint.format.checksum import Checksum, first_damaged
 from hf_zero.checkpoint.format.element_types import DTYPES
 from hf_zero.checkpoint.format.index import Index
@@ -41,7 +43,7 @@ from hf_zero.checkpoint.format.records import (
     TensorRecord,
     UnitRecord,
 )
-from hf_zero.checkpoint.format.tp_shards import Slice
+from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.core.units.layout import build_layout
 from hf_zero.errors import CheckpointError
 from hf_zero.system import own_files
@@ -195,16 +197,16 @@ def layouts(draw: st.DrawFn) -> tuple[list[tuple[str, torch.Size]], tuple[int, i
     )
 
 
-def divide(shape: torch.Size, world: int, random: Any) -> list[Slice]:
+def divide(shape: torch.Size, world: int, random: Any) -> list[SavedTpShard]:
     """A tensor-parallel plan: each index along one dimension belongs to one rank, in runs that are divided one by one (fused q, k, v)."""
     if world == 1 or not shape or random.random() < 0.2:
-        return [Slice(tuple(shape))] * world  # every rank holds it
+        return [SavedTpShard(tuple(shape))] * world  # every rank holds it
     dim = random.randrange(len(shape))
     ranges: list[list[tuple[int, int]]] = [[] for _ in range(world)]
     cuts = sorted(random.randrange(shape[dim] + 1) for _ in range(random.randrange(1, 3) * world - 1))
     for number, (start, stop) in enumerate(zip([0, *cuts], [*cuts, shape[dim]], strict=True)):
         ranges[number % world].append((start, stop))
-    return [Slice(tuple(shape), dim, tuple(own)) for own in ranges]
+    return [SavedTpShard(tuple(shape), dim, tuple(own)) for own in ranges]
 
 
 @given(layouts(), st.randoms())
@@ -263,7 +265,7 @@ def test_every_element_arrives_from_any_division_to_any_other(tmp_path_factory: 
         assert (whole_again == -1).sum() == after.padded_numel - sum(slot.numel for slot in after.slots)
 
 
-def take(value: torch.Tensor, held: Slice) -> torch.Tensor:
+def take(value: torch.Tensor, held: SavedTpShard) -> torch.Tensor:
     """What a rank holds of a tensor, the obvious way."""
     if held.dim is None:
         return value
@@ -272,13 +274,13 @@ def take(value: torch.Tensor, held: Slice) -> torch.Tensor:
     )
 
 
-def test_slices_that_leave_a_gap_are_refused(tmp_path: Path) -> None:
+def test_tp_shards_that_leave_a_gap_are_refused(tmp_path: Path) -> None:
     record = ParamRecord("w", (4, 2), 0, 0, 0, ((0, 1), (2, 4)))
     files = {shard_file("master", 0, 1): write_tensor_file(tmp_path / "master-00000-of-00001.safetensors", [whole("u", torch.ones(16))])}
     catalog = Catalog(make_index(units=(UnitRecord("u", "master", "F32", 1, 16, 0, (record,)),), files=files))
     found = catalog.find("w")
     assert found is not None
-    with pytest.raises(CheckpointError, match="parameter w: no slice in the index holds its elements 2 to 4"):
+    with pytest.raises(CheckpointError, match="parameter w: no shard in the index holds its elements 2 to 4"):
         list(catalog.copies(found, None, found.whole, 0, torch.empty(8)))
 
 

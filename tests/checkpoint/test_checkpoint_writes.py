@@ -13,7 +13,9 @@ import torch
 
 from hf_zero.checkpoint.files import disk as disks
 from hf_zero.checkpoint.files.disk import Disk
-from hf_zero.checkpoint.files.tensor_file import Copy, RangeReader, whole, write_tensor_file
+from hf_zero.checkpoint.files.rows import whole
+from hf_zero.checkpoint.files.tensor_reader import Copy, RangeReader
+from hf_zero.checkpoint.files.tensor_writer import write_tensor_file
 
 # Around blocks, buffers and windows.
 SIZES = [0, 1, 4000, 4096, 100_003, (4 << 20) - 90, 4 << 20, (8 << 20) + 4096, (9 << 20) + 13]

@@ -153,7 +153,7 @@ def test_checkpoints_travel_between_device_and_host(tmp_path: Path) -> None:
 def _other_device() -> None:
     from hf_zero.activation_checkpointing.random_states import random_states, seed_model_parallel
     from hf_zero.checkpoint.commit.background import Background
-    from hf_zero.checkpoint.files.tensor_file import Entry
+    from hf_zero.checkpoint.files.rows import Entry
     from hf_zero.comm.watch import DeviceWatch
 
     device = ranks.device()

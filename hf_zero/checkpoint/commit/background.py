@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.commit import agreement, folders, staging
-from hf_zero.checkpoint.files.tensor_file import Elsewhere, Entry, Piece
+from hf_zero.checkpoint.files.rows import Elsewhere, Entry, Piece
 from hf_zero.checkpoint.format.records import FileRecord, read_file_record
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import CheckpointError

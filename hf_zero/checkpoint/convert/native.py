@@ -11,7 +11,9 @@ import torch
 from hf_zero.checkpoint.commit import folders, staging
 from hf_zero.checkpoint.convert.source import FROZEN, Progress, Source, SourceParam, SourceTensor, read_only
 from hf_zero.checkpoint.files.catalog import Catalog, Located
-from hf_zero.checkpoint.files.tensor_file import Elsewhere, Entry, RangeReader, whole, write_tensor_file
+from hf_zero.checkpoint.files.rows import Elsewhere, Entry, whole
+from hf_zero.checkpoint.files.tensor_reader import RangeReader
+from hf_zero.checkpoint.files.tensor_writer import write_tensor_file
 from hf_zero.checkpoint.format.element_types import DTYPES, dtype_name
 from hf_zero.checkpoint.format.index import Index
 from hf_zero.checkpoint.format.names import (

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from hf_zero.checkpoint.convert.dcp_files import METADATA, DcpFolder
 from hf_zero.checkpoint.convert.source import FROZEN, Progress, Source, SourceParam, SourceTensor, read_only
-from hf_zero.checkpoint.files.tensor_file import Elsewhere
+from hf_zero.checkpoint.files.rows import Elsewhere
 from hf_zero.checkpoint.format.element_types import DTYPES, dtype_name
 from hf_zero.checkpoint.format.json_records import read_record
 from hf_zero.checkpoint.format.values import Decoder, Encoder

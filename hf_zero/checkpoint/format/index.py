@@ -29,7 +29,7 @@ class Index:
         library: Version of hf_zero that wrote it, or ``CONVERTED``.
         tag: Name under which it was saved.
         world: Number of ranks that wrote it.
-        tensor_world: Number of tensor-parallel slices among them.
+        tensor_world: Number of tensor-parallel shards among them.
         stage: ZeRO stage that wrote it.
         chunk_bytes: Bytes per checksum.
         units: The flat buffers.

@@ -76,7 +76,7 @@ def _joined(value: torch.Tensor, model: Collectives | None) -> torch.Tensor:
     part = tp_shard_of(value)
     if part is None or model is None:
         return value
-    ranges = model.gather_objects([(piece.start, piece.stop) for piece in part.ranges], "slices")
+    ranges = model.gather_objects([(piece.start, piece.stop) for piece in part.ranges], "tensor-parallel shards")
     local = value.detach().contiguous()
     parts = torch.empty((model.world, *local.shape), dtype=local.dtype, device=local.device)
     model.all_gather(parts.view(-1), local.view(-1), "whole parameter").wait()

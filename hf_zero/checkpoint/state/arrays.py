@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from typing_extensions import TypeIs
 
-from hf_zero.checkpoint.files.tensor_file import Elsewhere, Row
+from hf_zero.checkpoint.files.rows import Elsewhere, Row
 from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
 from hf_zero.core.units.unit import Unit
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.files.catalog import Catalog, Located
-from hf_zero.checkpoint.files.tensor_file import Copy, Entry, Piece, Row
+from hf_zero.checkpoint.files.rows import Entry, Piece, Row
+from hf_zero.checkpoint.files.tensor_reader import Copy
 from hf_zero.checkpoint.format.element_types import DTYPES
 from hf_zero.checkpoint.format.names import state_kind
 from hf_zero.checkpoint.format.plausible import check_alike, check_group, missing_settings
@@ -253,7 +254,7 @@ class OptimizerPlan(GroupsPlan):
         part = slot.range.intersect(segment.range.shift(segment.unit.owned.start))
         if self._catalog.dtype(found, state_kind(state)) is not None:
             place = target[part.start - start : part.stop - start]
-            wanted = self._tensor.slice_of(slot.name, slot.shape)
+            wanted = self._tensor.tp_shard_of(slot.name, slot.shape)
             self.copies += self._catalog.copies(found, state_kind(state), wanted, part.start - slot.offset, place)
 
     def _numbers_of(self, trained: Sequence[tuple[ParamSlot, Located]]) -> dict[str, Any]:

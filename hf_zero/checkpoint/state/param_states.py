@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.files.catalog import Catalog, Located
-from hf_zero.checkpoint.files.tensor_file import Entry, RangeReader, whole
+from hf_zero.checkpoint.files.rows import Entry, whole
+from hf_zero.checkpoint.files.tensor_reader import RangeReader
 from hf_zero.checkpoint.format.element_types import DTYPES
 from hf_zero.checkpoint.format.names import state_kind
 from hf_zero.checkpoint.format.records import ParamStateRecord

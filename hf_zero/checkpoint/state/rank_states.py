@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from hf_zero.checkpoint.files.catalog import Catalog, Located
-from hf_zero.checkpoint.files.tensor_file import Copy, Entry, RangeReader, whole
+from hf_zero.checkpoint.files.rows import Entry, whole
+from hf_zero.checkpoint.files.tensor_reader import Copy, RangeReader
 from hf_zero.checkpoint.format.names import shard_file
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.layout import Range

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hf_zero.core.optimizer.balance import largest_first
 from hf_zero.core.units.layout import FROZEN, ParamSlot, Range, UnitLayout
 
 
@@ -39,16 +40,15 @@ def assign_owners(layouts: Sequence[UnitLayout], world: int) -> tuple[Owned, ...
     """
     slots = [(unit, slot) for unit, layout in enumerate(layouts) for slot in layout.slots if slot.group != FROZEN and slot.numel]
     share = sum(slot.numel for _, slot in slots) / world
-    loads = [0] * world
-    chosen: dict[tuple[int, int], int] = {}
-    for unit, slot in sorted(slots, key=lambda entry: -entry[1].numel):  # stable
+
+    def holder(piece: int, loads: list[int]) -> int | None:
+        unit, slot = slots[piece]
         held = [part.numel for part in holders(layouts[unit], slot.range, world)]
-        near = max(range(world), key=lambda rank: (held[rank], -loads[rank]))
-        fits = held[near] > 0 and loads[near] + slot.numel <= share
-        rank = near if fits else loads.index(min(loads))
-        loads[rank] += slot.numel
-        chosen[unit, slot.offset] = rank
-    return tuple(Owned(unit, slot, chosen[unit, slot.offset]) for unit, slot in slots)
+        rank = max(range(world), key=lambda rank: (held[rank], -loads[rank]))
+        return rank if held[rank] > 0 and loads[rank] + slot.numel <= share else None
+
+    chosen = largest_first([slot.numel for _, slot in slots], world, holder)
+    return tuple(Owned(unit, slot, rank) for (unit, slot), rank in zip(slots, chosen, strict=True))
 
 
 def holders(layout: UnitLayout, wanted: Range, world: int) -> list[Range]:
