@@ -153,7 +153,7 @@ PROVIDED: Final[dict[str, str]] = {
     # Processes and devices.
     **{f"deepspeed.comm.{name}": f"hf_zero.deepspeed.comm:{name}" for name in _COMM_OWN},
     **{f"deepspeed.comm.{name}": f"torch.distributed:{name}" for name in _COMM_TORCH},
-    **{f"deepspeed.comm.{name}": f"hf_zero.deepspeed.traffic:{name}" for name in ("configure", "log_summary")},
+    **{f"deepspeed.comm.{name}": f"hf_zero.deepspeed.comms_log:{name}" for name in ("configure", "log_summary")},
     "deepspeed.accelerator.get_accelerator": "hf_zero.deepspeed.accelerator:get_accelerator",
     "deepspeed.accelerator.is_current_accelerator_supported": "hf_zero.deepspeed.accelerator:is_current_accelerator_supported",
     "deepspeed.get_accelerator": "hf_zero.deepspeed.accelerator:get_accelerator",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from hf_zero.checkpoint.files.catalog import Catalog, Located
 from hf_zero.checkpoint.files.rows import Entry, whole
@@ -110,14 +111,8 @@ class ParamStatesPlan(GroupsPlan):
 
 def _placed(state: dict[str, Any], device: torch.device, fused: bool) -> dict[str, Any]:
     """``state`` with its tensors where torch's ``load_state_dict`` puts them: on the device, but for ``step`` unless ``fused``."""
-    return {key: value if key == "step" and not fused else _moved(value, device) for key, value in state.items()}
 
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device)
 
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return type(value)((key, _moved(item, device)) for key, item in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(_moved(item, device) for item in value)
-    return value
+    return {key: value if key == "step" and not fused else tree_map_only(torch.Tensor, move, value) for key, value in state.items()}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hf_zero.deepspeed
-from hf_zero.comm import comms_log as traffic
+from hf_zero.comm import comms_log
 from hf_zero.comm.comms_log import CommsLog, CommsLogSettings, CommsRow, Kind, Tally, operations_named
 from hf_zero.comm.comms_table import table_text
 from hf_zero.comm.watch import DeviceWatch, HostWatch
@@ -156,7 +156,7 @@ def _run(stage: int, section: dict[str, Any] | None, straggler: bool = False) ->
     import hf_zero
     from hf_zero.observe import record_labels
 
-    traffic.stop_log()
+    comms_log.stop_log()
     hf_zero.install_as_deepspeed()
     deepspeed = importlib.import_module("deepspeed")
     case = CASES["gpt2"]
@@ -167,7 +167,7 @@ def _run(stage: int, section: dict[str, Any] | None, straggler: bool = False) ->
         **({"comms_logger": section} if section else {}),
     }
     engine, *_ = deepspeed.initialize(model=case.build(), config=config)
-    log, rank = traffic.current_log(), torch.distributed.get_rank()
+    log, rank = comms_log.current_log(), torch.distributed.get_rank()
     if log is not None:
         log.clear()
     losses = []
@@ -180,7 +180,7 @@ def _run(stage: int, section: dict[str, Any] | None, straggler: bool = False) ->
     printed = io.StringIO()
     with redirect_stdout(printed):
         numbers = deepspeed.comm.log_summary(show_straggler=straggler, return_dict=True)
-    traffic.stop_log()
+    comms_log.stop_log()
     sizes = {unit.name: unit.layout.padded_numel * 4 for unit in engine.units}
     return {
         "losses": losses,
@@ -225,13 +225,13 @@ def test_chosen_operations_by_caller_and_rank() -> None:
 
 def test_configured_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     comm = importlib.import_module("deepspeed.comm")
-    monkeypatch.setattr(traffic, "_current", None)
+    monkeypatch.setattr(comms_log, "_current", None)
     comm.configure(enabled=True, prof_all=False, prof_ops=["broadcast"], verbose=True)
-    log = traffic.current_log()
+    log = comms_log.current_log()
     assert log is not None and log.settings == CommsLogSettings(frozenset({"broadcast"}), verbose=True)
     comm.configure({"comms_logger": {"enabled": True, "debug": True}})
-    assert traffic.current_log() is log and log.settings == CommsLogSettings(debug=True)
+    assert comms_log.current_log() is log and log.settings == CommsLogSettings(debug=True)
     comm.configure(enabled=False)
-    assert traffic.current_log() is None and comm.log_summary() is None
+    assert comms_log.current_log() is None and comm.log_summary() is None
     with pytest.raises(ConfigError, match="prof_ops"):
         comm.configure(enabled=True, prof_all=False, prof_ops=["everything"])
