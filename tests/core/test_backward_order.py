@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hf_zero.core.schedule.backward_order import BackwardOrder
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.reducer import Reducer
-from hf_zero.core.schedule.schedule import GatherSchedule
-from hf_zero.core.schedule.unshard_pass import GatherLimits
+from hf_zero.core.schedule.schedule import UnshardSchedule
+from hf_zero.core.schedule.unshard_pass import UnshardLimits
 from hf_zero.core.units.unit import UnitState
 
 
@@ -24,27 +24,27 @@ class _Unit:
     log: list[str]
     state: UnitState = UnitState.SHARDED
     pinned: bool = False
-    releasable: bool = True
+    reshards: bool = True
 
     @property
     def layout(self) -> Any:
         return SimpleNamespace(padded_numel=self.numel)
 
-    def start_gather(self) -> None:
+    def start_unshard(self) -> None:
         if self.state is UnitState.SHARDED:
             self.log.append(f"gather {self.name}")
-            self.state = UnitState.GATHERING
+            self.state = UnitState.UNSHARDING
 
-    def gather(self) -> None:
-        self.start_gather()
-        self.state = UnitState.GATHERED
+    def unshard(self) -> None:
+        self.start_unshard()
+        self.state = UnitState.UNSHARDED
 
-    def release(self, leave: bool = False) -> bool:
+    def reshard(self, leave: bool = False) -> bool:
         if not self.pinned:
             self.state = UnitState.SHARDED
         return not self.pinned
 
-    def outline(self) -> None: ...
+    def show_placeholders(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -78,7 +78,7 @@ class _Gradients:
 class _Model:
     sizes: list[int]
     pinned: list[bool]
-    limits: GatherLimits
+    limits: UnshardLimits
 
 
 _MODELS = st.integers(1, 9).flatmap(
@@ -86,7 +86,7 @@ _MODELS = st.integers(1, 9).flatmap(
         _Model,
         st.lists(st.integers(1, 4), min_size=count, max_size=count),
         st.lists(st.sampled_from([False, False, True]), min_size=count, max_size=count),
-        st.builds(GatherLimits, st.integers(0, 10), st.integers(1, 40), st.just(0)),
+        st.builds(UnshardLimits, st.integers(0, 10), st.integers(1, 40), st.just(0)),
     )
 )
 
@@ -98,8 +98,8 @@ def _backward(model: _Model, ran: list[int], late: list[bool] | None) -> tuple[l
     blocks: Any = [Block(unit.name, None, [unit]) for unit in units]  # type: ignore[arg-type, list-item]
     for unit, pinned in zip(units, model.pinned, strict=True):
         unit.pinned = pinned
-        unit.state = UnitState.GATHERED if pinned else UnitState.SHARDED
-    root = Block("root", None, [_Unit("root", 1, log, UnitState.GATHERED)])  # type: ignore[arg-type, list-item]
+        unit.state = UnitState.UNSHARDED if pinned else UnitState.SHARDED
+    root = Block("root", None, [_Unit("root", 1, log, UnitState.UNSHARDED)])  # type: ignore[arg-type, list-item]
     entries = {unit.name: _Gradients(unit) for unit in (*root.units, *units)}  # type: ignore[type-var]
     flags: list[bool] = []
 
@@ -109,7 +109,7 @@ def _backward(model: _Model, ran: list[int], late: list[bool] | None) -> tuple[l
 
     for block in (root, *blocks):
         block.gradients = [entries[block.name]]
-    schedule = GatherSchedule(root, blocks, model.limits, SimpleNamespace())  # type: ignore[arg-type]
+    schedule = UnshardSchedule(root, blocks, model.limits, SimpleNamespace())  # type: ignore[arg-type]
     exchange: Any = SimpleNamespace(keeps_whole=False)
     reducer = Reducer(list(entries.values()), exchange, True, agree)  # type: ignore[arg-type]
     reducer.begin_micro_step(True, 1.0)
@@ -120,7 +120,7 @@ def _backward(model: _Model, ran: list[int], late: list[bool] | None) -> tuple[l
         block = blocks[index]
         block.backward_began()
         passed = schedule.backward(block)
-        assert block.gathered
+        assert block.unsharded
         reducer.close([entry for other in passed for entry in other.gradients])
         entries[block.name].arrive()
         reducer.proceed()

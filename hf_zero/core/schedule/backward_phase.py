@@ -13,7 +13,7 @@ from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.outputs import tensors_in
 from hf_zero.core.schedule.reducer import Reducer
-from hf_zero.core.schedule.schedule import GatherSchedule
+from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.schedule.torch_internals import call_after_backward, outside_compile, outside_transforms, reaches
 from hf_zero.observe import note, span
 
@@ -22,7 +22,7 @@ class BackwardPhase:
     """What hooks of outputs and gradients do, from the first gradient to the end of a backward.
 
     Attributes:
-        schedule: Gathers and releases; None when nothing is ever released.
+        schedule: Unshards and reshards; None when nothing is ever resharded.
         reducer: Gradients on their way; None without optimizer.
         begun: Whether a backward has begun and not ended.
         micro_steps: Backwards so far that hand gradients to parameters.
@@ -37,7 +37,7 @@ class BackwardPhase:
     """
 
     def __init__(
-        self, root: Block, blocks: Sequence[Block], schedule: GatherSchedule | None, reducer: Reducer | None, stack: list[Block]
+        self, root: Block, blocks: Sequence[Block], schedule: UnshardSchedule | None, reducer: Reducer | None, stack: list[Block]
     ) -> None:
         self.schedule = schedule
         self.reducer = reducer
@@ -125,7 +125,7 @@ class BackwardPhase:
     def _notice(self) -> None:
         """[Note: backwards for inputs] ``torch.autograd.grad`` and the transforms of torch.func give no parameter a gradient.
 
-        They gather as any backward does; they are no micro-step, need no loss scale, and nothing is reduced. Which kind it is must be
+        They unshard as any backward does; they are no micro-step, need no loss scale, and nothing is reduced. Which kind it is must be
         known before the first block is passed, and all ranks must run the same kind. Where only a recomputation reaches
         parameters (reentrant checkpointing) the first gradient tells.
         """
@@ -166,7 +166,7 @@ class BackwardPhase:
         with span("pre_backward", block.name):
             block.backward_began()
             if not block.read_in_backward:
-                block.outline()
+                block.show_placeholders()
             elif block is not self._root:
                 self.advance(block)
 
@@ -174,7 +174,7 @@ class BackwardPhase:
         """A forward inside backward: activation checkpointing.
 
         [Note: recomputation] Reentrant checkpointing ran the block without gradient first; its backward follows the recomputation at
-        once. Otherwise the block's outputs were watched in forward. In both cases the block is gathered here and released when
+        once. Otherwise the block's outputs were watched in forward. In both cases the block is unsharded here and resharded when
         backward moves on, never by the recomputation's own end.
         """
         if self.schedule is not None:
@@ -193,7 +193,7 @@ class BackwardPhase:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Ends a backward: joins what other ranks gathered and reduced; collective. Does nothing outside a backward."""
+        """Ends a backward: joins what other ranks unsharded and reduced; collective. Does nothing outside a backward."""
         if not self.begun:
             return
         with span("end_backward"), outside_transforms():
@@ -205,7 +205,7 @@ class BackwardPhase:
         self._finish()
 
     def close(self) -> None:
-        """Issues what is left of this backward's gathers and reductions; collective. See [Note: engines in one backward]."""
+        """Issues what is left of this backward's unshards and reductions; collective. See [Note: engines in one backward]."""
         if self.begun:
             if self.schedule is not None:
                 self.schedule.finish_pass()
@@ -215,7 +215,7 @@ class BackwardPhase:
     def abort(self) -> None:
         """Forgets a forward or backward that broke off with an error; local."""
         if self.schedule is not None:
-            self.schedule.release_all()
+            self.schedule.reshard_all()
         if self.reducer is not None and self._collects:
             self.reducer.clear()
         self._finish()
@@ -232,7 +232,7 @@ class BackwardPhase:
 class SharedBackward:
     """Several engines in one backward, as the two halves of a GAN: one after the other, in the order in which backward reaches them.
 
-    [Note: engines in one backward] A rank that skips blocks of one engine would join their gathers when backward ends, behind those of
+    [Note: engines in one backward] A rank that skips blocks of one engine would join their unshards when backward ends, behind those of
     the engine that comes next; the other ranks issue them before. So an engine is closed when backward reaches another, which is when the
     gradient of the other's output is known: the same moment on every rank. At the end all are closed before any of them asks for a vote.
     """

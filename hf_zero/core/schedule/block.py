@@ -22,12 +22,12 @@ class Block:
         units: One per dtype and kind (trainable, frozen).
         read_in_backward: Whether backward reads the parameters' values.
         gradients: Of the trainable units; empty where nothing is trained.
-        kept: Stays gathered from this forward to its backward; the schedule's choice.
+        kept: Stays unsharded from this forward to its backward; the schedule's choice.
         ran: Has run in the present unshard pass, which sets it.
         open: Forwards of the module running now.
         pending: Forwards whose backward is still to come.
         checkpointed: Forwards without gradient inside a training forward: a recomputation is still to come.
-        read_elsewhere: Other modules read its parameters too: it stays gathered until the phase ends.
+        read_elsewhere: Other modules read its parameters too: it stays unsharded until the phase ends.
         read_by_root: The root's own forward reads its parameters, and nothing says when the root's backward will.
         externals: Other blocks whose parameters this module reads.
     """
@@ -86,7 +86,7 @@ class Block:
         self.open = self.pending = self.checkpointed = 0
 
     def read_by(self, reader: Block, root: Block) -> None:
-        """``reader``'s module, which does not own them, reads parameters of this block: both are gathered together from now on."""
+        """``reader``'s module, which does not own them, reads parameters of this block: both are unsharded together from now on."""
         self.read_elsewhere = True
         self.read_by_root |= reader is root
         if self not in reader.externals and reader is not self:
@@ -97,54 +97,54 @@ class Block:
 
     @cached_property
     def numel(self) -> int:
-        """Elements that gathering it allocates."""
+        """Elements that unsharding it allocates."""
         return sum(unit.layout.padded_numel for unit in self.units)
 
     @property
     def sharded(self) -> bool:
-        """Whether a unit is neither gathered nor on its way."""
+        """Whether a unit is neither unsharded nor on its way."""
         for unit in self.units:  # noqa: SIM110 - asked for each block several times a step; any() takes three times as long
             if unit.state is UnitState.SHARDED:
                 return True
         return False
 
     @property
-    def coming(self) -> bool:
-        """Whether a gather of it is under way."""
+    def unsharding(self) -> bool:
+        """Whether an unshard of it is under way."""
         for unit in self.units:  # noqa: SIM110
-            if unit.state is UnitState.GATHERING:
+            if unit.state is UnitState.UNSHARDING:
                 return True
         return False
 
     @property
-    def gathered(self) -> bool:
+    def unsharded(self) -> bool:
         """Whether all units are whole now."""
         for unit in self.units:  # noqa: SIM110
-            if unit.state is not UnitState.GATHERED:
+            if unit.state is not UnitState.UNSHARDED:
                 return False
         return True
 
     @property
     def pinned(self) -> bool:
-        """Whether nothing can release it now (a ``GatheredParameters`` around a generation)."""
-        return all(unit.pinned or not unit.releasable for unit in self.units)
+        """Whether nothing can reshard it now (a ``GatheredParameters`` around a generation)."""
+        return all(unit.pinned or not unit.reshards for unit in self.units)
 
-    def start_gather(self) -> None:
+    def start_unshard(self) -> None:
         """Starts the all-gathers; collective."""
         for unit in self.units:
-            unit.start_gather()
+            unit.start_unshard()
 
-    def gather(self) -> None:
+    def unshard(self) -> None:
         """Makes all units whole; collective unless they are."""
         for unit in self.units:
-            unit.gather()
+            unit.unshard()
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Drops all units that nobody pins. What autograd saved for the root keeps its memory; else it is filled again in backward."""
         for unit in self.units:
-            unit.release(leave=self.read_by_root)
+            unit.reshard(leave=self.read_by_root)
 
-    def outline(self) -> None:
-        """Gives parameters that are released their shapes, without values."""
+    def show_placeholders(self) -> None:
+        """Gives sharded parameters their shapes, without values."""
         for unit in self.units:
-            unit.outline()
+            unit.show_placeholders()

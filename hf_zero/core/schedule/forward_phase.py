@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_zero.core.schedule.block import Block
-from hf_zero.core.schedule.schedule import GatherSchedule
+from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.observe import span
 
 
@@ -21,10 +21,10 @@ class ForwardPhase:
 
     Args:
         root: Block of what belongs to no other block.
-        schedule: Gathers and releases; None when nothing is ever released.
+        schedule: Unshards and reshards; None when nothing is ever resharded.
     """
 
-    def __init__(self, root: Block, schedule: GatherSchedule | None) -> None:
+    def __init__(self, root: Block, schedule: UnshardSchedule | None) -> None:
         self.count = 0
         self.failed = 0
         self.stack: list[Block] = []
@@ -44,20 +44,20 @@ class ForwardPhase:
                 if self._schedule is not None:
                     self._schedule.begin_forward(self._training)
             else:
-                self.gather(block)
+                self.unshard(block)
             block.entered(recomputed_later=self._training and block is not root and not torch.is_grad_enabled())
             self.stack.append(block)
 
-    def gather(self, block: Block) -> None:
+    def unshard(self, block: Block) -> None:
         """Makes ``block`` and what it reads elsewhere whole; collective."""
         if self._schedule is None:
             return
         if self._root.open:
             self._schedule.forward(block)
         else:  # a part of the model called by itself: no pass, the caller decides what runs
-            block.gather()
+            block.unshard()
             for external in block.externals:
-                external.gather()
+                external.unshard()
 
     def leave(self, block: Block, output: Any) -> None:
         """A forward of ``block``'s module ends, with ``output`` None if it failed; collective at the end of the whole module's."""
@@ -74,7 +74,7 @@ class ForwardPhase:
                     self._schedule.end_forward()
 
     def join(self) -> None:
-        """Takes part in a forward that other ranks run and this one does not: its gathers, no computation; collective."""
+        """Takes part in a forward that other ranks run and this one does not: its unshards, no computation; collective."""
         if self._schedule is not None:
             self._schedule.begin_forward(training=False)
             self._schedule.end_forward()

@@ -15,7 +15,7 @@ from hf_zero.core.schedule.external_parameters import external_parameters
 from hf_zero.core.schedule.torch_internals import outside_compile, replace_parameters
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.unit import OWNER, UnitState, find_unit
-from hf_zero.core.units.unprepared import refuse_released
+from hf_zero.core.units.unprepared import refuse_sharded
 
 
 class Phase(Protocol):
@@ -44,20 +44,20 @@ class Follower(Protocol):
         """A forward of ``block`` ends."""
 
     def read(self, block: Block) -> None:
-        """A released parameter of ``block`` is read."""
+        """A sharded parameter of ``block`` is read."""
 
 
 def hook_forward(module: nn.Module, before: Callable[[], None], after: Callable[[Any], None]) -> list[RemovableHandle]:
     """Calls ``before`` and ``after`` around forwards of ``module``, ``after`` with what it returned or with None where it raised.
 
-    A deep copy of the module takes the hooks along, and belongs to no engine: it refuses to run on released parameters.
+    A deep copy of the module takes the hooks along, and belongs to no engine: it refuses to run on sharded parameters.
     """
 
     def pre(called: nn.Module, *_: Any) -> None:
         if called is module:
             before()
         else:
-            refuse_released(called)
+            refuse_sharded(called)
 
     def post(called: nn.Module, _args: Any, output: Any) -> None:
         if called is module:
@@ -70,21 +70,21 @@ def hook_forward(module: nn.Module, before: Callable[[], None], after: Callable[
 
 
 class GuardedParameters(dict[str, Any]):
-    """A module's own parameters by name; calls back when a released one is read during a forward.
+    """A module's own parameters by name; calls back when a sharded one is read during a forward.
 
     ``module.weight`` looks the name up here; iteration (``named_parameters``, ``state_dict``) does not.
     """
 
-    def __init__(self, content: dict[str, Any], on_released: Callable[[nn.Parameter], None]) -> None:
+    def __init__(self, content: dict[str, Any], on_sharded: Callable[[nn.Parameter], None]) -> None:
         super().__init__(content)
-        self._on_released = on_released
+        self._on_sharded = on_sharded
 
     def __getitem__(self, name: str) -> Any:
         param = super().__getitem__(name)
-        # As `is_released`, in one look: every read of a parameter in a forward passes here.
+        # As `is_sharded`, in one look: every read of a parameter in a forward passes here.
         owner = None if param is None else getattr(param, OWNER, None)
-        if owner is not None and owner[0].state is not UnitState.GATHERED:
-            self._on_released(param)
+        if owner is not None and owner[0].state is not UnitState.UNSHARDED:
+            self._on_sharded(param)
         return param
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
@@ -124,9 +124,9 @@ class OutsideReads:
             blocks = [self._block_of_unit[id(owner[0])] for owner in owners if owner and id(owner[0]) in self._block_of_unit]
             for block in {id(block): block for block in blocks}.values():
                 self._hook(module, block, follower)
-        on_released = partial(self._on_released_read, follower)
+        on_sharded = partial(self._on_sharded_read, follower)
         for module in guarded:
-            replace_parameters(module, GuardedParameters(dict(module._parameters.items()), on_released))
+            replace_parameters(module, GuardedParameters(dict(module._parameters.items()), on_sharded))
         self._resolve_declared()
 
     def detach(self) -> None:
@@ -146,7 +146,7 @@ class OutsideReads:
             by_itself.append(outside)
             if outside:
                 follower.enter(block)
-            elif not block.gathered:
+            elif not block.unsharded:
                 follower.read(block)
 
         def after(output: Any) -> None:
@@ -155,7 +155,7 @@ class OutsideReads:
 
         self._handles += hook_forward(module, before, after)
 
-    def _on_released_read(self, follower: Follower, param: nn.Parameter) -> None:
+    def _on_sharded_read(self, follower: Follower, param: nn.Parameter) -> None:
         block = self._block_of(param)
         if block is not None and follower.running:
             follower.read(block)

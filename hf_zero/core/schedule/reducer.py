@@ -20,7 +20,7 @@ class Reducer:
 
     [Note: order of reductions] A unit is sent off when all its gradients have arrived, or backward has passed its block (``close``),
     and all units before it in the queue are gone. What is incomplete when backward ends (a branch this rank skipped) goes off then,
-    zeros filling the holes. So every rank sends the same sequence whatever its data. Where backward gathers too, the two have one order
+    zeros filling the holes. So every rank sends the same sequence whatever its data. Where backward unshards too, the two have one order
     ([Note: one order]): it may hold a unit back, and may send it off before it is complete.
 
     At most ``_IN_FLIGHT`` reductions are in flight; beyond that the oldest is waited for.
@@ -51,7 +51,7 @@ class Reducer:
         self._agree = agree
         self._queue = self.gradients[::-1]
         self._positions: Mapping[int, int] = {}  # by id of the entry
-        self._order: BackwardOrder | None = None  # of this backward's reductions and gathers; None where it gathers nothing
+        self._order: BackwardOrder | None = None  # of this backward's reductions and unshards; None where it unshards nothing
         self._sent = 0  # entries of the queue that were sent in this backward
         self._flying: deque[UnitGradients] = deque()
 
@@ -88,11 +88,11 @@ class Reducer:
         self._reduces = False
 
     def begin_backward(self, sizes: Sequence[int], reach: int) -> None:
-        """A backward begins that gathers: its gathers and reductions get one order.
+        """A backward begins that unshards: its unshards and reductions get one order.
 
         Args:
-            sizes: Elements gathered at each position of backward's order; 0 where nothing is.
-            reach: Elements that may be gathered ahead.
+            sizes: Elements unsharded at each position of backward's order; 0 where nothing is.
+            reach: Elements that may be unsharded ahead.
         """
         positions = [min(self._position(entry), len(sizes)) for entry in self._queue]
         self._order = BackwardOrder(sizes, positions, reach) if any(sizes) else None
@@ -116,19 +116,19 @@ class Reducer:
                 return
             self._send_up_to(self._sent + 1)
 
-    def send_before_gather(self, position: int) -> None:
-        """The gather at ``position`` comes now: sends off what goes before it, complete or not."""
+    def send_before_unshard(self, position: int) -> None:
+        """The unshard at ``position`` comes now: sends off what goes before it, complete or not."""
         if self._order is not None:
             self._send_up_to(self._order.before(position))
 
-    def is_ready_for_gather(self, position: int) -> bool:
-        """Whether nothing would be sent off incomplete if the gather at ``position`` came now."""
+    def is_ready_for_unshard(self, position: int) -> bool:
+        """Whether nothing would be sent off incomplete if the unshard at ``position`` came now."""
         if self._order is None or not self._reduces:
             return True
         return all(entry.done for entry in self._queue[self._sent : self._order.before(position)])
 
-    def gathers_issued(self, count: int) -> None:
-        """The gathers of the first ``count`` positions are issued."""
+    def unshards_issued(self, count: int) -> None:
+        """The unshards of the first ``count`` positions are issued."""
         if self._order is not None:
             self._order.issued = max(self._order.issued, count)
 

@@ -12,9 +12,9 @@ from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.forward_phase import ForwardPhase
 from hf_zero.core.schedule.outside_reads import OutsideReads, hook_forward
 from hf_zero.core.schedule.reducer import Reducer
-from hf_zero.core.schedule.schedule import GatherSchedule
+from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.schedule.torch_internals import in_backward, outside_transforms
-from hf_zero.core.units.unprepared import welcome_engine
+from hf_zero.core.units.unprepared import unguard_unprepared
 from hf_zero.observe import note
 
 _ATTRIBUTE = "_hf_zero_runtime"  # of a module with hooks
@@ -28,19 +28,19 @@ class Handle(Protocol):
 
 
 class Runtime:
-    """Turns forwards of modules and events of autograd into gathers, releases and reductions.
+    """Turns forwards of modules and events of autograd into unshards, reshards and reductions.
 
     Attributes:
         module: The user's module.
         root: Block of what belongs to no other block.
         blocks: The other blocks, in the model's order.
-        schedule: Gathers and releases; None when nothing is ever released.
+        schedule: Unshards and reshards; None when nothing is ever resharded.
         forward: What happens outside backward.
         backward: What happens in it.
     """
 
     def __init__(
-        self, module: nn.Module, root: Block, blocks: list[Block], schedule: GatherSchedule | None, reducer: Reducer | None
+        self, module: nn.Module, root: Block, blocks: list[Block], schedule: UnshardSchedule | None, reducer: Reducer | None
     ) -> None:
         self.module = module
         self.root = root
@@ -61,7 +61,7 @@ class Runtime:
         before: Runtime | None = self.module.__dict__.pop(_ATTRIBUTE, None)
         if before is not None and before.module is self.module:  # else this module is a deep copy of its
             before.detach()
-        welcome_engine(self.module)
+        unguard_unprepared(self.module)
         self.module.__dict__[_ATTRIBUTE] = self
         for block in (self.root, *self.blocks):
             self._handles += hook_forward(block.module, partial(self.enter, block), partial(self.leave, block))
@@ -70,7 +70,7 @@ class Runtime:
         self.backward.attach()
 
     def detach(self) -> None:
-        """Takes all hooks out. Parameters of released units stay released until another engine takes the module."""
+        """Takes all hooks out. Sharded parameters stay sharded until another engine takes the module."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -105,7 +105,7 @@ class Runtime:
             self.forward.leave(block, output)
 
     def read(self, block: Block) -> None:
-        """A released parameter of ``block`` is read while other modules run: gathers it and remembers who reads it."""
+        """A sharded parameter of ``block`` is read while other modules run: unshards it and remembers who reads it."""
         if self.schedule is None:
             return
         note("external", block.name)
@@ -114,7 +114,7 @@ class Runtime:
             if self.backward.begun:
                 self.backward.advance(block)
             else:
-                self.forward.gather(block)
+                self.forward.unshard(block)
 
     # -- what the engine asks and says --------------------------------------------------------------------------------
 
@@ -138,13 +138,13 @@ class Runtime:
         """Micro-steps begun so far, those included whose forward raised."""
         return self.backward.micro_steps + self.forward.failed
 
-    def release_for_update(self) -> None:
-        """Before an update: what is gathered becomes stale, so it is released; local."""
+    def reshard_for_update(self) -> None:
+        """Before an update: what is unsharded becomes stale, so it is resharded; local."""
         if self.schedule is not None:
             self.schedule.begin_update()
 
     def stop_training(self) -> None:
-        """Lets go of all gradients; keeps the hooks that gather, where there are any."""
+        """Lets go of all gradients; keeps the hooks that unshard, where there are any."""
         self.backward.stop_training()
         if self.schedule is None:
             self.detach()

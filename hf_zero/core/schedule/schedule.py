@@ -1,4 +1,4 @@
-"""When blocks are gathered and released at stage 3: unshard passes in one fixed order, the same on every rank whatever its data."""
+"""When blocks are unsharded and resharded at stage 3: unshard passes in one fixed order, the same on every rank whatever its data."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from collections.abc import Sequence
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.reducer import Reducer
-from hf_zero.core.schedule.unshard_pass import GatherLimits, UnshardPass
+from hf_zero.core.schedule.unshard_pass import UnshardLimits, UnshardPass
 
 
-class GatherSchedule:
+class UnshardSchedule:
     """Unshard passes over the blocks: up in forward, down in backward.
 
-    [Note: unshard passes] A pass has a position in the order. Asking for block j gathers all blocks from the position to j that are
+    [Note: unshard passes] A pass has a position in the order. Asking for block j unshards all blocks from the position to j that are
     sharded, those that this rank skipped included, and moves the position behind j; the end of the phase joins the rest. Each block's
-    gather is therefore issued once per pass and in order, and whether it is issued depends only on what was whole when the pass began,
-    which is the same on every rank. Asking for a block behind the position that was released (a module that runs twice, another order)
+    unshard is therefore issued once per pass and in order, and whether it is issued depends only on what was whole when the pass began,
+    which is the same on every rank. Asking for a block behind the position that was resharded (a module that runs twice, another order)
     ends the pass and begins another. At the end of each pass of a forward the ranks vote whether anyone needs another; those that do not
-    join its gathers and vote again. Where every block stays gathered until backward nobody can need one, and nobody votes.
+    join its unshards and vote again. Where every block stays unsharded until backward nobody can need one, and nobody votes.
 
     Args:
-        root: Block of what belongs to no other block; gathered throughout.
+        root: Block of what belongs to no other block; unsharded throughout.
         blocks: The others, in the model's order.
-        limits: How much may be gathered.
+        limits: How much may be unsharded.
         collectives: The ranks that must agree.
     """
 
-    def __init__(self, root: Block, blocks: Sequence[Block], limits: GatherLimits, collectives: Collectives) -> None:
+    def __init__(self, root: Block, blocks: Sequence[Block], limits: UnshardLimits, collectives: Collectives) -> None:
         self.root = root
         self.order = list(blocks)  # in the order of forward; the root, needed throughout, is not part of a pass
         self.limits = limits
         self._collectives = collectives
-        self._learned = False  # whether `order` is what forward was seen to do; until then nothing skipped is released
+        self._learned = False  # whether `order` is what forward was seen to do; until then nothing skipped is resharded
         self._observed: dict[str, None] = {}  # names of blocks in the order in which they first ran
         self._arranged: Reducer | None = None  # who has been told the order
         self._votes = False  # whether passes of this phase end with a vote
@@ -43,15 +43,15 @@ class GatherSchedule:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def begin_forward(self, training: bool) -> None:
-        """Starts the pass of a forward of the whole model and gathers the root; collective."""
+        """Starts the pass of a forward of the whole model and unshards the root; collective."""
         for block in self.order:
             block.broken_off()
             if not block.kept:
-                block.release()
+                block.reshard()
         self._begin(self.order)
         self._choose_kept(training)
         self._votes = not all(block.kept or block.pinned for block in self.order)
-        self._pass.gather(self.root)
+        self._pass.unshard(self.root)
         if not self._updating:
             self._pass.prefetch()
 
@@ -69,38 +69,38 @@ class GatherSchedule:
         # What this rank skipped may still come (another order): it stays whole until the end of forward while there is room.
         if skipped and self._learned and self._pass.live > self.limits.max_live_parameters:
             for other in skipped:
-                self._pass.release(other)
+                self._pass.reshard(other)
 
     def after_forward(self, block: Block) -> None:
-        """Releases ``block`` after its forward unless it is needed again soon."""
+        """Reshards ``block`` after its forward unless it is needed again soon."""
         if not (block.open or block.kept or block.read_elsewhere):
-            self._pass.release(block)
+            self._pass.reshard(block)
         if self._updating:
             self._pass.prefetch()
 
     def end_forward(self) -> None:
-        """Joins the gathers of the blocks this rank skipped; releases what is not kept; collective."""
+        """Joins the unshards of the blocks this rank skipped; reshards what is not kept; collective."""
         self._pass.finish()
         while self._votes and self._vote(False):
-            self._release_between_passes()
+            self._reshard_between_passes()
             self._begin(self._pass.order)
             self._pass.finish()
         for block in self.order:
             if block.kept:
-                block.gather()
+                block.unshard()
             else:
-                block.release()
+                block.reshard()
         if not self.root.kept:
-            self.root.release()
-        self._updating = False  # every unit was gathered since
+            self.root.reshard()
+        self._updating = False  # every unit was unsharded since
         if not self._learned:
             self._learn(self._collectives.broadcast_object(list(self._observed), 0, "order of blocks"))
 
     def begin_update(self) -> None:
-        """A step changes the shards: what is gathered becomes stale, so it is released; local."""
+        """A step changes the shards: what is unsharded becomes stale, so it is resharded; local."""
         for block in (self.root, *self.order):
             block.reset()
-        self.release_all()
+        self.reshard_all()
         self._updating = self.limits.updates_overlap
 
     def _choose_kept(self, training: bool) -> None:
@@ -126,7 +126,7 @@ class GatherSchedule:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, reducer: Reducer | None) -> None:
-        """Starts the pass of a backward and gathers the root; collective.
+        """Starts the pass of a backward and unshards the root; collective.
 
         Args:
             reducer: Sends gradients off in the order that this pass gives, see [Note: one order].
@@ -139,10 +139,10 @@ class GatherSchedule:
                 reducer.arrange(self._positions())
             reducer.begin_backward([block.numel if block.sharded else 0 for block in order], self.limits.prefetch_bucket_size)
         self._begin(order)
-        self._votes = False  # a block stays gathered while a backward of it is pending: one pass is enough
-        self._pass.gather(self.root)
+        self._votes = False  # a block stays unsharded while a backward of it is pending: one pass is enough
+        self._pass.unshard(self.root)
         for external in self.root.externals:
-            external.outline()
+            external.show_placeholders()
 
     def _positions(self) -> dict[int, int]:
         """By id of each block's gradients the position in backward's order at which they are complete; the root's are missing."""
@@ -153,7 +153,7 @@ class GatherSchedule:
         return positions
 
     def backward(self, block: Block) -> list[Block]:
-        """Makes ``block`` and what it reads elsewhere whole inside backward; collective. Releases what is done, and returns it."""
+        """Makes ``block`` and what it reads elsewhere whole inside backward; collective. Reshards what is done, and returns it."""
         self._request(block)
         for external in block.externals:
             self._request(external)
@@ -163,23 +163,23 @@ class GatherSchedule:
             if not (other.pending or other.checkpointed or other.read_elsewhere or other in block.externals)
         ]
         for other in done:
-            self._pass.release(other)
+            self._pass.reshard(other)
         return done
 
     def finish_pass(self) -> None:
-        """Joins the gathers that are left of this pass, and releases what nobody waits for; collective."""
+        """Joins the unshards that are left of this pass, and reshards what nobody waits for; collective."""
         self._pass.finish()
 
     def end_backward(self) -> None:
-        """Joins the gathers that are left and releases everything; collective."""
+        """Joins the unshards that are left and reshards everything; collective."""
         self._pass.finish()
-        self.release_all()
+        self.reshard_all()
 
-    def release_all(self) -> None:
-        """Releases every block and forgets what was to come; local."""
+    def reshard_all(self) -> None:
+        """Reshards every block and forgets what was to come; local."""
         for block in (self.root, *self.order):
             block.kept = False
-            block.release()
+            block.reshard()
         self._reducer = None
 
     # -- passes -------------------------------------------------------------------------------------------------------
@@ -190,33 +190,33 @@ class GatherSchedule:
 
     def _request(self, block: Block) -> None:
         if self._pass.index_of(block) is None:  # the root, or an embedding in backward: a recomputation reads it after all
-            self._pass.gather(block)
+            self._pass.unshard(block)
             return
         if self._pass.has_lost(block):
             self._again()
         self._pass.advance(block)
         block.ran = True
-        self._pass.gather(block)
+        self._pass.unshard(block)
         if not self._updating:
             self._pass.prefetch()
 
     def _again(self) -> None:
-        """Ends the pass and begins another; what runs now is gathered again first."""
+        """Ends the pass and begins another; what runs now is unsharded again first."""
         self._pass.finish()
         running = [block for block in self.order if block.open]
         if self._votes:
             self._vote(True)
-            self._release_between_passes()
+            self._reshard_between_passes()
         self._begin(self._pass.order)
         for block in running:
             self._pass.advance(block)
-            self._pass.gather(block)
+            self._pass.unshard(block)
 
-    def _release_between_passes(self) -> None:
+    def _reshard_between_passes(self) -> None:
         """Brings every rank to the same state before another pass."""
         for block in self.order:
             if not block.kept:
-                block.release()
+                block.reshard()
 
     def _vote(self, again: bool) -> bool:
         return self._collectives.any_rank(again, "another round")

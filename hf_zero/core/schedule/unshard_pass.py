@@ -1,4 +1,4 @@
-"""One unshard pass: the gathers of all blocks in one fixed order, each at most once."""
+"""One unshard pass: the unshards of all blocks in one fixed order, each at most once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hf_zero.core.schedule.reducer import Reducer
 
 
 @dataclass(frozen=True)
-class GatherLimits:
-    """How much may be gathered, in elements; the names are those of the configuration without ``stage3_``.
+class UnshardLimits:
+    """How much may be unsharded, in elements; the names are those of the configuration without ``stage3_``.
 
     Attributes:
-        prefetch_bucket_size: Gathered ahead of use; at least one block unless 0.
-        max_live_parameters: Gathered at once, for what is not strictly needed now.
-        max_reuse_distance: A block stays gathered from forward to backward if fewer elements are used in between.
-        updates_overlap: Updates may go on after a step, in the first forward. A gather waits for its unit's; so what is prefetched there
+        prefetch_bucket_size: Unsharded ahead of use; at least one block unless 0.
+        max_live_parameters: Unsharded at once, for what is not strictly needed now.
+        max_reuse_distance: A block stays unsharded from forward to backward if fewer elements are used in between.
+        updates_overlap: Updates may go on after a step, in the first forward. An unshard waits for its unit's; so what is prefetched there
             is asked for behind what is needed now.
     """
 
@@ -28,28 +28,28 @@ class GatherLimits:
 
 
 class UnshardPass:
-    """The unshard order of one pass, and the position it has come to: all blocks before it are gathered or were.
+    """The unshard order of one pass, and the position it has come to: all blocks before it are unsharded or were.
 
     Attributes:
-        order: The blocks, in the order in which they are gathered.
-        live: Elements gathered now, as far as the schedule has gathered and released them in this pass.
+        order: The blocks, in the order in which they are unsharded.
+        live: Elements unsharded now, as far as the schedule has unsharded and resharded them in this pass.
 
     Args:
         order: As the attribute.
-        live: Elements gathered when the pass begins.
-        limits: How much may be gathered.
-        reducer: Of a backward's pass: reductions that have their place between the gathers, see [Note: one order].
+        live: Elements unsharded when the pass begins.
+        limits: How much may be unsharded.
+        reducer: Of a backward's pass: reductions that have their place between the unshards, see [Note: one order].
     """
 
-    def __init__(self, order: Sequence[Block], live: int, limits: GatherLimits, reducer: Reducer | None = None) -> None:
+    def __init__(self, order: Sequence[Block], live: int, limits: UnshardLimits, reducer: Reducer | None = None) -> None:
         self.order = order
         self.live = live
         self._limits = limits
         self._reducer = reducer
         self._index = {id(block): index for index, block in enumerate(order)}
         self._position = 0
-        self._looked_at = 0  # position up to which passed blocks were looked at for release
-        self._coming: list[Block] = []  # blocks whose gathers may be under way
+        self._looked_at = 0  # position up to which passed blocks were looked at for resharding
+        self._under_way: list[Block] = []  # blocks whose unshards may be under way
         for block in order:
             block.ran = False
 
@@ -58,11 +58,11 @@ class UnshardPass:
         return self._index.get(id(block))
 
     def has_lost(self, block: Block) -> bool:
-        """Whether the pass is behind ``block`` and it was released since: only another pass can gather it."""
+        """Whether the pass is behind ``block`` and it was resharded since: only another pass can unshard it."""
         return self._index[id(block)] < self._position and block.sharded
 
     def advance(self, block: Block) -> None:
-        """Issues the gathers up to and including ``block``'s, those of blocks that this rank skips among them; collective."""
+        """Issues the unshards up to and including ``block``'s, those of blocks that this rank skips among them; collective."""
         self._advance(self._index[id(block)])
 
     def _advance(self, last: int) -> None:
@@ -71,24 +71,24 @@ class UnshardPass:
             block = self.order[self._position]
             if block.sharded:
                 if reducer is not None:
-                    reducer.send_before_gather(self._position)
+                    reducer.send_before_unshard(self._position)
                 self.live += block.numel
-                block.start_gather()
-                self._coming.append(block)
+                block.start_unshard()
+                self._under_way.append(block)
             self._position += 1
         if reducer is not None:
-            reducer.gathers_issued(self._position)
+            reducer.unshards_issued(self._position)
 
-    def gather(self, block: Block) -> None:
+    def unshard(self, block: Block) -> None:
         """Makes ``block`` whole, wherever it stands in the order; collective."""
         if block.sharded:
             self.live += block.numel
-        block.gather()
+        block.unshard()
 
-    def release(self, block: Block) -> None:
+    def reshard(self, block: Block) -> None:
         """Drops what nobody pins of ``block``."""
         if not block.sharded:
-            block.release()
+            block.reshard()
             if block.sharded:
                 self.live -= block.numel
 
@@ -102,11 +102,11 @@ class UnshardPass:
         return self.order[start:index]
 
     def prefetch(self) -> None:
-        """Issues the next gathers while there is room and none is under way."""
+        """Issues the next unshards while there is room and none is under way."""
         room = self._limits.prefetch_bucket_size
         if self._position >= len(self.order) or room <= 0:
             return
-        self._coming = [block for block in self._coming if block.coming]
+        self._under_way = [block for block in self._under_way if block.unsharding]
         ahead = 0
         while self._position < len(self.order):
             block = self.order[self._position]
@@ -114,17 +114,17 @@ class UnshardPass:
                 first, ahead = not ahead, ahead + block.numel
                 if (not first and ahead > room) or self.live + block.numel > self._limits.max_live_parameters:
                     return
-                if first and self._coming:
+                if first and self._under_way:
                     return
                 # Prefetching sends nothing off incomplete.
-                if self._reducer is not None and not self._reducer.is_ready_for_gather(self._position):
+                if self._reducer is not None and not self._reducer.is_ready_for_unshard(self._position):
                     return
             self._advance(self._position)
 
     def finish(self) -> None:
-        """Joins the gathers that are left, and releases what nobody waits for; collective."""
+        """Joins the unshards that are left, and reshards what nobody waits for; collective."""
         while self._position < len(self.order):
             block = self.order[self._position]
             self._advance(self._position)
             if not (block.kept or block.pending or block.read_elsewhere or block.open):
-                self.release(block)
+                self.reshard(block)
