@@ -1,7 +1,6 @@
 """Which rank this process is when mpirun or srun started it, from the variables they set; no MPI library is asked.
 
-Read by ``init_distributed``, and when a program first asks for `deepspeed` (importing accelerate or transformers' Trainer does), which
-is before either looks at RANK.
+Read by ``init_distributed``, and where a library makes the state that looks at RANK.
 """
 
 from __future__ import annotations
@@ -214,7 +213,7 @@ def _is_launcher(words: list[str]) -> bool:
 
 def _is_here(address: str) -> bool:
     """Whether ``address`` is one of this host's."""
-    import socket  # only here: the module is imported by every program that imports accelerate
+    import socket  # only here: nearly no program needs it
 
     try:
         with socket.socket() as probe:
