@@ -199,7 +199,7 @@ def _aside() -> None:
     base, locked, size = pretend.locked_bytes(), [], 0
     for _ in range(3):
         engine.offload_states()
-        size = sum(aside.nbytes for aside in engine.aside)
+        size = engine.offloaded_states.nbytes
         locked.append(pretend.locked_bytes() - base)
         engine.reload_states(non_blocking=True)
         train(engine, 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -66,7 +65,6 @@ class Stepper:
         self.collectives = collectives
         self.settings = settings
         self._model = model_axis(optimizer.units, model_collectives) if model_collectives is not None else None
-        self.training: list[Any] = []  # entries of the table in full_values.py, which holds them weakly
         # Both in the model's order; the reducer's own order is the model's too.
         self._gradients = {id(entry.unit): entry for entry in reducer.gradients}
 
