@@ -16,9 +16,10 @@ from hf_zero.checkpoint.state import TensorAxis, TrainingState
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import group_timeout, joint_topology
+from hf_zero.core import hooks
 from hf_zero.core.engine import Engine, Restored
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.units.split_parameter import slice_of
+from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.tensor_parallel.same_data import SameData
 
@@ -48,16 +49,14 @@ class EngineCheckpoints:
     Args:
         settings: How.
         collectives: The data-parallel axis.
-        why_at_once: Asked at each save in the background: a sentence why it must be complete when the call returns, or "".
 
     Attributes:
         background: What writes behind the training loop; None when nothing does.
     """
 
-    def __init__(self, settings: CheckpointSettings, collectives: Collectives, why_at_once: Callable[[], str] = str) -> None:
+    def __init__(self, settings: CheckpointSettings, collectives: Collectives) -> None:
         self._settings = settings
         self._collectives = collectives
-        self._why_at_once = why_at_once
         self.background: Background | None = None
         if settings.in_background and settings.node_local:
             log_rank0("checkpoints on each node's own disk are written before save_checkpoint returns, not in the background")
@@ -78,7 +77,7 @@ class EngineCheckpoints:
         folder = save_checkpoint(self.state_of(engine), request, self.background)
         how = "saved to"
         if self.background is not None:
-            reason = self._why_at_once()
+            reason = next(filter(None, (ask() for ask in hooks.reasons_to_wait)), "")
             if reason:
                 warn_once(reason)
                 self.wait()
@@ -161,7 +160,7 @@ def _tensor_axis(engine: Engine) -> TensorAxis:
         return TensorAxis()
     slices = {}
     for name, param in engine.module.named_parameters():
-        part = slice_of(param)
+        part = tp_shard_of(param)
         if part is not None:
             slices[name] = Slice(tuple(part.full_shape), part.dim, tuple((piece.start, piece.stop) for piece in part.ranges))
     return TensorAxis(model.rank, model.world, slices)

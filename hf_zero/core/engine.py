@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.core import hooks
 from hf_zero.core.offloaded_states import OffloadedStates
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.runtime import Runtime
@@ -279,7 +280,7 @@ class Engine(nn.Module):
         progress.count_step(self.samples_per_step, result.norm, result.skipped)
         if self.lr_scheduler is not None and not result.skipped:
             self.lr_scheduler.step(**(lr_kwargs or {}))
-        offloaded = self.optimizer.residence.tiers(self.optimizer) if self.clock.memory else {}
+        offloaded = self.optimizer.state_store.tiers(self.optimizer) if self.clock.memory else {}
         self.clock.end_step(progress.global_steps, self.samples_per_step, offloaded)
         self.reports.tell(progress, self.optimizer.param_groups, self.scaler.scale)
 
@@ -375,7 +376,7 @@ class Engine(nn.Module):
             CheckpointError: On every rank, naming the file or parameter that does not fit.
         """
         self.checkpoints.wait()
-        self.runtime.release_for_update()
+        self.runtime.reshard_for_update()
         restored = self.checkpoints.load(
             self,
             load_dir,
@@ -421,6 +422,8 @@ class Engine(nn.Module):
     def destroy(self) -> None:
         """Frees gradients, masters and optimizer state. The module stays usable: whole at stages 0 to 2, gathered by its hooks at 3."""
         self.destroyed = True
+        for hook in hooks.on_destroy:
+            hook(self)
         self.checkpoints.close()
         self.reports.close()
         if self.stepper is not None:

@@ -103,7 +103,7 @@ class OffloadedStates:
             kinds: Of ``KINDS``.
             pin_memory: Page-lock the copies. That memory stays for the next time, until ``close``.
         """
-        self._runtime.release_for_update()
+        self._runtime.reshard_for_update()
         for unit in self._units:
             if all(has_memory(tensor) for tensor in unit.own.tensors()):
                 unit.take_assigned()
@@ -116,7 +116,7 @@ class OffloadedStates:
                 gradients.pool.clear()
         self._moved.append(moved)
         for unit in self._units:
-            unit.set_aside()
+            unit.mark_offloaded()
         self._guard()
 
     def bring_back(self, non_blocking: bool = False) -> None:
@@ -125,7 +125,7 @@ class OffloadedStates:
             moved.bring_back(non_blocking)
         self._moved.clear()
         for unit in self._units:
-            unit.bring_back()
+            unit.mark_reloaded()
         self._unguard()
 
     def require_none(self, what: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,6 @@ class Engine(ConfiguredEngine):
         resolved: The configuration.
         parts: What the engine is made of.
         sequence_parallel: Groups of ranks that share their samples; None where sequences are whole.
-        on_destroy: Called by ``destroy``, first, with the engine: libraries that hold it let go of it.
 
     Attributes:
         optimizer: ``ShardedOptimizer``, or at stage 3 without optimizer a handle for libraries that expect one, or None.
@@ -53,10 +51,8 @@ class Engine(ConfiguredEngine):
         resolved: ResolvedConfig,
         parts: EngineParts,
         sequence_parallel: SequenceParallel | None = None,
-        on_destroy: Sequence[Callable[[Engine], None]] = (),
     ) -> None:
         super().__init__(module, resolved, parts, sequence_parallel)
-        self._on_destroy = on_destroy
         self._training: list[Training] = []
         handle = OffloadHandle(module)
         if parts.optimizer is not None and parts.stepper is not None:
@@ -163,8 +159,6 @@ class Engine(ConfiguredEngine):
 
     def destroy(self) -> None:
         """Frees gradients, masters and optimizer state. The module stays usable: whole at stages 0 to 2, gathered by its hooks at 3."""
-        for let_go in self._on_destroy:
-            let_go(self)
         super().destroy()
         self._training = []
 

@@ -19,7 +19,7 @@ from hf_zero.observe import warn_once
 
 def empty_partition_cache(engine: ConfiguredEngine) -> None:
     """Releases what is gathered between forwards; parameters small enough to stay gathered for good do."""
-    engine.runtime.release_for_update()
+    engine.runtime.reshard_for_update()
 
 
 def allreduce_gradients(engine: ConfiguredEngine, *_args: Any, **_kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What rests off the device, as homes of shards and a residence of optimizer state."""
+"""What rests off the device, as storages of shards and a store of optimizer state."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from hf_zero.core.optimizer.sub_groups import state_types
 from hf_zero.core.schedule.gradients import GradientPlace
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.precision import PrecisionPolicy
-from hf_zero.core.units.shard_storage import ON_DEVICE, ShardHome
+from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import OffloadError
 from hf_zero.memory.budget import require_host_memory
 from hf_zero.memory.buffers import HostMemory
 from hf_zero.memory.copies import CopyLane
 from hf_zero.observe import warn_once
+from hf_zero.offload.file_states import BufferPlan, FileStates
 from hf_zero.offload.files import SwapFile, SwapFolder
-from hf_zero.offload.gradients import HostGradients
-from hf_zero.offload.residence import OffloadedResidence, OverlapPolicy
+from hf_zero.offload.host_gradients import HostGradients
+from hf_zero.offload.host_states import HostStates
 from hf_zero.offload.settings import OffloadSettings
-from hf_zero.offload.shards import FileHome, HostHome, ReturningHome
-from hf_zero.offload.states import BufferPlan, FileStates, HostStates
+from hf_zero.offload.shards import FileStorage, HostStorage, ReturningStorage
+from hf_zero.offload.state_store import OffloadedStateStore, OverlapPolicy
 from hf_zero.ops.host_optimizer import HostOptimizer
 
 T = TypeVar("T")
@@ -45,16 +46,16 @@ def describe_offload(settings: OffloadSettings, stage: StagePolicy) -> str:
     return "".join(f", {name} on {device}" for name, device, moves in parts if moves and device != "none")
 
 
-def init_home(device: torch.device, pin_memory: bool) -> ShardHome:
+def init_shard_storage(device: torch.device, pin_memory: bool) -> ShardStorage:
     """Where ``zero.Init`` keeps offloaded shards until ``initialize`` puts them to where they rest."""
-    return ON_DEVICE if trains_on_host(device) else HostHome(HostMemory(device, pin_memory), CopyLane(device), passing=True)
+    return ON_DEVICE if trains_on_host(device) else HostStorage(HostMemory(device, pin_memory), CopyLane(device), passing=True)
 
 
 class Offloading:
     """Where the units of one engine keep shards, masters, moments and gradients.
 
     Attributes:
-        residence: Where masters and moments live; None when the optimizer is not offloaded.
+        state_store: Where masters and moments live; None when the optimizer is not offloaded.
 
     Args:
         settings: What rests where.
@@ -74,11 +75,11 @@ class Offloading:
                 f"zero_optimization.offload_param.device is {self._param.device!r}, which has an effect at stage 3 only; "
                 f"this is stage {stage.stage}"
             )
-        self.residence: OffloadedResidence | None = None
+        self.state_store: OffloadedStateStore | None = None
         self._gradients: GradientPlace | None = None
-        self._returning: ShardHome = ON_DEVICE
-        self._on_host: ShardHome = ON_DEVICE
-        self._in_file: ShardHome | None = None
+        self._returning: ShardStorage = ON_DEVICE
+        self._on_host: ShardStorage = ON_DEVICE
+        self._in_file: ShardStorage | None = None
         self._kept_numel = 0  # elements of shards that `max_in_cpu` keeps in host memory
         self._left_numel = 0.0  # elements whose states may still stay on the device
         self._inward, self._outward = CopyLane(self._device), CopyLane(self._device)
@@ -114,9 +115,9 @@ class Offloading:
             require_host_memory(need, lambda value: gather(value, "free host memory"), _REMEDY)
         if offloads_optimizer:
             self._left_numel = (1.0 - self._optimizer.ratio) * trained_numel
-            self._open_residence(types, share, self._overlap(sum(need.values())))
+            self._open_state_store(types, share, self._overlap(sum(need.values())))
         if self._offloads_param:
-            self._open_homes(-(-(trained_numel + frozen_numel) // world))
+            self._open_shard_storages(-(-(trained_numel + frozen_numel) // world))
 
     def _master_dtype(self) -> torch.dtype:
         return self._precision.master_dtype or self._precision.param_dtype or torch.float32
@@ -174,7 +175,7 @@ class Offloading:
             free = free_bytes(torch.device("cpu"), ranks)
         return OverlapPolicy(self._mode != "none", max(0, (free or 0) - need) // 2, threads)
 
-    def _open_residence(self, types: dict[str, torch.dtype], share: int, overlap: OverlapPolicy) -> None:
+    def _open_state_store(self, types: dict[str, torch.dtype], share: int, overlap: OverlapPolicy) -> None:
         section = self._optimizer
         memory = HostMemory(self._device, section.pin_memory)
         states: HostStates
@@ -185,24 +186,24 @@ class Offloading:
             states = FileStates(folder, file, memory, plan, types, self._apart)
         else:
             states = HostStates(memory, self._apart)
-        self.residence = OffloadedResidence(states, self._precision.accumulation_dtype, overlap, memory)
-        listener = self.residence.arrived if overlap.spare_bytes else None
+        self.state_store = OffloadedStateStore(states, self._precision.accumulation_dtype, overlap, memory)
+        listener = self.state_store.arrived if overlap.spare_bytes else None
         if self._apart:
             self._gradients = HostGradients(memory, self._device, self._outward, listener)
-            self._returning = ReturningHome(memory, self._inward, lasting=overlap.forward)
+            self._returning = ReturningStorage(memory, self._inward, lasting=overlap.forward)
         elif listener is not None:
             self._gradients = GradientPlace(listener)
 
-    def _open_homes(self, share: int) -> None:
+    def _open_shard_storages(self, share: int) -> None:
         section = self._param
         memory = HostMemory(self._device, section.pin_memory)
         if self._apart:
-            self._on_host = HostHome(memory, self._inward)
+            self._on_host = HostStorage(memory, self._inward)
         if section.device == "nvme":
             itemsize = (self._precision.param_dtype or torch.float32).itemsize
             nbytes = max(0, share - section.max_in_cpu) * itemsize
             folder, file = self._on_all(lambda: self._make_file(section.folder, "parameters", nbytes))
-            self._in_file = FileHome(folder, file, memory, self._inward, section.buffer_count)
+            self._in_file = FileStorage(folder, file, memory, self._inward, section.buffer_count)
 
     def _make_file(self, path: str | None, name: str, nbytes: int) -> tuple[SwapFolder, SwapFile]:
         folder = SwapFolder(Path(path or "."), self._collectives.rank)
@@ -225,7 +226,7 @@ class Offloading:
 
     # -- while units are made, in the order of forward ----------------------------------------------------------------
 
-    def home(self, numel: int, trained: bool) -> ShardHome:
+    def shard_storage(self, numel: int, trained: bool) -> ShardStorage:
         """Where the next unit's shard rests.
 
         Args:
@@ -244,20 +245,20 @@ class Offloading:
 
     def stays(self, numel: int) -> bool:
         """Whether ``ratio`` lets the states of the next unit, of ``numel`` elements, stay on the device."""
-        return self.residence is None or numel <= self._left_numel
+        return self.state_store is None or numel <= self._left_numel
 
     def take(self, unit: Unit) -> None:
         """Moves the master of a new unit to where it rests."""
-        if self.residence is None or not unit.trainable:
+        if self.state_store is None or not unit.trainable:
             return
         if self.stays(unit.layout.numel):
             self._left_numel -= unit.layout.numel
         else:
-            self.residence.take(unit)
+            self.state_store.take(unit)
 
     def gradient_place(self, unit: Unit) -> GradientPlace | None:
         """Where ``unit``'s reduced gradients are summed; None is where they arrive."""
-        return self._gradients if self.residence is not None and self.residence.holds(unit) else None
+        return self._gradients if self.state_store is not None and self.state_store.holds(unit) else None
 
 
 def _leave_out(need: dict[str, int], nbytes: int) -> None:

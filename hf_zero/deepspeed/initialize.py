@@ -1,4 +1,4 @@
-"""``hf_zero.initialize``: DeepSpeed's arguments, an engine with DeepSpeed's names, and what the libraries around it need."""
+"""``initialize`` with DeepSpeed's arguments: an engine with DeepSpeed's names, of a module and a configuration."""
 
 from __future__ import annotations
 
@@ -18,13 +18,10 @@ from hf_zero.comm.topology import init_distributed
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
 from hf_zero.config.sources import hidden_size_of
+from hf_zero.core import hooks
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.deepspeed.engine import Engine
 from hf_zero.errors import ConfigError
-from hf_zero.integrations.idle_saves import IdleSaves
-from hf_zero.integrations.metrics_once import count_samples_once
-from hf_zero.integrations.retrain import let_go
-from hf_zero.integrations.rotation import keeps_too_few
 from hf_zero.observe import log_rank0
 
 
@@ -78,16 +75,14 @@ def initialize(
     resolved = resolve(source, world_size=axes.replicas, sources={"hidden_size": hidden_size} if hidden_size else None)
     announce(resolved)
     model = divide(model, source, axes)
-    if axes.topology.model is not None:
-        count_samples_once(axes.topology.model.world)
-    builder = PartsBuilder(model, resolved, axes, why_at_once=keeps_too_few)
+    builder = PartsBuilder(model, resolved, axes)
     inner = inner_optimizer(model, resolved, optimizer, model_parameters, axes.topology.device)
-    engine = Engine(model, resolved, builder.build(inner, lr_scheduler), axes.sequence, on_destroy=[let_go])
-    if engine.runtime.schedule is not None or axes.topology.model is not None:
-        engine.runtime.keep(IdleSaves(model))
+    engine = Engine(model, resolved, builder.build(inner, lr_scheduler), axes.sequence)
     compiling = compile_options(resolved.config)
     if compiling is not None:
         engine.compile(**compiling)
+    for hook in hooks.on_build:
+        hook(engine)
     log_rank0("%s", describe(engine.units, engine.policy, engine.collectives.world, builder.offload))
     if training_data is not None:
         engine.collate_fn = collate_fn

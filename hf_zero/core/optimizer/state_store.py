@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_zero.core.optimizer.sub_groups import LotStepper
+from hf_zero.core.optimizer.sub_groups import SubGroupStepper
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit, UnitState
 from hf_zero.memory import host_memory
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
 
 
-class Residence:
+class StateStore:
     """The training device: every segment is there, and one step of the inner optimizer updates all. Offload has a subclass.
 
     Attributes:
@@ -62,7 +62,7 @@ class Residence:
             _give_gradients(optimizer, by_unit)
             inner.step(grad_factor=float(factor), lows=lows)
             for unit in optimizer.units:
-                unit.home.changed(unit)
+                unit.shard_storage.changed(unit)
         else:
             scale_(list(by_unit.values()), factor)
             _give_gradients(optimizer, by_unit)
@@ -75,14 +75,14 @@ class Residence:
         self, optimizer: ShardedOptimizer, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]
     ) -> None:
         """Unit by unit, so that one travels while the next is updated."""
-        stepper = LotStepper(optimizer.inner, next(iter(by_unit.values())).dtype, self.threads)
+        stepper = SubGroupStepper(optimizer.inner, next(iter(by_unit.values())).dtype, self.threads)
         writes_shards = _writes_shards(optimizer)
         for unit in optimizer.units:
             segments = optimizer.segments_of(unit)
             if segments:
                 grads = [as_gradient(by_unit[id(unit)], segment) for segment in segments]
                 stepper.step(segments, grads, float(factor), [_low_of(segment) for segment in segments] if writes_shards else None)
-            unit.home.changed(unit) if writes_shards else unit.publish()
+            unit.shard_storage.changed(unit) if writes_shards else unit.publish()
             updated(unit)
         stepper.finish()
 
@@ -122,7 +122,7 @@ def publish(units: Sequence[Unit]) -> None:
         shards, masters = zip(*changed, strict=True)
         torch._foreach_copy_(shards, masters)
     for unit in units:
-        unit.home.changed(unit)
+        unit.shard_storage.changed(unit)
 
 
 def scale_(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
@@ -154,7 +154,7 @@ def _writes_shards(optimizer: ShardedOptimizer) -> bool:
 def _pays_in_turn(optimizer: ShardedOptimizer) -> bool:
     """Whether units are spread after the update by a network that the host drives; where it drives itself one launch for all is faster."""
     hooks = optimizer.inner._optimizer_step_pre_hooks or optimizer.inner._optimizer_step_post_hooks  # these expect one step of all
-    spreads = any(unit.collectives.blocks_host and unit.layout.world > 1 and unit.state is UnitState.GATHERED for unit in optimizer.units)
+    spreads = any(unit.collectives.blocks_host and unit.layout.world > 1 and unit.state is UnitState.UNSHARDED for unit in optimizer.units)
     return spreads and not hooks and _on_host(optimizer)
 
 
