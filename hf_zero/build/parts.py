@@ -24,11 +24,12 @@ from hf_zero.core.engine import EngineParts
 from hf_zero.core.generation import Generation
 from hf_zero.core.model_init import warn_if_built_whole
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.schedule.gradients import BufferPool, UnitGradients
+from hf_zero.core.schedule.block import Block
+from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, UnitGradients
 from hf_zero.core.schedule.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
-from hf_zero.core.schedule.schedule import Block, UnshardSchedule
+from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.stages import stage_policy
 from hf_zero.core.step.accumulation import Accumulation
 from hf_zero.core.step.loss_scale import LossScaler, NullScaler
@@ -39,7 +40,8 @@ from hf_zero.core.units.unit import Unit
 from hf_zero.memory import heap
 from hf_zero.metrics import build_sinks
 from hf_zero.offload.policy import Offloading
-from hf_zero.onebit.step import OneBitStepper, local_policy, max_norm_of
+from hf_zero.onebit.exchange import OneBitExchange
+from hf_zero.onebit.step import OneBitStepper, max_norm_of
 from hf_zero.optim.elementwise import needs_whole_tensors
 from hf_zero.optim.onebit_adam import OneBitAdam
 from hf_zero.optim.whole_tensor_limits import check_whole_tensors
@@ -160,7 +162,7 @@ class PartsBuilder:
         if not any(unit.reshards for block in (root, *blocks) for unit in block.units):
             return None
         limits = policies.unshard_limits(self.config, self.offloading.updates_overlap)
-        return UnshardSchedule(root, blocks, limits, lambda again: self.collectives.any_rank(again, "another round"))
+        return UnshardSchedule(root, blocks, limits, self.collectives)
 
     def _reducer(self, units: list[Unit], one_bit: bool) -> Reducer:
         collectives = self.collectives
@@ -171,13 +173,14 @@ class PartsBuilder:
             self._give_back = partial(give_back, collectives.topology)
         sharers = self.axes.sequence.axes.sequence.world if self.axes.sequence is not None else 1
         policy = policies.gradient_policy(self.config, self.precision, self.stage, self.topology.world, sharers)
+        exchange = GradientExchange(collectives, policy)
         if one_bit:
-            policy = local_policy(policy, self.config.gradient_allreduce_op != "sum", self.topology.world)
+            exchange = OneBitExchange(collectives, policy, averages=self.config.gradient_allreduce_op != "sum")
         overlap = self.config.zero_optimization.overlap_comm is not False
         pool = BufferPool()
         place = self.offloading.gradient_place
-        entries = [UnitGradients(unit, collectives, policy, pool, place(unit)) for unit in units]
-        return Reducer(entries, overlap, partial(self.collectives.any_of, unit="late gradients"))
+        entries = [UnitGradients(unit, exchange, pool, place(unit)) for unit in units]
+        return Reducer(entries, exchange, overlap, partial(self.collectives.any_of, unit="late gradients"))
 
     def _stepper(self, runtime: Runtime, reducer: Reducer, optimizer: ShardedOptimizer, scaler: LossScaler) -> Stepper:
         max_norm = max_norm_of(optimizer.inner, self.config.gradient_clipping)

@@ -11,7 +11,7 @@ from torch import nn
 from hf_zero.checkpoint.engine_checkpoints import CheckpointSettings
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.core.schedule.gradients import GradientPolicy
-from hf_zero.core.schedule.schedule import UnshardLimits
+from hf_zero.core.schedule.unshard_pass import UnshardLimits
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.clock import Clock
 from hf_zero.core.step.loss_scale import LossScaler, NullScaler
@@ -115,7 +115,7 @@ def loss_scaler(config: ZeroConfig) -> LossScaler | NullScaler:
 def step_settings(config: ZeroConfig, precision: PrecisionPolicy, stage: StagePolicy, max_norm: float) -> StepSettings:
     """What a step clips to, and what it refuses or skips."""
     wants_all = not config.zero_optimization.ignore_unused_parameters
-    return StepSettings(max_norm, stage.shards_optimizer, precision.skips_overflow, wants_all)
+    return StepSettings(max_norm, stage, precision.skips_overflow, wants_all)
 
 
 def unshard_limits(config: ZeroConfig, updates_overlap: bool) -> UnshardLimits:

@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.sharded import group_of_params
-from hf_zero.core.schedule.schedule import Block
+from hf_zero.core.schedule.block import Block
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.precision import PrecisionPolicy, cast_and_move, cast_param
 from hf_zero.core.step.same_model import require_same_model
