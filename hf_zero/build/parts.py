@@ -32,7 +32,7 @@ from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.stages import stage_policy
 from hf_zero.core.step.accumulation import Accumulation
-from hf_zero.core.step.loss_scale import LossScaler, NullScaler
+from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.progress import Progress, Reports
 from hf_zero.core.step.step import Stepper
 from hf_zero.core.units.grouping import lone_modules
@@ -54,6 +54,7 @@ class PartsBuilder:
         module: The user's module, divided as the axes want it.
         resolved: The configuration.
         axes: Where the ranks stand.
+        scaler_kind: Class of the loss scale.
 
     Attributes:
         stage: The ZeRO stage.
@@ -62,7 +63,7 @@ class PartsBuilder:
         offload: What rests off the device.
     """
 
-    def __init__(self, module: nn.Module, resolved: ResolvedConfig, axes: Axes) -> None:
+    def __init__(self, module: nn.Module, resolved: ResolvedConfig, axes: Axes, scaler_kind: type[LossScaler] = LossScaler) -> None:
         self.module = module
         self.resolved = resolved
         self.config = resolved.config
@@ -75,6 +76,7 @@ class PartsBuilder:
         self.model_collectives = open_collectives(self.topology.model) if self.topology.model is not None else None
         self.offload = policies.offload_settings(self.config)
         self.offloading = Offloading(self.offload, self.precision, self.collectives, self.stage)
+        self._scaler_kind = scaler_kind
         self._give_back: Callable[[], None] | None = None  # lets go of the group for reductions
 
     def build(self, inner: torch.optim.Optimizer | None, lr_scheduler: Any) -> EngineParts:
@@ -95,7 +97,7 @@ class PartsBuilder:
         schedule = self._schedule(root, blocks)
         reducer = self._reducer(trained, isinstance(inner, OneBitAdam)) if inner is not None else None
         runtime = Runtime(self.module, root, blocks, schedule, reducer)
-        scaler = policies.loss_scaler(self.config) if inner is not None else NullScaler()
+        scaler = policies.loss_scaler(self.config, self._scaler_kind) if inner is not None else self._scaler_kind(loss_scale=1.0)
         optimizer, stepper = None, None
         if inner is not None and reducer is not None:
             optimizer = sharded_optimizer(inner, trained, self.stage, self.collectives, self.offloading.state_store, whole_tensors)

@@ -14,7 +14,7 @@ from hf_zero.core.schedule.gradients import GradientPolicy
 from hf_zero.core.schedule.unshard_pass import UnshardLimits
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.clock import Clock
-from hf_zero.core.step.loss_scale import LossScaler, NullScaler
+from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.precision import PrecisionPolicy
 from hf_zero.core.step.progress import Progress
 from hf_zero.core.step.step import StepSettings
@@ -96,13 +96,13 @@ def _headroom(world: int) -> int:
     return 1 << math.ceil(math.log2(world) / 2)
 
 
-def loss_scaler(config: ZeroConfig) -> LossScaler | NullScaler:
-    """The loss scale of fp16 (weights or autocast); 1 otherwise."""
+def loss_scaler(config: ZeroConfig, kind: type[LossScaler]) -> LossScaler:
+    """The loss scale of fp16 (weights or autocast), of class ``kind``; 1 otherwise."""
     autocast_fp16 = config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16"
     if not (config.fp16.enabled or autocast_fp16):
-        return NullScaler()
+        return kind(loss_scale=1.0)
     fp16 = config.fp16
-    return LossScaler(
+    return kind(
         loss_scale=fp16.loss_scale,
         initial_scale_power=fp16.initial_scale_power,
         loss_scale_window=fp16.loss_scale_window,

@@ -20,7 +20,7 @@ from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.accumulation import Accumulation
 from hf_zero.core.step.clock import Clock
-from hf_zero.core.step.loss_scale import LossScaler, NullScaler
+from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.precision import PrecisionPolicy
 from hf_zero.core.step.progress import Progress, Reports
 from hf_zero.core.step.step import Stepper
@@ -94,7 +94,7 @@ class EngineParts:
     collectives: Collectives
     policy: StagePolicy
     precision: PrecisionPolicy
-    scaler: LossScaler | NullScaler
+    scaler: LossScaler
     accumulation: Accumulation
     samples_per_step: int
     progress: Progress

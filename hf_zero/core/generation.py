@@ -26,7 +26,7 @@ class Generation:
     [Note: generation] A model is asked for one token at a time, so gathering block by block moves the whole model per token.
     Where the whole model fits it is gathered once around the call, and ranks generate independently. Else each forward is a round
     ([Note: rounds]) that begins with a vote; a rank that has its tokens goes on answering the votes and joining the gathers, without
-    computing anything, until no rank needs another forward. In neither case need ranks stop at the same length, so transformers'
+    computing anything, until no rank needs another forward. In neither case need ranks stop at the same length, so the option
     ``synced_gpus``, with which finished ranks run whole forwards, is switched off.
 
     Args:

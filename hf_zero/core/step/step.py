@@ -14,7 +14,7 @@ from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
-from hf_zero.core.step.loss_scale import LossScaler, NullScaler
+from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.same_pace import require_same_pace
 from hf_zero.errors import StateError
 from hf_zero.observe import log_rank0, span
@@ -54,7 +54,7 @@ class Stepper:
         runtime: Runtime,
         reducer: Reducer,
         optimizer: ShardedOptimizer,
-        scaler: LossScaler | NullScaler,
+        scaler: LossScaler,
         collectives: Collectives,
         settings: StepSettings,
         model_collectives: Collectives | None = None,
