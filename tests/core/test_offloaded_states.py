@@ -33,10 +33,10 @@ MLP = CASES["mlp"]
 def test_views_of_one_memory_move_once_and_stay_views() -> None:
     whole = torch.arange(8.0)
     half, other = whole[4:], torch.ones(3, dtype=torch.bfloat16)
-    aside = Storages([half, whole, other], HostPool(HostMemory(torch.device("cpu"))))
-    assert aside.nbytes == 38 and whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
-    aside.bring_back()
-    assert half.tolist() == [4, 5, 6, 7] and other.tolist() == [1, 1, 1] and aside.nbytes == 0
+    moved = Storages([half, whole, other], HostPool(HostMemory(torch.device("cpu"))))
+    assert moved.nbytes == 38 and whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
+    moved.bring_back()
+    assert half.tolist() == [4, 5, 6, 7] and other.tolist() == [1, 1, 1] and moved.nbytes == 0
     whole[7] = 0
     assert half[3] == 0
 
@@ -44,9 +44,9 @@ def test_views_of_one_memory_move_once_and_stay_views() -> None:
 def test_what_waits_in_a_larger_block_comes_back_in_its_own_size() -> None:
     pool, tensor = HostPool(HostMemory(torch.device("cpu"))), torch.arange(4.0)
     pool.give(pool.take(100))
-    aside = Storages([tensor], pool)
-    assert aside.nbytes == 16
-    aside.bring_back()
+    moved = Storages([tensor], pool)
+    assert moved.nbytes == 16
+    moved.bring_back()
     assert tensor.tolist() == [0, 1, 2, 3] and tensor.untyped_storage().nbytes() == 16
 
 
