@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hf_zero.build import initialize
 from hf_zero.core import hooks
+from hf_zero.deepspeed.initialize import initialize
 from hf_zero.integrations import callers
 from hf_zero.integrations.idle_saves import stand_before_saves
 from hf_zero.integrations.metrics_once import count_samples_once

@@ -71,7 +71,7 @@ def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
             f"this process was started by {launcher}, but the environment variable {name} is {text!r}; a number is expected. "
             "Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT yourself, or start with torchrun"
         )
-    return int(text)
+    return int(text.strip())
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Placement:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.support import ranks
+from tests.support.models import TwoBlocks
 
 _FORWARD = ["pre_forward (root)", "pre_forward (layers.0)", "pre_forward (layers.1)", "backward"]
 _STEP = ["all_reduce (micro-steps)", "finish_reduce", "norm"]
@@ -43,18 +43,6 @@ EXPECTED = {
 }
 
 
-class TwoBlocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return self.head(x).mean()
-
-
 def _second_step(stage: int) -> tuple[list[str], int, int]:
     """Labels of the second step (the first also learns the order), bytes this rank sent in it, bytes of one whole copy of the units."""
     import hf_zero
@@ -65,7 +53,7 @@ def _second_step(stage: int) -> tuple[list[str], int, int]:
     zero["stage3_prefetch_bucket_size"] = 1  # one block ahead
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
     engine, *_ = hf_zero.initialize(model=model, model_parameters=model.parameters(), config=config)
-    networks = {id(network): network for network in (engine.collectives, engine.stepper.reducer.gradients[0]._collectives)}
+    networks = {id(network): network for network in (engine.collectives, engine.stepper.reducer.exchange.collectives)}
 
     def sent() -> int:
         return sum(network.sent_bytes for network in networks.values())
