@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
-from hf_zero.core.optimizer.sub_groups import LotStepper, twin, update_with_lows
+from hf_zero.core.optimizer.sub_groups import SubGroupStepper, clone, update_with_lows
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
 from hf_zero.memory.buffers import HostMemory
-from hf_zero.native.slices import for_slices
+from hf_zero.native.thread_ranges import for_thread_ranges
 from hf_zero.observe import span
-from hf_zero.offload.states import Lot
+from hf_zero.offload.host_states import SubGroup
 from hf_zero.offload.updates import UnitUpdate, UpdateThread, zero_gaps
 
 
@@ -147,7 +147,7 @@ class Speculation:
                 shadow.fill(self.threads)
                 groups[shadow.segment.group]["params"].append(shadow.tensor)
             ranges = [shadow.segment.range for shadow in self.shadows]
-            other: Any = twin(self.optimizer, groups, {shadow.tensor: shadow.state for shadow in self.shadows})
+            other: Any = clone(self.optimizer, groups, {shadow.tensor: shadow.state for shadow in self.shadows})
             update_with_lows(
                 other,
                 [shadow.tensor for shadow in self.shadows],
@@ -176,7 +176,7 @@ class Speculation:
     # -- as the unit's update
 
     def begin(self) -> None:
-        self._target = None if self.low is None else self.unit.home.outgoing(self.unit)
+        self._target = None if self.low is None else self.unit.shard_storage.outgoing(self.unit)
 
     def run(self) -> None:
         assert self.future is not None
@@ -184,8 +184,8 @@ class Speculation:
         if self.low is None:  # the master is the shard, which stays where it is
             _copy(self._read[1][0], self.master, self.threads)
         elif self._target is not None:
-            lot = Lot(self.unit, Range(0, self.unit.layout.shard_numel), tuple(shadow.segment for shadow in self.shadows))
-            zero_gaps(self.low, lot)
+            sub_group = SubGroup(self.unit, Range(0, self.unit.layout.shard_numel), tuple(shadow.segment for shadow in self.shadows))
+            zero_gaps(self.low, sub_group)
             if self.own_low:
                 _copy(self._target, self.low, self.threads)
 
@@ -201,7 +201,7 @@ class Speculation:
         if self.low is not None and self._target is not None:
             if self.own_low:
                 old.append(self.low)
-            unit.home.send(unit)
+            unit.shard_storage.send(unit)
         self.spares.give(old)
 
     def spare_tensors(self) -> list[torch.Tensor]:
@@ -221,12 +221,12 @@ class Speculator:
     def __init__(self, thread: UpdateThread, spares: Spares) -> None:
         self._thread = thread
         self._spares = spares
-        self._stepper: LotStepper | None = None  # None: this backward completes no step
+        self._stepper: SubGroupStepper | None = None  # None: this backward completes no step
         self._optimizer: ShardedOptimizer | None = None
         self._factor = 1.0
         self._speculations: dict[int, Speculation] = {}
 
-    def expect(self, optimizer: ShardedOptimizer, stepper: LotStepper | None, scale: float) -> None:
+    def expect(self, optimizer: ShardedOptimizer, stepper: SubGroupStepper | None, scale: float) -> None:
         """A backward begins.
 
         Args:
@@ -254,7 +254,7 @@ class Speculator:
         present = {segment: optimizer.inner.state.get(segment.tensor, {}) for segment in optimizer.segments_of(unit)}
         if not present or not all(_can_be_copied(state) for state in present.values()):
             return None
-        low = None if master is unit.shard else unit.home.outgoing(unit)
+        low = None if master is unit.shard else unit.shard_storage.outgoing(unit)
         own_low = low is not None and low.data_ptr() == unit.shard.data_ptr()  # what backward reads: it must stay as it is
         wanted = [master, *(value for state in present.values() for value in state.values() if value.ndim)]
         taken = self._spares.take([*wanted, low] if low is not None and own_low else wanted)
@@ -312,4 +312,4 @@ def _copy(target: torch.Tensor, source: torch.Tensor, threads: int) -> None:
     def work(start: int, stop: int) -> None:
         ctypes.memmove(target.data_ptr() + start * size, source.data_ptr() + start * size, (stop - start) * size)
 
-    for_slices(source.numel(), threads, work)
+    for_thread_ranges(source.numel(), threads, work)

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_zero.core.schedule.backward_order import BackwardOrder
+from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.reducer import Reducer
-from hf_zero.core.schedule.schedule import Block, GatherLimits, GatherSchedule
+from hf_zero.core.schedule.schedule import UnshardSchedule
+from hf_zero.core.schedule.unshard_pass import UnshardLimits
 from hf_zero.core.units.unit import UnitState
 
 
@@ -22,27 +24,27 @@ class _Unit:
     log: list[str]
     state: UnitState = UnitState.SHARDED
     pinned: bool = False
-    releasable: bool = True
+    reshards: bool = True
 
     @property
     def layout(self) -> Any:
         return SimpleNamespace(padded_numel=self.numel)
 
-    def start_gather(self) -> None:
+    def start_unshard(self) -> None:
         if self.state is UnitState.SHARDED:
             self.log.append(f"gather {self.name}")
-            self.state = UnitState.GATHERING
+            self.state = UnitState.UNSHARDING
 
-    def gather(self) -> None:
-        self.start_gather()
-        self.state = UnitState.GATHERED
+    def unshard(self) -> None:
+        self.start_unshard()
+        self.state = UnitState.UNSHARDED
 
-    def release(self, leave: bool = False) -> bool:
+    def reshard(self, leave: bool = False) -> bool:
         if not self.pinned:
             self.state = UnitState.SHARDED
         return not self.pinned
 
-    def outline(self) -> None: ...
+    def show_placeholders(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -50,8 +52,13 @@ class _Gradients:
     unit: _Unit
     complete: bool = False
     has_local: bool = False
-    sent: bool = False
+    passed: bool = False
+    was_late: bool = False
     pool: Any = field(default_factory=lambda: SimpleNamespace(clear=lambda: None))
+
+    @property
+    def done(self) -> bool:
+        return self.complete or (self.passed and not self.was_late)
 
     def arrive(self) -> None:
         self.complete = True
@@ -64,14 +71,14 @@ class _Gradients:
     def finish_reduce(self) -> None: ...
 
     def begin_backward(self) -> None:
-        self.complete = False
+        self.complete = self.passed = False
 
 
 @dataclass(frozen=True)
 class _Model:
     sizes: list[int]
     pinned: list[bool]
-    limits: GatherLimits
+    limits: UnshardLimits
 
 
 _MODELS = st.integers(1, 9).flatmap(
@@ -79,7 +86,7 @@ _MODELS = st.integers(1, 9).flatmap(
         _Model,
         st.lists(st.integers(1, 4), min_size=count, max_size=count),
         st.lists(st.sampled_from([False, False, True]), min_size=count, max_size=count),
-        st.builds(GatherLimits, st.integers(0, 10), st.integers(1, 40), st.just(0)),
+        st.builds(UnshardLimits, st.integers(0, 10), st.integers(1, 40), st.just(0)),
     )
 )
 
@@ -91,8 +98,8 @@ def _backward(model: _Model, ran: list[int], late: list[bool] | None) -> tuple[l
     blocks: Any = [Block(unit.name, None, [unit]) for unit in units]  # type: ignore[arg-type, list-item]
     for unit, pinned in zip(units, model.pinned, strict=True):
         unit.pinned = pinned
-        unit.state = UnitState.GATHERED if pinned else UnitState.SHARDED
-    root = Block("root", None, [_Unit("root", 1, log, UnitState.GATHERED)])  # type: ignore[arg-type, list-item]
+        unit.state = UnitState.UNSHARDED if pinned else UnitState.SHARDED
+    root = Block("root", None, [_Unit("root", 1, log, UnitState.UNSHARDED)])  # type: ignore[arg-type, list-item]
     entries = {unit.name: _Gradients(unit) for unit in (*root.units, *units)}  # type: ignore[type-var]
     flags: list[bool] = []
 
@@ -100,18 +107,21 @@ def _backward(model: _Model, ran: list[int], late: list[bool] | None) -> tuple[l
         flags.extend(own)
         return own if late is None else late
 
-    schedule = GatherSchedule(root, blocks, model.limits, lambda again: False)
-    reducer = Reducer(list(entries.values()), True, agree)  # type: ignore[arg-type]
-    reducer.arrange(schedule.place_in_backward())
+    for block in (root, *blocks):
+        block.gradients = [entries[block.name]]
+    schedule = UnshardSchedule(root, blocks, model.limits, SimpleNamespace())  # type: ignore[arg-type]
+    exchange: Any = SimpleNamespace(keeps_whole=False)
+    reducer = Reducer(list(entries.values()), exchange, True, agree)  # type: ignore[arg-type]
+    reducer.begin_micro_step(True, 1.0)
     for index in ran:
-        blocks[index].pending = 1
+        blocks[index].watched()
     schedule.begin_backward(reducer)
     for index in ran:
         block = blocks[index]
-        block.pending = 0
+        block.backward_began()
         passed = schedule.backward(block)
-        assert block.gathered
-        reducer.close([entries[other.name] for other in passed])
+        assert block.unsharded
+        reducer.close([entry for other in passed for entry in other.gradients])
         entries[block.name].arrive()
         reducer.proceed()
     entries["root"].arrive()

@@ -93,7 +93,7 @@ def _copy_is_no_part_of_the_engine(stage: int) -> None:
     loss.backward()
     assert loss.item() == class_loss(MLP.build(), batch).item()
     assert all(param.grad is not None and type(param) is nn.Parameter for param in copied.parameters())
-    assert engine.runtime.forwards == 0 and not engine.runtime.backward_begun
+    assert engine.runtime.forwards == 0 and not engine.runtime.backward.begun
     copied.zero_grad()
     trace = train(engine, MLP.rows, class_loss, run)
     second = initialize(copied, run)
@@ -197,7 +197,7 @@ def test_a_copy_of_an_engine_is_refused() -> None:
 
 def _called_without_an_engine() -> None:
     import hf_zero
-    from hf_zero.core.units.unprepared import refuse_released
+    from hf_zero.core.units.unprepared import refuse_sharded
     from hf_zero.errors import StateError
 
     inputs = torch.randn(2, 4)
@@ -208,7 +208,7 @@ def _called_without_an_engine() -> None:
     with hf_zero.zero.GatheredParameters(list(model.parameters())):
         expected = model(inputs)
     engine = initialize(model, Run(3))
-    assert all(refuse_released not in module._forward_pre_hooks.values() for module in model.modules())
+    assert all(refuse_sharded not in module._forward_pre_hooks.values() for module in model.modules())
     assert torch.equal(engine(inputs), expected) and torch.equal(model(inputs), expected)
     copied = copy.deepcopy(model)
     with pytest.raises(StateError, match="a deep copy needs an engine of its own"):

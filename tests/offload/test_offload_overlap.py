@@ -53,9 +53,9 @@ def backward(engine: Any, run: Run, step: int) -> None:
 
 def drain(engine: Any) -> None:
     """Waits until the other thread has nothing to do, so that no step on copies is cancelled for being late."""
-    residence = engine.optimizer.residence
-    if hasattr(residence, "_thread"):
-        residence._thread.submit(lambda: None).result()
+    state_store = engine.optimizer.state_store
+    if hasattr(state_store, "_thread"):
+        state_store._thread.submit(lambda: None).result()
 
 
 @contextmanager

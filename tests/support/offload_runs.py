@@ -15,7 +15,7 @@ from tests.support import ranks
 from tests.support.models import CASES, Batch
 from tests.support.parity import SMALL_MODEL, Run, Trace, collect, initialize, train
 
-# Small enough that every shard of the small models is cut into several lots.
+# Small enough that every shard of the small models is cut into several sub-groups.
 SMALL_LOTS = {"sub_group_size": 2048}
 FILE = {"device": "nvme", "nvme_path": "{nvme}"}
 

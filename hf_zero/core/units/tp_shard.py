@@ -1,0 +1,39 @@
+"""What part of a parameter this rank holds when several ranks hold one model together (tensor parallelism)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.core.units.layout import Range
+
+_TP_SHARD = "_hf_zero_tp_shard"
+
+
+@dataclass(frozen=True)
+class TpShard:
+    """A part of a parameter along one dimension.
+
+    Attributes:
+        full_shape: Shape of the whole parameter.
+        dim: The dimension that is divided.
+        ranges: Indices along ``dim`` that this rank holds, in the order in which its tensor has them; several where the whole is
+            made of parts that are each divided (query, key and value in one weight).
+        copies: Ranges along ``dim`` of this rank's tensor that other ranks hold too, each with the number of ranks.
+    """
+
+    full_shape: torch.Size
+    dim: int
+    ranges: tuple[Range, ...]
+    copies: tuple[tuple[Range, int], ...] = ()
+
+
+def mark_tp_shard(param: torch.Tensor, part: TpShard) -> None:
+    """Says that ``param`` is ``part`` of a whole that the ranks of the model axis hold together."""
+    setattr(param, _TP_SHARD, part)
+
+
+def tp_shard_of(param: torch.Tensor) -> TpShard | None:
+    """The part that ``param`` is; None for a parameter of which each rank has the same, whole copy."""
+    return getattr(param, _TP_SHARD, None)

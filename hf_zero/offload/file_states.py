@@ -1,0 +1,278 @@
+"""Masters and moments in a file, whose parts come into a few buffers to be updated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
+from hf_zero.core.units.layout import Range
+from hf_zero.core.units.unit import Unit
+from hf_zero.errors import StateError
+from hf_zero.memory.buffers import ALIGNMENT, HostMemory
+from hf_zero.offload.files import SwapFile, SwapFolder, Transfer
+from hf_zero.offload.host_states import HostStates, SubGroup, elementwise_states
+
+MASTER = "master"
+
+# Bounds of what is read at a time, in elements: a multiple of a page in every type of two bytes and more.
+_STEP_NUMEL = ALIGNMENT // 2
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """How the buffers of a file of states are used.
+
+    Attributes:
+        count: Buffers, each as large as the largest master shard: what may be resident at once.
+        pipeline_read: The next sub-group is read while one is updated.
+        pipeline_write: The previous sub-group is written while one is updated.
+        most_numel: Elements of a sub-group at most.
+    """
+
+    count: int
+    pipeline_read: bool
+    pipeline_write: bool
+    most_numel: int
+
+    @property
+    def frames(self) -> int:
+        """Sub-groups in memory at once."""
+        return 1 + self.pipeline_read + self.pipeline_write
+
+    def sub_group_numel(self, largest: int, tensors: int) -> int:
+        """[Note: buffer_count and sub-groups]
+
+        ``buffer_count`` buffers of the largest shard's size are the memory that may be used. Adam needs three tensors per sub-group, and
+        pipelining two or three sub-groups at once; with fewer buffers than that the sub-groups are smaller than a shard. So every
+        ``buffer_count`` works, and more of them only mean larger pieces.
+
+        Args:
+            largest: Elements of the largest shard.
+            tensors: Tensors per sub-group: master and states.
+        """
+        fits = self.count * largest // (max(1, tensors) * self.frames)
+        numel = min(largest, self.most_numel, fits)
+        return max(_STEP_NUMEL, numel // _STEP_NUMEL * _STEP_NUMEL) if numel < largest else largest
+
+
+@dataclass
+class _Region:
+    """One array of the file, laid out like a shard, and the mapped tensor that stands for it at rest."""
+
+    offset: int
+    dtype: torch.dtype
+    mapped: torch.Tensor  # (shard_numel,)
+
+    def place(self, sub_group: SubGroup) -> int:
+        """Where ``sub_group`` begins in the file."""
+        return self.offset + sub_group.range.start * self.dtype.itemsize
+
+
+@dataclass
+class _Frame:
+    """The buffers of one sub-group, by the name of what they are for; ``loaded`` are those whose content is the sub-group's."""
+
+    sub_group: SubGroup | None = None
+    loaded: set[str] = field(default_factory=set)
+    slots: dict[str, torch.Tensor] = field(default_factory=dict)  # uint8
+    transfers: list[Transfer] = field(default_factory=list)
+
+    def settle(self) -> None:
+        transfers, self.transfers = self.transfers, []
+        for transfer in transfers:
+            transfer.wait()
+
+    def view(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.slots[name][: numel * dtype.itemsize].view(dtype)
+
+    def holds(self, name: str, tensor: torch.Tensor) -> bool:
+        slot = self.slots.get(name)
+        return slot is not None and slot.data_ptr() <= tensor.data_ptr() < slot.data_ptr() + slot.numel()
+
+
+class FileStates(HostStates):
+    """Masters and moments in one file per rank.
+
+    At rest each tensor is a mapped part of the file ([Note: mapped and direct access]) and costs no memory. For an update a sub-group is
+    read into a frame, the tensors that the inner optimizer knows are pointed at it (``tensor.data``), updated, and written back.
+
+    Args:
+        folder: Where the file is made.
+        file: The file.
+        memory: Of the buffers.
+        plan: Number and use of the buffers.
+        types: States that the optimizer will keep per element, for the size of the sub-groups.
+        apart: As in ``HostStates``.
+    """
+
+    tier = "nvme"
+
+    def __init__(
+        self,
+        folder: SwapFolder,
+        file: SwapFile,
+        memory: HostMemory,
+        plan: BufferPlan,
+        types: Mapping[str, torch.dtype],
+        apart: bool,
+    ) -> None:
+        super().__init__(memory, apart)
+        self.file = file
+        self.plan = plan
+        self._folder = folder
+        self._types = dict(types)
+        self._regions: dict[tuple[int, str], _Region] = {}
+        self._frames = [_Frame() for _ in range(plan.frames)]
+        self._fresh: set[tuple[int, str]] = set()  # regions that hold nothing but zeros yet
+        self._largest = 0
+        self._has_masters = False
+
+    def _region(self, unit: Unit, name: str, dtype: torch.dtype) -> _Region:
+        region = self._regions.get((id(unit), name))
+        if region is None or region.dtype != dtype:
+            numel = unit.layout.shard_numel
+            offset = self.file.reserve(numel * dtype.itemsize)
+            region = _Region(offset, dtype, self.file.map(offset, numel, dtype))
+            self._regions[id(unit), name] = region
+        return region
+
+    def rest(self, unit: Unit) -> None:
+        self._largest = max(self._largest, unit.layout.shard_numel)
+        if unit.master is None or (unit.master is unit.shard and not self._apart):
+            return  # in fp32 on the host the shard is needed in memory anyway, and is the master
+        self._has_masters = True
+        region = self._region(unit, MASTER, unit.master.dtype)
+        frame = self._frames[0]
+        for part in _cut(unit.layout.shard_numel, 1 << 24):
+            slot = self._slot(frame, MASTER, part.numel * region.dtype.itemsize)
+            frame.view(MASTER, part.numel, region.dtype).copy_(unit.master[part.start : part.stop])
+            self.file.write(region.offset + part.start * region.dtype.itemsize, slot).wait()
+        frame.slots.clear()  # sized for this; updates size their own
+        unit.own.master = region.mapped
+
+    def ranges(self, unit: Unit) -> Sequence[Range]:
+        tensors = len(self._types) + self._has_masters
+        return _cut(unit.layout.shard_numel, self.plan.sub_group_numel(self._largest, tensors))
+
+    def _slot(self, frame: _Frame, name: str, nbytes: int) -> torch.Tensor:
+        """The part of a buffer that a transfer of ``nbytes`` uses."""
+        padded = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if name not in frame.slots or frame.slots[name].numel() < padded:
+            frame.slots[name] = self._memory.empty(padded, torch.uint8)
+        return frame.slots[name][:padded]
+
+    # -- one sub-group
+
+    def prepare(self, sub_group: SubGroup) -> None:
+        if self.plan.pipeline_read and all(frame.sub_group is not sub_group for frame in self._frames):
+            self._read(sub_group)
+
+    def _read(self, sub_group: SubGroup) -> _Frame:
+        frame = self._frames.pop(0)
+        self._frames.append(frame)
+        frame.settle()
+        frame.sub_group = sub_group
+        frame.loaded.clear()
+        for name, region in self._regions_of(sub_group.unit):
+            frame.transfers.append(
+                self.file.read(region.place(sub_group), self._slot(frame, name, sub_group.range.numel * region.dtype.itemsize))
+            )
+            frame.loaded.add(name)
+        return frame
+
+    def _regions_of(self, unit: Unit) -> list[tuple[str, _Region]]:
+        return [(name, region) for (unit_id, name), region in self._regions.items() if unit_id == id(unit)]
+
+    def open(self, optimizer: ShardedOptimizer, sub_group: SubGroup) -> None:
+        frame = next((frame for frame in self._frames if frame.sub_group is sub_group), None) or self._read(sub_group)
+        frame.settle()
+        for segment in sub_group.segments:
+            for name, value in _tensors(optimizer, segment):
+                if name in frame.loaded:
+                    value.data = _part(frame.view(name, sub_group.range.numel, value.dtype), segment, sub_group)
+
+    def close(self, optimizer: ShardedOptimizer, sub_group: SubGroup) -> None:
+        frame = next((frame for frame in self._frames if frame.sub_group is sub_group), None)
+        if frame is None:
+            raise StateError(f"unit {sub_group.unit.name}: a sub-group was closed that is not open")
+        frame.sub_group = None
+        self._fresh.clear()
+        for segment in sub_group.segments:
+            for name, value in elementwise_states(optimizer, segment):
+                if not frame.holds(name, value):  # the inner optimizer has made or replaced it
+                    self._copy_in(frame, sub_group, segment, name, value)
+        for name, region in self._regions_of(sub_group.unit):
+            if name in frame.loaded:
+                slot = self._slot(frame, name, sub_group.range.numel * region.dtype.itemsize)
+                frame.transfers.append(self.file.write(region.place(sub_group), slot))
+        for segment in sub_group.segments:
+            for name, value in _tensors(optimizer, segment):
+                if name in frame.loaded:
+                    value.data = self._regions[id(sub_group.unit), name].mapped[segment.range.start : segment.range.stop]
+        if not self.plan.pipeline_write:
+            frame.settle()
+
+    def _copy_in(self, frame: _Frame, sub_group: SubGroup, segment: OwnedSegment, name: str, value: torch.Tensor) -> None:
+        region = self._region(sub_group.unit, name, value.dtype)
+        slot = self._slot(frame, name, sub_group.range.numel * region.dtype.itemsize)
+        if name not in frame.loaded:
+            slot.zero_()  # gaps between segments
+            frame.loaded.add(name)
+        _part(frame.view(name, sub_group.range.numel, region.dtype), segment, sub_group).copy_(value)
+
+    def flush(self) -> None:
+        for frame in self._frames:
+            if frame.sub_group is None:
+                frame.settle()
+
+    def settle(self) -> None:
+        for frame in self._frames:
+            frame.settle()
+            frame.sub_group = None
+
+    # -- states from outside
+
+    def new_state(self, segment: OwnedSegment, name: str, dtype: torch.dtype) -> torch.Tensor:
+        key = (id(segment.unit), name)
+        if key in self._regions and key not in self._fresh:  # it holds values that count until others are installed
+            return super().new_state(segment, name, dtype)
+        self._fresh.add(key)
+        return self._region(segment.unit, name, dtype).mapped[segment.range.start : segment.range.stop]
+
+    def adopt(self, optimizer: ShardedOptimizer, sub_groups: Sequence[SubGroup]) -> None:
+        self._fresh.clear()
+        for sub_group in sub_groups:
+            for segment in sub_group.segments:
+                for name, value in elementwise_states(optimizer, segment):
+                    place = self._region(sub_group.unit, name, value.dtype).mapped[segment.range.start : segment.range.stop]
+                    if value.data_ptr() != place.data_ptr():
+                        place.copy_(value)
+                        value.data = place
+
+    def nbytes(self, optimizer: ShardedOptimizer, sub_groups: Sequence[SubGroup]) -> int:
+        return self.file.nbytes
+
+    def close_all(self) -> None:
+        self.settle()
+        self._regions.clear()
+        for frame in self._frames:
+            frame.slots.clear()
+        self.file.close()
+        self._folder.remove()
+
+
+def _tensors(optimizer: ShardedOptimizer, segment: OwnedSegment) -> Iterator[tuple[str, torch.Tensor]]:
+    """Master and states of a segment."""
+    yield MASTER, segment.tensor
+    yield from elementwise_states(optimizer, segment)
+
+
+def _cut(numel: int, step: int) -> list[Range]:
+    return [Range(start, min(start + step, numel)) for start in range(0, numel, step)]
+
+
+def _part(tensor: torch.Tensor, segment: OwnedSegment, sub_group: SubGroup) -> torch.Tensor:
+    return tensor[segment.range.start - sub_group.range.start : segment.range.stop - sub_group.range.start]

@@ -1,0 +1,234 @@
+"""Updates of offloaded state: unit by unit in the order of forward, each unit's new shard on its way back while the next is updated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
+from hf_zero.core.optimizer.state_store import StateStore, as_gradient, move_to_huge_pages, scale_
+from hf_zero.core.optimizer.sub_groups import SubGroupStepper
+from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
+from hf_zero.core.units.layout import Range
+from hf_zero.core.units.unit import Unit, UnitState
+from hf_zero.memory.buffers import HostMemory
+from hf_zero.observe import logger
+from hf_zero.offload.host_states import HostStates, SubGroup
+from hf_zero.offload.speculation import Spares, Speculator
+from hf_zero.offload.updates import Underway, UnitUpdate, UpdateThread, Work
+
+
+@dataclass(frozen=True)
+class OverlapPolicy:
+    """When units are updated; what is computed is the same.
+
+    Attributes:
+        forward: Updates of units that are not gathered go on after ``step``, while the next forward runs. Only for optimizers whose
+            step changes nothing but tensors of its own unit (``HostOptimizer``), and homes whose ``outgoing`` is each unit's own.
+        spare_bytes: Host memory for steps on copies during backward; 0 for none.
+        threads: As in ``StateStore``.
+    """
+
+    forward: bool = False
+    spare_bytes: int = 0
+    threads: int | None = None
+
+
+class OffloadedStateStore(StateStore):
+    """Masters and moments of some units rest on the host or in a file; those of the others stay on the device.
+
+    Args:
+        states: Where the offloaded ones rest.
+        accumulation_dtype: Type of gradients.
+        policy: When units are updated.
+        memory: For copies of states.
+    """
+
+    def __init__(self, states: HostStates, accumulation_dtype: torch.dtype, policy: OverlapPolicy, memory: HostMemory) -> None:
+        self.states = states
+        self.policy = policy
+        self.threads = policy.threads
+        self._offloaded: set[int] = set()  # ids of units
+        self._accumulation_dtype = accumulation_dtype
+        self._sub_groups: dict[int, list[SubGroup]] | None = None  # by id of the unit
+        self._thread = UpdateThread(memory.device)
+        self._spares = Spares(memory, policy.spare_bytes)
+        self._speculator = Speculator(self._thread, self._spares) if policy.spare_bytes else None
+        self._underway: list[Unit] = []
+        self._last: Future[None] | None = None
+
+    def take(self, unit: Unit) -> None:
+        """Moves the master of a new unit to where it rests."""
+        self._offloaded.add(id(unit))
+        self.states.rest(unit)
+
+    def holds(self, unit: Unit) -> bool:
+        """Whether ``unit``'s state is offloaded."""
+        return id(unit) in self._offloaded
+
+    def ranges(self, unit: Unit) -> Sequence[Range]:
+        return self.states.ranges(unit) if self.holds(unit) else super().ranges(unit)
+
+    # -- updates ------------------------------------------------------------------------------------------------------
+
+    def expect(self, optimizer: ShardedOptimizer, scale: float | None) -> None:
+        if self._speculator is not None:
+            steps = scale is not None and self._overlaps(optimizer)
+            self._speculator.expect(optimizer, self._stepper(optimizer) if steps else None, scale or 1.0)
+
+    def arrived(self, unit: Unit, grad: torch.Tensor, settle: Callable[[Unit], None]) -> None:
+        """``unit``'s gradient is reduced; a ``Listener``."""
+        if self._speculator is not None:
+            self._speculator.arrived(unit, grad, settle)
+
+    def _stepper(self, optimizer: ShardedOptimizer) -> SubGroupStepper:
+        return SubGroupStepper(optimizer.inner, self._accumulation_dtype, self.threads)
+
+    def _overlaps(self, optimizer: ShardedOptimizer) -> bool:
+        """Whether this step's updates may run in the other thread: not the first, which makes the states, nor one with a rate in a tensor,
+        which a scheduler changes in place."""
+        inner = optimizer.inner
+        in_tensors = any(isinstance(value, torch.Tensor) for group in inner.param_groups for value in group.values())
+        return self.policy.forward and bool(inner.state) and not in_tensors
+
+    def update(
+        self, optimizer: ShardedOptimizer, grads: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]
+    ) -> None:
+        self._update(optimizer, grads, factor)
+        for unit in optimizer.units:
+            if not self.holds(unit):
+                unit.publish()
+            elif unit.state is UnitState.UNSHARDED:
+                unit.own.settle()
+            updated(unit)
+
+    def _update(self, optimizer: ShardedOptimizer, grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+        self.settle()
+        by_unit = {id(unit): grad for unit, grad in zip(optimizer.units, grads, strict=True)}
+        stepper, fresh = self._stepper(optimizer), not optimizer.inner.state
+        self._update_device(optimizer, stepper, by_unit, factor)
+        updates = self._updates(optimizer, stepper, by_unit, float(factor))
+        if self._overlaps(optimizer):
+            self._start(updates)
+            return
+        for update in updates:
+            update.begin()
+            update.run()
+            update.finish()
+        self.states.settle()
+        stepper.finish()
+        if fresh and self.states.tier == "host":
+            move_to_huge_pages(optimizer)
+        for unit in optimizer.units:
+            unit.shard_storage.flush()
+
+    def _updates(
+        self, optimizer: ShardedOptimizer, stepper: SubGroupStepper, by_unit: Mapping[int, torch.Tensor], factor: float
+    ) -> list[UnitUpdate]:
+        """In the order of forward, but first those of gathered units, for which ``step`` waits."""
+        by_id = self._sub_groups_by_unit(optimizer)
+        units = [unit for unit in optimizer.units if id(unit) in by_id]
+        units.sort(key=lambda unit: unit.state is UnitState.SHARDED)  # stable
+        sub_groups = [sub_group for unit in units for sub_group in by_id[id(unit)]]
+        behind = {id(sub_group): upcoming for sub_group, upcoming in zip(sub_groups, [*sub_groups[1:], None], strict=True)}
+        return [
+            UnitUpdate(
+                unit,
+                [(sub_group, behind[id(sub_group)]) for sub_group in by_id[id(unit)]],
+                by_unit[id(unit)],
+                factor,
+                optimizer,
+                stepper,
+                self.states,
+            )
+            for unit in units
+        ]
+
+    def _start(self, updates: Sequence[UnitUpdate]) -> None:
+        """Hands the updates to the other thread."""
+        for update in updates:
+            work: Work = (self._speculator.take(update) if self._speculator is not None else None) or update
+            work.begin()
+            update.unit.own.expect(Underway(self._thread.submit(partial(self._run, work)), work.finish))
+        self._underway = [update.unit for update in updates]
+        self._last = self._thread.submit(self.states.settle)
+
+    def _run(self, work: Work) -> None:
+        work.run()
+        self.states.flush()  # who waits for the unit may read its master in the file
+
+    def settle(self) -> None:
+        units, self._underway = self._underway, []
+        last, self._last = self._last, None
+        for unit in units:
+            unit.own.settle()
+        if last is not None:
+            last.result()
+
+    def _update_device(
+        self, optimizer: ShardedOptimizer, stepper: SubGroupStepper, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor
+    ) -> None:
+        segments = [segment for segment in optimizer.segments if not self.holds(segment.unit)]
+        if segments:
+            scale_([by_unit[id(unit)] for unit in optimizer.units if not self.holds(unit)], factor)
+            stepper.step(segments, [as_gradient(by_unit[id(segment.unit)], segment) for segment in segments])
+
+    def _sub_groups_by_unit(self, optimizer: ShardedOptimizer) -> dict[int, list[SubGroup]]:
+        """What is updated at a time, by id of the unit in the order of forward; units without a segment on this rank are left out."""
+        if self._sub_groups is None:
+            self._sub_groups = {}
+            for unit in optimizer.units:
+                segments = optimizer.segments_of(unit) if self.holds(unit) else []
+                if segments:
+                    self._sub_groups[id(unit)] = [_sub_group(unit, part, segments) for part in self.ranges(unit)]
+        return self._sub_groups
+
+    def sub_groups(self, optimizer: ShardedOptimizer) -> list[SubGroup]:
+        """What is updated at a time, in the order of forward."""
+        return [sub_group for sub_groups in self._sub_groups_by_unit(optimizer).values() for sub_group in sub_groups]
+
+    # -- state from outside -------------------------------------------------------------------------------------------
+
+    def new_state(self, segment: OwnedSegment, name: str, dtype: torch.dtype) -> torch.Tensor:
+        return self.states.new_state(segment, name, dtype) if self.holds(segment.unit) else super().new_state(segment, name, dtype)
+
+    def adopt_states(self, optimizer: ShardedOptimizer) -> None:
+        self.states.adopt(optimizer, self.sub_groups(optimizer))
+
+    def tiers(self, optimizer: ShardedOptimizer) -> Mapping[str, int]:
+        if isinstance(optimizer, WholeTensorOptimizer):
+            return {self.states.tier: self._whole_nbytes(optimizer)}
+        return {self.states.tier: self.states.nbytes(optimizer, self.sub_groups(optimizer)) + self._spares.nbytes}
+
+    def _whole_nbytes(self, optimizer: WholeTensorOptimizer) -> int:
+        """Bytes of offloaded masters, and of the tensors that this rank keeps for the parameters it owns."""
+        masters = [unit.master for unit in optimizer.units if self.holds(unit) and unit.master is not unit.shard]
+        kept = [optimizer.state_of(entry.slot.name) for entry in optimizer.whole if self.holds(entry.unit)]
+        return sum(tensor.nbytes for tensor in tree_leaves([masters, kept]) if isinstance(tensor, torch.Tensor))
+
+    def close(self) -> None:
+        waits = [unit.own.settle for unit in self._underway] + ([self._last.result] if self._last is not None else [])
+        self._underway, self._last = [], None
+        failures = []
+        for wait in waits:
+            try:
+                wait()
+            except Exception as error:  # nobody needs the states any more, and an engine must go whatever has happened
+                failures.append(error)
+        if failures:
+            logger.warning("an update that was under way has failed: %s", failures[0])
+        if self._speculator is not None:
+            self._speculator.forget()
+        self._thread.close()
+        self._sub_groups = None
+        self.states.close_all()
+
+
+def _sub_group(unit: Unit, part: Range, segments: Sequence[OwnedSegment]) -> SubGroup:
+    inside = tuple(segment for segment in segments if segment.range.intersect(part).numel)
+    return SubGroup(unit, part, inside)
