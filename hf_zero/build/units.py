@@ -1,4 +1,4 @@
-"""The blocks and units of a model: what is gathered together, of which types, and where it rests."""
+"""The blocks and units of a model: what is unsharded together, of which types, and where it rests."""
 
 from __future__ import annotations
 

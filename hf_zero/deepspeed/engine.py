@@ -158,7 +158,7 @@ class Engine(ConfiguredEngine):
         return self.resolved.raw
 
     def destroy(self) -> None:
-        """Frees gradients, masters and optimizer state. The module stays usable: whole at stages 0 to 2, gathered by its hooks at 3."""
+        """Frees gradients, masters and optimizer state. The module stays usable: whole at stages 0 to 2, unsharded by its hooks at 3."""
         super().destroy()
         self._training = []
 
