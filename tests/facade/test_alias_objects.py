@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_zero.deepspeed import comm, groups
-from hf_zero.deepspeed.accelerator import get_accelerator
-from hf_zero.deepspeed.command_line import add_config_arguments
-from hf_zero.deepspeed.constructors import zero_wrapper_for_fp_tensor_constructor
-from hf_zero.deepspeed.ops import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLion
-from hf_zero.deepspeed.tensors import clone_tensors_for_torch_save
+from hf_zero.deepspeed.launcher import add_config_arguments
+from hf_zero.deepspeed.served import comm, groups
+from hf_zero.deepspeed.served.accelerator import get_accelerator
+from hf_zero.deepspeed.served.construction import zero_wrapper_for_fp_tensor_constructor
+from hf_zero.deepspeed.served.helpers import clone_tensors_for_torch_save
+from hf_zero.deepspeed.served.ops import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLion
 from hf_zero.errors import StateError, UnsupportedError
 
 
