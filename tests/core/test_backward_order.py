@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,8 @@ from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.schedule.unshard_pass import UnshardLimits
 from hf_zero.core.units.unit import UnitState
+
+pytestmark = pytest.mark.quick
 
 
 @dataclass(eq=False)

@@ -23,6 +23,8 @@ from hf_zero.optim.schedules import (
     build_scheduler,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def adam(*rates: float) -> torch.optim.Adam:
     """Adam with one group per rate."""
