@@ -111,7 +111,6 @@ Share = Annotated[float, BeforeValidator(_lenient_float), Field(ge=0, le=1)]
 Steps = Annotated[Size | None, BeforeValidator(_inf_is_never)]
 Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(_dtype_name)]
 Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_lower_text)]
-LowerStr = Annotated[str, BeforeValidator(_lower_text)]
 
 
 def lower_choice(value: Any) -> Any:
