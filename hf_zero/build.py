@@ -31,7 +31,6 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer, group_of_params
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, GradientPolicy, UnitGradients
-from hf_zero.core.schedule.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.schedule.schedule import UnshardSchedule
@@ -44,6 +43,7 @@ from hf_zero.core.step.step import Stepper, StepSettings
 from hf_zero.core.units.construct import NamedParam, build_unit
 from hf_zero.core.units.grouping import BlockSpec, build_blocks, lone_modules
 from hf_zero.core.units.layout import FROZEN
+from hf_zero.core.units.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.core.units.shard_storage import ShardStorage
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
 from hf_zero.deepspeed.param_attributes import announce

@@ -12,8 +12,8 @@ class BackwardOrder:
     [Note: one order] Ranks that skip blocks would issue unshards and reductions in orders of their own if each went when it could: the rank
     that computes a block reduces it between two unshards, the rank that skipped it at the end. On nccl the two wait for each other, because
     waiting puts all that is issued later behind what is waited for; several communicators want one order of all their operations. So
-    both kinds have their positions in one order. An unshard may be issued from the moment the block is in use from which prefetching reaches it;
-    the reductions of all blocks that backward has passed by then go before it, complete or not, and no other does. In the
+    both kinds have their positions in one order. An unshard may be issued from the moment the block is in use from which prefetching
+    reaches it; the reductions of all blocks that backward has passed by then go before it, complete or not, and no other does. In the
     ordinary case this holds nothing up: when a block begins, those before it are complete. Every rank then issues the same sequence, and
     each collective depends only on those before it (what a rank waits for it has issued earlier), so none can wait in a circle.
     What arrives behind its position is late: the ranks agree on it at the end of backward, and reduce it once more.
