@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
-from hf_zero.core.step.loss_scale import LossScaler, NullScaler
+from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.same_pace import require_same_pace
 from hf_zero.errors import StateError
 from hf_zero.observe import log_rank0, span
@@ -55,7 +54,7 @@ class Stepper:
         runtime: Runtime,
         reducer: Reducer,
         optimizer: ShardedOptimizer,
-        scaler: LossScaler | NullScaler,
+        scaler: LossScaler,
         collectives: Collectives,
         settings: StepSettings,
         model_collectives: Collectives | None = None,
@@ -67,7 +66,6 @@ class Stepper:
         self.collectives = collectives
         self.settings = settings
         self._model = model_axis(optimizer.units, model_collectives) if model_collectives is not None else None
-        self.training: list[Any] = []  # entries of the table in full_values.py, which holds them weakly
         # Both in the model's order; the reducer's own order is the model's too.
         self._gradients = {id(entry.unit): entry for entry in reducer.gradients}
 
