@@ -14,7 +14,7 @@ class StagePolicy:
     Attributes:
         stage: Its number, for messages.
         shards_optimizer: Each rank keeps and updates masters and moments of its own shard only.
-        shards_parameters: Units are released between uses and gathered for them.
+        shards_parameters: Units are resharded between uses and unsharded for them.
         reduces_each_micro_step: Gradients are reduced in every backward; otherwise at the boundary only.
         allows_deferral: ``no_sync()`` may postpone the reduction to a later micro-step.
     """
