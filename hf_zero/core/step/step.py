@@ -78,7 +78,7 @@ class Stepper:
             factor: What its gradients are multiplied with.
         """
         self.prepare(boundary)
-        self.reducer.begin_micro_step(self.settings.stage.reduces(boundary, in_no_sync), factor)
+        self.reducer.begin(self.settings.stage.reduces(boundary, in_no_sync), factor)
 
     def prepare(self, boundary: bool) -> None:
         """Makes optimizer and units ready for a backward."""
