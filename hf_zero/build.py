@@ -26,7 +26,8 @@ from hf_zero.config.sources import hidden_size_of
 from hf_zero.core.engine import Engine, EngineParts
 from hf_zero.core.generation import Generation
 from hf_zero.core.model_init import warn_if_built_whole
-from hf_zero.core.optimizer.sharded import ShardedOptimizer, group_of_params
+from hf_zero.core.optimizer.param_groups import group_of_params
+from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.schedule.gradients import BufferPool, GradientPolicy, UnitGradients
 from hf_zero.core.schedule.leaf_modules import leaf_module_names, mark_configured
@@ -43,6 +44,7 @@ from hf_zero.core.units.grouping import BlockSpec, build_blocks, lone_modules
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.shard_storage import ShardHome
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
+from hf_zero.deepspeed.optimizer import give_names
 from hf_zero.deepspeed.param_attributes import announce
 from hf_zero.deepspeed.safe_values import Training, register_training
 from hf_zero.errors import ConfigError, UnsupportedError
@@ -261,7 +263,6 @@ class EngineBuilder:
             clipping = max_norm_of(inner, self.config.gradient_clipping)
             everything = not self.config.zero_optimization.ignore_unused_parameters
             settings = StepSettings(clipping, self.policy.shards_optimizer, self.precision.skips_overflow, everything)
-            optimizer.scaler = scaler
             kind = OneBitStepper if isinstance(inner, OneBitAdam) else Stepper
             stepper = kind(runtime, reducer, optimizer, scaler, self.collectives, settings, self.model_collectives)
             stepper.training = [Training(gradients, optimizer, scaler) for gradients in reducer.gradients]
@@ -283,6 +284,8 @@ class EngineBuilder:
         parts = EngineParts(runtime, units, self.collectives, self.policy, self.precision, scaler, optimizer, stepper, scheduler, sinks)
         parts = replace(parts, slices=self.slices, give_back=self.give_back)
         engine = Engine(self.module, self.resolved, parts)
+        if optimizer is not None:
+            give_names(optimizer, engine)
         compiling = self.config.compile
         if compiling is not None and compiling.enabled and not compiling.disable:
             engine.compile(compiling.backend, compiling.kwargs)

@@ -15,7 +15,7 @@ from hf_zero.checkpoint.param_states import param_states
 from hf_zero.checkpoint.rank_state import rank_states
 from hf_zero.checkpoint.records import LooseRecord, ParamRecord, ParamStateRecord, UnitRecord
 from hf_zero.checkpoint.slices import Slice
-from hf_zero.checkpoint.state import TrainingState
+from hf_zero.checkpoint.state import TrainingState, values_of
 from hf_zero.checkpoint.tensor_file import Entry, cut, whole
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.layout import ALIGNMENT, round_up
@@ -56,16 +56,16 @@ def contents_of(state: TrainingState, exclude_frozen: bool) -> Contents:
     files: dict[str, list[Entry]] = {}
     kept = [unit for unit in state.units if unit.master is not None or not exclude_frozen]
     for unit in kept:
-        row = state.arrays.values(unit)
+        row = values_of(unit)
         _add(files, state, unit, _kind(unit), Entry(unit.name, row.dtype, (row.numel(),), (row,)))
     states, scalars = [], []
     params: tuple[ParamStateRecord, ...] = ()
     if state.optimizer is not None:
         by_name = {unit.name: unit for unit in kept}
-        states = optimizer_state.flat_states(state.optimizer, state.arrays)
-        scalars = optimizer_state.scalars(state.optimizer, state.arrays)
+        states = optimizer_state.flat_states(state.optimizer)
+        scalars = optimizer_state.scalars(state.optimizer)
         for name in states:
-            for entry in optimizer_state.state_entries(state.optimizer, state.arrays, name):
+            for entry in optimizer_state.state_entries(state.optimizer, name):
                 _add(files, state, by_name[entry.name], state_kind(name), entry)
         for kind, entries in rank_states(state.optimizer).items():
             files[_own_file(state, kind)] = entries

@@ -17,8 +17,8 @@ from hf_zero.checkpoint import engine_checkpoints as checkpoints
 from hf_zero.checkpoint.export import consolidated_state_dict
 from hf_zero.checkpoint.model_files import MAX_SHARD_SIZE
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.offloaded_states import Storages, offload_states, reload_states, require_states
-from hf_zero.core.optimizer.readable import learning_rates
+from hf_zero.core.offloaded_states import Storages, require_states
+from hf_zero.core.optimizer.param_groups import learning_rates
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
@@ -140,18 +140,14 @@ class Engine(nn.Module):
         self.aside_guards: list[Any] = []  # handles of hooks
         self.accumulation = Accumulation(resolved.batch.accumulation, self.settings.managed_gradient_accumulation)
         self.clock = build_clock(self.settings, parts.collectives, module, self.progress)
-        handle = OffloadHandle(module)
         self.optimizer: Any = parts.optimizer
         if parts.optimizer is not None:
             self._scaled_by_user = False
             # Weak: the module's hooks outlive an engine that is dropped.
             self.runtime.on_user_backward = WeakMethod(self._begin_user_backward)
-            parts.optimizer.connect(
-                self.step, self.zero_grad, offload_states=partial(offload_states, self), reload_states=partial(reload_states, self)
-            )
-            parts.optimizer.parameter_offload = handle
+            parts.optimizer.connect(self.step, self.zero_grad)
         elif self.policy.shards_parameters:
-            self.optimizer = handle
+            self.optimizer = OffloadHandle(module)
 
     # -- forward, backward, step ----------------------------------------------------------------------------------------
 
@@ -301,7 +297,7 @@ class Engine(nn.Module):
 
     def _report(self, result: StepResult) -> None:
         progress = self.progress
-        offloaded = self.optimizer.state_store.tiers(self.optimizer) if self.clock.memory else {}
+        offloaded = self.optimizer.offloaded() if self.clock.memory else {}
         self.clock.end_step(progress.global_steps, self.resolved.batch.total, offloaded)
         every = self.settings.steps_per_print
         print_line = bool(every) and progress.global_steps % every == 0  # type: ignore[operator]

@@ -138,7 +138,7 @@ class OneBitSharded(ShardedOptimizer):
     def _units(self) -> list[CompressedUnit]:
         if self._compressed is not None and all(compressed.holds_state() for compressed in self._compressed):
             return self._compressed
-        self._compressed = [CompressedUnit(unit, self.segments_of(unit), self.one_bit, self._collectives) for unit in self.units]
+        self._compressed = [CompressedUnit(unit, self.segments.of(unit), self.one_bit, self._collectives) for unit in self.units]
         for compressed in self._compressed:
             for name, target in ((WORKER_ERROR, compressed.worker_error), (SERVER_ERROR, compressed.server_error)):
                 saved = self._loaded.get(name, {}).get(compressed.unit.name)

