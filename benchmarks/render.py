@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md from the JSON files that the benchmarks left in benchmarks/results/.
+"""Write docs/benchmarks.md and the picture of the front page from the JSON files that the benchmarks left in benchmarks/results/.
 
 Files of ``step_time.py --json`` come first; every other file is a ``benchmarks.tables.ResultTable``, in order of its name.
 
@@ -17,6 +17,7 @@ from benchmarks.tables import markdown
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+PICTURE = ROOT / "docs" / "step-time.png"
 
 INTRODUCTION = """# Step time
 
@@ -66,6 +67,31 @@ def section(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Writes the picture of the front page: step time and peak memory per rank of every contender of one result file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = result["rows"][::-1]
+    names = [row["contender"] for row in rows]
+    colours = ["tab:blue" if name.startswith("hf_zero") else "silver" for name in names]
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 0.3 * len(rows) + 0.8), sharey=True)
+    for panel, values, label in (
+        (panels[0], [row["median_seconds"] for row in rows], "seconds per step (less is better)"),
+        (panels[1], [row["peak_mib"] for row in rows], "peak memory of a rank, MiB (less is better)"),
+    ):
+        bars = panel.barh(names, values, color=colours)
+        panel.bar_label(bars, [f"{value:.2f}" if value < 10 else f"{value:.0f}" for value in values], padding=2, fontsize=8)
+        panel.margins(x=0.12)
+        panel.set_xlabel(label)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    pyplot.close(figure)
+
+
 def main() -> int:
     results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
     if not results:
@@ -74,6 +100,7 @@ def main() -> int:
     steps = [section(result) for result in results if "title" not in result]
     tables = [markdown(result) for result in results if "title" in result]
     PAGE.write_text("\n".join([INTRODUCTION, *steps, *tables]))
+    draw(json.loads((RESULTS / "gpt2.json").read_text()), PICTURE)
     return 0
 
 

@@ -23,6 +23,7 @@ from hf_zero.config.read import read_config
 from hf_zero.config.resolve import ResolvedConfig, resolve
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.config.sources import hidden_size_of
+from hf_zero.core import hooks
 from hf_zero.core.engine import Engine, EngineParts
 from hf_zero.core.generation import Generation
 from hf_zero.core.model_init import warn_if_built_whole
@@ -33,7 +34,7 @@ from hf_zero.core.schedule.gradients import BufferPool, GradientPolicy, UnitGrad
 from hf_zero.core.schedule.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
-from hf_zero.core.schedule.schedule import Block, GatherLimits, GatherSchedule
+from hf_zero.core.schedule.schedule import Block, UnshardLimits, UnshardSchedule
 from hf_zero.core.stages import StagePolicy, stage_policy
 from hf_zero.core.step.loss_scale import LossScaler, NullScaler
 from hf_zero.core.step.precision import PrecisionPolicy, cast_and_move, cast_param
@@ -42,14 +43,12 @@ from hf_zero.core.step.step import Stepper, StepSettings
 from hf_zero.core.units.construct import NamedParam, build_unit
 from hf_zero.core.units.grouping import BlockSpec, build_blocks, lone_modules
 from hf_zero.core.units.layout import FROZEN
-from hf_zero.core.units.shard_storage import ShardHome
+from hf_zero.core.units.shard_storage import ShardStorage
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
 from hf_zero.deepspeed.optimizer import give_names
 from hf_zero.deepspeed.param_attributes import announce
 from hf_zero.deepspeed.safe_values import Training, register_training
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.integrations.idle_saves import IdleSaves
-from hf_zero.integrations.metrics_once import count_samples_once
 from hf_zero.memory import heap
 from hf_zero.metrics import build_sinks
 from hf_zero.observe import log_rank0, logger, warn_once
@@ -129,8 +128,6 @@ def initialize(
     _record_traffic(resolved.config)
     if requested_ranks(source) > 1 or is_split(model):
         model = split_model(model, source.get("tensor_parallel") or {}, topology)
-    if topology.model is not None:
-        count_samples_once(topology.model.world)
     if slices is not None:
         slices.bind(model)
     builder = EngineBuilder(model, resolved, topology, slices)
@@ -272,15 +269,13 @@ class EngineBuilder:
             configure(checkpoint_settings(self.config.activation_checkpointing), self.model_collectives, by_script=False)
         scheduler = self._scheduler(lr_scheduler, optimizer)
         sinks = build_sinks(self.config) if self.collectives.rank == 0 and optimizer is not None else []
-        self._persist_and_release(units, {id(unit) for block in blocks if block.name in self.lone for unit in block.units})
+        self._persist_and_reshard(units, {id(unit) for block in blocks if block.name in self.lone for unit in block.units})
         runtime.attach()
         heap.keep_large_blocks(on_host=self.topology.device.type == "cpu")
         if schedule is not None:
             generation = Generation(runtime, units, self.collectives, self.config.hf_zero.gather_for_generation)
             generation.attach()
             runtime.keep(generation)
-        if schedule is not None or self.topology.model is not None:
-            runtime.keep(IdleSaves(self.module))
         parts = EngineParts(runtime, units, self.collectives, self.policy, self.precision, scaler, optimizer, stepper, scheduler, sinks)
         parts = replace(parts, slices=self.slices, give_back=self.give_back)
         engine = Engine(self.module, self.resolved, parts)
@@ -289,6 +284,8 @@ class EngineBuilder:
         compiling = self.config.compile
         if compiling is not None and compiling.enabled and not compiling.disable:
             engine.compile(compiling.backend, compiling.kwargs)
+        for hook in hooks.on_build:
+            hook(engine)
         log_rank0("%s", describe(engine))
         return engine
 
@@ -347,22 +344,22 @@ class EngineBuilder:
         units = []
         for (frozen, dtype), members in kinds.items():
             suffix = "" if len(kinds) == 1 else f" [{'frozen ' if frozen else ''}{str(dtype).removeprefix('torch.')}]"
-            home = self.offloading.home(sum(full_shape(member.param).numel() for member in members), not frozen)
-            units.append(build_unit(spec.name + suffix, members, dtype, self._unit_spec(dtype, home)))
+            shard_storage = self.offloading.shard_storage(sum(full_shape(member.param).numel() for member in members), not frozen)
+            units.append(build_unit(spec.name + suffix, members, dtype, self._unit_spec(dtype, shard_storage)))
             self.offloading.take(units[-1])
         return Block(spec.name, spec.module, units, spec.read_in_backward)
 
-    def _unit_spec(self, dtype: torch.dtype, home: ShardHome) -> UnitSpec:
+    def _unit_spec(self, dtype: torch.dtype, shard_storage: ShardStorage) -> UnitSpec:
         master = self.precision.master_dtype
         if master is None or (self.precision.param_dtype is None and dtype == torch.float64):
             master = dtype
         return UnitSpec(
             self.collectives,
             shards=self.policy.shards_optimizer,
-            releasable=self.policy.shards_parameters and (self.topology.world > 1 or home.releasable),
+            reshards=self.policy.shards_parameters and (self.topology.world > 1 or shard_storage.reshards),
             announced=self.policy.shards_parameters,
             master_dtype=master,
-            home=home,
+            shard_storage=shard_storage,
         )
 
     def _sync_buffers(self) -> None:
@@ -374,20 +371,20 @@ class EngineBuilder:
                 if contiguous.data_ptr() != buffer.data_ptr():
                     buffer.data.copy_(contiguous)
 
-    def _persist_and_release(self, units: list[Unit], lone: set[int]) -> None:
+    def _persist_and_reshard(self, units: list[Unit], lone: set[int]) -> None:
         """Releases what was built whole, except units small enough to stay and those (by id) that one rank may want alone."""
         zero = self.config.zero_optimization
         budget = zero.stage3_model_persistence_threshold
         for unit in units:
             numel = unit.layout.numel
             small = numel <= zero.stage3_param_persistence_threshold and numel <= budget
-            if unit.releasable and (small or id(unit) in lone):
+            if unit.reshards and (small or id(unit) in lone):
                 budget -= numel if small else 0
                 unit.pin()
                 for param in unit.params:
                     if param is not None:
                         param.ds_persist = True  # type: ignore[attr-defined]
-            unit.release()
+            unit.reshard()
 
     # -- gradients and gathers ------------------------------------------------------------------------------------------
 
@@ -408,17 +405,17 @@ class EngineBuilder:
         entries = [UnitGradients(unit, collectives, policy, pool, place(unit)) for unit in units]
         return Reducer(entries, overlap, partial(self.collectives.any_of, unit="late gradients"))
 
-    def _schedule(self, root: Block, blocks: list[Block]) -> GatherSchedule | None:
-        if not any(unit.releasable for block in (root, *blocks) for unit in block.units):
+    def _schedule(self, root: Block, blocks: list[Block]) -> UnshardSchedule | None:
+        if not any(unit.reshards for block in (root, *blocks) for unit in block.units):
             return None
         zero = self.config.zero_optimization
-        limits = GatherLimits(
+        limits = UnshardLimits(
             zero.stage3_prefetch_bucket_size,
             zero.stage3_max_live_parameters,
             zero.stage3_max_reuse_distance,
             updates_overlap=self.offloading.updates_overlap,
         )
-        return GatherSchedule(root, blocks, limits, lambda again: self.collectives.any_rank(again, "another round"))
+        return UnshardSchedule(root, blocks, limits, lambda again: self.collectives.any_rank(again, "another round"))
 
     def _scheduler(self, client: Any, optimizer: ShardedOptimizer | None) -> Any:
         if optimizer is None:
@@ -438,7 +435,7 @@ class EngineBuilder:
 def _passing_bytes(members: Iterable[NamedParam]) -> int:
     """Host memory of this rank's shards that go when their parameters get a new unit."""
     units = {id(owner[0]): owner[0] for member in members if (owner := find_unit(member.param)) is not None}
-    return sum(unit.shard.nbytes for unit in units.values() if unit.home.passing)
+    return sum(unit.shard.nbytes for unit in units.values() if unit.shard_storage.passing)
 
 
 def _require_same_groups(scheduler: Any, optimizer: ShardedOptimizer) -> None:

@@ -1,4 +1,4 @@
-"""The `hf-zero` command: `explain` a configuration, `launch` ranks, `convert` a checkpoint, `report` the environment.
+"""The `hf-zero` command: `explain`, `launch`, `convert`, `report`; alone: what to do next.
 
 Arguments and printing, no logic.
 
@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hf-zero", description="ZeRO training with DeepSpeed configuration files.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(run=_next_steps)
+    commands = parser.add_subparsers(metavar="COMMAND")
     explain = commands.add_parser("explain", help="what each key of a DeepSpeed config does here, and what is wrong with it")
     explain.add_argument("config", nargs="?", help="JSON file, JSON text or base64 text; may be left out with --tp")
     explain.add_argument("--model", help='local model folder, config.json or Hub ID that "auto" sizes are taken from')
@@ -216,6 +217,28 @@ def _explain_plan(options: argparse.Namespace) -> None:
         print("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]))
     for note in plan.notes:
         print(f"note: {note}")
+
+
+_NEXT_STEPS = """\
+hf_zero {version}: ZeRO training with DeepSpeed configuration files. `import deepspeed` is answered by {answered}.
+
+A script without Trainer    accelerate config             choose DeepSpeed, as ever
+                            accelerate launch train.py
+A Trainer script            TrainingArguments(..., deepspeed="ds.json"), or hf_zero.ZeroTrainingArguments(..., zero_stage=3)
+A DeepSpeed script          hf-zero launch --num_gpus 2 train.py ...
+
+hf-zero explain ds.json     what each key of a configuration does here, and what is wrong with it
+hf-zero report              versions, devices and variables
+hf-zero convert OLD NEW     checkpoints of DeepSpeed and torch.distributed.checkpoint, models of Hugging Face
+hf-zero COMMAND --help      the flags of a command"""
+
+
+def _next_steps(options: argparse.Namespace) -> int:
+    from hf_zero import __version__
+    from hf_zero.environment import who_answers_as_deepspeed
+
+    print(_NEXT_STEPS.format(version=__version__, answered=who_answers_as_deepspeed()))
+    return 0
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -109,13 +109,19 @@ def _host_memory_bytes() -> int:
         return 0
 
 
-def _deepspeed_facts() -> dict[str, str]:
+def who_answers_as_deepspeed() -> str:
+    """What ``import deepspeed`` finds: "hf_zero", "DeepSpeed" or "nothing"."""
     from hf_zero.deepspeed.finder import alias_is_active, real_deepspeed_importable
 
-    real, active = real_deepspeed_importable(), alias_is_active()
+    return "hf_zero" if alias_is_active() else "DeepSpeed" if real_deepspeed_importable() else "nothing"
+
+
+def _deepspeed_facts() -> dict[str, str]:
+    from hf_zero.deepspeed.finder import real_deepspeed_importable
+
     facts = {
-        "real DeepSpeed installed": "yes" if real else "no",
-        "`import deepspeed` is": "hf_zero" if active else "DeepSpeed" if real else "nothing",
+        "real DeepSpeed installed": "yes" if real_deepspeed_importable() else "no",
+        "`import deepspeed` is": who_answers_as_deepspeed(),
     }
     version = installed_version("deepspeed")
     if version:

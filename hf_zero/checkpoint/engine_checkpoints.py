@@ -18,10 +18,10 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import group_timeout, joint_topology
 from hf_zero.config.schema.root import ZeroConfig
+from hf_zero.core import hooks
 from hf_zero.core.offloaded_states import require_states
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.units.split_parameter import slice_of
-from hf_zero.integrations.rotation import keeps_too_few
+from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.tensor_parallel.same_data import SameData
 
@@ -63,7 +63,7 @@ def _tensor_axis(engine: Engine) -> TensorAxis:
         return TensorAxis()
     slices = {}
     for name, param in engine.module.named_parameters():
-        part = slice_of(param)
+        part = tp_shard_of(param)
         if part is not None:
             slices[name] = Slice(tuple(part.full_shape), part.dim, tuple((piece.start, piece.stop) for piece in part.ranges))
     return TensorAxis(model.rank, model.world, slices)
@@ -82,7 +82,7 @@ def save(engine: Engine, save_dir: str | os.PathLike[str], tag: Any, client_stat
     folder = save_checkpoint(_training_state(engine), request, engine.background)
     how = "saved to"
     if engine.background is not None:
-        reason = keeps_too_few()
+        reason = next(filter(None, (ask() for ask in hooks.reasons_to_wait)), "")
         if reason:
             warn_once(reason)
             wait(engine)
@@ -120,7 +120,7 @@ def load(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Loads into ``engine``; see ``Engine.load_checkpoint``. ``wanted``: flags of ``LoadRequest``."""
     wait(engine)
-    engine.runtime.release_for_update()
+    engine.runtime.reshard_for_update()
     from_fp32 = engine.settings.zero_optimization.load_from_fp32_weights
     name, nodes = None if tag is None else str(tag), engine.settings.checkpoint.use_node_local_storage
     request = LoadRequest(os.fspath(load_dir), name, masters_from_fp32=from_fp32, custom=custom, node_local=nodes, **wanted)

@@ -13,7 +13,7 @@ from hf_zero.checkpoint.host_copies import HostCopies
 from hf_zero.checkpoint.model_files import MAX_SHARD_SIZE, ModelFiles, PlannedTensor, bytes_of
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.recorded import open_collectives
-from hf_zero.core.units.split_parameter import slice_of
+from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.core.units.unit import Unit, find_unit, full_shape
 from hf_zero.observe import warn_once
 
@@ -63,7 +63,7 @@ def _entries(module: nn.Module, exclude_frozen_parameters: bool) -> dict[str, to
 
 
 def _planned(name: str, value: torch.Tensor) -> PlannedTensor:
-    part = slice_of(value)
+    part = tp_shard_of(value)
     return PlannedTensor(name, value.dtype, tuple(part.full_shape if part is not None else full_shape(value)))
 
 
@@ -73,7 +73,7 @@ def _model_axis(collectives: Collectives) -> Collectives | None:
 
 def _joined(value: torch.Tensor, model: Collectives | None) -> torch.Tensor:
     """The whole of a parameter that the ranks of the model axis hold together, on each of them; collective over that axis."""
-    part = slice_of(value)
+    part = tp_shard_of(value)
     if part is None or model is None:
         return value
     ranges = model.gather_objects([(piece.start, piece.stop) for piece in part.ranges], "slices")
@@ -195,7 +195,7 @@ def _gather_all(
 
     in_units = _by_unit(values)
     for unit, members in in_units:
-        with unit.gathered():
+        with unit.unsharded():
             each(members)
     each(_outside(values, in_units))
     return failure

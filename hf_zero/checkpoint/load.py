@@ -295,7 +295,7 @@ def _load_custom(state: TrainingState, plan: _Plan, custom: Callable[..., Any], 
     """Hands the whole state dict to the caller's function, with every parameter gathered; collective."""
     with ExitStack() as stack, torch.no_grad():
         for unit in state.units:
-            stack.enter_context(unit.gathered())
+            stack.enter_context(unit.unsharded())
         agreement.on_all(state.everyone, what, lambda: custom(src=plan.state_dict(), dst=state.module) and None)
         for unit in state.units:
             unit.take_full()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hf_zero.core.schedule.gathered_parameters import GatheredParameters
-from hf_zero.core.units.unit import Unit, UnitState, find_unit, full_shape, is_released
+from hf_zero.core.units.unit import Unit, UnitState, find_unit, full_shape, is_sharded
 
 # More than a line of a constructor names; what was touched before is divided again.
 _MOST_OPEN = 8
@@ -41,7 +41,7 @@ class ConstructorAccess(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         divided = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, nn.Parameter) and find_unit(value)]
-        released = [param for param in divided if is_released(param)]
+        released = [param for param in divided if is_sharded(param)]
         if not released:
             return func(*args, **kwargs)
         name, attribute = getattr(func, "__name__", ""), getattr(getattr(func, "__self__", None), "__name__", "")
@@ -64,7 +64,7 @@ class ConstructorAccess(TorchFunctionMode):
         for unit in others[: max(0, len(others) + len(wanted) - _MOST_OPEN)]:
             self._open.pop(unit).__exit__(None, None, None)
         for unit, param in wanted.items():
-            if unit not in self._open and unit.state is not UnitState.GATHERED:
+            if unit not in self._open and unit.state is not UnitState.UNSHARDED:
                 self._open[unit] = GatheredParameters([param], modifier_rank=0)
                 self._open[unit].__enter__()
 

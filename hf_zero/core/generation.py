@@ -39,7 +39,7 @@ class Generation:
     def __init__(self, runtime: Runtime, units: Sequence[Unit], collectives: Collectives, gather: bool | Literal["auto"]) -> None:
         self.gather = gather
         self._runtime = runtime
-        self._units = [unit for unit in units if unit.releasable]
+        self._units = [unit for unit in units if unit.reshards]
         self._collectives = collectives
         self._modules: list[nn.Module] = []
         self._told: set[bool] = set()
@@ -71,7 +71,7 @@ class Generation:
         if self.gather != "auto":
             return self.gather
         topology = self._collectives.topology
-        needed = sum(unit.bytes_to_gather for unit in self._units)
+        needed = sum(unit.bytes_to_unshard for unit in self._units)
         free = free_bytes(topology.device, ranks_on_this_host(topology.world) if topology.device.type == "cpu" else 1)
         fits = free is not None and needed <= SHARE_OF_FREE_MEMORY * free
         gather = not self._collectives.any_rank(not fits, "gather for generation")
@@ -87,7 +87,7 @@ class Generation:
 
     def _gathered(self, generate: Callable[[], Any]) -> Any:
         for unit in self._units:
-            unit.start_gather()
+            unit.start_unshard()
         pinned: list[Unit] = []
         try:
             for unit in self._units:

@@ -22,9 +22,9 @@ from hf_zero.core.schedule.gathered_parameters import GatheredParameters
 from hf_zero.core.units.construct import NamedParam, build_unit
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.layout import FROZEN
-from hf_zero.core.units.shard_storage import ON_DEVICE, ShardHome
-from hf_zero.core.units.unit import UnitSpec, find_unit, shares_gathered_memory
-from hf_zero.core.units.unprepared import await_engine
+from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
+from hf_zero.core.units.unit import UnitSpec, find_unit, shares_unsharded_memory
+from hf_zero.core.units.unprepared import guard_unprepared
 from hf_zero.memory import heap
 from hf_zero.observe import warn_once
 
@@ -49,7 +49,7 @@ class ModelInit:
         dtype: Type floating-point parameters are cast to; None leaves them.
         device: Where shards live; None is the device of the local rank.
         enabled: False makes it do nothing.
-        home: Where shards rest between uses.
+        shard_storage: Where shards rest between uses.
     """
 
     def __init__(
@@ -58,24 +58,24 @@ class ModelInit:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
         enabled: bool = True,
-        home: ShardHome = ON_DEVICE,
+        shard_storage: ShardStorage = ON_DEVICE,
     ) -> None:
         self._dtype = dtype
         self._spec: UnitSpec | None = None
         if enabled:
             topology = own_topology(build_topology(group, device))
-            releasable = topology.world > 1 or home.releasable
-            self._spec = UnitSpec(open_collectives(topology), shards=True, releasable=releasable, announced=True, home=home)
+            reshards = topology.world > 1 or shard_storage.reshards
+            self._spec = UnitSpec(open_collectives(topology), shards=True, reshards=reshards, announced=True, shard_storage=shard_storage)
         self._open: dict[int, nn.Module] = {}  # modules with parameters of their own that are not sharded yet
-        self._gathering: WeakSet[nn.Module] = WeakSet()  # sharded modules whose ``apply`` gathers
+        self._unsharding: WeakSet[nn.Module] = WeakSet()  # sharded modules whose ``apply`` gathers
         self._access = ConstructorAccess()
         self._stack = ExitStack()
 
     def __enter__(self) -> ModelInit:
-        if self._spec is not None and self._spec.releasable:
+        if self._spec is not None and self._spec.reshards:
             heap.return_large_blocks()
             self._stack.enter_context(self._access)
-        if self._spec is not None and (self._spec.releasable or self._dtype is not None):
+        if self._spec is not None and (self._spec.reshards or self._dtype is not None):
             for handle in (
                 register_module_parameter_registration_hook(self._on_parameter),
                 register_module_module_registration_hook(self._on_module),
@@ -92,10 +92,10 @@ class ModelInit:
             for module in list(self._open.values()):
                 self.shard(module)
         self._open.clear()
-        for module in self._gathering:
+        for module in self._unsharding:
             for name in _STAND_INS:
                 module.__dict__.pop(name, None)
-        self._gathering.clear()
+        self._unsharding.clear()
 
     def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and find_unit(param) is None:
@@ -111,10 +111,10 @@ class ModelInit:
                 if self._open.pop(id(inner), None) is not None or any(_is_whole(param) for param in inner._parameters.values()):
                     self.shard(inner)
                 if any(name in inner.__dict__ for name in _STAND_INS):
-                    self._gathering.add(inner)
-            if self._spec is not None and self._spec.releasable:
-                parent.__dict__["smart_apply"] = MethodType(_smart_apply_gathered, parent)
-                self._gathering.add(parent)
+                    self._unsharding.add(inner)
+            if self._spec is not None and self._spec.reshards:
+                parent.__dict__["smart_apply"] = MethodType(_smart_apply_unsharded, parent)
+                self._unsharding.add(parent)
 
     def shard(self, module: nn.Module) -> None:
         """Shards the parameters that ``module`` itself registers; collective. On one rank it only casts them.
@@ -124,11 +124,11 @@ class ModelInit:
         """
         if self._spec is None:
             return
-        if not self._spec.releasable:
+        if not self._spec.reshards:
             self._cast(module)
             return
         for param in module._parameters.values():
-            if param is not None and find_unit(param) is None and shares_gathered_memory(param):
+            if param is not None and find_unit(param) is None and shares_unsharded_memory(param):
                 param.data = param.data.clone()  # made of a gathered parameter, which will be released
         if isinstance(module, ParametrizationList):
             return
@@ -139,11 +139,11 @@ class ModelInit:
                 continue
             label = f"{type(module).__name__}.{name}"
             unit = build_unit(label, [NamedParam(label, param, FROZEN)], self._dtype or param.dtype, self._spec)
-            unit.release()
-            module.__dict__["apply"] = MethodType(_apply_gathered, module)  # a method: a deep copy has its own
-            self._gathering.add(module)
+            unit.reshard()
+            module.__dict__["apply"] = MethodType(_apply_unsharded, module)  # a method: a deep copy has its own
+            self._unsharding.add(module)
             guard_state_dict(module)
-            await_engine(module)
+            guard_unprepared(module)
 
     def _cast(self, module: nn.Module) -> None:
         if self._dtype is None or isinstance(module, ParametrizationList):
@@ -174,18 +174,18 @@ def warn_if_built_whole(module: nn.Module) -> None:
     )
 
 
-def _apply_gathered(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+def _apply_unsharded(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
     """``module.apply(fn)`` with the parameters that ``module`` itself registers whole; collective."""
     with GatheredParameters(list(module._parameters.values()), modifier_rank=0):
         return type(module).apply(module, fn)
 
 
-def _smart_apply_gathered(module: Any, fn: Callable[..., None], *args: Any) -> Any:
+def _smart_apply_unsharded(module: Any, fn: Callable[..., None], *args: Any) -> Any:
     """``module.smart_apply(fn)``, which transformers gives all modules, with what ``fn`` may write to whole; collective."""
-    return type(module).smart_apply(module, fn if isinstance(fn, _Gathering) else _Gathering(fn), *args)
+    return type(module).smart_apply(module, fn if isinstance(fn, _Unsharded) else _Unsharded(fn), *args)
 
 
-class _Gathering:
+class _Unsharded:
     """Calls ``fn(module, ...)`` with the parameters that ``module`` and its children register whole, and keeps what rank 0 writes."""
 
     def __init__(self, fn: Callable[..., None]) -> None:

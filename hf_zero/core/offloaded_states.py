@@ -114,7 +114,7 @@ def set_aside(engine: Any, kinds: Iterable[str], pin_memory: bool) -> None:
             gradients.pool.clear()
     engine.aside.append(aside)
     for unit in engine.units:
-        unit.set_aside()
+        unit.mark_offloaded()
     _guard(engine)
 
 
@@ -124,7 +124,7 @@ def reload_states(engine: Any, non_blocking: bool = False) -> None:
         aside.bring_back(non_blocking)
     engine.aside.clear()
     for unit in engine.units:
-        unit.bring_back()
+        unit.mark_reloaded()
     for guard in engine.aside_guards:
         guard.remove()
     engine.aside_guards.clear()

@@ -11,8 +11,8 @@ import torch
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.empty_values import refusal
-from hf_zero.core.units.unit import OWNER, STATUS, ParamStatus, Unit, UnitState, find_unit, is_released
-from hf_zero.core.units.unit_copy import twin_of
+from hf_zero.core.units.unit import OWNER, STATUS, ParamStatus, Unit, UnitState, find_unit, is_sharded
+from hf_zero.core.units.unit_copy import copy_unit
 
 _DS_METHODS = ("all_gather", "partition", "partition_numel", "ds_summary")
 _DS_VALUES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_process_group", "ds_active_sub_modules")
@@ -28,14 +28,14 @@ def own(unit: Unit, announced: bool) -> None:
         setattr(param, OWNER, (unit, index))
         # torch.save of a parameter itself (`param.cpu()` is one, on a CPU) writes its attributes too, process groups with them.
         param.__getstate__ = partial(_foreign_state, ref(param))  # type: ignore[union-attr]
-        if unit.releasable:
+        if unit.reshards:
             vars(param)["__deepcopy__"] = partial(_deep_copy, ref(param))
         else:
             vars(param).pop("__deepcopy__", None)
         if announced:
             announce(param, slot.shape, unit.shard_part(index, unit.shard), unit.collectives)
             param.ds_status = STATUS[unit.state]  # type: ignore[union-attr]
-            param.ds_persist = not unit.releasable  # type: ignore[union-attr]
+            param.ds_persist = not unit.reshards  # type: ignore[union-attr]
 
 
 def disown(param: torch.Tensor) -> None:
@@ -56,7 +56,7 @@ def _foreign_state(itself: ref[Any]) -> dict[str, Any] | None:
     """
     param: Any = itself()
     owner = find_unit(param)
-    if owner is not None and is_released(param):
+    if owner is not None and is_sharded(param):
         raise refusal(owner[0].layout.slots[owner[1]].name)
     return {name: value for name, value in vars(param).items() if name not in _OURS} or None
 
@@ -70,15 +70,15 @@ def _deep_copy(itself: ref[Any], memo: dict[int, Any]) -> Any:
     """
     param: Any = itself()
     owner = find_unit(param)
-    if owner is None or owner[0].state is UnitState.GATHERED:
+    if owner is None or owner[0].state is UnitState.UNSHARDED:
         return type(param).__deepcopy__(param, memo)
     unit, index = owner
-    twin = twin_of(unit)
-    own(twin, announced=True)
-    for original, copied in zip(unit.params, twin.params, strict=True):
+    copy = copy_unit(unit)
+    own(copy, announced=True)
+    for original, copied in zip(unit.params, copy.params, strict=True):
         if original is not None:
             memo.setdefault(id(original), copied)
-    return twin.params[index]
+    return copy.params[index]
 
 
 def announce(param: Any, shape: torch.Size, own: torch.Tensor, collectives: Collectives) -> None:
@@ -113,7 +113,7 @@ def _units_of(itself: ref[Any], params: Iterable[torch.Tensor] | None) -> list[U
 
 def _api_gather(itself: ref[Any], param_list: Iterable[torch.Tensor] | None = None, *args: object, **kwargs: object) -> None:
     for unit in _units_of(itself, param_list):
-        unit.gather()
+        unit.unshard()
 
 
 def _api_release(
@@ -122,7 +122,7 @@ def _api_release(
     for unit in _units_of(itself, param_list):
         if has_been_updated:
             unit.take_full()
-        unit.release(leave=True)
+        unit.reshard(leave=True)
 
 
 def _api_summary(itself: ref[Any], *args: object, **kwargs: object) -> dict[str, Any]:

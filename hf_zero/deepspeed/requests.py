@@ -18,7 +18,7 @@ from hf_zero.errors import ConfigError, StateError
 
 def empty_partition_cache(engine: Any) -> None:
     """Releases what is gathered between forwards; parameters small enough to stay gathered for good do."""
-    engine.runtime.release_for_update()
+    engine.runtime.reshard_for_update()
 
 
 def allreduce_gradients(engine: Any, *_args: Any, **_kwargs: Any) -> None:

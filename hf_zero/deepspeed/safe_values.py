@@ -36,7 +36,7 @@ def register_training(unit: Unit, training: Training) -> None:
 
 def _find(param: torch.Tensor) -> tuple[Unit, int] | None:
     owner = find_unit(param)
-    if owner is not None and owner[0].own.aside:
+    if owner is not None and owner[0].own.offloaded:
         raise StateError(
             "values of a parameter were asked for while state of its engine waits on the host; call engine.reload_states() first"
         )

@@ -15,7 +15,7 @@ from hf_zero.config.resolve import resolve
 from hf_zero.core.model_init import ModelInit
 from hf_zero.core.units.shard_storage import ON_DEVICE
 from hf_zero.errors import UnsupportedError
-from hf_zero.offload.policy import init_home
+from hf_zero.offload.policy import init_shard_storage
 
 
 class Init:
@@ -84,8 +84,8 @@ class Init:
                 section = config.zero_optimization.offload_param
                 offloads, pins = offloads or section.device != "none", pins or section.pin_memory
         group = data_parallel_group or sequence_data_parallel_group or _group_of(mpu)
-        home = init_home(default_device(), pins) if enabled and offloads else ON_DEVICE
-        self._inner = ModelInit(group, dtype, enabled=enabled, home=home)
+        shard_storage = init_shard_storage(default_device(), pins) if enabled and offloads else ON_DEVICE
+        self._inner = ModelInit(group, dtype, enabled=enabled, shard_storage=shard_storage)
         if module is not None and enabled:
             self._inner.shard_all(module)
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.core.units.split_parameter import slice_of
-from hf_zero.core.units.unit import is_released
+from hf_zero.core.engine import Engine
+from hf_zero.core.units.tp_shard import tp_shard_of
+from hf_zero.core.units.unit import is_sharded
 from hf_zero.errors import StateError
 
 
@@ -36,6 +37,12 @@ class IdleSaves:
             inner.__dict__.pop("save_pretrained", None)
 
 
+def stand_before_saves(engine: Engine) -> None:
+    """Puts them into a new engine's module, until the engine's hooks are removed."""
+    if engine.runtime.schedule is not None or engine.collectives.topology.model is not None:
+        engine.runtime.keep(IdleSaves(engine.module))
+
+
 def _takes_state_dict(module: nn.Module) -> bool:
     method = getattr(type(module), "save_pretrained", None)
     return callable(method) and {"state_dict", "is_main_process"} <= inspect.signature(method).parameters.keys()
@@ -44,8 +51,8 @@ def _takes_state_dict(module: nn.Module) -> bool:
 def _save_pretrained(module: Any, *args: Any, **kwargs: Any) -> Any:
     method = type(module).save_pretrained
     given = inspect.signature(method).bind_partial(module, *args, **kwargs).arguments
-    parts = any(slice_of(param) is not None for param in module.parameters())
-    if given.get("state_dict") is not None or not (parts or any(is_released(param) for param in module.parameters())):
+    parts = any(tp_shard_of(param) is not None for param in module.parameters())
+    if given.get("state_dict") is not None or not (parts or any(is_sharded(param) for param in module.parameters())):
         return method(module, *args, **kwargs)
     if not given.get("is_main_process", True):
         return None

@@ -50,7 +50,7 @@ class CopyLane:
     [Note: device memory in a lane] Memory that a lane copies belongs to the stream it was allocated on, the one that computes. torch's
     ``record_stream`` would keep it from being given away too early, but hands it out again only when the host has seen the lane pass: a
     host that runs ahead of its device gets block after block of fresh memory. Here the computing stream waits for the lane before
-    the memory is let go, and everything is reused in the order of that stream: a gather waits in ``ShardHome.arrive``, what
+    the memory is let go, and everything is reused in the order of that stream: a gather waits in ``ShardStorage.arrive``, what
     a lane fills or empties besides is kept by its ``Mark``. A lane keeps two; for a third the computing stream waits until the
     first has been copied, so a slow bus holds it up and never fills the device.
     """

@@ -1,4 +1,4 @@
-"""The sections ``offload_optimizer``, ``offload_param`` and ``aio`` as homes of shards and a store of optimizer state."""
+"""The sections ``offload_optimizer``, ``offload_param`` and ``aio`` as storages of shards and a store of optimizer state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.free_memory import free_bytes, ranks_on_this_host
 from hf_zero.core.optimizer.clones import state_types
 from hf_zero.core.schedule.gradients import GradientPlace
-from hf_zero.core.units.shard_storage import ON_DEVICE, ShardHome
+from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import OffloadError
 from hf_zero.memory.budget import require_host_memory
@@ -24,7 +24,7 @@ from hf_zero.offload.file_states import BufferPlan, FileStates
 from hf_zero.offload.files import IoSettings, SwapFile, SwapFolder
 from hf_zero.offload.host_gradients import HostGradients
 from hf_zero.offload.host_states import HostStates
-from hf_zero.offload.shards import FileHome, HostHome, ReturningHome
+from hf_zero.offload.shards import FileStorage, HostStorage, ReturningStorage
 from hf_zero.offload.state_store import OffloadedStateStore, OverlapPolicy
 from hf_zero.ops.host_optimizer import HostOptimizer
 
@@ -48,9 +48,9 @@ def describe_offload(zero: ZeroOptimization) -> str:
     return "".join(f", {name} on {device}" for name, device in parts if device != "none" and (name[0] == "o" or zero.stage == 3))
 
 
-def init_home(device: torch.device, pin_memory: bool) -> ShardHome:
+def init_shard_storage(device: torch.device, pin_memory: bool) -> ShardStorage:
     """Where ``zero.Init`` keeps offloaded shards until ``initialize`` puts them to where they rest."""
-    return ON_DEVICE if trains_on_host(device) else HostHome(HostMemory(device, pin_memory), CopyLane(device), passing=True)
+    return ON_DEVICE if trains_on_host(device) else HostStorage(HostMemory(device, pin_memory), CopyLane(device), passing=True)
 
 
 class Offloading:
@@ -80,9 +80,9 @@ class Offloading:
             )
         self.state_store: OffloadedStateStore | None = None
         self._gradients: GradientPlace | None = None
-        self._returning: ShardHome = ON_DEVICE
-        self._on_host: ShardHome = ON_DEVICE
-        self._in_file: ShardHome | None = None
+        self._returning: ShardStorage = ON_DEVICE
+        self._on_host: ShardStorage = ON_DEVICE
+        self._in_file: ShardStorage | None = None
         self._kept_numel = 0  # elements of shards that `max_in_cpu` keeps in host memory
         self._left_numel = 0.0  # elements whose states may still stay on the device
         self._inward, self._outward = CopyLane(self._device), CopyLane(self._device)
@@ -120,7 +120,7 @@ class Offloading:
             self._left_numel = (1.0 - self._optimizer.ratio) * trained_numel
             self._open_state_store(types, share, self._overlap(sum(need.values())))
         if self._offloads_param:
-            self._open_homes(-(-(trained_numel + frozen_numel) // world))
+            self._open_shard_storages(-(-(trained_numel + frozen_numel) // world))
 
     def _master_dtype(self) -> torch.dtype:
         return self._precision.master_dtype or self._precision.param_dtype or torch.float32
@@ -193,20 +193,20 @@ class Offloading:
         listener = self.state_store.arrived if overlap.spare_bytes else None
         if self._apart:
             self._gradients = HostGradients(memory, self._device, self._outward, listener)
-            self._returning = ReturningHome(memory, self._inward, lasting=overlap.forward)
+            self._returning = ReturningStorage(memory, self._inward, lasting=overlap.forward)
         elif listener is not None:
             self._gradients = GradientPlace(listener)
 
-    def _open_homes(self, share: int) -> None:
+    def _open_shard_storages(self, share: int) -> None:
         section = self._param
         memory = HostMemory(self._device, section.pin_memory)
         if self._apart:
-            self._on_host = HostHome(memory, self._inward)
+            self._on_host = HostStorage(memory, self._inward)
         if section.device == "nvme":
             itemsize = (self._precision.param_dtype or torch.float32).itemsize
             nbytes = max(0, share - section.max_in_cpu) * itemsize
             folder, file = self._on_all(lambda: self._make_file(section.nvme_path, "parameters", nbytes))
-            self._in_file = FileHome(folder, file, memory, self._inward, section.buffer_count)
+            self._in_file = FileStorage(folder, file, memory, self._inward, section.buffer_count)
 
     def _make_file(self, path: str | None, name: str, nbytes: int) -> tuple[SwapFolder, SwapFile]:
         aio = self._config.aio
@@ -230,7 +230,7 @@ class Offloading:
 
     # -- while units are made, in the order of forward ----------------------------------------------------------------
 
-    def home(self, numel: int, trained: bool) -> ShardHome:
+    def shard_storage(self, numel: int, trained: bool) -> ShardStorage:
         """Where the next unit's shard rests.
 
         Args:

@@ -1,4 +1,4 @@
-"""Homes of shards away from the device: updated on the host and sent back, kept in host memory, kept in a file."""
+"""Storages of shards away from the device: updated on the host and sent back, kept in host memory, kept in a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_zero.core.units.shard_storage import ShardHome
+from hf_zero.core.units.shard_storage import ShardStorage
 from hf_zero.core.units.unit import Unit, UnitState
 from hf_zero.memory.buffers import ALIGNMENT, HostMemory
 from hf_zero.memory.copies import CopyLane, Mark
@@ -85,7 +85,7 @@ class _Frames:
             frame.memory = None
 
 
-class ReturningHome(ShardHome):
+class ReturningStorage(ShardStorage):
     """Shards stay on the device, but are updated on the host: new values go through buffers.
 
     Args:
@@ -119,7 +119,7 @@ class ReturningHome(ShardHome):
             frames.free()
 
 
-class HostHome(ShardHome):
+class HostStorage(ShardStorage):
     """Shards rest in page-locked host memory and go to the device when their unit is gathered.
 
     A unit frees the buffer that the lane fills only after it has waited for the gather, ``arrive`` included, so nothing else keeps
@@ -128,10 +128,10 @@ class HostHome(ShardHome):
     Args:
         memory: Of the shards.
         lane: Copies to the device.
-        passing: As in ``ShardHome``.
+        passing: As in ``ShardStorage``.
     """
 
-    releasable = True
+    reshards = True
 
     def __init__(self, memory: HostMemory, lane: CopyLane, passing: bool = False) -> None:
         self.passing = passing
@@ -144,7 +144,7 @@ class HostHome(ShardHome):
         kept.copy_(shard)
         return kept
 
-    def of_copies(self) -> ShardHome:
+    def of_copies(self) -> ShardStorage:
         return self
 
     @contextmanager
@@ -184,7 +184,7 @@ class _Course:
         return self.step
 
 
-class FileHome(ShardHome):
+class FileStorage(ShardStorage):
     """Shards rest in a file; those that come next are read ahead into a few buffers.
 
     Args:
@@ -195,7 +195,7 @@ class FileHome(ShardHome):
         count: Buffers.
     """
 
-    releasable = True
+    reshards = True
 
     def __init__(self, folder: SwapFolder, file: SwapFile, memory: HostMemory, lane: CopyLane, count: int) -> None:
         self.file = file
@@ -203,7 +203,7 @@ class FileHome(ShardHome):
         self._lane = lane
         self._frames = _Frames(memory, count)
         self._ahead = max(0, count - 1)
-        self._copies = HostHome(memory, lane)
+        self._copies = HostStorage(memory, lane)
         self._places: list[_Place] = []
         self._place_of: dict[int, _Place] = {}
         self._course = _Course()
@@ -268,7 +268,7 @@ class FileHome(ShardHome):
     def changed(self, unit: Unit) -> None:
         self._frames.drop(unit)
 
-    def of_copies(self) -> ShardHome:
+    def of_copies(self) -> ShardStorage:
         return self._copies
 
     def close(self) -> None:

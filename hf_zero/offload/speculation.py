@@ -174,7 +174,7 @@ class Speculation:
     # -- as the unit's update
 
     def begin(self) -> None:
-        self._target = None if self.low is None else self.unit.home.outgoing(self.unit)
+        self._target = None if self.low is None else self.unit.shard_storage.outgoing(self.unit)
 
     def run(self) -> None:
         assert self.future is not None
@@ -199,7 +199,7 @@ class Speculation:
         if self.low is not None and self._target is not None:
             if self.own_low:
                 old.append(self.low)
-            unit.home.send(unit)
+            unit.shard_storage.send(unit)
         self.spares.give(old)
 
     def spare_tensors(self) -> list[torch.Tensor]:
@@ -252,7 +252,7 @@ class Speculator:
         present = {segment: segment.state for segment in self._segments.of(unit)}
         if not present or not all(_can_be_copied(state) for state in present.values()):
             return None
-        low = None if master is unit.shard else unit.home.outgoing(unit)
+        low = None if master is unit.shard else unit.shard_storage.outgoing(unit)
         own_low = low is not None and low.data_ptr() == unit.shard.data_ptr()  # what backward reads: it must stay as it is
         wanted = [master, *(value for state in present.values() for value in state.values() if value.ndim)]
         taken = self._spares.take([*wanted, low] if low is not None and own_low else wanted)

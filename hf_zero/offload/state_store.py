@@ -98,7 +98,7 @@ class OffloadedStateStore(StateStore):
         for unit in self.units:
             if not self.holds(unit):
                 unit.publish()
-            elif unit.state is UnitState.GATHERED:
+            elif unit.state is UnitState.UNSHARDED:
                 unit.own.settle()
             updated(unit)
 
@@ -120,7 +120,7 @@ class OffloadedStateStore(StateStore):
         if fresh and self.states.tier == "host":
             self.move_to_huge_pages()
         for unit in self.units:
-            unit.home.flush()
+            unit.shard_storage.flush()
 
     def _updates(self, stepper: SubGroupStepper, by_unit: Mapping[int, torch.Tensor], factor: float) -> list[UnitUpdate]:
         """In the order of forward, but first those of gathered units, for which ``step`` waits."""

@@ -52,7 +52,7 @@ class UnitUpdate:
     _target: torch.Tensor | None = field(default=None, init=False)  # (shard_numel,): where the new shard goes; None: it is the master
 
     def begin(self) -> None:
-        self._target = None if self.unit.master is self.unit.shard else self.unit.home.outgoing(self.unit)
+        self._target = None if self.unit.master is self.unit.shard else self.unit.shard_storage.outgoing(self.unit)
 
     def run(self) -> None:
         with span("update", self.unit.name):
@@ -73,7 +73,7 @@ class UnitUpdate:
 
     def finish(self) -> None:
         if self._target is not None:
-            self.unit.home.send(self.unit)
+            self.unit.shard_storage.send(self.unit)
 
 
 def zero_gaps(flat: torch.Tensor, sub_group: SubGroup) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.split_parameter import ParamSlice, mark_slice, slice_of
+from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, tp_shard_of
 from hf_zero.core.units.unit import find_unit
 from hf_zero.deepspeed.param_attributes import disown
 from hf_zero.errors import ConfigError
@@ -50,7 +50,7 @@ def apply_plan(model: nn.Module, plan: TpPlan, group: ModelGroup) -> nn.Module:
     params, buffers, modules = dict(model.named_parameters()), dict(model.named_buffers()), dict(model.named_modules())
     _check_fits(plan, params, modules)
     for name, entry in plan.parameters.items():
-        if slice_of(params[name]) is None:
+        if tp_shard_of(params[name]) is None:
             cut_parameter(params[name], entry, group.rank)
     for name, entry in plan.buffers.items():
         buffers[name].data = _part(entry).take(buffers[name].data, group.rank).clone()
@@ -71,7 +71,7 @@ def _check_fits(plan: TpPlan, params: dict[str, nn.Parameter], modules: dict[str
     if missing:
         raise ConfigError(f"the plan is for another model: it names {missing[0]}, which the model does not have")
     for name, entry in plan.parameters.items():
-        cut = slice_of(params[name])
+        cut = tp_shard_of(params[name])
         shape = tuple(cut.full_shape if cut is not None else getattr(params[name], "ds_shape", params[name].shape))
         if shape != tuple(entry.shape):
             raise ConfigError(f"the plan is for another model: {name} has shape {shape}, the plan says {tuple(entry.shape)}")
@@ -87,14 +87,14 @@ def cut_parameter(param: nn.Parameter, entry: SplitParameter, rank: int) -> None
     if owner is None:
         param.data = _part(entry).take(param.data, rank).clone(memory_format=torch.contiguous_format)
     else:  # made by zero.Init, over all ranks
-        with owner[0].gathered():
+        with owner[0].unsharded():
             part = _part(entry).take(param.detach(), rank).clone(memory_format=torch.contiguous_format)
         disown(param)
         param.data = part
-    mark_slice(param, param_slice(entry, rank))
+    mark_tp_shard(param, param_slice(entry, rank))
 
 
-def param_slice(entry: SplitParameter, rank: int) -> ParamSlice:
+def param_slice(entry: SplitParameter, rank: int) -> TpShard:
     """What ``rank`` holds, as the engine's slices say it."""
     ranges = tuple(Range(start, stop) for start, stop in entry.ranges[rank])
     counts = _part(entry).holders(rank, torch.device("cpu"))
@@ -103,14 +103,14 @@ def param_slice(entry: SplitParameter, rank: int) -> ParamSlice:
         runs, lengths = torch.unique_consecutive(counts, return_counts=True)
         stops = lengths.cumsum(0).tolist()
         copies = [(Range(stop - length, stop), count) for count, length, stop in zip(runs.tolist(), lengths.tolist(), stops, strict=True)]
-    return ParamSlice(torch.Size(entry.shape), entry.dim, ranges, tuple(copy for copy in copies if copy[1] > 1))
+    return TpShard(torch.Size(entry.shape), entry.dim, ranges, tuple(copy for copy in copies if copy[1] > 1))
 
 
 def _set_features(plan: TpPlan, modules: dict[str, nn.Module], rank: int) -> None:
     """``in_features``, ``out_features`` and ``padding_idx`` say what is true of this rank's weight."""
     for path, entry in plan.modules.items():
         module = modules[path]
-        if isinstance(module, nn.Linear) and slice_of(module.weight) is not None:
+        if isinstance(module, nn.Linear) and tp_shard_of(module.weight) is not None:
             module.out_features, module.in_features = module.weight.shape
         elif isinstance(module, nn.Embedding) and entry.split == VOCABULARY and module.padding_idx is not None:
             width = module.weight.shape[0]

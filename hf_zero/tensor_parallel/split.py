@@ -13,7 +13,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import Topology, build_topology, topology_around
 from hf_zero.config.read import read_config
-from hf_zero.core.units.split_parameter import slice_of
+from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.errors import ConfigError
 from hf_zero.memory.host_memory import mapped_files
 from hf_zero.observe import log_rank0, warn_once
@@ -135,7 +135,7 @@ def _require_unwrapped(module: nn.Module, plan: TpPlan) -> None:
     """Split layers are where the plan says, but for what stands before: inside another module (an adapter) their sums do not add up."""
     for path, child in module.named_modules():
         names = path.split(".")
-        if not any(slice_of(param) is not None for param in child.parameters(recurse=False)):
+        if not any(tp_shard_of(param) is not None for param in child.parameters(recurse=False)):
             continue
         if not any(".".join(names[start:]) in plan.modules for start in range(len(names))):
             parent = module.get_submodule(path.rpartition(".")[0])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hf_zero.core.schedule.backward_order import BackwardOrder
 from hf_zero.core.schedule.reducer import Reducer
-from hf_zero.core.schedule.schedule import Block, GatherLimits, GatherSchedule
+from hf_zero.core.schedule.schedule import Block, UnshardLimits, UnshardSchedule
 from hf_zero.core.units.unit import UnitState
 
 
@@ -22,27 +22,27 @@ class _Unit:
     log: list[str]
     state: UnitState = UnitState.SHARDED
     pinned: bool = False
-    releasable: bool = True
+    reshards: bool = True
 
     @property
     def layout(self) -> Any:
         return SimpleNamespace(padded_numel=self.numel)
 
-    def start_gather(self) -> None:
+    def start_unshard(self) -> None:
         if self.state is UnitState.SHARDED:
             self.log.append(f"gather {self.name}")
-            self.state = UnitState.GATHERING
+            self.state = UnitState.UNSHARDING
 
-    def gather(self) -> None:
-        self.start_gather()
-        self.state = UnitState.GATHERED
+    def unshard(self) -> None:
+        self.start_unshard()
+        self.state = UnitState.UNSHARDED
 
-    def release(self, leave: bool = False) -> bool:
+    def reshard(self, leave: bool = False) -> bool:
         if not self.pinned:
             self.state = UnitState.SHARDED
         return not self.pinned
 
-    def outline(self) -> None: ...
+    def show_placeholders(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ class _Gradients:
 class _Model:
     sizes: list[int]
     pinned: list[bool]
-    limits: GatherLimits
+    limits: UnshardLimits
 
 
 _MODELS = st.integers(1, 9).flatmap(
@@ -79,7 +79,7 @@ _MODELS = st.integers(1, 9).flatmap(
         _Model,
         st.lists(st.integers(1, 4), min_size=count, max_size=count),
         st.lists(st.sampled_from([False, False, True]), min_size=count, max_size=count),
-        st.builds(GatherLimits, st.integers(0, 10), st.integers(1, 40), st.just(0)),
+        st.builds(UnshardLimits, st.integers(0, 10), st.integers(1, 40), st.just(0)),
     )
 )
 
@@ -91,8 +91,8 @@ def _backward(model: _Model, ran: list[int], late: list[bool] | None) -> tuple[l
     blocks: Any = [Block(unit.name, None, [unit]) for unit in units]  # type: ignore[arg-type, list-item]
     for unit, pinned in zip(units, model.pinned, strict=True):
         unit.pinned = pinned
-        unit.state = UnitState.GATHERED if pinned else UnitState.SHARDED
-    root = Block("root", None, [_Unit("root", 1, log, UnitState.GATHERED)])  # type: ignore[arg-type, list-item]
+        unit.state = UnitState.UNSHARDED if pinned else UnitState.SHARDED
+    root = Block("root", None, [_Unit("root", 1, log, UnitState.UNSHARDED)])  # type: ignore[arg-type, list-item]
     entries = {unit.name: _Gradients(unit) for unit in (*root.units, *units)}  # type: ignore[type-var]
     flags: list[bool] = []
 
@@ -100,7 +100,7 @@ def _backward(model: _Model, ran: list[int], late: list[bool] | None) -> tuple[l
         flags.extend(own)
         return own if late is None else late
 
-    schedule = GatherSchedule(root, blocks, model.limits, lambda again: False)
+    schedule = UnshardSchedule(root, blocks, model.limits, lambda again: False)
     reducer = Reducer(list(entries.values()), True, agree)  # type: ignore[arg-type]
     reducer.arrange(schedule.place_in_backward())
     for index in ran:
@@ -110,7 +110,7 @@ def _backward(model: _Model, ran: list[int], late: list[bool] | None) -> tuple[l
         block = blocks[index]
         block.pending = 0
         passed = schedule.backward(block)
-        assert block.gathered
+        assert block.unsharded
         reducer.close([entries[other.name] for other in passed])
         entries[block.name].arrive()
         reducer.proceed()

@@ -99,7 +99,7 @@ def _refused(run: Run, folder: str) -> None:
     set_aside(moved, KINDS, pin_memory=False)  # what is away already stays as it is
     for refused in (
         GatheredParameters(params).__enter__,
-        moved.units[0].gather,
+        moved.units[0].unshard,
         partial(moved.load_module_state_dict, whole),
         partial(moved.save_16bit_model, folder),
         moved.module.state_dict,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import hf_zero
 from hf_zero.cli import main
 from hf_zero.environment import as_text, environment_facts
 
@@ -38,6 +39,14 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 def rows_of(text: str) -> dict[str, dict[str, str]]:
     return {row["key"]: row for row in json.loads(text)["keys"]}
+
+
+def test_without_a_command_it_says_what_to_do_next(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys)
+    assert (code, err) == (0, "")
+    assert f"hf_zero {hf_zero.__version__}" in out and "answered by hf_zero" in out
+    for command in ("accelerate launch", "hf-zero launch", "hf-zero explain", "hf-zero report", "hf-zero convert"):
+        assert command in out
 
 
 def test_explain_prints_the_table_and_the_batch_line(file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +132,6 @@ def test_explain_strict(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "{}", "--world", "0"], 2, "1 or more"),
         (["explain", "{}", "--world", "two"], 2, "two"),
         (["explain", "{}", "--source", "lr"], 2, "NAME=VALUE"),
-        ([], 2, "COMMAND"),
         (["train"], 2, "train"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.core.units.split_parameter import slice_of
+from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.errors import ConfigError
 from hf_zero.tensor_parallel.make_plan import make_plan
 from hf_zero.tensor_parallel.plan import TpPlan
@@ -76,7 +76,7 @@ def train(rules: list[dict[str, Any]] | None, stage: int, inputs: bool) -> tuple
         x, y = batch(0)
         tp_model_init(model, 2, inputs={"x": x, "y": y})
     engine = hf_zero.initialize(model=model, config=config(rules, stage), optimizer=lambda params: torch.optim.AdamW(params, lr=0.01))[0]
-    split = [name for name, param in model.named_parameters() if slice_of(param) is not None]
+    split = [name for name, param in model.named_parameters() if tp_shard_of(param) is not None]
     losses = []
     for step in range(3):
         loss = engine(*batch(step))

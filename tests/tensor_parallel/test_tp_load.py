@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.core.units.split_parameter import slice_of
+from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.tensor_parallel.split import tp_model_init
 from tests.support import parity, ranks, trainers
 from tests.support.memory import peak_growth
@@ -35,7 +35,7 @@ def load(folder: str) -> tuple[float, float, int, int]:
     with torch.no_grad():
         found, expected = float(case.forward(model, batch)), float(case.forward(whole, batch))
     held = sum(param.untyped_storage().nbytes() // 4 for param in model.parameters())
-    split = sum(slice_of(param) is not None for param in model.parameters())
+    split = sum(tp_shard_of(param) is not None for param in model.parameters())
     assert split > 8
     engine = parity.initialize(model.train(), Run(stage=1, extra={"tensor_parallel": {"autotp_size": 2}}))
     parity.micro_step(engine, batch, case.forward, 0)

@@ -71,7 +71,7 @@ class StateStore:
             lows = {segment.tensor: low for segment in self.segments if (low := segment.low) is not None}
             self.inner.step(grad_factor=float(factor), lows=lows)
             for unit in self.units:
-                unit.home.changed(unit)
+                unit.shard_storage.changed(unit)
         else:
             self.inner.step()
             publish(self.units)
@@ -87,7 +87,7 @@ class StateStore:
             if segments:
                 grads = [segment.gradient(by_unit[id(unit)]) for segment in segments]
                 stepper.step(segments, grads, float(factor), [segment.low for segment in segments] if writes_shards else None)
-            unit.home.changed(unit) if writes_shards else unit.publish()
+            unit.shard_storage.changed(unit) if writes_shards else unit.publish()
             updated(unit)
         stepper.finish()
 
@@ -103,7 +103,7 @@ class StateStore:
     def _pays_in_turn(self) -> bool:
         """Whether a network that the host drives takes units along after the update; where it drives itself one launch is faster."""
         hooks = self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks  # these expect one step of all
-        travels = any(unit.collectives.blocks_host and unit.layout.world > 1 and unit.state is UnitState.GATHERED for unit in self.units)
+        travels = any(unit.collectives.blocks_host and unit.layout.world > 1 and unit.state is UnitState.UNSHARDED for unit in self.units)
         return travels and not hooks and self._on_host()
 
     def _on_host(self) -> bool:
@@ -145,7 +145,7 @@ def publish(units: Sequence[Unit]) -> None:
         shards, masters = zip(*changed, strict=True)
         torch._foreach_copy_(shards, masters)
     for unit in units:
-        unit.home.changed(unit)
+        unit.shard_storage.changed(unit)
 
 
 def scale_(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

@@ -45,16 +45,16 @@ class GuardedParameters(dict[str, Any]):
     ``module.weight`` looks the name up here; iteration (``named_parameters``, ``state_dict``) does not.
     """
 
-    def __init__(self, content: dict[str, Any], on_released: Callable[[nn.Parameter], None]) -> None:
+    def __init__(self, content: dict[str, Any], on_sharded: Callable[[nn.Parameter], None]) -> None:
         super().__init__(content)
-        self._on_released = on_released
+        self._on_sharded = on_sharded
 
     def __getitem__(self, name: str) -> Any:
         param = super().__getitem__(name)
-        # As `is_released`, in one look: every read of a parameter in a forward passes here.
+        # As `is_sharded`, in one look: every read of a parameter in a forward passes here.
         owner = None if param is None else getattr(param, OWNER, None)
-        if owner is not None and owner[0].state is not UnitState.GATHERED:
-            self._on_released(param)
+        if owner is not None and owner[0].state is not UnitState.UNSHARDED:
+            self._on_sharded(param)
         return param
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
@@ -64,11 +64,11 @@ class GuardedParameters(dict[str, Any]):
         return dict, (dict(self.items()),)
 
 
-def guard(module: nn.Module, on_released: Callable[[nn.Parameter], None]) -> None:
+def guard(module: nn.Module, on_sharded: Callable[[nn.Parameter], None]) -> None:
     """Puts guards on ``module`` and everything in it."""
     for inner in module.modules():
         if inner._parameters:
-            inner.__dict__["_parameters"] = GuardedParameters(dict(inner._parameters.items()), on_released)
+            inner.__dict__["_parameters"] = GuardedParameters(dict(inner._parameters.items()), on_sharded)
 
 
 def unguard(module: nn.Module) -> None:

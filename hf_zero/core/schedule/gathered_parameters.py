@@ -62,7 +62,7 @@ class GatheredParameters:
                     unit.broadcast_from(self._modifier_rank)
             if kind is None and self._modifier_rank is None and not was_whole:
                 _warn_of_dropped(unit)
-            unit.unpin(release=not was_whole)
+            unit.unpin(reshard=not was_whole)
 
 
 _said = False  # a loop over all parameters says it once
@@ -84,7 +84,7 @@ def _changed_here(unit: Unit) -> str | None:
 
     None too where the shard rests elsewhere than the buffer.
     """
-    if not unit.releasable or not any(param is not None and param.requires_grad for param in unit.params):
+    if not unit.reshards or not any(param is not None and param.requires_grad for param in unit.params):
         return None
     if unit.shard.device != unit.full.device:
         return None

@@ -14,7 +14,7 @@ from hf_zero.core.schedule.external_parameters import external_parameters, guard
 from hf_zero.core.schedule.schedule import Block
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.unit import find_unit
-from hf_zero.core.units.unprepared import HOOKED_MODULE, refuse_released
+from hf_zero.core.units.unprepared import HOOKED_MODULE, refuse_sharded
 from hf_zero.observe import logger
 
 
@@ -111,7 +111,7 @@ class Strays:
             blocks = [self._block_of_unit[id(owner[0])] for owner in owners if owner and id(owner[0]) in self._block_of_unit]
             for block in {id(block): block for block in blocks}.values():
                 self._hook(module, block, follower)
-        guard(self._module, lambda param: self._on_released_read(param, follower))
+        guard(self._module, lambda param: self._on_sharded_read(param, follower))
         self._resolve_declared()
 
     def detach(self) -> None:
@@ -126,13 +126,13 @@ class Strays:
 
         def pre(called: nn.Module, *_: Any) -> None:
             if called is not module:  # a deep copy
-                refuse_released(called)
+                refuse_sharded(called)
                 return
             outside = not block.open and not follower.backward_begun
             alone.append(outside)
             if outside:
                 follower.enter(block)
-            elif not block.gathered:
+            elif not block.unsharded:
                 follower.read(block)
 
         def post(called: nn.Module, _args: Any, output: Any) -> None:
@@ -142,7 +142,7 @@ class Strays:
         self._handles.append(module.register_forward_pre_hook(outside_compile(pre, module), prepend=True))
         self._handles.append(module.register_forward_hook(outside_compile(post, module), always_call=True))
 
-    def _on_released_read(self, param: nn.Parameter, follower: Follower) -> None:
+    def _on_sharded_read(self, param: nn.Parameter, follower: Follower) -> None:
         owner = find_unit(param)
         block = self._block_of_unit.get(id(owner[0])) if owner else None
         if block is not None and follower.running:

@@ -15,8 +15,8 @@ from hf_zero.core.schedule.differentiation import outside_transforms, reaches
 from hf_zero.core.schedule.outputs import tensors_in
 from hf_zero.core.schedule.outside_reads import Strays, add_external, outside_compile
 from hf_zero.core.schedule.reducer import Reducer
-from hf_zero.core.schedule.schedule import Block, GatherSchedule
-from hf_zero.core.units.unprepared import refuse_released, welcome_engine
+from hf_zero.core.schedule.schedule import Block, UnshardSchedule
+from hf_zero.core.units.unprepared import refuse_sharded, unguard_unprepared
 from hf_zero.observe import note, span
 
 
@@ -45,7 +45,7 @@ class Runtime:
     """
 
     def __init__(
-        self, module: nn.Module, root: Block, blocks: list[Block], schedule: GatherSchedule | None, reducer: Reducer | None
+        self, module: nn.Module, root: Block, blocks: list[Block], schedule: UnshardSchedule | None, reducer: Reducer | None
     ) -> None:
         self.module = module
         self.root = root
@@ -75,7 +75,7 @@ class Runtime:
         for former in self.module.__dict__.pop("_hf_zero_runtimes", ()):
             if former.module is self.module:  # else this module is a deep copy of its
                 former.detach()
-        welcome_engine(self.module)
+        unguard_unprepared(self.module)
         self.module.__dict__["_hf_zero_runtimes"] = [self]
         self._hook(self.root.module, self.root)
         for block in self.blocks:
@@ -141,7 +141,7 @@ class Runtime:
             if called is module:
                 self.enter(block)
             else:  # a deep copy
-                refuse_released(called)
+                refuse_sharded(called)
 
         def post(called: nn.Module, _args: Any, output: Any) -> None:
             if called is module:
@@ -168,7 +168,7 @@ class Runtime:
                 if self.schedule is not None:
                     self.schedule.begin_forward(self._training_forward)
             elif self.schedule is not None:
-                self._gather_for_forward(block)
+                self._unshard_for_forward(block)
             block.open += 1
             self._stack.append(block)
             if not torch.is_grad_enabled() and self._training_forward and block is not self.root:
@@ -176,7 +176,7 @@ class Runtime:
                 if block.checkpointed > 1:
                     self._defer(block)
 
-    def _gather_for_forward(self, block: Block) -> None:
+    def _unshard_for_forward(self, block: Block) -> None:
         if self.schedule is None:
             return
         if self.root.open:
@@ -184,9 +184,9 @@ class Runtime:
             for external in block.externals:
                 self.schedule.forward(external)
         else:  # a part of the model called by itself: no round, the caller decides what runs
-            block.gather()
+            block.unshard()
             for external in block.externals:
-                external.gather()
+                external.unshard()
 
     def _defer(self, block: Block) -> None:
         if self.reducer is not None:
@@ -265,7 +265,7 @@ class Runtime:
             if self.state is IterationState.BACKWARD:
                 self._advance_backward(block)
             else:
-                self._gather_for_forward(block)
+                self._unshard_for_forward(block)
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -322,7 +322,7 @@ class Runtime:
             with span("pre_backward", block.name):
                 block.pending = max(0, block.pending - 1)
                 if not block.read_in_backward:
-                    block.outline()
+                    block.show_placeholders()
                 elif block is not self.root:
                     self._advance_backward(block)
 
@@ -370,7 +370,7 @@ class Runtime:
     def abort(self) -> None:
         """Forgets a forward or backward that broke off with an error; local."""
         if self.schedule is not None:
-            self.schedule.release_all()
+            self.schedule.reshard_all()
         if self.reducer is not None and self._collects:
             self.reducer.clear()
         self._finish()
@@ -384,7 +384,7 @@ class Runtime:
         for block in (self.root, *self.blocks):
             block.open = block.pending = block.checkpointed = 0
 
-    def release_for_update(self) -> None:
+    def reshard_for_update(self) -> None:
         """Before an update: what is gathered becomes stale, so it is released; local."""
         if self.schedule is not None:
             self.schedule.begin_update()

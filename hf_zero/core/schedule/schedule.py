@@ -14,7 +14,7 @@ from hf_zero.core.units.unit import Unit, UnitState
 
 
 @dataclass(frozen=True)
-class GatherLimits:
+class UnshardLimits:
     """How much may be gathered, in elements; the names are those of the configuration without ``stage3_``.
 
     Attributes:
@@ -76,40 +76,40 @@ class Block:
     @property
     def pinned(self) -> bool:
         """Whether nothing can release it now (a ``GatheredParameters`` around a generation)."""
-        return all(unit.pinned or not unit.releasable for unit in self.units)
+        return all(unit.pinned or not unit.reshards for unit in self.units)
 
     @property
     def coming(self) -> bool:
         """Whether a gather of it is under way."""
-        return any(unit.state is UnitState.GATHERING for unit in self.units)
+        return any(unit.state is UnitState.UNSHARDING for unit in self.units)
 
     @property
-    def gathered(self) -> bool:
+    def unsharded(self) -> bool:
         """Whether all units are whole now."""
-        return all(unit.state is UnitState.GATHERED for unit in self.units)
+        return all(unit.state is UnitState.UNSHARDED for unit in self.units)
 
-    def start_gather(self) -> None:
+    def start_unshard(self) -> None:
         """Starts the all-gathers; collective."""
         for unit in self.units:
-            unit.start_gather()
+            unit.start_unshard()
 
-    def gather(self) -> None:
+    def unshard(self) -> None:
         """Makes all units whole; collective unless they are."""
         for unit in self.units:
-            unit.gather()
+            unit.unshard()
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Drops all units that nobody pins. What autograd saved for the root keeps its memory; else it is filled again in backward."""
         for unit in self.units:
-            unit.release(leave=self.read_by_root)
+            unit.reshard(leave=self.read_by_root)
 
-    def outline(self) -> None:
+    def show_placeholders(self) -> None:
         """Gives parameters that are released their shapes, without values."""
         for unit in self.units:
-            unit.outline()
+            unit.show_placeholders()
 
 
-class GatherSchedule:
+class UnshardSchedule:
     """Rounds over the blocks: up in forward, down in backward.
 
     [Note: rounds] A round has a cursor. Asking for block j gathers all blocks from the cursor to j that are not resident, those that
@@ -126,7 +126,7 @@ class GatherSchedule:
         vote: Collective; says on every rank whether any rank said True.
     """
 
-    def __init__(self, root: Block, blocks: Sequence[Block], limits: GatherLimits, vote: Callable[[bool], bool]) -> None:
+    def __init__(self, root: Block, blocks: Sequence[Block], limits: UnshardLimits, vote: Callable[[bool], bool]) -> None:
         self.root = root
         self.order = list(blocks)  # in the order of forward; the root, needed throughout, is not part of a round
         self.limits = limits
@@ -151,11 +151,11 @@ class GatherSchedule:
         for block in self.order:
             block.open = 0
             if not block.keep:
-                block.release()
+                block.reshard()
         self._begin(self.order)
         self._choose_kept(training)
         self._votes = not all(block.keep or block.pinned for block in self.order)
-        self._gather(self.root)
+        self._unshard(self.root)
         if not self._updating:
             self._prefetch()
 
@@ -168,12 +168,12 @@ class GatherSchedule:
         # What this rank skipped may still come (another order): it stays whole until the end of forward while there is room.
         if skipped and self.learned and self._live > self.limits.max_live_parameters:
             for other in skipped:
-                self._release(other)
+                self._reshard(other)
 
     def after_forward(self, block: Block) -> None:
         """Releases ``block`` after its forward unless it is needed again soon."""
         if not (block.open or block.keep or block.sticky):
-            self._release(block)
+            self._reshard(block)
         if self._updating:
             self._prefetch()
 
@@ -181,21 +181,21 @@ class GatherSchedule:
         """Joins the gathers of the blocks this rank skipped; releases what is not kept; collective."""
         self.finish_round()
         while self._votes and self._vote(False):
-            self._release_for_round()
+            self._reshard_for_round()
             self._begin(self._line)
             self.finish_round()
         for block in self.order:
             if block.keep:
-                block.gather()
+                block.unshard()
             else:
-                block.release()
+                block.reshard()
         if not self.root.keep:
-            self.root.release()
+            self.root.reshard()
         self._updating = False  # every unit was gathered since
 
     def begin_update(self) -> None:
         """A step changes the shards: what is gathered becomes stale, so it is released; local."""
-        self.release_all()
+        self.reshard_all()
         self._updating = self.limits.updates_overlap
 
     def _choose_kept(self, training: bool) -> None:
@@ -233,9 +233,9 @@ class GatherSchedule:
             self._backward_order = reducer.begin_backward(sizes, self.limits.prefetch_bucket_size)
         self._begin(line)
         self._votes = False  # a block stays gathered while a backward of it is pending: one round is enough
-        self._gather(self.root)
+        self._unshard(self.root)
         for external in self.root.externals:
-            external.outline()
+            external.show_placeholders()
 
     def place_in_backward(self) -> Callable[[Unit], int]:
         """For each unit the position of backward's line whose block completes it; ``AT_THE_END`` for those of the root."""
@@ -254,20 +254,20 @@ class GatherSchedule:
             other for other in self._passed(block) if not (other.pending or other.checkpointed or other.sticky or other in block.externals)
         ]
         for other in done:
-            self._release(other)
+            self._reshard(other)
         return done
 
     def end_backward(self) -> None:
         """Joins the gathers that are left and releases everything; collective."""
         self.finish_round()
-        self.release_all()
+        self.reshard_all()
 
-    def release_all(self) -> None:
+    def reshard_all(self) -> None:
         """Releases every block and forgets what was to come; local."""
         for block in (self.root, *self.order):
             block.open = block.pending = block.checkpointed = 0
             block.keep = False
-            block.release()
+            block.reshard()
         self._reducer = self._backward_order = None
 
     # -- one round ----------------------------------------------------------------------------------------------------
@@ -281,14 +281,14 @@ class GatherSchedule:
         for block in line:
             block.executed = False
 
-    def _gather(self, block: Block) -> None:
+    def _unshard(self, block: Block) -> None:
         if not block.resident:
             self._live += block.numel
-        block.gather()
+        block.unshard()
 
-    def _release(self, block: Block) -> None:
+    def _reshard(self, block: Block) -> None:
         if block.resident:
-            block.release()
+            block.reshard()
             self._live -= 0 if block.resident else block.numel
 
     def _passed(self, block: Block) -> list[Block]:
@@ -303,13 +303,13 @@ class GatherSchedule:
     def _request(self, block: Block) -> None:
         position = self._position.get(id(block))
         if position is None:  # the root, or an embedding in backward: a recomputation reads it after all
-            self._gather(block)
+            self._unshard(block)
             return
         if position < self._cursor and not block.resident:
             self._again()
         self._advance(position)
         block.executed = True
-        self._gather(block)
+        self._unshard(block)
         if not self._updating:
             self._prefetch()
 
@@ -319,17 +319,17 @@ class GatherSchedule:
         running = [block for block in self.order if block.open]
         if self._votes:
             self._vote(True)
-            self._release_for_round()
+            self._reshard_for_round()
         self._begin(self._line)
         for block in running:
             self._advance(self._position[id(block)])
-            self._gather(block)
+            self._unshard(block)
 
-    def _release_for_round(self) -> None:
+    def _reshard_for_round(self) -> None:
         """Brings every rank to the same state before another round."""
         for block in self.order:
             if not block.keep:
-                block.release()
+                block.reshard()
 
     def _advance(self, position: int) -> None:
         """Issues the gathers up to and including ``position``; blocks skipped on the way are dropped by the callers."""
@@ -339,7 +339,7 @@ class GatherSchedule:
                 if order is not None and self._reducer is not None:
                     self._reducer.send(order.before(self._cursor))
                 self._live += block.numel
-                block.start_gather()
+                block.start_unshard()
                 self._coming.append(block)
             self._cursor += 1
             if order is not None:
@@ -372,4 +372,4 @@ class GatherSchedule:
             block = self._line[self._cursor]
             self._advance(self._cursor)
             if not (block.keep or block.pending or block.sticky or block.open):
-                self._release(block)
+                self._reshard(block)

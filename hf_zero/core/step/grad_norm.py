@@ -12,7 +12,7 @@ import torch
 from hf_zero import native
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.split_parameter import ParamSlice, slice_of
+from hf_zero.core.units.tp_shard import TpShard, tp_shard_of
 from hf_zero.core.units.unit import Unit
 from hf_zero.native.library import ELEMENT_TYPES
 
@@ -46,14 +46,14 @@ def _copies(unit: Unit, ranks: int) -> tuple[tuple[Range, int], ...]:
     for param, slot in zip(unit.params, unit.layout.slots, strict=True):
         if param is None:
             continue
-        part = slice_of(param)
+        part = tp_shard_of(param)
         alike = [(slot.range, ranks)] if part is None else [(run.shift(slot.range.start), count) for run, count in _runs(part, slot.shape)]
         owned = [(run.intersect(unit.owned).shift(-unit.owned.start), count) for run, count in alike]
         found += [(run, count) for run, count in owned if run.numel]
     return tuple(found)
 
 
-def _runs(part: ParamSlice, shape: Sequence[int]) -> list[tuple[Range, int]]:
+def _runs(part: TpShard, shape: Sequence[int]) -> list[tuple[Range, int]]:
     """Where the elements of ``part`` that several ranks hold lie in its flat tensor, in order."""
     inner = math.prod(shape[part.dim + 1 :])
     row = shape[part.dim] * inner

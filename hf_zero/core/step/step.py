@@ -122,7 +122,7 @@ class Stepper:
             with span("clip"):
                 factor = clip_factor(norm, self.settings.max_norm) / self.scaler.scale
             with span("update"):
-                self.runtime.release_for_update()
+                self.runtime.reshard_for_update()
                 spreads: list[Pending | None] = []
                 self.optimizer.update(shards, factor, lambda unit: spreads.append(unit.start_spread()))
             with span("spread"):

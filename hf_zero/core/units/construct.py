@@ -60,7 +60,7 @@ def build_unit(name: str, members: Sequence[NamedParam], dtype: torch.dtype, spe
     if unit.trainable:
         master_dtype = spec.master_dtype or dtype
         # From the 16-bit values, as DeepSpeed does: a model that zero.Init cast at construction gives the same masters.
-        own_master = master_dtype == dtype and spec.home is ON_DEVICE
+        own_master = master_dtype == dtype and spec.shard_storage is ON_DEVICE
         # A master is born on the device, wherever the shard rests: only an offloaded optimizer moves it.
         unit.own.master = unit.shard if own_master else host_memory.cast(unit.full[unit.owned.start : unit.owned.stop], master_dtype)
     own(unit, spec.announced)
@@ -86,5 +86,5 @@ def _copy_value(target: torch.Tensor, param: nn.Parameter, name: str) -> None:
     if owner is None:
         target.copy_(param.detach().reshape(-1))
         return
-    with owner[0].gathered():
+    with owner[0].unsharded():
         target.copy_(param.detach().reshape(-1))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from hf_zero.core.units.unit import full_shape, is_released
+from hf_zero.core.units.unit import full_shape, is_sharded
 from hf_zero.errors import StateError
 
 
@@ -106,12 +106,12 @@ def guard_state_dict(module: nn.Module) -> None:
 def _stand_in(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
     for leaf, param in module._parameters.items():
         entry = state.get(name := f"{prefix}{leaf}")
-        if param is not None and isinstance(entry, torch.Tensor) and not isinstance(entry, nn.Parameter) and is_released(param):
+        if param is not None and isinstance(entry, torch.Tensor) and not isinstance(entry, nn.Parameter) and is_sharded(param):
             state[name] = UnsavedTensor.of(name, full_shape(param), param.dtype, param.device)
 
 
 def _leave_alone(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """A stand-in that is loaded into a released parameter leaves it as it is."""
     for leaf, param in module._parameters.items():
-        if param is not None and isinstance(state.get(name := f"{prefix}{leaf}"), UnsavedTensor) and is_released(param):
+        if param is not None and isinstance(state.get(name := f"{prefix}{leaf}"), UnsavedTensor) and is_sharded(param):
             state[name] = param.detach()

@@ -23,7 +23,7 @@ class OwnPart:
     checkpoint and everything else come to the values through ``shard`` and ``master``, which wait for this unit alone.
 
     Attributes:
-        aside: Some of the unit's state waits on the host (``engine.offload_states``). Reading a shard or master that has no memory
+        offloaded: Some of the unit's state waits on the host (``engine.offload_states``). Reading a shard or master that has no memory
             meanwhile would end the process; the properties raise instead.
 
     Args:
@@ -34,7 +34,7 @@ class OwnPart:
         self._shard = shard
         self._master: torch.Tensor | None = None
         self._arriving: Arriving | None = None
-        self.aside = False
+        self.offloaded = False
 
     def expect(self, values: Arriving) -> None:
         """Whoever reads shard or master from now on waits for ``values`` first."""
@@ -59,7 +59,7 @@ class OwnPart:
             StateError: It waits on the host.
         """
         self.settle()
-        if self.aside:
+        if self.offloaded:
             require_memory(self._shard, "the shard of a unit")
         return self._shard
 
@@ -75,7 +75,7 @@ class OwnPart:
             StateError: It waits on the host.
         """
         self.settle()
-        if self.aside and self._master is not None:
+        if self.offloaded and self._master is not None:
             require_memory(self._master, "the master of a unit")
         return self._master
 

@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from hf_zero.core.units.unit import Unit
 
 
-class ShardHome:
+class ShardStorage:
     """The device: a shard is used where it is. Subclasses keep it elsewhere and bring it when a unit is gathered.
 
     Attributes:
-        releasable: Units are released between uses even if one rank owns all of them.
+        reshards: Units are released between uses even if one rank owns all of them.
         passing: Shards rest here on the host until ``initialize`` brings them to where they rest, and are freed then (``zero.Init``).
     """
 
-    releasable = False
+    reshards = False
     passing = False
 
     def rest(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class ShardHome:
     def changed(self, unit: Unit) -> None:
         """The shard was written to directly: forgets copies of it."""
 
-    def of_copies(self) -> ShardHome:
+    def of_copies(self) -> ShardStorage:
         """Where the shards of a deep copy rest, which may outlive this home."""
         return ON_DEVICE
 
@@ -59,4 +59,4 @@ class ShardHome:
         """Lets go of files and buffers; the shards are not needed any more."""
 
 
-ON_DEVICE = ShardHome()
+ON_DEVICE = ShardStorage()

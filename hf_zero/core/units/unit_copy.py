@@ -11,19 +11,19 @@ from hf_zero.core.units.unit import Unit, UnitSpec
 from hf_zero.memory import host_memory
 
 
-def twin_of(unit: Unit) -> Unit:
+def copy_unit(unit: Unit) -> Unit:
     """A released unit with a copy of ``unit``'s shard and of each of its parameters, trained by nobody; local.
 
     It rests in memory: where ``unit`` rests in a file, the file is another engine's.
     """
     layout = replace(unit.layout, slots=tuple(replace(slot, group=FROZEN) for slot in unit.layout.slots))
     device = unit.collectives.topology.device
-    unit.home.flush()
+    unit.shard_storage.flush()
     buffer = host_memory.empty(layout.padded_numel, layout.dtype, device)
     buffer[unit.owned.start : unit.owned.stop].copy_(unit.shard)
     empty = torch.empty(0, dtype=layout.dtype, device=device)
     params = [None if param is None else type(param)(empty, param.requires_grad) for param in unit.params]
-    spec = UnitSpec(unit.collectives, shards=True, releasable=True, announced=True, home=unit.home.of_copies())
-    twin = Unit(layout, params, spec, buffer)
-    twin.release()
-    return twin
+    spec = UnitSpec(unit.collectives, shards=True, reshards=True, announced=True, shard_storage=unit.shard_storage.of_copies())
+    copy = Unit(layout, params, spec, buffer)
+    copy.reshard()
+    return copy

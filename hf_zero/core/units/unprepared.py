@@ -6,21 +6,21 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.core.units.unit import find_unit, is_released
+from hf_zero.core.units.unit import find_unit, is_sharded
 from hf_zero.errors import StateError
 
 # What a forward hook of an engine carries: the module it was made for. A deep copy of that module has the same hooks.
 HOOKED_MODULE = "_hf_zero_module"
 
 
-def refuse_released(module: nn.Module, *_: Any) -> None:
+def refuse_sharded(module: nn.Module, *_: Any) -> None:
     """The forward pre-hook of a module that belongs to no engine.
 
     Raises:
         StateError: A parameter of the module is an empty tensor now.
     """
     for param in module._parameters.values():
-        if param is not None and is_released(param):
+        if param is not None and is_sharded(param):
             unit, index = find_unit(param)  # type: ignore[misc]
             raise StateError(
                 f"{type(module).__name__} was called, but its parameter {unit.layout.slots[index].name} is divided over the ranks (ZeRO "
@@ -30,18 +30,18 @@ def refuse_released(module: nn.Module, *_: Any) -> None:
             )
 
 
-def await_engine(module: nn.Module) -> None:
+def guard_unprepared(module: nn.Module) -> None:
     """Puts the hook on a module whose parameters have been divided."""
-    if refuse_released not in module._forward_pre_hooks.values():
-        module.register_forward_pre_hook(refuse_released, prepend=True)
+    if refuse_sharded not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(refuse_sharded, prepend=True)
 
 
-def welcome_engine(module: nn.Module) -> None:
+def unguard_unprepared(module: nn.Module) -> None:
     """Takes these hooks out of ``module`` and all in it, and those that a deep copy has of its original's engine."""
     for inner in module.modules():
         for hooks in (inner._forward_pre_hooks, inner._forward_hooks):
             for key, hook in list(hooks.items()):
-                if hook is refuse_released or getattr(hook, HOOKED_MODULE, inner) is not inner:
+                if hook is refuse_sharded or getattr(hook, HOOKED_MODULE, inner) is not inner:
                     del hooks[key]
                     inner._forward_pre_hooks_with_kwargs.pop(key, None)
                     inner._forward_hooks_with_kwargs.pop(key, None)

@@ -47,7 +47,7 @@ class WholeBuffer:
         """Points each parameter at its view."""
         _point(params, self._views)
 
-    def outline(self, params: Iterable[nn.Parameter | None]) -> None:
+    def show_placeholders(self, params: Iterable[nn.Parameter | None]) -> None:
         """Gives each parameter its shape, without memory of its own: every element is the same NaN."""
         _point(params, (self._unknown.expand(slot.shape) for slot in self._layout.slots))
 

@@ -8,11 +8,11 @@ import torch
 
 from hf_zero.core.units.layout import Range
 
-_SLICE = "_hf_zero_slice"
+_TP_SHARD = "_hf_zero_tp_shard"
 
 
 @dataclass(frozen=True)
-class ParamSlice:
+class TpShard:
     """A part of a parameter along one dimension.
 
     Attributes:
@@ -29,11 +29,11 @@ class ParamSlice:
     copies: tuple[tuple[Range, int], ...] = ()
 
 
-def mark_slice(param: torch.Tensor, part: ParamSlice) -> None:
+def mark_tp_shard(param: torch.Tensor, part: TpShard) -> None:
     """Says that ``param`` is ``part`` of a whole that the ranks of the model axis hold together."""
-    setattr(param, _SLICE, part)
+    setattr(param, _TP_SHARD, part)
 
 
-def slice_of(param: torch.Tensor) -> ParamSlice | None:
+def tp_shard_of(param: torch.Tensor) -> TpShard | None:
     """The part that ``param`` is; None for a parameter of which each rank has the same, whole copy."""
-    return getattr(param, _SLICE, None)
+    return getattr(param, _TP_SHARD, None)
