@@ -59,7 +59,7 @@ from hf_zero.optim.elementwise import needs_whole_tensors
 from hf_zero.optim.factory import build_optimizer
 from hf_zero.optim.muon import muon_parameters
 from hf_zero.optim.onebit_adam import OneBitAdam
-from hf_zero.optim.schedules import build_scheduler
+from hf_zero.optim.scheduler_factory import build_scheduler
 from hf_zero.optim.whole_tensor_limits import check_whole_tensors
 from hf_zero.sequence_parallel.state import SequenceParallel, count_slices_once, sequence_parallel_of
 from hf_zero.tensor_parallel.split import count_groups_once, is_split, model_topology, requested_ranks, split_model

@@ -17,6 +17,7 @@ from hf_zero.checkpoint.records import LooseRecord, ParamRecord, ParamStateRecor
 from hf_zero.checkpoint.slices import Slice
 from hf_zero.checkpoint.state import TrainingState, values_of
 from hf_zero.checkpoint.tensor_file import Entry, cut, whole
+from hf_zero.core.optimizer.owners import share_out
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.layout import ALIGNMENT, round_up
 from hf_zero.core.units.unit import Unit
@@ -115,21 +116,15 @@ def _unit_record(state: TrainingState, unit: Unit) -> UnitRecord:
 def _add_loose(
     files: dict[str, list[Entry]], state: TrainingState, params: Iterable[tuple[str, torch.Tensor]]
 ) -> tuple[tuple[LooseRecord, ...], dict[str, str]]:
-    """Gives each tensor that every data-parallel rank holds to one of them, largest first to the one with least so far."""
+    """Shares the tensors that every data-parallel rank holds out among them."""
     tensor, rank, world = state.tensor, state.collectives.rank, state.collectives.world
     slices = {name: tensor.slice_of(name, param.shape) for name, param in params}
     mine = [(name, param) for name, param in params if slices[name].dim is not None or tensor.rank == 0]
     buffers = dict(state.buffers()) if tensor.rank == 0 else {}
     tensors: list[tuple[str, torch.Tensor]] = [*mine, *buffers.items()]
-    loads = [0] * world
     name_of_file = _own_file(state, MODULE)
-    chosen = []
-    for name, value in sorted(tensors, key=lambda item: -item[1].nbytes):
-        owner = loads.index(min(loads))
-        loads[owner] += value.nbytes
-        if owner == rank:
-            chosen.append(name)
-    held = [(name, value) for name, value in tensors if name in set(chosen)]
+    owners = share_out([value.nbytes for _, value in tensors], world)
+    held = [entry for entry, owner in zip(tensors, owners, strict=True) if owner == rank]
     files[name_of_file] = [whole(name, value.detach()) for name, value in held]
     records = [_loose_record(name, name_of_file, slices[name]) for name, _ in held if name in slices]
     return tuple(records), {name: name_of_file for name, _ in held if name in buffers}
