@@ -37,7 +37,7 @@ class HostStates:
         self._apart = apart
 
     def rest(self, unit: Unit) -> None:
-        """Takes the master of a new unit."""
+        """Moves the master of a new unit here."""
         if unit.master is not None and self._apart:
             master = self._memory.empty(unit.master.numel(), unit.master.dtype)
             master.copy_(unit.master)
@@ -48,13 +48,13 @@ class HostStates:
         return [Range(0, unit.layout.shard_numel)]
 
     def prepare(self, sub_group: SubGroup) -> None:
-        """``sub_group`` comes next: starts bringing it."""
+        """``sub_group`` is updated next: starts reading it."""
 
     def open(self, sub_group: SubGroup) -> None:
         """Makes masters and states of ``sub_group``'s segments memory that can be written to."""
 
     def close(self, sub_group: SubGroup) -> None:
-        """``sub_group`` is updated: takes it back."""
+        """``sub_group`` is updated: starts writing it back."""
 
     def flush(self) -> None:
         """Waits for what is being written: masters and states can be read."""
@@ -67,11 +67,11 @@ class HostStates:
         return torch.zeros(segment.range.numel, dtype=dtype)
 
     def adopt(self, sub_groups: Sequence[SubGroup]) -> None:
-        """Takes in states that somebody else has put into the inner optimizer."""
+        """Moves states that were put into the inner optimizer from outside to where they rest."""
 
     def nbytes(self, kept: int) -> int:
         """Bytes of masters and states that rest here; ``kept``: the sum of their sizes."""
         return kept
 
     def close_all(self) -> None:
-        """Lets go of everything."""
+        """Frees everything."""

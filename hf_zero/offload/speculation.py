@@ -1,4 +1,4 @@
-"""Steps taken during backward, on copies, before anybody knows whether they are the ones that ``step`` will ask for."""
+"""Steps taken during backward, on copies, before it is known whether ``step`` will ask for the same."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Spares:
         return found
 
     def give(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Takes back what nobody reads any more."""
+        """Takes back tensors that are read no more."""
         for tensor in tensors:
             self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
 
@@ -108,7 +108,7 @@ class Speculation:
         stepper: Has the optimizer, its hyper-parameters by group, and the most threads to use.
         master: (shard_numel,) copy.
         low: (shard_numel,): takes the new shard; None where the master is the shard.
-        own_low: ``low`` is a spare, not what the unit's home has for new shards.
+        own_low: ``low`` is a spare, not what the unit's shard storage has for new shards.
         shadows: The copies of its segments.
         spares: Where the copies' memory comes from.
         future: The step.
@@ -277,7 +277,7 @@ class Speculator:
         if speculation is None:
             return None
         assert speculation.future is not None
-        # One that waits its turn is worth nothing: in place the same takes less memory traffic.
+        # One that has not begun is dropped: updating in place moves less memory.
         if speculation.fits(update) and not speculation.future.cancel():
             return speculation
         self._drop(speculation)
@@ -291,7 +291,7 @@ class Speculator:
         self._segments, self._stepper = Segments(), None
 
     def _drop(self, speculation: Speculation) -> None:
-        """Its memory may be used again at once: the one thread that writes to it takes whatever comes next after it."""
+        """Its memory may be used again at once: the one thread that writes to it begins the next work when this has ended."""
         assert speculation.future is not None
         speculation.future.cancel()
         self._spares.give(speculation.spare_tensors())

@@ -26,8 +26,9 @@ class OverlapPolicy:
     """When units are updated; what is computed is the same.
 
     Attributes:
-        forward: Updates of units that are not gathered go on after ``step``, while the next forward runs. Only for optimizers whose
-            step changes nothing but tensors of its own unit (``HostOptimizer``), and homes whose ``outgoing`` is each unit's own.
+        forward: Updates of sharded units go on after ``step``, while the next forward runs. Only for optimizers whose
+            step changes nothing but tensors of its own unit (``HostOptimizer``), and shard storages whose ``outgoing`` is each
+            unit's own.
         spare_bytes: Host memory for steps on copies during backward; 0 for none.
         threads: As in ``StateStore``.
     """
@@ -123,7 +124,7 @@ class OffloadedStateStore(StateStore):
             unit.shard_storage.flush()
 
     def _updates(self, stepper: SubGroupStepper, by_unit: Mapping[int, torch.Tensor], factor: float) -> list[UnitUpdate]:
-        """In the order of forward, but first those of gathered units, for which ``step`` waits."""
+        """In the order of forward, but first those of unsharded units, for which ``step`` waits."""
         by_id = self._sub_groups_by_unit()
         units = [unit for unit in self.units if id(unit) in by_id]
         units.sort(key=lambda unit: unit.state is UnitState.SHARDED)  # stable
@@ -199,7 +200,7 @@ class OffloadedStateStore(StateStore):
         for wait in waits:
             try:
                 wait()
-            except Exception as error:  # nobody needs the states any more, and an engine must go whatever has happened
+            except Exception as error:  # the states are needed no more, and destroy() must not fail
                 failures.append(error)
         if failures:
             logger.warning("an update that was under way has failed: %s", failures[0])

@@ -19,7 +19,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """A torch optimizer over flat master shards.
 
     The inner optimizer is the user's own object (or the one the config asked for): its ``param_groups`` stay live, so a
-    learning rate changed by hand or by any scheduler takes effect at the next step. Only what the groups contain is exchanged:
+    learning rate changed by hand or by any scheduler takes effect at the next step. Only what the groups contain is replaced:
     segments of this rank's masters in place of the model's parameters.
 
     Attributes:
@@ -60,7 +60,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [[segment.tensor for segment in self.segments if segment.group == index] for index in groups]
 
     def connect(self, step: Callable[[], None] | None, clear: Callable[[], None] | None) -> None:
-        """Tells it whose ``step`` and ``zero_grad`` are meant when they are called on it."""
+        """Sets what its own ``step`` and ``zero_grad`` call."""
         self._step, self._clear = step, clear
 
     def dismiss(self) -> None:
@@ -85,7 +85,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Finishes the reduction, clips and updates, as the engine's ``step`` does; for callers that step the optimizer.
 
         Raises:
-            StateError: Nobody connected an engine.
+            StateError: The engine was destroyed.
         """
         loss = closure() if closure is not None else None
         if self._step is None:
@@ -124,7 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Takes back what ``state_dict`` of the same rank and world size gave."""
+        """Restores what ``state_dict`` of the same rank and world size returned."""
         self.state_store.settle()
         tensors = [group["params"] for group in self.inner.param_groups]
         self.inner.load_state_dict(state_dict)
@@ -154,7 +154,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {}
 
     def load_rank_states(self, states: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Takes what ``rank_states`` gave; an optimizer that has none ignores those of another."""
+        """Restores what ``rank_states`` returned; an optimizer that has none ignores those of another."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -46,8 +46,8 @@ class StateStore:
         Args:
             grads: This rank's gradients, (shard_numel,) per unit; may be overwritten.
             factor: 0-dim; what the gradients are multiplied with first.
-            updated: Called with each unit in order, the same on every rank, when its shard has its new value. A unit that is not
-                gathered may still be under way then.
+            updated: Called with each unit in order, the same on every rank, when its shard has its new value. The update of a sharded
+                unit may still be under way then.
         """
         by_unit = {id(unit): grad for unit, grad in zip(self.units, grads, strict=True)}
         fresh = not self.inner.state
@@ -79,7 +79,7 @@ class StateStore:
             segment.tensor.grad = None
 
     def _update_in_turn(self, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
-        """Unit by unit, so that one travels while the next is updated."""
+        """Unit by unit, so that one is all-gathered while the next is updated."""
         stepper = SubGroupStepper(self.inner, next(iter(by_unit.values())).dtype, self.threads)
         writes_shards = self._writes_shards()
         for unit in self.units:
@@ -101,10 +101,10 @@ class StateStore:
         )
 
     def _pays_in_turn(self) -> bool:
-        """Whether a network that the host drives takes units along after the update; where it drives itself one launch is faster."""
+        """Whether the all-gather of updated parameters needs the host, and can overlap with updates; else one launch for all is faster."""
         hooks = self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks  # these expect one step of all
-        travels = any(unit.collectives.blocks_host and unit.layout.world > 1 and unit.state is UnitState.UNSHARDED for unit in self.units)
-        return travels and not hooks and self._on_host()
+        gathers = any(unit.collectives.blocks_host and unit.layout.world > 1 and unit.state is UnitState.UNSHARDED for unit in self.units)
+        return gathers and not hooks and self._on_host()
 
     def _on_host(self) -> bool:
         return all(unit.collectives.topology.device.type == "cpu" for unit in self.units[:1])
@@ -127,14 +127,14 @@ class StateStore:
         return torch.zeros_like(segment.tensor, dtype=dtype)
 
     def adopt_states(self) -> None:
-        """Takes in states that somebody else has put into the inner optimizer (``load_state_dict``)."""
+        """Moves states that were put into the inner optimizer from outside (``load_state_dict``) to where they rest."""
 
     def tiers(self, kept: Callable[[Unit], Sequence[torch.Tensor]]) -> Mapping[str, int]:
         """Bytes of this rank's offloaded state by the tier it rests on: ``host``, ``nvme``. ``kept``: the states of a unit."""
         return {}
 
     def close(self) -> None:
-        """Lets go of files and buffers, and of what ``bind`` gave."""
+        """Frees files and buffers, and forgets what ``bind`` gave."""
         self.units, self.segments = (), Segments()
 
 

@@ -92,7 +92,7 @@ def update_with_lows(
     factor: float,
     threads: int,
 ) -> None:
-    """``optimizer.update`` that writes to ``lows`` of any type: 16-bit ones in the same pass, others behind it."""
+    """``optimizer.update`` that writes to ``lows`` of any type: 16-bit ones in the same pass, others after it."""
     fused = [low if low is not None and low.dtype in LOW_TYPES else None for low in lows]
     optimizer.update(params, grads, fused, factor, threads)
     _copy_to(params, [None if done is not None else low for done, low in zip(fused, lows, strict=True)])
