@@ -12,7 +12,7 @@ from hf_zero.deepspeed.offload_handle import OffloadHandle
 from hf_zero.errors import StateError
 
 
-class OptimizerNames(ShardedOptimizer):
+class DeepSpeedOptimizer(ShardedOptimizer):
     """DeepSpeed's names, mixed into the class of an engine's optimizer by ``give_names``.
 
     Attributes:
@@ -101,7 +101,7 @@ def give_names(optimizer: ShardedOptimizer, engine: Any) -> None:
     """Lets ``optimizer``, which ``engine`` steps, answer to DeepSpeed's names; its class becomes one that has them."""
     kind = type(optimizer)
     names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    optimizer.__class__ = _kinds.setdefault(kind.__name__, type(kind.__name__, (OptimizerNames, kind), names))
-    assert isinstance(optimizer, OptimizerNames)
+    optimizer.__class__ = _kinds.setdefault(kind.__name__, type(kind.__name__, (DeepSpeedOptimizer, kind), names))
+    assert isinstance(optimizer, DeepSpeedOptimizer)
     optimizer.engine, optimizer.scaler = engine, engine.scaler
     optimizer.parameter_offload = OffloadHandle(engine.module)

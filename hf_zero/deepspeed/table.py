@@ -49,8 +49,8 @@ _COMM_TORCH = (
     "send",
 )
 _UNIT_TEXTS = ("number_to_string", "flops_to_string", "macs_to_string", "params_to_string", "duration_to_string")
-_GATHERED = "hf_zero.deepspeed.loading:GatheredParameters"
-_INIT = "hf_zero.deepspeed.loading:Init"
+_GATHERED = "hf_zero.integrations.loading:GatheredParameters"
+_INIT = "hf_zero.integrations.loading:Init"
 _ZERO = ("register_external_parameter", "unregister_external_parameter", "ZeroParamStatus")
 _FULL_VALUES = (
     "safe_get_full_fp32_param",
@@ -104,7 +104,7 @@ _PROFILER = ("profiling.flops_profiler", "profiling.flops_profiler.profiler")
 _PROFILING = {
     "FlopsProfiler": "hf_zero.profiling.flops_profiler:FlopsProfiler",
     "get_model_profile": "hf_zero.profiling.model_profile:get_model_profile",
-    **{name: f"hf_zero.profiling.units:{name}" for name in _UNIT_TEXTS},
+    **{name: f"hf_zero.profiling.readable_numbers:{name}" for name in _UNIT_TEXTS},
 }
 _NEEDS = ("model_states_mem_needs", "model_states_mem_needs_all_live", "model_states_mem_needs_all_cold")
 _ELASTIC = ("compute_elastic_config", "elasticity_enabled", "ElasticityError", "ElasticityConfigError", "ElasticityIncompatibleWorldSize")
@@ -129,15 +129,15 @@ PROVIDED: Final[dict[str, str]] = {
     "deepspeed.initialize": "hf_zero:initialize",
     "deepspeed.tp_model_init": "hf_zero.tensor_parallel.split:tp_model_init",
     **{f"deepspeed.module_inject.layers.{name}": f"hf_zero.deepspeed.tensor_parallel:{name}" for name in _TP_MODE},
-    "deepspeed.DeepSpeedEngine": "hf_zero.core.engine:Engine",
-    "deepspeed.runtime.engine.DeepSpeedEngine": "hf_zero.core.engine:Engine",
-    "deepspeed.DeepSpeedOptimizer": "hf_zero.core.optimizer.sharded:ShardedOptimizer",
-    "deepspeed.ZeROOptimizer": "hf_zero.core.optimizer.sharded:ShardedOptimizer",
-    "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer": "hf_zero.core.optimizer.sharded:ShardedOptimizer",
-    "deepspeed.runtime.base_optimizer.ZeROOptimizer": "hf_zero.core.optimizer.sharded:ShardedOptimizer",
+    "deepspeed.DeepSpeedEngine": "hf_zero.deepspeed.engine:Engine",
+    "deepspeed.runtime.engine.DeepSpeedEngine": "hf_zero.deepspeed.engine:Engine",
+    "deepspeed.DeepSpeedOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    "deepspeed.ZeROOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    "deepspeed.runtime.base_optimizer.ZeROOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
     # Asked for with isinstance; one class serves every stage.
-    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "hf_zero.core.optimizer.sharded:ShardedOptimizer",
-    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "hf_zero.core.optimizer.sharded:ShardedOptimizer",
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
     "deepspeed.init_distributed": "hf_zero.deepspeed.comm:init_distributed",
     "deepspeed.add_config_arguments": "hf_zero.deepspeed.command_line:add_config_arguments",
     **{
@@ -165,7 +165,7 @@ PROVIDED: Final[dict[str, str]] = {
     **{f"deepspeed.runtime.zero.partition_parameters.{name}": f"hf_zero.zero:{name}" for name in _ZERO},
     **{f"deepspeed.{path}.GatheredParameters": _GATHERED for path in ("zero", "runtime.zero", "runtime.zero.partition_parameters")},
     **{
-        f"deepspeed.runtime.zero.{path}unwrap_model_for_generation": "hf_zero.deepspeed.loading:unwrap_model_for_generation"
+        f"deepspeed.runtime.zero.{path}unwrap_model_for_generation": "hf_zero.integrations.loading:unwrap_model_for_generation"
         for path in ("", "stage3.")
     },
     **{f"deepspeed.{path}.Init": _INIT for path in ("zero", "runtime.zero", "runtime.zero.partition_parameters")},

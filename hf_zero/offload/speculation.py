@@ -17,7 +17,7 @@ from hf_zero.core.optimizer.sub_groups import SubGroupStepper, update_with_lows
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
 from hf_zero.memory.buffers import HostMemory
-from hf_zero.native.slices import for_slices
+from hf_zero.native.thread_ranges import for_thread_ranges
 from hf_zero.observe import span
 from hf_zero.offload.host_states import SubGroup
 from hf_zero.offload.updates import UnitUpdate, UpdateThread, zero_gaps
@@ -309,4 +309,4 @@ def _copy(target: torch.Tensor, source: torch.Tensor, threads: int) -> None:
     def work(start: int, stop: int) -> None:
         ctypes.memmove(target.data_ptr() + start * size, source.data_ptr() + start * size, (stop - start) * size)
 
-    for_slices(source.numel(), threads, work)
+    for_thread_ranges(source.numel(), threads, work)

@@ -151,7 +151,6 @@ def test_checkpoint_before_the_first_step_takes_back_later_moments(tmp_path: Pat
 
 def _bytes_read(folder: str, world_before: int) -> tuple[int, int]:
     import hf_zero
-    from hf_zero.checkpoint.engine_checkpoints import _training_state
     from hf_zero.checkpoint.load import LoadRequest, load_checkpoint
 
     torch.manual_seed(0)
@@ -164,7 +163,7 @@ def _bytes_read(folder: str, world_before: int) -> tuple[int, int]:
         engine.backward(engine(torch.ones(1, 1024, dtype=torch.bfloat16)).float().sum())
         engine.step()
         engine.save_checkpoint(folder, "t")
-    loaded = load_checkpoint(_training_state(engine), LoadRequest(folder, "t"))
+    loaded = load_checkpoint(engine.checkpoints.state_of(engine), LoadRequest(folder, "t"))
     share = sum(3 * unit.master.nbytes for unit in engine.units)
     engine.destroy()
     return loaded.bytes_read, share

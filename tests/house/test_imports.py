@@ -51,17 +51,7 @@ LAYERS = (
 # Imports against that direction that are still there; to be emptied.
 AGAINST: frozenset[tuple[str, str]] = frozenset(
     {
-        ("hf_zero.build", "hf_zero.deepspeed.optimizer"),
-        ("hf_zero.build", "hf_zero.deepspeed.param_attributes"),
-        ("hf_zero.build", "hf_zero.deepspeed.safe_values"),
-        ("hf_zero.core.engine", "hf_zero.checkpoint.engine_checkpoints"),
-        ("hf_zero.core.engine", "hf_zero.checkpoint.export"),
-        ("hf_zero.core.engine", "hf_zero.checkpoint.model_files"),
-        ("hf_zero.core.engine", "hf_zero.deepspeed.getters"),
-        ("hf_zero.core.engine", "hf_zero.deepspeed.offload_handle"),
-        ("hf_zero.core.engine", "hf_zero.deepspeed.requests"),
-        ("hf_zero.core.engine", "hf_zero.profiling.step_profile"),
-        ("hf_zero.core.engine", "hf_zero.sequence_parallel.state"),
+        ("hf_zero.build.units", "hf_zero.deepspeed.param_attributes"),
         ("hf_zero.core.units.construct", "hf_zero.deepspeed.param_attributes"),
         ("hf_zero.deepspeed.launcher", "hf_zero.cli"),
         ("hf_zero.tensor_parallel.apply", "hf_zero.deepspeed.param_attributes"),

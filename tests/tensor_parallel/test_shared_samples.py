@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.build import gradient_policy, precision_policy
+from hf_zero.build.policies import gradient_policy, precision_policy
 from hf_zero.config.resolve import resolve
 from hf_zero.core.stages import stage_policy
 from hf_zero.deepspeed import groups

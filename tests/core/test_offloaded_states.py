@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.core.offloaded_states import KINDS, Storages, set_aside
+from hf_zero.core.offloaded_states import KINDS, Storages
 from hf_zero.core.schedule.gathered_parameters import GatheredParameters
 from hf_zero.core.units.unit import full_shape
 from hf_zero.deepspeed.safe_values import (
@@ -33,10 +33,10 @@ MLP = CASES["mlp"]
 def test_views_of_one_memory_move_once_and_stay_views() -> None:
     whole = torch.arange(8.0)
     half, other = whole[4:], torch.ones(3, dtype=torch.bfloat16)
-    aside = Storages([half, whole, other], HostPool(HostMemory(torch.device("cpu"))))
-    assert aside.nbytes == 38 and whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
-    aside.bring_back()
-    assert half.tolist() == [4, 5, 6, 7] and other.tolist() == [1, 1, 1] and aside.nbytes == 0
+    moved = Storages([half, whole, other], HostPool(HostMemory(torch.device("cpu"))))
+    assert moved.nbytes == 38 and whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
+    moved.bring_back()
+    assert half.tolist() == [4, 5, 6, 7] and other.tolist() == [1, 1, 1] and moved.nbytes == 0
     whole[7] = 0
     assert half[3] == 0
 
@@ -44,9 +44,9 @@ def test_views_of_one_memory_move_once_and_stay_views() -> None:
 def test_what_waits_in_a_larger_block_comes_back_in_its_own_size() -> None:
     pool, tensor = HostPool(HostMemory(torch.device("cpu"))), torch.arange(4.0)
     pool.give(pool.take(100))
-    aside = Storages([tensor], pool)
-    assert aside.nbytes == 16
-    aside.bring_back()
+    moved = Storages([tensor], pool)
+    assert moved.nbytes == 16
+    moved.bring_back()
     assert tensor.tolist() == [0, 1, 2, 3] and tensor.untyped_storage().nbytes() == 16
 
 
@@ -70,7 +70,7 @@ def _moved(stage: int, kinds: tuple[str, ...]) -> None:
     expected = train(plain, range(4))
     first = train(moved, range(2))
     masters = [unit.own.master for unit in moved.units if unit.own.master is not None]
-    set_aside(moved, kinds, pin_memory=False)
+    moved.offloaded_states.move(kinds, pin_memory=False)
     held = sum(master.untyped_storage().nbytes() for master in masters)
     assert (held == 0) is ("hp_params" in kinds)
     with pytest.raises(StateError, match=r"reload_states\(\) first"):
@@ -95,8 +95,8 @@ def _refused(run: Run, folder: str) -> None:
     train(moved, range(1))
     params = list(moved.module.parameters())
     whole = {name: torch.zeros(full_shape(param)) for name, param in moved.module.named_parameters()}
-    set_aside(moved, ("hp_params", "lp_params"), pin_memory=False)
-    set_aside(moved, KINDS, pin_memory=False)  # what is away already stays as it is
+    moved.offloaded_states.move(("hp_params", "lp_params"), pin_memory=False)
+    moved.offloaded_states.move(KINDS, pin_memory=False)  # what is away already stays as it is
     for refused in (
         GatheredParameters(params).__enter__,
         moved.units[0].unshard,
@@ -136,7 +136,7 @@ def _weights_stay(stage: int) -> None:
     params = list(engine.module.parameters())
     with torch.no_grad():
         expected = MLP.forward(engine, batch)
-        set_aside(engine, ("optim_states", "hp_params"), pin_memory=False)
+        engine.offloaded_states.move(("optim_states", "hp_params"), pin_memory=False)
         assert torch.equal(MLP.forward(engine, batch), expected)
     with GatheredParameters(params):
         assert all(param.shape == full_shape(param) for param in params)
@@ -213,7 +213,7 @@ def _nested() -> None:
     engine = initialize(module, Run(0), optimizer=Nested(module.parameters(), lr=0.1))
     train(engine, range(1))
     states = list(engine.optimizer.state.values())
-    set_aside(engine, ("optim_states",), pin_memory=False)
+    engine.offloaded_states.move(("optim_states",), pin_memory=False)
     assert states
     for state in states:
         factors, steps = (state["factors"][0], state["factors"][1]["basis"][0]), state["step"]

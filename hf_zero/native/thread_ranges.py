@@ -1,4 +1,4 @@
-"""Cuts a range into slices for several threads. The kernels' results do not depend on where it is cut."""
+"""Cuts a range of elements into one range per thread. The kernels' results do not depend on where it is cut."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-# Slices begin at multiples of this many elements, so that none begins in the middle of a cache line of aligned tensors.
+# Ranges begin at multiples of this many elements, so that none begins in the middle of a cache line of aligned tensors.
 _STEP = 4096
 # Below this many elements per thread, waking it costs more than it does.
 _LEAST = 1 << 15
@@ -16,14 +16,14 @@ _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 
 
-def for_slices(count: int, threads: int, work: Callable[[int, int], None], *, step: int = _STEP) -> None:
-    """Calls ``work(start, stop)`` for slices that cover ``range(count)``, on the calling thread and up to ``threads - 1`` others.
+def for_thread_ranges(count: int, threads: int, work: Callable[[int, int], None], *, step: int = _STEP) -> None:
+    """Calls ``work(start, stop)`` for ranges that cover ``range(count)``, on the calling thread and up to ``threads - 1`` others.
 
     Args:
         count: Number of elements.
         threads: The most threads to use; few elements take fewer.
         work: Must give up the GIL to run beside the others, as ctypes calls do. What it raises is raised here, after all have ended.
-        step: Slices begin at multiples of this many elements.
+        step: Ranges begin at multiples of this many elements.
     """
     threads = max(1, min(threads, count // _LEAST))
     if threads == 1:
