@@ -187,6 +187,5 @@ class PartsBuilder:
     def _stepper(self, runtime: Runtime, reducer: Reducer, optimizer: ShardedOptimizer, scaler: LossScaler) -> Stepper:
         max_norm = max_norm_of(optimizer.inner, self.config.gradient_clipping)
         settings = policies.step_settings(self.config, self.precision, self.stage, max_norm)
-        optimizer.scaler = scaler
         kind = OneBitStepper if isinstance(optimizer.inner, OneBitAdam) else Stepper
         return kind(runtime, reducer, optimizer, scaler, self.collectives, settings, self.model_collectives)

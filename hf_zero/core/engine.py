@@ -276,7 +276,7 @@ class Engine(nn.Module):
         progress.count_step(self.samples_per_step, result.norm, result.skipped)
         if self.lr_scheduler is not None and not result.skipped:
             self.lr_scheduler.step(**(lr_kwargs or {}))
-        offloaded = self.optimizer.state_store.tiers(self.optimizer) if self.clock.memory else {}
+        offloaded = self.optimizer.offloaded() if self.clock.memory else {}
         self.clock.end_step(progress.global_steps, self.samples_per_step, offloaded)
         self.reports.tell(progress, self.optimizer.param_groups, self.scaler.scale)
 

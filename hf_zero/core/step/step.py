@@ -84,7 +84,7 @@ class Stepper:
         """Makes optimizer and units ready for a backward."""
         for unit in self.optimizer.units:
             unit.take_assigned()
-        self.optimizer.state_store.expect(self.optimizer, self.scaler.scale if boundary else None)
+        self.optimizer.state_store.expect(self.scaler.scale if boundary else None)
 
     def norm_of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """Norm of all gradients together, with loss scale; 0-dim, the same on every rank. Collective."""
