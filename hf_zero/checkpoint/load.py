@@ -24,7 +24,7 @@ from hf_zero.checkpoint.format.values import Decoder
 from hf_zero.checkpoint.state.optimizer_state import GroupsPlan, OptimizerPlan
 from hf_zero.checkpoint.state.param_states import ParamStatesPlan
 from hf_zero.checkpoint.state.rank_states import restore_rank_states
-from hf_zero.checkpoint.state.training_state import Loaded, TrainingState
+from hf_zero.checkpoint.state.training_state import Loaded, TrainingState, values_of
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import CheckpointError
@@ -146,7 +146,7 @@ class _Plan:
         if wants_optimizer and isinstance(state.optimizer, WholeTensorOptimizer):
             self._optimizer = ParamStatesPlan(state.optimizer, self.catalog, decoder, self.reader)
         elif wants_optimizer and state.optimizer is not None:
-            self._optimizer = OptimizerPlan(state.optimizer, (state.arrays, state.tensor), self.catalog, decoder)
+            self._optimizer = OptimizerPlan(state.optimizer, state.tensor, self.catalog, decoder)
 
     # -- planning
 
@@ -184,7 +184,7 @@ class _Plan:
         return found
 
     def _plan_unit(self, unit: Unit) -> None:
-        target = self.state.arrays.values(unit)
+        target = values_of(unit)
         for slot in unit.layout.slots:
             wanted = self.state.tensor.tp_shard_of(slot.name, slot.shape)
             found = self._located(slot.name, wanted)
@@ -236,8 +236,8 @@ class _Plan:
 
     def files(self) -> set[str]:
         """Names of the files that hold the model and the optimizer state of this rank."""
-        whole = self._optimizer.files() if isinstance(self._optimizer, ParamStatesPlan) else set()
-        return whole | {copy.file for copy in self._copies + (self._optimizer.copies if self._optimizer is not None else [])}
+        states = self._optimizer.files() if self._optimizer is not None else set()
+        return states | {copy.file for copy in self._copies + (self._optimizer.copies if self._optimizer is not None else [])}
 
     def read(self) -> None:
         """Reads all this rank needs and installs it; local.

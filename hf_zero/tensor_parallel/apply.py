@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,12 +12,11 @@ from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, tp_shard_of
 from hf_zero.core.units.unit import find_unit
 from hf_zero.deepspeed.param_attributes import disown
 from hf_zero.errors import ConfigError
-from hf_zero.tensor_parallel.borders import ModuleBorder
+from hf_zero.tensor_parallel.boundary_collectives import BoundaryCollectives
 from hf_zero.tensor_parallel.functions import ModelGroup, Part
-from hf_zero.tensor_parallel.numbers import set_attribute
 from hf_zero.tensor_parallel.plan import VOCABULARY, SplitParameter, TpPlan
+from hf_zero.tensor_parallel.tracked_ints import set_attribute
 
-_READ = {"input_ids", "pixel_values"}  # what models are known to read
 _PLAN, _RANKS = "_hf_zero_tp_plan", "_hf_zero_tp_ranks"
 
 
@@ -60,7 +57,7 @@ def apply_plan(model: nn.Module, plan: TpPlan, group: ModelGroup) -> nn.Module:
     _set_features(plan, modules, group.rank)
     _sum_gradients(plan, params, group)
     for path in dict.fromkeys((*plan.borders, *plan.rows, *plan.random)):
-        ModuleBorder(modules[path], path, plan, group)
+        BoundaryCollectives(modules[path], path, plan, group)
     setattr(model, _PLAN, plan)
     setattr(model, _RANKS, group.global_ranks)
     return model
@@ -91,10 +88,10 @@ def cut_parameter(param: nn.Parameter, entry: SplitParameter, rank: int) -> None
             part = _part(entry).take(param.detach(), rank).clone(memory_format=torch.contiguous_format)
         disown(param)
         param.data = part
-    mark_tp_shard(param, param_slice(entry, rank))
+    mark_tp_shard(param, tp_shard(entry, rank))
 
 
-def param_slice(entry: SplitParameter, rank: int) -> TpShard:
+def tp_shard(entry: SplitParameter, rank: int) -> TpShard:
     """What ``rank`` holds, as the engine's slices say it."""
     ranges = tuple(Range(start, stop) for start, stop in entry.ranges[rank])
     counts = _part(entry).holders(rank, torch.device("cpu"))
@@ -152,47 +149,3 @@ def _summing_shared(group: ModelGroup, name: str, entry: SplitParameter) -> Call
         return grad.clone().index_copy_(entry.dim, here, total.index_select(entry.dim, there))
 
     return add
-
-
-def example_inputs(model: nn.Module, length: int = 16, values: bool = False) -> dict[str, torch.Tensor]:
-    """A call that runs a transformers model: on tensors without values, or (``values``) with tokens on the host.
-
-    Raises:
-        ConfigError: The model's inputs are not known.
-    """
-    config: Any = getattr(model, "config", None)
-    names = set(_argument_names(model))
-    inputs: dict[str, torch.Tensor] = {}
-    device = "cpu" if values else "meta"
-    if "input_ids" in names:
-        rows = 2 * (getattr(config, "num_codebooks", 1) if values else 1)
-        tokens = [_plain_token(config)] * (length - 1) + [_first(getattr(config, "eos_token_id", None)) or 0]
-        inputs["input_ids"] = torch.tensor([tokens] * rows) if values else torch.zeros((rows, length), dtype=torch.long, device=device)
-        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
-            inputs["decoder_input_ids"] = inputs["input_ids"].clone()
-    elif "pixel_values" in names and getattr(config, "image_size", None):
-        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
-        inputs["pixel_values"] = torch.zeros((2, getattr(config, "num_channels", 3), *size), device=device)
-    if not inputs:
-        raise ConfigError(f"{type(model).__name__}.forward takes neither input_ids nor pixel_values, so no call that runs it is known")
-    return inputs
-
-
-def _first(value: Any) -> Any:
-    return value[0] if isinstance(value, (list, tuple)) and value else value
-
-
-def _plain_token(config: Any) -> int:
-    """The first token that the configuration gives no meaning to."""
-    special = {_first(value) for name, value in vars(config).items() if name.endswith(("token_id", "token_index"))} if config else set()
-    return next(token for token in range(len(special) + 1) if token not in special)
-
-
-def _argument_names(model: nn.Module) -> list[str]:
-    """What ``model.forward`` takes by name; of a wrapper that hands on all keywords (PEFT's), what the model in it takes."""
-    for module in model.modules():
-        parameters = inspect.signature(module.forward).parameters.values()
-        names = [item.name for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
-        if _READ.intersection(names) or not any(item.kind is item.VAR_KEYWORD for item in parameters):
-            return names
-    return []

@@ -17,6 +17,8 @@ from hf_zero.checkpoint.files.rows import whole
 from hf_zero.checkpoint.files.tensor_reader import Copy, RangeReader
 from hf_zero.checkpoint.files.tensor_writer import write_tensor_file
 
+pytestmark = pytest.mark.quick
+
 # Around blocks, buffers and windows.
 SIZES = [0, 1, 4000, 4096, 100_003, (4 << 20) - 90, 4 << 20, (8 << 20) + 4096, (9 << 20) + 13]
 

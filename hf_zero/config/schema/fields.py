@@ -7,7 +7,6 @@ A key is one pydantic field. Its annotation is the type, and the helper that dec
 `mapped`       an old spelling; the reader translates it into the key it names
 `accepted`     has no effect here, for the reason given
 `refused`      raises when it asks for something, and says what to use instead
-`later`        refused as long as its feature has a row in `hf_zero.config.not_yet`, used from then on
 `part`         belongs to a section that is switched on by another key, and shares that key's fate
 =============  ==========================================================================================================
 """
@@ -21,7 +20,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from hf_zero.config.not_yet import NOT_YET
 from hf_zero.system.secrets import hidden_under
 
 Fate = Literal["used", "mapped", "accepted", "refused", "part"]
@@ -72,11 +70,6 @@ def _parse_float(text: str) -> float:
         raise ValueError("not a number") from None
 
 
-def _lenient_bool(value: Any) -> Any:
-    """`true`, "true", "True", "1", "yes", 1 and their opposites; any other number or text is left for pydantic to refuse."""
-    return value.strip().lower() if isinstance(value, str) else value
-
-
 def _lower_text(value: Any) -> Any:
     return value.strip().lower() if isinstance(value, str) else value
 
@@ -84,7 +77,7 @@ def _lower_text(value: Any) -> Any:
 _DTYPE_NAMES = {
     "fp16": "fp16", "float16": "fp16", "half": "fp16",
     "bf16": "bf16", "bfloat16": "bf16", "bfp16": "bf16",
-    "fp32": "fp32", "float32": "fp32", "float": "fp32",
+    "fp32": "fp32", "float32": "fp32", "float": "fp32"
 }  # fmt: skip
 
 
@@ -100,9 +93,12 @@ def _inf_is_never(value: Any) -> Any:
     return None if isinstance(value, float) and math.isinf(value) else value
 
 
+ANY_CASE = BeforeValidator(_lower_text)
+"""For `Annotated[Literal[...], ANY_CASE]`: letter case does not matter."""
 Int = Annotated[int, BeforeValidator(_lenient_int)]
 Float = Annotated[float, BeforeValidator(_lenient_float), Field(allow_inf_nan=False)]
-Bool = Annotated[bool, BeforeValidator(_lenient_bool)]
+Bool = Annotated[bool, ANY_CASE]
+"""`true`, "true", "True", "1", "yes", 1 and their opposites."""
 Count = Annotated[int, BeforeValidator(_lenient_int), Field(gt=0)]
 Size = Annotated[int, BeforeValidator(_lenient_int), Field(ge=0)]
 NonNegative = Annotated[float, BeforeValidator(_lenient_float), Field(ge=0, allow_inf_nan=False)]
@@ -112,13 +108,7 @@ Bound = Annotated[float, BeforeValidator(_lenient_float), Field(ge=0)]
 Share = Annotated[float, BeforeValidator(_lenient_float), Field(ge=0, le=1)]
 Steps = Annotated[Size | None, BeforeValidator(_inf_is_never)]
 Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(_dtype_name)]
-Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_lower_text)]
-LowerStr = Annotated[str, BeforeValidator(_lower_text)]
-
-
-def lower_choice(value: Any) -> Any:
-    """Validator for `Annotated[Literal[...], BeforeValidator(lower_choice)]`: letter case does not matter."""
-    return _lower_text(value)
+Device = Annotated[Literal["none", "cpu", "nvme"], ANY_CASE]
 
 
 # ------------------------------------------------------------------------------------------------------------- sections
@@ -135,8 +125,10 @@ class Section(BaseModel):
     """Keys beyond the fields are allowed (a client's own section)."""
     rest: ClassVar[FieldInfo | None] = None
     """Fate of those further keys, where the key list has a row for them (`amp.*`)."""
-    key_models: ClassVar[dict[str, SectionClass]] = {}
-    """Fields that stay plain dictionaries for their consumer, with the section that describes the keys inside."""
+
+    def __init_subclass__(cls, switch: str | None = None, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        cls.switch = switch
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """What the repr shows: fields that are no secret, and other texts without credentials."""
@@ -166,7 +158,8 @@ def is_on(value: Any, passes: Iterable[Any] = ()) -> bool:
 def _field(default: Any, text: str, fate: Fate, effect: str, extra: dict[str, Any]) -> Any:
     """The pydantic field behind every helper; a callable default (a section class, `list`) becomes a factory.
 
-    `secret` among the extras marks a value that is never shown: not by `explain`, nor in messages, nor in the section's repr.
+    Among the extras, `secret` marks a value that is never shown: not by `explain`, nor in messages, nor in the section's repr. `model` is
+    the section that describes the keys of a block that stays a plain dictionary.
     """
     extras = {"fate": fate, "effect": effect, **{name: value for name, value in extra.items() if value not in (None, (), {})}}
     shown = not extra.get("secret", False)
@@ -194,13 +187,6 @@ def mapped(default: Any, text: str, into: str, **extra: Any) -> Any:
 def refused(default: Any, text: str, instead: str, **extra: Any) -> Any:
     """A key that raises when it asks for something. `instead` says what to use."""
     return _field(default, text, "refused", instead, extra)
-
-
-def later(default: Any, text: str, feature: str, **extra: Any) -> Any:
-    """A key of a feature: refused while `NOT_YET` has a row for the feature, used afterwards."""
-    if feature in NOT_YET:
-        return _field(default, text, "refused", NOT_YET[feature], {"feature": feature, **extra})
-    return _field(default, text, "used", text, {"feature": feature, **extra})
 
 
 def part(default: Any, text: str, **extra: Any) -> Any:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
-
-from hf_zero.config.schema.fields import Bool, Count, Section, lower_choice, used
+from hf_zero.config.schema.fields import ANY_CASE, Bool, Count, Section, used
 
 
-class Tensorboard(Section):
+class Tensorboard(Section, switch="enabled"):
     """`tensorboard`. TensorBoard monitor."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Bool = used(False, "Write TensorBoard events")
     output_path: str = used("", "Folder of the events")
     job_name: str = used("DeepSpeedJobName", "Sub-folder name")
 
 
-class Wandb(Section):
+class Wandb(Section, switch="enabled"):
     """`wandb`. Weights & Biases monitor."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Bool = used(False, "Log to Weights & Biases")
     group: str | None = used(None, "Run group")
@@ -30,10 +24,8 @@ class Wandb(Section):
     project: str = used("deepspeed", "Project")
 
 
-class Comet(Section):
+class Comet(Section, switch="enabled"):
     """`comet`. Comet monitor."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Bool = used(False, "Log to Comet")
     samples_log_interval: Count = used(100, "Samples between submissions")
@@ -43,25 +35,19 @@ class Comet(Section):
     experiment_name: str | None = used(None, "Experiment name")
     experiment_key: str | None = used(None, "Experiment key")
     online: Bool | None = used(None, "Online or offline experiment")
-    mode: Annotated[Literal["get", "create", "get_or_create"], BeforeValidator(lower_choice)] | None = used(
-        None, "get create or get_or_create"
-    )
+    mode: Annotated[Literal["get", "create", "get_or_create"], ANY_CASE] | None = used(None, "get create or get_or_create")
 
 
-class CsvMonitor(Section):
+class CsvMonitor(Section, switch="enabled"):
     """`csv_monitor`. csv monitor."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Bool = used(False, "Write csv files")
     output_path: str = used("", "Folder of the files")
     job_name: str = used("DeepSpeedJobName", "Sub-folder name")
 
 
-class Trackio(Section):
+class Trackio(Section, switch="enabled"):
     """`trackio`. Trackio monitor."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Bool = used(False, "Log to Trackio")
     project: str = used("deepspeed", "Project")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from hf_zero.config.schema.fields import Bool, Count, Int, NonNegative, Section, accepted, lower_choice, part, refused, section, used
+from hf_zero.config.schema.fields import ANY_CASE, Bool, Count, Int, NonNegative, Section, accepted, part, refused, section, used
 
 
 def _false_is_none(value: Any) -> Any:
@@ -49,9 +49,8 @@ _OWN_WRITER = "files are written in windows of 4 MiB straight from the shards"
 class Writer(Section):
     """`checkpoint.writer`. Fast checkpoint writer."""
 
-    type: Annotated[Literal["fast", "python", "mock"], BeforeValidator(lower_choice)] = used(
-        "FAST",
-        "`fast` and `mock` write past the page cache where the file system lets them, as without this section; `python` through it",
+    type: Annotated[Literal["fast", "python", "mock"], ANY_CASE] = used(
+        "FAST", "`fast` and `mock` write past the page cache where the file system lets them, as without this section; `python` through it"
     )
     io_buffer_size: Int = accepted(67108864, "Buffer bytes", _OWN_WRITER)
     io_buffer_double: Bool = accepted(True, "Two buffers", _OWN_WRITER)
@@ -64,7 +63,7 @@ class Writer(Section):
 class Checkpoint(Section):
     """`checkpoint`. Options of save and load."""
 
-    tag_validation: Annotated[Literal["ignore", "warn", "fail"], BeforeValidator(lower_choice)] = accepted(
+    tag_validation: Annotated[Literal["ignore", "warn", "fail"], ANY_CASE] = accepted(
         "warn", "ignore warn or fail when ranks disagree on the tag", "rank 0 names the folder and every rank writes to that one"
     )
     load_universal: Bool = accepted(False, "Load the universal format", "every checkpoint loads on any number of ranks")
@@ -74,19 +73,6 @@ class Checkpoint(Section):
     parallel_write: ParallelWrite | None = accepted(None, "Parallel writing", "every rank writes its own file")
     checkpoint_serialization: Bool = accepted(True, "Serialise with the torch zip format", "files are safetensors and JSON, never pickle")
     writer: Writer | None = section(None, "Fast checkpoint writer")
-
-
-class Nebula(Section):
-    """`nebula`. Azure checkpoint service."""
-
-    switch: ClassVar[str | None] = "enabled"
-
-    enabled: Bool = refused(False, "Use the Nebula service", "not supported: save to a folder of your storage")
-    enable_nebula_load: Bool = part(True, "Load through the service")
-    nebula_load_path: str | None = part(None, "Load folder")
-    persistent_storage_path: str | None = part(None, "Folder for persistent copies")
-    persistent_time_interval: Int = part(100, "Seconds between persistent copies")
-    num_of_version_in_retention: Int = part(2, "Copies kept")
 
 
 class DataStates(Section):
@@ -109,10 +95,8 @@ class Aio(Section):
     use_gds: Bool = refused(False, "GPUDirect storage", "not supported: reads and writes pass through page-locked host memory")
 
 
-class Compile(Section):
+class Compile(Section, switch="deepcompile"):
     """`compile`. DeepCompile."""
-
-    switch: ClassVar[str | None] = "deepcompile"
 
     deepcompile: Bool = refused(
         False, "Use the DeepCompile passes", "not supported: call engine.compile() or torch.compile() on the blocks"

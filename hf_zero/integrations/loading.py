@@ -1,0 +1,114 @@
+"""``zero.Init`` and ``GatheredParameters`` as transformers calls them around ``from_pretrained``."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from hf_zero.core.schedule import gathered_parameters as gathered
+from hf_zero.core.units.unit import full_shape
+from hf_zero.deepspeed import zero_init as init
+from hf_zero.errors import StateError
+from hf_zero.integrations import callers
+
+ALLOW_VARIABLE = "HF_ZERO_ALLOW_MISSING_WEIGHTS"
+_SHOWN = 5
+_SECTION, _SIZE = "tensor_parallel", "autotp_size"
+
+
+class Init(init.Init):
+    """``hf_zero.zero.Init``, which also lets a load under stage 3 and tensor parallelism pass.
+
+    [Note: loading under tensor parallelism] transformers 5 converts no names of a checkpoint when the configuration has ``autotp_size``,
+    because there the layers would be cut already. Ours are whole until ``initialize``: a load at stage 3 fills shards over all
+    ranks, which are split one parameter at a time. So that one function is told 1. The configuration is otherwise what it was.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = kwargs.get("config_dict_or_path")
+        if isinstance(config, dict) and isinstance(config.get(_SECTION), dict):
+            config[_SECTION] = _Section(config[_SECTION])
+
+
+class _Section(dict[str, Any]):
+    """The configuration's ``tensor_parallel``; see [Note: loading under tensor parallelism]."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As a dict's, but for the function that converts names."""
+        if key == _SIZE and callers.running(callers.CONVERSIONS):
+            return 1
+        return super().get(key, default)
+
+
+class GatheredParameters(gathered.GatheredParameters):
+    """``hf_zero.zero.GatheredParameters``, which also looks at how much of a model ``from_pretrained`` has found.
+
+    Training weights that are nearly all random is the most costly failure of stage 3, and the loader only warns. When
+    more than half of the parameters, by number and by elements, were not in the checkpoint, the load stops here on every rank, before
+    the missing ones are gathered. HF_ZERO_ALLOW_MISSING_WEIGHTS=1 lets such a load pass. What is missing is gathered in the order of
+    the model, which is the same on every rank.
+
+    Raises:
+        StateError: The load above.
+    """
+
+    def __init__(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
+        model = _model_of_load()
+        if model is not None:
+            _require_most_weights(model)
+            # transformers 4 passes detached copies, which are nobody's parameters; 5 passes a set, whose order differs between the ranks.
+            params = [param for param in model.parameters() if not getattr(param, "_is_hf_initialized", False)]
+        super().__init__(params, *args, **kwargs)
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """A context in which every parameter of ``model``, an engine or a module, is whole, and any rank may generate by itself; collective.
+
+    Yields ``model``. There are no hooks to take off meanwhile: they find every block whole and do nothing.
+    """
+    with GatheredParameters(model.parameters()):
+        yield model
+
+
+def _model_of_load() -> nn.Module | None:
+    """The model whose missing weights transformers is about to initialise, for the first that asks: what its modules gather is theirs."""
+    call = next(iter(callers.running(callers.MISSING_KEYS)), None)
+    if call is None or call.answered or call.given.get("is_quantized"):
+        return None
+    call.answered = True
+    return call.caller
+
+
+def _require_most_weights(model: nn.Module) -> None:
+    if os.environ.get(ALLOW_VARIABLE, "0") not in ("0", ""):
+        return
+    params = {name: param for name, param in model.named_parameters() if not _is_tied(model, name)}
+    missing = [name for name, param in params.items() if not getattr(param, "_is_hf_initialized", False)]
+    elements = {name: full_shape(param).numel() for name, param in params.items()}
+    lost = sum(elements[name] for name in missing)
+    if 2 * len(missing) <= len(params) or 2 * lost <= sum(elements.values()):
+        return
+    source = getattr(getattr(model, "config", None), "name_or_path", None) or "the given weights"
+    shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
+    raise StateError(
+        f"from_pretrained({str(source)!r}) into {type(model).__name__}: only {len(params) - len(missing)} of {len(params)} parameters "
+        f"are in the checkpoint, and training would start from random numbers. Missing: {shown}. Either the checkpoint belongs to "
+        "another architecture, or its names carry a prefix (module., _orig_mod., base_model.), or its tensors were saved empty at "
+        f"stage 3 without a gather. To begin with random weights use from_config, or set {ALLOW_VARIABLE}=1"
+    )
+
+
+def _is_tied(model: Any, name: str) -> bool:
+    """Whether a parameter gets its values from another one after the load."""
+    tied = getattr(model, "all_tied_weights_keys", None)
+    if tied is not None:
+        return name in tied
+    patterns = getattr(model, "_tied_weights_keys", None) or []
+    return any(re.search(pattern, name) for pattern in patterns)

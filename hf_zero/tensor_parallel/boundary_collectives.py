@@ -1,0 +1,139 @@
+"""Hooks that do at the boundaries of modules what a plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.tensor_parallel import functions
+from hf_zero.tensor_parallel.call_arguments import argument_names, convert_arguments, convert_inside
+from hf_zero.tensor_parallel.functions import ModelGroup, Part
+from hf_zero.tensor_parallel.logits import VocabularyLogits
+from hf_zero.tensor_parallel.plan import Boundary, TpPlan
+from hf_zero.tensor_parallel.solve import COPY, GATHER, GATHER_BOTH, LOGITS, NORM, REDUCE, REDUCE_BOTH, SLICE
+
+_Convert = Callable[[torch.Tensor], torch.Tensor]
+
+
+class BoundaryCollectives:
+    """What one module does differently as a part of a split model.
+
+    Attributes:
+        path: Its path in the model.
+    """
+
+    def __init__(self, module: nn.Module, path: str, plan: TpPlan, group: ModelGroup) -> None:
+        self.path = path
+        self.group = group
+        self._names = argument_names(module)
+        self._inputs: dict[str, list[_Convert]] = {}
+        self._outputs: dict[str, list[_Convert]] = {}
+        self._delays_bias = path in plan.rows and getattr(module, "bias", None) is not None
+        self._draws = path in plan.random
+        self._bias: list[Any] = []
+        self._random: list[Any] = []
+        self._masks: list[torch.Tensor] = []
+        for boundary in plan.borders.get(path, ()):
+            self._add(boundary)
+        self._only_copies = all(boundary.kind == COPY for boundary in plan.borders.get(path, ()) if boundary.side == "in")
+        module.register_forward_pre_hook(self.before, with_kwargs=True)
+        module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+
+    def _add(self, boundary: Boundary) -> None:
+        group, label, kind = self.group, self.path, boundary.kind
+        part = Part(boundary.dim, boundary.ranges, boundary.full) if boundary.ranges else None
+        inputs = self._inputs.setdefault(boundary.key, []) if boundary.side == "in" else []
+        outputs = self._outputs.setdefault(boundary.key, []) if boundary.side == "out" else []
+        if kind == COPY:
+            inputs.append(lambda tensor: functions.copy(tensor, group, label))
+        elif kind in (REDUCE, REDUCE_BOTH):
+            outputs.append(lambda tensor: functions.reduce(tensor, group, label, kind == REDUCE_BOTH))
+        elif part is None:
+            raise ValueError(f"plan: border {kind!r} of {self.path} has no ranges")
+        elif kind == SLICE:
+            inputs.append(lambda tensor: functions.take(tensor, group, part, label))
+        elif kind in (GATHER, GATHER_BOTH):
+            outputs.append(lambda tensor: functions.gather(tensor, group, part, label, kind == GATHER_BOTH))
+        elif kind == LOGITS:
+            outputs.append(lambda tensor: VocabularyLogits(tensor, group, part, label))
+        elif kind == NORM:
+            inputs.append(lambda tensor: functions.gather(tensor, group, part, label, both=True))
+            self._outputs.setdefault("", []).append(lambda tensor: functions.take(tensor, group, part, label, partial=True))
+        elif kind in ("vocabulary", "vocabulary both"):
+            inputs.append(lambda ids: self._local_ids(ids, part))
+            self._outputs.setdefault("", []).append(lambda rows: self._sum_rows(rows, kind.endswith("both")))
+        else:
+            raise ValueError(f"plan: unknown border {kind!r} of {self.path}")
+
+    def _local_ids(self, ids: torch.Tensor, part: Part) -> torch.Tensor:
+        start, stop = part.ranges[self.group.rank][0]
+        elsewhere = (ids < start) | (ids >= stop)
+        self._masks.append(elsewhere)
+        return (ids - start).masked_fill(elsewhere, 0)
+
+    def _sum_rows(self, rows: torch.Tensor, both: bool) -> torch.Tensor:
+        elsewhere = self._masks.pop()
+        return functions.reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group, self.path, both)
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Converts arguments; takes the bias away where it comes after the sum; gives this rank random numbers of its own."""
+        if self._delays_bias:
+            bias = module._parameters["bias"]
+            self._bias.append(bias)
+            # A linear layer does without; Conv1D's fused product wants one.
+            module._parameters["bias"] = None if isinstance(module, nn.Linear) else torch.zeros_like(bias)  # type: ignore[assignment,arg-type]
+        if self._draws and module.training:
+            self._random.append(_own_random(self.group, args, kwargs))
+        if not self._inputs:
+            return None
+        done: dict[tuple[int, int], torch.Tensor] = {}  # one tensor passed as query, key and value is converted once
+
+        def once(tensor: torch.Tensor, work: list[_Convert]) -> torch.Tensor:
+            key = (id(tensor), len(work)) if self._only_copies else (len(done), -1)
+            if key not in done:
+                done[key] = _apply(tensor, work)
+            return done[key]
+
+        return convert_arguments(args, kwargs, self._names, self._inputs, once)
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Undoes what ``before`` has set, and converts results."""
+        if self._random:
+            self._random.pop()()
+        bias = None
+        if self._delays_bias:
+            bias = self._bias.pop()
+            module._parameters["bias"] = bias
+        if output is None:
+            return None
+        for key, work in self._outputs.items():
+            output = convert_inside(output, key, work, _apply)
+        return output if bias is None else output + bias
+
+
+def _apply(tensor: torch.Tensor, work: list[_Convert]) -> torch.Tensor:
+    for convert in work:
+        tensor = convert(tensor)
+    return tensor
+
+
+def _own_random(group: ModelGroup, args: Any, kwargs: Any) -> Callable[[], None]:
+    """Gives this rank a random stream of its own until the returned function is called.
+
+    [Note: random numbers in split modules] The seed is drawn from the common stream, so every rank draws the same number, the common stream
+    goes on the same everywhere, and recomputation under activation checkpointing, which restores it, replays the same masks.
+    """
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    seed = int(torch.randint(2**62, (), dtype=torch.long)) + group.rank + 1
+    if device.type == "cpu":
+        state = torch.get_rng_state()
+        torch.default_generator.manual_seed(seed)
+        return lambda: torch.set_rng_state(state)
+    module = getattr(torch, device.type)
+    device_state = module.get_rng_state(device)
+    module.manual_seed(seed)
+    return lambda: module.set_rng_state(device_state, device)

@@ -1,0 +1,154 @@
+"""Makes the plan for a model: the user's overrides first, then the plan that the model brings, then what its code shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from hf_zero.errors import ConfigError
+from hf_zero.tensor_parallel.example_inputs import example_inputs
+from hf_zero.tensor_parallel.infer import Findings, infer, unread
+from hf_zero.tensor_parallel.model_plan import note_source, own_styles, preferences
+from hf_zero.tensor_parallel.named_layers import plan_named_layers
+from hf_zero.tensor_parallel.overrides import Overrides
+from hf_zero.tensor_parallel.plan import WHOLE, TpPlan
+from hf_zero.tensor_parallel.plan_writer import write_plan
+from hf_zero.tensor_parallel.solve import is_linear
+from hf_zero.tensor_parallel.trace import Inputs, have_values, skeleton
+
+_USABLE = range(2, 65)  # numbers of ranks that messages try
+_LENGTHS = (16, 64, 512)
+
+
+def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, overrides: Overrides | None = None) -> TpPlan:
+    """How to split ``model`` over ``ranks``.
+
+    Args:
+        model: Any model; values and device of its parameters do not matter.
+        ranks: Size of a tensor-parallel group.
+        inputs: A call that runs all of the model; None makes one up for transformers' models.
+        overrides: What the user wants; a layer that the model's data flow splits otherwise is then split by itself. Of a model that cannot
+            be traced, what they name is split, each layer by itself.
+
+    Raises:
+        ConfigError: Nothing of the model can be split over so many ranks, or the model cannot be traced and nothing is named.
+    """
+    overrides = overrides or Overrides()
+    copy = skeleton(model).train()
+    for module in copy.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+    forced: dict[str, str] = {}
+    try:
+        plan = write_plan(_infer(copy, ranks, inputs, overrides.whole, forced), copy, ranks, overrides.source)
+    except _Untraceable as error:
+        if overrides.families:
+            return plan_named_layers(model, ranks, overrides, str(error))
+        raise ConfigError(f"{error}. {_remedy(copy, ranks)}") from error.__cause__
+    styles = own_styles(model)
+    preferred = {path: how for path, how in preferences(plan, styles).items() if path not in {*overrides.whole, *overrides.families}}
+    if preferred:
+        other = write_plan(_infer(copy, ranks, inputs, overrides.whole, preferred), copy, ranks, overrides.source)
+        if all(other.modules[path].split == how for path, how in preferred.items()):
+            plan, forced = other, preferred
+    # A layer that is split by itself takes the flow from its neighbours: their overrides are looked at again.
+    while any(path not in forced for path in overrides.unmet(plan)):
+        forced.update(overrides.unmet(plan))
+        plan = write_plan(_infer(copy, ranks, inputs, overrides.whole, forced), copy, ranks, overrides.source)
+    _require(plan, overrides, copy, ranks)
+    for path in (*overrides.whole, *overrides.families):
+        if path in plan.modules:
+            plan.modules[path].source = overrides.source
+    note_source(plan, styles)
+    _note_undivided(plan, copy, ranks)
+    if ranks > 1 and not plan.parameters:
+        sizes = sorted({size for param in model.parameters() if param.dim() > 1 for size in getattr(param, "ds_shape", param.shape)})
+        raise ConfigError(
+            f"tensor_parallel.autotp_size is {ranks}, and nothing of {type(model).__name__} divides by it: its dimensions are {sizes}"
+        )
+    return plan
+
+
+def _note_undivided(plan: TpPlan, model: nn.Module, ranks: int) -> None:
+    """Says which linear layers no split fits, and over how many ranks they would divide."""
+    whole = [path for path, entry in plan.modules.items() if entry.split == WHOLE]
+    weights = {path: tuple(model.get_parameter(f"{path}.weight").shape) for path in whole if is_linear(type(model.get_submodule(path)))}
+    odd = {path: shape for path, shape in weights.items() if all(size % ranks for size in shape)}
+    if odd:
+        usable = [number for number in _USABLE if all(any(size % number == 0 for size in shape) for shape in odd.values())]
+        path, shape = next(iter(odd.items()))
+        plan.notes.append(
+            f"{len(odd)} linear layers do not divide by {ranks} and stay whole on every rank, such as {path} {shape}; "
+            + (f"usable numbers of ranks are {usable}" if usable else "no number of ranks divides them all")
+        )
+
+
+def _require(plan: TpPlan, overrides: Overrides, model: nn.Module, ranks: int) -> None:
+    for path in overrides.unmet(plan):
+        weight = dict(model.named_parameters(remove_duplicate=False))[f"{path}.weight"]
+        sizes = [number for number in _USABLE if all(size % number == 0 for size in weight.shape)]
+        raise ConfigError(
+            f"{path} cannot be split by {overrides.families[path]} over {ranks} ranks: its weight is {tuple(weight.shape)} "
+            f"({plan.modules[path].reason}); usable numbers of ranks are {sizes}"
+        )
+
+
+class _Untraceable(Exception):
+    """The model does not run without values, or nothing is known to run it with."""
+
+
+def _remedy(model: nn.Module, ranks: int) -> str:
+    linear = [path for path, module in model.named_modules() if is_linear(type(module))]
+    call = f"tp_model_init(model, tp_size={ranks}, inputs={{...}}) before initialize, with the tensors that its forward takes"
+    if not linear:
+        return f"Make a call that runs it known: {call}"
+    shown = ", ".join(linear[:3]) + (", ..." if len(linear) > 3 else "")
+    return (
+        f"Either make a call that runs it known: {call}; or name layers to split, each by itself ({shown}), in "
+        "tensor_parallel.partition_config.layer_specs, as patterns with partition_type 'column' or 'row'; or give tp_model_init a saved "
+        "plan (plan=TpPlan.load(file))"
+    )
+
+
+def _infer(copy: nn.Module, ranks: int, inputs: Inputs | None, kept: set[str], forced: dict[str, str]) -> Findings:
+    """What the first call that runs shows; where that does not run all of the model (every expert), what one with tokens shows."""
+    error: Exception | None = None
+    partly: Findings | None = None
+    try:
+        for chosen in _calls(copy, inputs):
+            if partly is not None and not have_values(chosen):
+                continue
+            try:
+                found = infer(copy, chosen, ranks, kept, forced)
+            except Exception as raised:  # the model's own errors, of any kind
+                error = error or raised
+                continue
+            if partly is not None:
+                return min(partly, found, key=lambda findings: len(unread(findings.graph)))
+            if not unread(found.graph) or have_values(chosen):
+                return found
+            partly = found
+    except ConfigError as unknown:
+        raise _Untraceable(str(unknown)) from None
+    if partly is not None:
+        return partly
+    raise _Untraceable(f"{type(copy).__name__} does not run on tensors without values ({type(error).__name__}: {error})") from error
+
+
+def _calls(copy: nn.Module, inputs: Inputs | None) -> Iterator[Inputs]:
+    """Calls to try, cheapest first: some models want long rows, some want to see the tokens, some cannot build their cache."""
+    if inputs is not None:
+        yield {name: torch.empty_like(tensor, device="meta") for name, tensor in inputs.items()}
+        if have_values(inputs):
+            yield {name: tensor.cpu() for name, tensor in inputs.items()}
+        return
+    for length in _LENGTHS:
+        yield example_inputs(copy, length)
+    for module in copy.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # type: ignore[union-attr]
+    for length in _LENGTHS:
+        yield example_inputs(copy, length, values=True)
