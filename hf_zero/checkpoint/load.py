@@ -1,4 +1,4 @@
-"""Loading at any number of ranks and any stage: each rank plans the ranges it needs, reads them, and spreads what it holds."""
+"""Loading at any number of ranks and any stage: each rank plans the ranges it needs, reads them, and the updated shards are all-gathered."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None
         agreement.on_all(net, what, plan.read)
         if request.custom is not None:
             _load_custom(state, plan, request.custom, what)
-        _spread(state)
+        _all_gather_updated(state)
         return Loaded(folder, plan.client_state, None if request.module_only else plan.index.counters, plan.reader.bytes_read)
 
 
@@ -127,9 +127,9 @@ class _Plan:
         # A model of Hugging Face that was converted does not tell buffers from parameters.
         loose = {record.name: record.file for record in self.index.loose}
         self._buffer_files = {**{name: loose[name] for name in state.buffers() if name in loose}, **self.index.buffers}
-        self._twins: dict[str, list[str]] = {}  # further names of tied parameters in this model
+        self._aliases: dict[str, list[str]] = {}  # further names of tied parameters in this model
         for alias, name in state.aliases().items():
-            self._twins.setdefault(name, []).append(alias)
+            self._aliases.setdefault(name, []).append(alias)
         self._copies: list[Copy] = []
         self._after: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors whose elements do not lie in a row, and their copies
         if request.strict:
@@ -175,7 +175,7 @@ class _Plan:
 
     def _name(self, name: str) -> str:
         """The name of a parameter, of those it has in this model, that the checkpoint knows it by."""
-        return next((other for other in (name, *self._twins.get(name, ())) if self.catalog.find(other) is not None), name)
+        return next((other for other in (name, *self._aliases.get(name, ())) if self.catalog.find(other) is not None), name)
 
     def _located(self, name: str, wanted: SavedTpShard) -> Located | None:
         found = self.catalog.find(self._name(name))
@@ -301,7 +301,7 @@ def _load_custom(state: TrainingState, plan: _Plan, custom: Callable[..., Any], 
             unit.take_full()
 
 
-def _spread(state: TrainingState) -> None:
+def _all_gather_updated(state: TrainingState) -> None:
     """Training-type copies from the masters, and whole buffers where units stay whole; collective."""
     for unit in state.units:
         unit.publish()
