@@ -236,7 +236,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     *_in(
-        "core/schedule/backward_order.py",
+        "core/schedule/reducer.py",
         (
             "a place is one off",
             "user = position if reach <= 0 else unshards[first - 1] if first else 0",
