@@ -14,6 +14,8 @@ from hf_zero.deepspeed.alias.finder import AliasModule, find_spec, load_target
 from hf_zero.deepspeed.alias.table import MODULES, PROVIDED, REFUSED, refusal
 from tests.support.rows import each
 
+pytestmark = pytest.mark.quick
+
 LIBRARIES = ("accelerate", "transformers", "peft", "trl")
 
 # Lightning is no dependency; these are the names it uses (Fabric and Trainer strategies, utilities).

@@ -23,6 +23,8 @@ from hf_zero.deepspeed.served.settings import (
 )
 from hf_zero.errors import ConfigError
 
+pytestmark = pytest.mark.quick
+
 PUBLISHED: dict[str, dict[str, Any]] = {
     "lots of no size": {"zero_optimization": {"stage": 3, "sub_group_size": 0, "max_live_parameters": 0, "max_reuse_distance": 0}},
     "sizes all auto": {"zero_optimization": {"stage": 3, "sub_group_size": "auto", "stage3_max_live_parameters": "auto"}},

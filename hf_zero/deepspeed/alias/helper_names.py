@@ -154,9 +154,9 @@ HELPERS: Final[dict[str, str]] = {
     **_rows("runtime.fp16.loss_scaler", "deepspeed.loss_scalers", _SCALERS),
     "deepspeed.runtime.zero.utils.ZeRORuntimeException": "hf_zero.errors:ConfigError",
     # One class serves every precision, as it does every stage.
-    "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": "hf_zero.core.optimizer.sharded:ShardedOptimizer",
-    "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": "hf_zero.core.optimizer.sharded:ShardedOptimizer",
-    "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": "hf_zero.core.optimizer.sharded:ShardedOptimizer",
+    "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
     # Logs, timers, monitors.
     **_rows("utils.logging", "deepspeed.served.logs", _LOGS),
     **_rows("utils", "deepspeed.served.logs", ("print_dist", "set_log_level_from_string")),
