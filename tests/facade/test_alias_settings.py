@@ -12,9 +12,9 @@ import pytest
 
 from hf_zero.config.resolve import resolve
 from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam
-from hf_zero.deepspeed.monitors import MonitorMaster, TensorBoardMonitor, TrackioMonitor, csvMonitor
-from hf_zero.deepspeed.schedule_names import add_tuning_arguments
-from hf_zero.deepspeed.settings import (
+from hf_zero.deepspeed.served.monitors import MonitorMaster, TensorBoardMonitor, TrackioMonitor, csvMonitor
+from hf_zero.deepspeed.served.schedule_names import add_tuning_arguments
+from hf_zero.deepspeed.served.settings import (
     DeepSpeedConfig,
     DeepSpeedMonitorConfig,
     DeepSpeedZeroConfig,

@@ -55,7 +55,6 @@ AGAINST: frozenset[tuple[str, str]] = frozenset(
     {
         ("hf_zero.build.units", "hf_zero.deepspeed.param_attributes"),
         ("hf_zero.core.units.construct", "hf_zero.deepspeed.param_attributes"),
-        ("hf_zero.deepspeed.launcher", "hf_zero.cli"),
         ("hf_zero.tensor_parallel.apply", "hf_zero.deepspeed.param_attributes"),
     }
 )
@@ -88,7 +87,7 @@ def test_engine_import_brings_no_framework_and_starts_no_device() -> None:
         import sys
         import hf_zero
         hf_zero.initialize, hf_zero.zero.Init, hf_zero.utils.safe_get_full_grad
-        import hf_zero.deepspeed.ops, hf_zero.deepspeed.accelerator
+        import hf_zero.deepspeed.served.ops, hf_zero.deepspeed.served.accelerator
         import torch
         print([name for name in {FRAMEWORKS!r} if name in sys.modules], torch.cuda.is_initialized(), torch.distributed.is_initialized())
     """)

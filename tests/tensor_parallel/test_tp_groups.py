@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.deepspeed import groups
+from hf_zero.deepspeed.served import groups
 from hf_zero.errors import ConfigError
 from hf_zero.tensor_parallel.plan import TpPlan
 from hf_zero.tensor_parallel.planner import make_plan
