@@ -7,12 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from hf_zero.comm.mpu import MODEL_GROUPS, model_parallel_group
 from hf_zero.comm.topology import Topology, build_topology, join_topologies
 from hf_zero.errors import ConfigError
 from hf_zero.sequence_parallel.state import SequenceParallel, count_slices_once, sequence_parallel_of
 from hf_zero.tensor_parallel.split import count_groups_once, is_split, model_topology, requested_ranks, split_model
-
-_MODEL_GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group")  # as the field's mpu objects name it
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,10 @@ def _topology(mpu: Any, model: nn.Module, model_parallel: int) -> Topology:
     """
     if mpu is None:
         return model_topology(model, model_parallel)
-    found = next((getattr(mpu, name)() for name in _MODEL_GROUPS if hasattr(mpu, name)), None)
+    found = model_parallel_group(mpu)
     size = found.size() if found is not None else 1
     if model_parallel not in (1, size):
-        names = " or ".join(f"{name}()" for name in _MODEL_GROUPS)
+        names = " or ".join(f"{name}()" for name in MODEL_GROUPS)
         raise ConfigError(
             f"tensor_parallel.autotp_size is {model_parallel}, and the model-parallel group of the mpu object has {size} rank(s) "
             f"({names}); make them equal, or leave mpu out: {model_parallel} adjacent ranks then hold one model together"

@@ -22,7 +22,7 @@ from hf_zero.onebit.step import check_topology
 from hf_zero.optim.factory import build_optimizer
 from hf_zero.optim.muon import muon_parameters
 from hf_zero.optim.onebit_adam import OneBitAdam
-from hf_zero.optim.schedules import build_scheduler
+from hf_zero.optim.scheduler_factory import build_scheduler
 
 
 def inner_optimizer(

@@ -26,7 +26,6 @@ from hf_zero.core.model_init import warn_if_built_whole
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, UnitGradients
-from hf_zero.core.schedule.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.schedule.schedule import UnshardSchedule
@@ -36,6 +35,7 @@ from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.progress import Progress, Reports
 from hf_zero.core.step.step import Stepper
 from hf_zero.core.units.grouping import lone_modules
+from hf_zero.core.units.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.core.units.unit import Unit
 from hf_zero.memory import heap
 from hf_zero.metrics import build_sinks
@@ -187,6 +187,5 @@ class PartsBuilder:
     def _stepper(self, runtime: Runtime, reducer: Reducer, optimizer: ShardedOptimizer, scaler: LossScaler) -> Stepper:
         max_norm = max_norm_of(optimizer.inner, self.config.gradient_clipping)
         settings = policies.step_settings(self.config, self.precision, self.stage, max_norm)
-        optimizer.scaler = scaler
         kind = OneBitStepper if isinstance(optimizer.inner, OneBitAdam) else Stepper
         return kind(runtime, reducer, optimizer, scaler, self.collectives, settings, self.model_collectives)

@@ -1,4 +1,4 @@
-"""The blocks and units of a model: what is gathered together, of which types, and where it rests."""
+"""The blocks and units of a model: what is unsharded together, of which types, and where it rests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.optimizer.sharded import group_of_params
+from hf_zero.core.optimizer.param_groups import group_of_params
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.precision import PrecisionPolicy, cast_and_move, cast_param

@@ -154,7 +154,7 @@ class Engine(nn.Module):
     # -- forward, backward, step ----------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module; its hooks gather and release.
+        """Calls the module; its hooks unshard and reshard.
 
         Raises:
             StateError: The engine was destroyed and is asked to train.
@@ -219,7 +219,7 @@ class Engine(nn.Module):
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Multiplies ``loss`` with the loss scale, for callers who write ``engine.scale(loss).backward()`` themselves.
 
-        ``retain_graph`` changes nothing: a second backward over the graph gathers again.
+        ``retain_graph`` changes nothing: a second backward over the graph unshards again.
 
         Raises:
             StateError: The engine has no optimizer, or another engine has taken its module.
@@ -255,7 +255,7 @@ class Engine(nn.Module):
         self._begin_micro_step(1.0 / self.accumulation.steps)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """At a boundary: clips, updates, spreads the new weights and steps the scheduler; otherwise nothing. Collective.
+        """At a boundary: clips, updates, all-gathers updated parameters and steps the scheduler; otherwise nothing. Collective.
 
         Args:
             lr_kwargs: Keyword arguments for the scheduler's ``step``.
@@ -276,7 +276,7 @@ class Engine(nn.Module):
         progress.count_step(self.samples_per_step, result.norm, result.skipped)
         if self.lr_scheduler is not None and not result.skipped:
             self.lr_scheduler.step(**(lr_kwargs or {}))
-        offloaded = self.optimizer.state_store.tiers(self.optimizer) if self.clock.memory else {}
+        offloaded = self.optimizer.offloaded() if self.clock.memory else {}
         self.clock.end_step(progress.global_steps, self.samples_per_step, offloaded)
         self.reports.tell(progress, self.optimizer.param_groups, self.scaler.scale)
 
@@ -363,7 +363,7 @@ class Engine(nn.Module):
             load_optimizer_states: Restore moments, param groups and loss scale; without, masters come from the weights.
             load_lr_scheduler_states: Restore the engine's scheduler.
             load_module_only: Restore parameters and buffers alone.
-            custom_load_fn: Called with ``src=`` whole state dict and ``dst=`` module, gathered, to load the parameters.
+            custom_load_fn: Called with ``src=`` whole state dict and ``dst=`` module, unsharded, to load the parameters.
 
         Returns:
             The folder and the client state; (None, None) when no tag is given and there is no ``latest``.
@@ -416,7 +416,7 @@ class Engine(nn.Module):
         return self
 
     def destroy(self) -> None:
-        """Frees gradients, masters and optimizer state. The module stays usable: whole at stages 0 to 2, gathered by its hooks at 3."""
+        """Frees gradients, masters and optimizer state. The module stays usable: whole at stages 0 to 2, unsharded by its hooks at 3."""
         self.destroyed = True
         for hook in hooks.on_destroy:
             hook(self)

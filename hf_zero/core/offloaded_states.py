@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.gradients import UnitGradients
-from hf_zero.core.schedule.outputs import tensors_in
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.units.own_part import has_memory
 from hf_zero.core.units.unit import Unit
@@ -144,7 +144,7 @@ class OffloadedStates:
     def _tensors(self, kind: str) -> Iterator[torch.Tensor]:
         if kind == "optim_states":
             for state in self._optimizer.state.values() if self._optimizer is not None else ():
-                yield from (value for value in tensors_in(state) if value.dim() > 0)
+                yield from (value for value in tree_leaves(state) if isinstance(value, torch.Tensor) and value.dim() > 0)
         elif kind == "hp_params":
             yield from (tensor for unit in self._units for tensor in unit.own.tensors()[1:])
         elif kind == "lp_params":

@@ -15,6 +15,7 @@ from hf_zero.core.engine import EngineParts
 from hf_zero.deepspeed import getters, requests
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.offload_handle import OffloadHandle
+from hf_zero.deepspeed.optimizer import give_names
 from hf_zero.deepspeed.safe_values import Training, register_training
 from hf_zero.errors import StateError
 from hf_zero.observe import log_rank0
@@ -54,15 +55,13 @@ class Engine(ConfiguredEngine):
     ) -> None:
         super().__init__(module, resolved, parts, sequence_parallel)
         self._training: list[Training] = []
-        handle = OffloadHandle(module)
         if parts.optimizer is not None and parts.stepper is not None:
-            parts.optimizer.connect(self.step, self.zero_grad, offload_states=self.offload_states, reload_states=self.reload_states)
-            parts.optimizer.parameter_offload = handle
+            give_names(parts.optimizer, self)
             self._training = [Training(gradients, parts.optimizer, parts.scaler) for gradients in parts.stepper.reducer.gradients]
             for training in self._training:
                 register_training(training.gradients.unit, training)
         elif self.policy.shards_parameters:
-            self.optimizer = handle
+            self.optimizer = OffloadHandle(module)
 
     # -- steps ----------------------------------------------------------------------------------------------------------
 
@@ -158,7 +157,7 @@ class Engine(ConfiguredEngine):
         return self.resolved.raw
 
     def destroy(self) -> None:
-        """Frees gradients, masters and optimizer state. The module stays usable: whole at stages 0 to 2, gathered by its hooks at 3."""
+        """Frees gradients, masters and optimizer state. The module stays usable: whole at stages 0 to 2, unsharded by its hooks at 3."""
         super().destroy()
         self._training = []
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.optimizer.readable import learning_rates
+from hf_zero.core.optimizer.param_groups import learning_rates
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.timers import SynchronizedWallClockTimer
 from hf_zero.metrics import EventWriter

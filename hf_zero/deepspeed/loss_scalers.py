@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_zero.core.step import loss_scale as own
-from hf_zero.deepspeed.norms import CheckOverflow
+from hf_zero.deepspeed.served.norms import CheckOverflow
 from hf_zero.errors import ConfigError
 
 INITIAL_LOSS_SCALE, SCALE_WINDOW, DELAYED_SHIFT = "init_scale", "scale_window", "delayed_shift"

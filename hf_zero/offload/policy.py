@@ -11,7 +11,7 @@ import torch
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.free_memory import free_bytes, ranks_on_this_host
-from hf_zero.core.optimizer.sub_groups import state_types
+from hf_zero.core.optimizer.clones import state_types
 from hf_zero.core.schedule.gradients import GradientPlace
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.precision import PrecisionPolicy

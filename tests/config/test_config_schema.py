@@ -17,6 +17,8 @@ from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.config.table import reference_page
 from tests.support.rows import each
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[2]
 with (ROOT / "tests/data/config_keys.csv").open(encoding="utf-8") as _file:
     ROWS = {row["path"]: row for row in csv.DictReader(_file)}

@@ -10,6 +10,8 @@ import pytest
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.errors import CheckpointError, ConfigError, StateError
 
+pytestmark = pytest.mark.quick
+
 
 def scales(scaler: LossScaler, overflows: str) -> list[float]:
     """The scale after each step; ``x`` is an overflow, ``.`` a good step."""

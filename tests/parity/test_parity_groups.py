@@ -24,7 +24,7 @@ OPTIMIZERS: Optimizers = {
     "AdamW fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, fused=True),
     "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1),
     "SGD momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, eps=1e-3),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, eps=1e-3, initial_accumulator_value=0.1),
     "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3, eps=1e-3, momentum=0.9, centered=True),
     "Adamax": lambda groups: torch.optim.Adamax(groups, lr=1e-2, eps=1e-3),
     "NAdam": lambda groups: torch.optim.NAdam(groups, lr=1e-2, eps=1e-3),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.optimizer.readable import learning_rates
+from hf_zero.core.optimizer.param_groups import learning_rates
 from hf_zero.core.step.clock import Clock
 from hf_zero.metrics import Sink
 from hf_zero.observe import log_rank0

@@ -78,13 +78,13 @@ class Stepper:
             factor: What its gradients are multiplied with.
         """
         self.prepare(boundary)
-        self.reducer.begin_micro_step(self.settings.stage.reduces(boundary, in_no_sync), factor)
+        self.reducer.begin(self.settings.stage.reduces(boundary, in_no_sync), factor)
 
     def prepare(self, boundary: bool) -> None:
         """Makes optimizer and units ready for a backward."""
         for unit in self.optimizer.units:
             unit.take_assigned()
-        self.optimizer.state_store.expect(self.optimizer, self.scaler.scale if boundary else None)
+        self.optimizer.state_store.expect(self.scaler.scale if boundary else None)
 
     def norm_of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """Norm of all gradients together, with loss scale; 0-dim, the same on every rank. Collective."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from hf_zero.deepspeed.schedule_names import NAMES as _SCHEDULE_NAMES
+from hf_zero.deepspeed.served.schedule_names import NAMES as _SCHEDULE_NAMES
 
 
 def _rows(module: str, target: str, names: tuple[str, ...]) -> dict[str, str]:
@@ -121,56 +121,56 @@ _ELASTICITY = {
 
 HELPERS: Final[dict[str, str]] = {
     # Configuration.
-    **{f"deepspeed.{path}DeepSpeedConfig": "hf_zero.deepspeed.settings:DeepSpeedConfig" for path in ("", "runtime.config.")},
+    **{f"deepspeed.{path}DeepSpeedConfig": "hf_zero.deepspeed.served.settings:DeepSpeedConfig" for path in ("", "runtime.config.")},
     **{f"deepspeed.{path}DeepSpeedConfigError": "hf_zero.errors:ConfigError" for path in ("", "runtime.config.")},
-    **_rows("runtime.config", "deepspeed.settings", (*_OPTIMIZER_NAMES, "get_monitor_config")),
-    **_rows("runtime.engine", "deepspeed.settings", ("ADAM_OPTIMIZER", "ADAMW_OPTIMIZER")),
-    "deepspeed.ADAM_OPTIMIZER": "hf_zero.deepspeed.settings:ADAM_OPTIMIZER",
-    "deepspeed.LAMB_OPTIMIZER": "hf_zero.deepspeed.settings:LAMB_OPTIMIZER",
-    **_rows("runtime.zero.config", "deepspeed.settings", ("DeepSpeedZeroConfig", "ZeroStageEnum", "get_zero_config")),
-    **_rows("runtime.zero.offload_config", "deepspeed.settings", ("OffloadDeviceEnum", "OffloadStateTypeEnum")),
-    "deepspeed.runtime.zero.config.OffloadDeviceEnum": "hf_zero.deepspeed.settings:OffloadDeviceEnum",
+    **_rows("runtime.config", "deepspeed.served.settings", (*_OPTIMIZER_NAMES, "get_monitor_config")),
+    **_rows("runtime.engine", "deepspeed.served.settings", ("ADAM_OPTIMIZER", "ADAMW_OPTIMIZER")),
+    "deepspeed.ADAM_OPTIMIZER": "hf_zero.deepspeed.served.settings:ADAM_OPTIMIZER",
+    "deepspeed.LAMB_OPTIMIZER": "hf_zero.deepspeed.served.settings:LAMB_OPTIMIZER",
+    **_rows("runtime.zero.config", "deepspeed.served.settings", ("DeepSpeedZeroConfig", "ZeroStageEnum", "get_zero_config")),
+    **_rows("runtime.zero.offload_config", "deepspeed.served.settings", ("OffloadDeviceEnum", "OffloadStateTypeEnum")),
+    "deepspeed.runtime.zero.config.OffloadDeviceEnum": "hf_zero.deepspeed.served.settings:OffloadDeviceEnum",
     **{
         f"deepspeed.runtime.zero.{module}.DeepSpeedZeroOffload{part}Config": f"hf_zero.config.schema.zero:Offload{part}"
         for module in ("config", "offload_config")
         for part in ("Param", "Optimizer")
     },
-    "deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT": "hf_zero.deepspeed.settings:TORCH_DISTRIBUTED_DEFAULT_PORT",
+    "deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT": "hf_zero.deepspeed.served.settings:TORCH_DISTRIBUTED_DEFAULT_PORT",
     "deepspeed.constants.default_pg_timeout": "torch.distributed.constants:default_pg_timeout",
     # Signatures of what `initialize` takes besides objects.
-    "deepspeed.runtime.engine.DeepSpeedOptimizerCallable": "hf_zero.deepspeed.signatures:DeepSpeedOptimizerCallable",
-    "deepspeed.runtime.engine.DeepSpeedSchedulerCallable": "hf_zero.deepspeed.signatures:DeepSpeedSchedulerCallable",
+    "deepspeed.runtime.engine.DeepSpeedOptimizerCallable": "hf_zero.deepspeed.served.helpers:DeepSpeedOptimizerCallable",
+    "deepspeed.runtime.engine.DeepSpeedSchedulerCallable": "hf_zero.deepspeed.served.helpers:DeepSpeedSchedulerCallable",
     # Schedules.
-    **_rows("runtime.lr_schedules", "deepspeed.schedule_names", (*_SCHEDULE_NAMES, "add_tuning_arguments")),
-    "deepspeed.add_tuning_arguments": "hf_zero.deepspeed.schedule_names:add_tuning_arguments",
+    **_rows("runtime.lr_schedules", "deepspeed.served.schedule_names", (*_SCHEDULE_NAMES, "add_tuning_arguments")),
+    "deepspeed.add_tuning_arguments": "hf_zero.deepspeed.served.schedule_names:add_tuning_arguments",
     # Gradients, devices and numbers.
-    **_rows("runtime.utils", "deepspeed.norms", _NORMS),
-    **_rows("runtime.utils", "deepspeed.helpers", _SMALL),
-    "deepspeed.utils.torch.required_torch_version": "hf_zero.deepspeed.helpers:required_torch_version",
+    **_rows("runtime.utils", "deepspeed.served.norms", _NORMS),
+    **_rows("runtime.utils", "deepspeed.served.helpers", _SMALL),
+    "deepspeed.utils.torch.required_torch_version": "hf_zero.deepspeed.served.helpers:required_torch_version",
     **{
-        f"deepspeed.runtime.zero.{module}.is_zero_param": "hf_zero.deepspeed.helpers:is_zero_param"
+        f"deepspeed.runtime.zero.{module}.is_zero_param": "hf_zero.deepspeed.served.helpers:is_zero_param"
         for module in ("utils", "partition_parameters")
     },
     **_rows("runtime.fp16.loss_scaler", "deepspeed.loss_scalers", _SCALERS),
     "deepspeed.runtime.zero.utils.ZeRORuntimeException": "hf_zero.errors:ConfigError",
     # One class serves every precision, as it does every stage.
-    "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": "hf_zero.core.optimizer.sharded:ShardedOptimizer",
-    "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": "hf_zero.core.optimizer.sharded:ShardedOptimizer",
-    "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": "hf_zero.core.optimizer.sharded:ShardedOptimizer",
+    "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
     # Logs, timers, monitors.
-    **_rows("utils.logging", "deepspeed.logs", _LOGS),
-    **_rows("utils", "deepspeed.logs", ("print_dist", "set_log_level_from_string")),
+    **_rows("utils.logging", "deepspeed.served.logs", _LOGS),
+    **_rows("utils", "deepspeed.served.logs", ("print_dist", "set_log_level_from_string")),
     **_rows("utils.timer", "deepspeed.timers", _TIMERS[:-1]),
     **_rows("utils.nvtx", "deepspeed.timers", ("instrument_w_nvtx",)),
     **_rows("utils", "deepspeed.timers", ("instrument_w_nvtx",)),
-    **{f"deepspeed.monitor.{module}.{name}": f"hf_zero.deepspeed.monitors:{name}" for module, name in _MONITORS.items()},
+    **{f"deepspeed.monitor.{module}.{name}": f"hf_zero.deepspeed.served.monitors:{name}" for module, name in _MONITORS.items()},
     **{f"deepspeed.monitor.config.{name}": f"hf_zero.config.schema.monitors:{target}" for name, target in _SECTIONS.items()},
-    "deepspeed.monitor.config.get_monitor_config": "hf_zero.deepspeed.settings:get_monitor_config",
-    "deepspeed.monitor.config.DeepSpeedMonitorConfig": "hf_zero.deepspeed.settings:DeepSpeedMonitorConfig",
+    "deepspeed.monitor.config.get_monitor_config": "hf_zero.deepspeed.served.settings:get_monitor_config",
+    "deepspeed.monitor.config.DeepSpeedMonitorConfig": "hf_zero.deepspeed.served.settings:DeepSpeedMonitorConfig",
     # Processes and devices.
     **_rows(
         "comm",
-        "deepspeed.comm",
+        "deepspeed.served.comm",
         ("has_all_gather_into_tensor", "has_reduce_scatter_tensor", "get_all_ranks_from_group"),
     ),
     "deepspeed.comm.allgather_fn": "torch.distributed:all_gather_into_tensor",
@@ -178,16 +178,16 @@ HELPERS: Final[dict[str, str]] = {
     "deepspeed.comm.inference_all_reduce": "torch.distributed:all_reduce",
     "deepspeed.comm.Work": "torch.distributed:Work",
     "deepspeed.comm.reduce_op.ReduceOp": "torch.distributed:ReduceOp",
-    **_rows("comm.utils", "deepspeed.comm", _LAUNCHER),
-    **_rows("accelerator.real_accelerator", "deepspeed.accelerator", ("get_accelerator", "is_current_accelerator_supported")),
-    "deepspeed.accelerator.DeepSpeedAccelerator": "hf_zero.deepspeed.accelerator:TorchAccelerator",
-    "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator": "hf_zero.deepspeed.accelerator:TorchAccelerator",
+    **_rows("comm.utils", "deepspeed.served.comm", _LAUNCHER),
+    **_rows("accelerator.real_accelerator", "deepspeed.served.accelerator", ("get_accelerator", "is_current_accelerator_supported")),
+    "deepspeed.accelerator.DeepSpeedAccelerator": "hf_zero.deepspeed.served.accelerator:TorchAccelerator",
+    "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator": "hf_zero.deepspeed.served.accelerator:TorchAccelerator",
     # Operators.
-    **_rows("ops.op_builder", "deepspeed.builders", _BUILDERS),
-    "deepspeed.ops.op_builder.builder.OpBuilder": "hf_zero.deepspeed.builders:OpBuilder",
-    "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": "hf_zero.deepspeed.ops:DeepSpeedCPULion",
-    "deepspeed.ops.lion.fused_lion.FusedLion": "hf_zero.deepspeed.ops:FusedLion",
-    "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad": "hf_zero.deepspeed.ops:DeepSpeedCPUAdagrad",
+    **_rows("ops.op_builder", "deepspeed.served.builders", _BUILDERS),
+    "deepspeed.ops.op_builder.builder.OpBuilder": "hf_zero.deepspeed.served.builders:OpBuilder",
+    "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": "hf_zero.deepspeed.served.ops:DeepSpeedCPULion",
+    "deepspeed.ops.lion.fused_lion.FusedLion": "hf_zero.deepspeed.served.ops:FusedLion",
+    "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad": "hf_zero.deepspeed.served.ops:DeepSpeedCPUAdagrad",
     # Blocks.
     **{f"deepspeed.{path}.{name}": f"hf_zero.utils:{name}" for path in ("utils", "utils.z3_leaf_module") for name in _LEAVES},
     # Modules of DeepSpeed whose names the package above re-exports.
@@ -195,11 +195,11 @@ HELPERS: Final[dict[str, str]] = {
         f"deepspeed.elasticity.{module}.{name}": f"hf_zero.config.elastic:{name}" for module, names in _ELASTICITY.items() for name in names
     },
     # Versions.
-    "deepspeed.version": "hf_zero.deepspeed.table:DEEPSPEED_VERSION",
-    "deepspeed.__git_hash__": "hf_zero.deepspeed.settings:NO_COMMIT",
-    "deepspeed.__git_branch__": "hf_zero.deepspeed.settings:NO_COMMIT",
-    "deepspeed.git_version_info.git_hash": "hf_zero.deepspeed.settings:NO_COMMIT",
-    "deepspeed.git_version_info.git_branch": "hf_zero.deepspeed.settings:NO_COMMIT",
-    "deepspeed.git_version_info.compatible_ops": "hf_zero.deepspeed.builders:COMPATIBLE_OPS",
-    "deepspeed.git_version_info.installed_ops": "hf_zero.deepspeed.builders:COMPATIBLE_OPS",
+    "deepspeed.version": "hf_zero.deepspeed.alias.table:DEEPSPEED_VERSION",
+    "deepspeed.__git_hash__": "hf_zero.deepspeed.served.settings:NO_COMMIT",
+    "deepspeed.__git_branch__": "hf_zero.deepspeed.served.settings:NO_COMMIT",
+    "deepspeed.git_version_info.git_hash": "hf_zero.deepspeed.served.settings:NO_COMMIT",
+    "deepspeed.git_version_info.git_branch": "hf_zero.deepspeed.served.settings:NO_COMMIT",
+    "deepspeed.git_version_info.compatible_ops": "hf_zero.deepspeed.served.builders:COMPATIBLE_OPS",
+    "deepspeed.git_version_info.installed_ops": "hf_zero.deepspeed.served.builders:COMPATIBLE_OPS",
 }

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from hf_zero.comm.topology import default_backend, default_device
-from hf_zero.deepspeed.builders import BUILDERS, OpBuilder
-from hf_zero.deepspeed.finder import RefusedAttributeError
+from hf_zero.deepspeed.alias.finder import RefusedAttributeError
+from hf_zero.deepspeed.served.builders import BUILDERS, OpBuilder
 
 # Functions that torch.cuda, torch.xpu, torch.npu ... share; served from the module of the current device type.
 _DEVICE_FUNCTIONS = frozenset(

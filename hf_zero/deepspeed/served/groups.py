@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from hf_zero.comm.topology import Topology, latest_sequence, latest_topology
-from hf_zero.deepspeed.comm import get_rank, get_world_size
+from hf_zero.deepspeed.served.comm import get_rank, get_world_size
 from hf_zero.errors import StateError
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_zero.deepspeed.table import DEEPSPEED_VERSION, MODULES, PROVIDED, refusal
+from hf_zero.deepspeed.alias.table import DEEPSPEED_VERSION, MODULES, PROVIDED, refusal
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 
 SWITCH = "HF_ZERO"
@@ -100,7 +100,7 @@ class AliasLoader(importlib.abc.Loader):
         reason = refusal(spec.name) if spec.name not in MODULES else None
         if reason is not None:
             raise RefusedImportError(_refusal_message(spec.name, reason) + _nearest(spec.name), spec.name)
-        return AliasModule(spec.name, f"`{spec.name}` as hf_zero provides it; the names stand in hf_zero.deepspeed.table.")
+        return AliasModule(spec.name, f"`{spec.name}` as hf_zero provides it; the names stand in hf_zero.deepspeed.alias.table.")
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Nothing to execute. The file is what Python names when a name is missing; the package itself carries a version too."""

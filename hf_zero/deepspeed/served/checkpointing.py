@@ -11,6 +11,7 @@ from hf_zero.activation_checkpointing import CheckpointSettings, checkpoint, is_
 from hf_zero.activation_checkpointing import RandomStates as CudaRNGStatesTracker
 from hf_zero.activation_checkpointing.settings import checkpoint_settings
 from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.mpu import model_parallel_group
 from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import build_topology
 from hf_zero.config.read import read_config
@@ -31,7 +32,6 @@ __all__ = [
     "set_num_layers",
 ]
 
-_GROUP_GETTERS = ("get_tensor_model_parallel_group", "get_model_parallel_group")
 _settings = CheckpointSettings()
 _model_axis: Collectives | None = None
 
@@ -68,7 +68,7 @@ def configure(
     for name, value in (("contiguous_checkpointing", contiguous_checkpointing), ("num_checkpoints", num_checkpoints)):
         if value:
             warn_once(f"checkpointing.configure({name}={value!r}) has no effect: PyTorch's allocator places the checkpoints")
-    group = next((getattr(mpu_, name)() for name in _GROUP_GETTERS if hasattr(mpu_, name)), None)
+    group = model_parallel_group(mpu_)
     _model_axis = open_collectives(build_topology(group)) if group is not None else None
     activation_checkpointing.configure(_settings, _model_axis)
 

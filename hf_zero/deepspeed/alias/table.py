@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from hf_zero.deepspeed.helper_names import HELPERS
+from hf_zero.deepspeed.alias.helper_names import HELPERS
 
 DEEPSPEED_VERSION: Final = "0.19.6"
 
@@ -128,37 +128,40 @@ PROVIDED: Final[dict[str, str]] = {
     # The calls every script makes.
     "deepspeed.initialize": "hf_zero:initialize",
     "deepspeed.tp_model_init": "hf_zero.tensor_parallel.split:tp_model_init",
-    **{f"deepspeed.module_inject.layers.{name}": f"hf_zero.deepspeed.tensor_parallel:{name}" for name in _TP_MODE},
+    **{f"deepspeed.module_inject.layers.{name}": f"hf_zero.deepspeed.served.helpers:{name}" for name in _TP_MODE},
     "deepspeed.DeepSpeedEngine": "hf_zero.deepspeed.engine:Engine",
     "deepspeed.runtime.engine.DeepSpeedEngine": "hf_zero.deepspeed.engine:Engine",
-    "deepspeed.DeepSpeedOptimizer": "hf_zero.core.optimizer.sharded:ShardedOptimizer",
-    "deepspeed.ZeROOptimizer": "hf_zero.core.optimizer.sharded:ShardedOptimizer",
-    "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer": "hf_zero.core.optimizer.sharded:ShardedOptimizer",
-    "deepspeed.runtime.base_optimizer.ZeROOptimizer": "hf_zero.core.optimizer.sharded:ShardedOptimizer",
+    "deepspeed.DeepSpeedOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    "deepspeed.ZeROOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    "deepspeed.runtime.base_optimizer.ZeROOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
     # Asked for with isinstance; one class serves every stage.
-    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "hf_zero.core.optimizer.sharded:ShardedOptimizer",
-    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "hf_zero.core.optimizer.sharded:ShardedOptimizer",
-    "deepspeed.init_distributed": "hf_zero.deepspeed.comm:init_distributed",
-    "deepspeed.add_config_arguments": "hf_zero.deepspeed.command_line:add_config_arguments",
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    "deepspeed.init_distributed": "hf_zero.deepspeed.served.comm:init_distributed",
+    "deepspeed.add_config_arguments": "hf_zero.deepspeed.launcher:add_config_arguments",
     **{
-        f"deepspeed.{path}": "hf_zero.deepspeed.on_device:OnDevice"
+        f"deepspeed.{path}": "hf_zero.deepspeed.served.construction:OnDevice"
         for path in ("OnDevice", "utils.OnDevice", "utils.init_on_device.OnDevice")
     },
-    **{f"deepspeed.runtime.zero.stage3.estimate_zero3_{name}": f"hf_zero.deepspeed.memory_needs:estimate_zero3_{name}" for name in _NEEDS},
     **{
-        f"deepspeed.runtime.zero.stage_1_and_2.estimate_zero2_{name}": f"hf_zero.deepspeed.memory_needs:estimate_zero2_{name}"
+        f"deepspeed.runtime.zero.stage3.estimate_zero3_{name}": f"hf_zero.deepspeed.served.memory_needs:estimate_zero3_{name}"
+        for name in _NEEDS
+    },
+    **{
+        f"deepspeed.runtime.zero.stage_1_and_2.estimate_zero2_{name}": f"hf_zero.deepspeed.served.memory_needs:estimate_zero2_{name}"
         for name in _NEEDS
     },
     **{f"deepspeed.elasticity.{name}": f"hf_zero.config.elastic:{name}" for name in _ELASTIC},
     # Processes and devices.
-    **{f"deepspeed.comm.{name}": f"hf_zero.deepspeed.comm:{name}" for name in _COMM_OWN},
+    **{f"deepspeed.comm.{name}": f"hf_zero.deepspeed.served.comm:{name}" for name in _COMM_OWN},
     **{f"deepspeed.comm.{name}": f"torch.distributed:{name}" for name in _COMM_TORCH},
-    **{f"deepspeed.comm.{name}": f"hf_zero.deepspeed.traffic:{name}" for name in ("configure", "log_summary")},
-    "deepspeed.accelerator.get_accelerator": "hf_zero.deepspeed.accelerator:get_accelerator",
-    "deepspeed.accelerator.is_current_accelerator_supported": "hf_zero.deepspeed.accelerator:is_current_accelerator_supported",
-    "deepspeed.get_accelerator": "hf_zero.deepspeed.accelerator:get_accelerator",
-    "deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME": "hf_zero.deepspeed.command_line:DEEPSPEED_ENVIRONMENT_NAME",
-    **{f"deepspeed.utils.groups.{name}": f"hf_zero.deepspeed.groups:{name}" for name in _GROUPS},
+    **{f"deepspeed.comm.{name}": f"hf_zero.deepspeed.served.comms_log:{name}" for name in ("configure", "log_summary")},
+    "deepspeed.accelerator.get_accelerator": "hf_zero.deepspeed.served.accelerator:get_accelerator",
+    "deepspeed.accelerator.is_current_accelerator_supported": "hf_zero.deepspeed.served.accelerator:is_current_accelerator_supported",
+    "deepspeed.get_accelerator": "hf_zero.deepspeed.served.accelerator:get_accelerator",
+    "deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME": "hf_zero.deepspeed.launcher:DEEPSPEED_ENVIRONMENT_NAME",
+    **{f"deepspeed.utils.groups.{name}": f"hf_zero.deepspeed.served.groups:{name}" for name in _GROUPS},
     # ZeRO: construction and access to whole values.
     **{f"deepspeed.zero.{name}": f"hf_zero.zero:{name}" for name in _ZERO},
     **{f"deepspeed.runtime.zero.{name}": f"hf_zero.zero:{name}" for name in _ZERO},
@@ -171,37 +174,37 @@ PROVIDED: Final[dict[str, str]] = {
     **{f"deepspeed.{path}.Init": _INIT for path in ("zero", "runtime.zero", "runtime.zero.partition_parameters")},
     "deepspeed.zero.partition_parameters": "deepspeed.runtime.zero.partition_parameters",
     "deepspeed.runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor": (
-        "hf_zero.deepspeed.constructors:zero_wrapper_for_fp_tensor_constructor"
+        "hf_zero.deepspeed.served.construction:zero_wrapper_for_fp_tensor_constructor"
     ),
     "deepspeed.runtime.zero.partition_parameters._orig_torch_arange": "torch:arange",
-    "deepspeed.runtime.zero.partition_parameters.get_accelerator": "hf_zero.deepspeed.accelerator:get_accelerator",
+    "deepspeed.runtime.zero.partition_parameters.get_accelerator": "hf_zero.deepspeed.served.accelerator:get_accelerator",
     **{f"deepspeed.utils.{name}": f"hf_zero.utils:{name}" for name in (*_FULL_VALUES, *_LEAF_MODULES)},
     **{f"deepspeed.utils.tensor_fragment.{name}": f"hf_zero.utils:{name}" for name in _FULL_VALUES},
     # A function and a module of the same name: `from deepspeed.utils import z3_leaf_module` means the function.
     "deepspeed.utils.z3_leaf_module": "hf_zero.utils:z3_leaf_module",
     **{f"deepspeed.utils.z3_leaf_module.{name}": f"hf_zero.utils:{name}" for name in (*_LEAF_MODULES, "z3_leaf_module")},
     # Loaders.
-    "deepspeed.utils.RepeatingLoader": "hf_zero.deepspeed.loaders:RepeatingLoader",
-    "deepspeed.runtime.dataloader.RepeatingLoader": "hf_zero.deepspeed.loaders:RepeatingLoader",
+    "deepspeed.utils.RepeatingLoader": "hf_zero.deepspeed.served.helpers:RepeatingLoader",
+    "deepspeed.runtime.dataloader.RepeatingLoader": "hf_zero.deepspeed.served.helpers:RepeatingLoader",
     # Optimizers and schedules that are constructed by hand (or by accelerate, for an offloaded optimizer).
-    "deepspeed.ops.adam.DeepSpeedCPUAdam": "hf_zero.deepspeed.ops:DeepSpeedCPUAdam",
-    "deepspeed.ops.adam.FusedAdam": "hf_zero.deepspeed.ops:FusedAdam",
-    "deepspeed.ops.lamb.FusedLamb": "hf_zero.deepspeed.ops:FusedLamb",
-    "deepspeed.ops.lamb.fused_lamb.FusedLamb": "hf_zero.deepspeed.ops:FusedLamb",
-    "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": "hf_zero.deepspeed.ops:MuonWithAuxAdam",
-    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": "hf_zero.deepspeed.ops:DeepSpeedCPUAdam",
-    "deepspeed.ops.adam.fused_adam.FusedAdam": "hf_zero.deepspeed.ops:FusedAdam",
-    "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad": "hf_zero.deepspeed.ops:DeepSpeedCPUAdagrad",
-    "deepspeed.ops.lion.DeepSpeedCPULion": "hf_zero.deepspeed.ops:DeepSpeedCPULion",
-    "deepspeed.ops.lion.FusedLion": "hf_zero.deepspeed.ops:FusedLion",
+    "deepspeed.ops.adam.DeepSpeedCPUAdam": "hf_zero.deepspeed.served.ops:DeepSpeedCPUAdam",
+    "deepspeed.ops.adam.FusedAdam": "hf_zero.deepspeed.served.ops:FusedAdam",
+    "deepspeed.ops.lamb.FusedLamb": "hf_zero.deepspeed.served.ops:FusedLamb",
+    "deepspeed.ops.lamb.fused_lamb.FusedLamb": "hf_zero.deepspeed.served.ops:FusedLamb",
+    "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": "hf_zero.deepspeed.served.ops:MuonWithAuxAdam",
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": "hf_zero.deepspeed.served.ops:DeepSpeedCPUAdam",
+    "deepspeed.ops.adam.fused_adam.FusedAdam": "hf_zero.deepspeed.served.ops:FusedAdam",
+    "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad": "hf_zero.deepspeed.served.ops:DeepSpeedCPUAdagrad",
+    "deepspeed.ops.lion.DeepSpeedCPULion": "hf_zero.deepspeed.served.ops:DeepSpeedCPULion",
+    "deepspeed.ops.lion.FusedLion": "hf_zero.deepspeed.served.ops:FusedLion",
     # What scripts ask before they offload to files.
-    "deepspeed.ops.aio.AsyncIOBuilder": "hf_zero.deepspeed.builders:AsyncIOBuilder",
-    "deepspeed.ops.__compatible_ops__": "hf_zero.deepspeed.builders:COMPATIBLE_OPS",
-    "deepspeed.runtime.fp16.onebit.OnebitAdam": "hf_zero.deepspeed.onebit:OnebitAdam",
-    "deepspeed.runtime.fp16.onebit.adam.OnebitAdam": "hf_zero.deepspeed.onebit:OnebitAdam",
+    "deepspeed.ops.aio.AsyncIOBuilder": "hf_zero.deepspeed.served.builders:AsyncIOBuilder",
+    "deepspeed.ops.__compatible_ops__": "hf_zero.deepspeed.served.builders:COMPATIBLE_OPS",
+    "deepspeed.runtime.fp16.onebit.OnebitAdam": "hf_zero.deepspeed.served.onebit:OnebitAdam",
+    "deepspeed.runtime.fp16.onebit.adam.OnebitAdam": "hf_zero.deepspeed.served.onebit:OnebitAdam",
     **{f"deepspeed.runtime.lr_schedules.{name}": f"hf_zero.optim.schedules:{name}" for name in _SCHEDULES},
     # Checkpoints: of the model, and of activations.
-    "deepspeed.checkpoint.utils.clone_tensors_for_torch_save": "hf_zero.deepspeed.tensors:clone_tensors_for_torch_save",
+    "deepspeed.checkpoint.utils.clone_tensors_for_torch_save": "hf_zero.deepspeed.served.helpers:clone_tensors_for_torch_save",
     "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint": (
         "hf_zero.checkpoint.zero_to_fp32:get_fp32_state_dict_from_zero_checkpoint"
     ),
@@ -211,32 +214,32 @@ PROVIDED: Final[dict[str, str]] = {
     "deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint": (
         "hf_zero.checkpoint.zero_to_fp32:load_state_dict_from_zero_checkpoint"
     ),
-    "deepspeed.utils.zero_to_fp32.get_model_state_file": "hf_zero.deepspeed.state_files:get_model_state_file",
-    "deepspeed.utils.zero_to_fp32.get_optim_files": "hf_zero.deepspeed.state_files:get_optim_files",
-    **{f"deepspeed.checkpointing.{name}": f"hf_zero.deepspeed.checkpointing:{name}" for name in _CHECKPOINTING},
+    "deepspeed.utils.zero_to_fp32.get_model_state_file": "hf_zero.deepspeed.served.state_files:get_model_state_file",
+    "deepspeed.utils.zero_to_fp32.get_optim_files": "hf_zero.deepspeed.served.state_files:get_optim_files",
+    **{f"deepspeed.checkpointing.{name}": f"hf_zero.deepspeed.served.checkpointing:{name}" for name in _CHECKPOINTING},
     **{
-        f"deepspeed.runtime.activation_checkpointing.checkpointing.{name}": f"hf_zero.deepspeed.checkpointing:{name}"
+        f"deepspeed.runtime.activation_checkpointing.checkpointing.{name}": f"hf_zero.deepspeed.served.checkpointing:{name}"
         for name in _CHECKPOINTING
     },
     # Sequence parallelism.
     f"{_ULYSSES}.ulysses_sp.UlyssesSPAttentionHF": "hf_zero.integrations.ulysses:UlyssesSPAttentionHF",
     f"{_ULYSSES}.ulysses_sp.UlyssesSPDataLoaderAdapter": "hf_zero.sequence_parallel.batches:UlyssesSPDataLoaderAdapter",
-    **{f"{_ULYSSES}.parallel_state_sp.{name}": f"hf_zero.deepspeed.sequence_state:{name}" for name in _SEQUENCE_STATE},
+    **{f"{_ULYSSES}.parallel_state_sp.{name}": f"hf_zero.deepspeed.served.sequence_state:{name}" for name in _SEQUENCE_STATE},
     "deepspeed.sequence.layer.DistributedAttention": "hf_zero.sequence_parallel.layer:DistributedAttention",
     # Profiling.
     **{f"deepspeed.{path}.{name}": target for path in _PROFILER for name, target in _PROFILING.items()},
     # Logging.
     "deepspeed.logger": "hf_zero.observe:logger",
-    "deepspeed.log_dist": "hf_zero.deepspeed.logs:log_dist",
-    "deepspeed.version.version": "hf_zero.deepspeed.table:DEEPSPEED_VERSION",
-    "deepspeed.version.__version__": "hf_zero.deepspeed.table:DEEPSPEED_VERSION",
-    "deepspeed.git_version_info.version": "hf_zero.deepspeed.table:DEEPSPEED_VERSION",
+    "deepspeed.log_dist": "hf_zero.deepspeed.served.logs:log_dist",
+    "deepspeed.version.version": "hf_zero.deepspeed.alias.table:DEEPSPEED_VERSION",
+    "deepspeed.version.__version__": "hf_zero.deepspeed.alias.table:DEEPSPEED_VERSION",
+    "deepspeed.git_version_info.version": "hf_zero.deepspeed.alias.table:DEEPSPEED_VERSION",
     "deepspeed.dist": "deepspeed.comm",
     "deepspeed.utils.logger": "hf_zero.observe:logger",
-    "deepspeed.utils.log_dist": "hf_zero.deepspeed.logs:log_dist",
+    "deepspeed.utils.log_dist": "hf_zero.deepspeed.served.logs:log_dist",
     "deepspeed.utils.logging.logger": "hf_zero.observe:logger",
-    "deepspeed.utils.logging.log_dist": "hf_zero.deepspeed.logs:log_dist",
-    "deepspeed.runtime.utils.see_memory_usage": "hf_zero.deepspeed.logs:see_memory_usage",
+    "deepspeed.utils.logging.log_dist": "hf_zero.deepspeed.served.logs:log_dist",
+    "deepspeed.runtime.utils.see_memory_usage": "hf_zero.deepspeed.served.logs:see_memory_usage",
     **HELPERS,
 }
 # The module that `deepspeed.comm` is made of; scripts import from both.

@@ -1,22 +1,30 @@
-"""Small functions of `deepspeed.runtime.utils` and `deepspeed.utils.torch` that scripts import."""
+"""Small functions, types and one class that scripts import from all over DeepSpeed."""
 
 from __future__ import annotations
 
 import os
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 from packaging import version
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
 
-from hf_zero.deepspeed.accelerator import get_accelerator
+from hf_zero.deepspeed.served.accelerator import get_accelerator
 from hf_zero.errors import ConfigError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Item = TypeVar("Item")
+
+# What `initialize` takes in place of an optimizer and of a scheduler.
+DeepSpeedOptimizerCallable = Callable[[Iterable[torch.nn.Parameter] | list[dict[str, Any]]], torch.optim.Optimizer]
+DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], LRScheduler]
+
+_CPU = torch.device("cpu")
 
 
 def set_random_seed(seed: int) -> None:
@@ -28,6 +36,18 @@ def set_random_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], item: Any) -> Any:
+    """``item`` with ``function`` applied to its tensors, in whatever torch's pytree walks and in other mappings."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Mapping):  # of a kind that pytree does not know
+            pairs = ((key, map_tensors(function, inner)) for key, inner in value.items())
+            return type(value)(pairs) if isinstance(value, dict) else dict(pairs)
+        return function(value) if isinstance(value, torch.Tensor) else value
+
+    return pytree.tree_map(leaf, item)
+
+
 def move_to_device(item: Any, device: torch.device | str | int, criterion_func: Callable[[Any], bool] | None = None) -> Any:
     """``item`` with its tensors on ``device``; lists, tuples and dicts are walked.
 
@@ -36,15 +56,23 @@ def move_to_device(item: Any, device: torch.device | str | int, criterion_func: 
         device: Where to.
         criterion_func: Tensors that it says no to stay where they are.
     """
-    if isinstance(item, torch.Tensor):
-        return item.to(device) if criterion_func is None or criterion_func(item) else item
-    if isinstance(item, Mapping):
-        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(move_to_device(value, device, criterion_func) for value in item))
-    if isinstance(item, (list, tuple)):
-        return type(item)(move_to_device(value, device, criterion_func) for value in item)
-    return item
+    return map_tensors(lambda tensor: tensor.to(device) if criterion_func is None or criterion_func(tensor) else tensor, item)
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -> Any:
+    """Clones every tensor in a nest of dicts, lists and tuples.
+
+    A view of a unit's buffer would be written with the whole buffer behind it (or be dropped as shared memory); a clone
+    owns exactly its elements.
+
+    Args:
+        item: A tensor, or any nesting of dict, list and tuple; other leaves are passed through.
+        device: Where the clones live.
+
+    Returns:
+        The same nesting (subclasses of dict and named tuples kept), each tensor detached and contiguous on ``device``.
+    """
+    return map_tensors(lambda tensor: tensor.detach().to(device, copy=True).contiguous(), item)
 
 
 def copy_to_device(item: Any, device: torch.device | str | int, criterion_func: Callable[[Any], bool]) -> Any:
@@ -142,3 +170,42 @@ def is_model_parallel_parameter(param: torch.Tensor) -> bool:
 def is_zero_param(parameter: Any) -> bool:
     """Whether a parameter is one that stage 3 shards."""
     return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")
+
+
+def set_autotp_mode(training: bool = False) -> None:
+    """Accepted: a model is split after it was built, for training; nothing has to be prepared before."""
+
+
+def is_autotp_training_mode() -> bool:
+    """True: there is no other mode."""
+    return True
+
+
+class RepeatingLoader:
+    """Starts ``loader`` again whenever it ends; every pass counts as an epoch for a sampler that wants to know (``set_epoch``).
+
+    Args:
+        loader: Anything that can be iterated several times and is not empty.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.epoch = 0
+        self._batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self.epoch += 1
+            set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(self.epoch)
+            self._batches = iter(self.loader)
+            return next(self._batches)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Final
 
-from hf_zero.deepspeed.finder import RefusedAttributeError
+from hf_zero.deepspeed.alias.finder import RefusedAttributeError
 
 
 class OpBuilder:
