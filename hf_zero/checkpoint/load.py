@@ -1,4 +1,4 @@
-"""Loading at any number of ranks and any stage: each rank plans the ranges it needs, reads them, and the updated shards are all-gathered."""
+"""Loading at any number of ranks and any stage: each rank plans the ranges it needs and reads them; updated shards are all-gathered."""
 
 from __future__ import annotations
 
