@@ -158,6 +158,7 @@ class GroupsPlan:
     Attributes:
         optimizer: Whose groups and state are restored.
         copies: Reads.
+        whole: States are those of whole parameters, not of segments.
 
     Args:
         optimizer: Whose groups and state are restored.
@@ -167,6 +168,8 @@ class GroupsPlan:
     Raises:
         CheckpointError: The checkpoint has no optimizer, or its groups cannot be matched.
     """
+
+    whole = False
 
     def __init__(self, optimizer: ShardedOptimizer, catalog: Catalog, decoder: Decoder) -> None:
         record = catalog.index.optimizer
@@ -180,7 +183,7 @@ class GroupsPlan:
         self._record: OptimizerRecord = record
         self._decoder = decoder
         self._numbers = {(entry.unit, entry.group): entry.values for entry in record.scalars}
-        self._takeover = Takeover(optimizer, record, catalog)
+        self._takeover = Takeover(optimizer, record, catalog, self.whole)
         self._groups = [self._match(index) for index in range(len(optimizer.param_groups))]
 
     def warn_of_fresh(self, names: Sequence[str]) -> None:

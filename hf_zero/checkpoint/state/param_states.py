@@ -51,6 +51,7 @@ class ParamStatesPlan(GroupsPlan):
     """
 
     optimizer: WholeTensorOptimizer
+    whole = True
 
     def __init__(self, optimizer: WholeTensorOptimizer, catalog: Catalog, decoder: Decoder, reader: RangeReader) -> None:
         super().__init__(optimizer, catalog, decoder)
