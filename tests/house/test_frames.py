@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from tests.house.test_imports import modules
+from tests.support.sources import modules
 
 READS = {"_getframe", "_current_frames", "currentframe", "getouterframes", "f_back", "f_locals", "f_globals"}
 
