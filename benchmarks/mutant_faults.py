@@ -236,7 +236,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     *_in(
-        "core/schedule/backward_order.py",
+        "core/schedule/reducer.py",
         (
             "a place is one off",
             "user = position if reach <= 0 else unshards[first - 1] if first else 0",
@@ -410,7 +410,7 @@ FAULTS: tuple[Fault, ...] = (
             "sorted(section.micro_batch_sizes) if section.prefer_larger_batch",
             (ELASTIC,),
         ),
-        ("a divisor is left out", "divisor * divisor != number)", "divisor * divisor < number - 1)", (ELASTIC,)),
+        ("a divisor is left out", "if divisor <= most]", "if divisor < most]", (ELASTIC,)),
     ),
     *_in(
         "checkpoint/catalog.py",

@@ -63,6 +63,10 @@ def test_dynamic_scale(options: dict, pattern: str, expected: list[int]) -> None
     assert scales(LossScaler(initial_scale_power=4, **options), pattern) == expected
 
 
+def test_the_scale_never_falls_below_its_minimum() -> None:
+    assert scales(LossScaler(initial_scale_power=3, hysteresis=1, min_loss_scale=3), "xx") == [4.0, 3.0]
+
+
 def test_overflow_at_the_minimum_is_an_error() -> None:
     scaler = LossScaler(initial_scale_power=3, hysteresis=1, min_loss_scale=2)
     assert scales(scaler, "xx") == [4.0, 2.0]
