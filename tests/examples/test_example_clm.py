@@ -398,6 +398,7 @@ def launch_bert(config: str, text_file: Path, output_dir: Path, *flags: str) -> 
     return run([*launcher, *words, "--with_tracking", "--report_to", "csv"], cache=text_file.parent)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(RUN_SECONDS)
 def test_small_bert_trains_with_onebit_adam_across_the_freeze(text_file: Path, tmp_path: Path, example: SimpleNamespace) -> None:
     printed = launch_bert("onebit_toy.json", text_file, tmp_path, "--num_train_epochs", "3", "--freeze_step", "20", "--skip_initial_eval")

@@ -90,7 +90,7 @@ BELOW_ZERO = {
 resolve(SEEDS[1], match_sources=False)  # loads torch, to look classes up, before memory is watched
 _folder = tempfile.TemporaryDirectory(prefix="hf_zero_fuzz_")
 
-FAST = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+FAST = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 SLOW = settings(max_examples=6000, deadline=None, suppress_health_check=list(HealthCheck))
 
 

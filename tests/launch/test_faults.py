@@ -16,6 +16,7 @@ from tests.support import ranks
 from tests.support.models import CASES, class_loss
 from tests.support.parity import Run, initialize
 from tests.support.processes import REPO, environment
+from tests.support.rows import slow_but, thinned
 
 TIMEOUT = 3.0
 # Where rank 1 stops: before a block's forward, in its backward, between backward and step.
@@ -55,8 +56,7 @@ def _train_until(stage: int, place: str, way: str) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("place", PLACES)
+@thinned(None, place=PLACES, way=WAYS)
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_other_rank_ends_with_the_unit_and_phase(stage: int, place: str, way: str) -> None:
     start = time.monotonic()
@@ -96,7 +96,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", slow_but(LAUNCHERS, "torchrun"))
 def test_a_launcher_ends_the_others_when_a_rank_aborts(launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(ABORTING)

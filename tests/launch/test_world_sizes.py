@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.support import ranks
 from tests.support.matrix import check_stages
 from tests.support.parity import Run, check_bitwise, check_case
+from tests.support.rows import thinned
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("name", ["odd_mlp", "gpt2"])
-def test_every_stage(name: str, dtype: str, world_size: int) -> None:
+@thinned(3, world_size=[1, 2, 3, 4], name=["odd_mlp", "gpt2"], dtype=["fp32", "bf16", "fp16"])
+def test_every_stage(world_size: int, name: str, dtype: str) -> None:
     ranks.run_ranks(check_stages, world_size, name, dtype, 2, 0.1)
 
 
@@ -32,7 +29,6 @@ def test_one_rank_is_no_special_case() -> None:
     ranks.run_ranks(_one_rank_is_no_special_case, 1)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@thinned(stage=[0, 1, 2, 3], world_size=[2, 3])
 def test_a_run_repeats_bitwise(stage: int, world_size: int) -> None:
     ranks.run_ranks(_repeatable, world_size, stage)

@@ -52,9 +52,9 @@ def _every_limit(name: str) -> None:
             check(trace, expected, run, name)
 
 
-def _checkpointed(mode: str) -> None:
+def _checkpointed(mode: str, reuse_distances: tuple[int, ...]) -> None:
     traces = []
-    for reuse, prefetch, live in itertools.product((REUSE[0], REUSE[-1]), PREFETCH[:2], LIVE):
+    for reuse, prefetch, live in itertools.product(reuse_distances, PREFETCH[:2], LIVE):
         torch.manual_seed(0)
         traces.append(_train("mlp", 3, _limits(reuse, prefetch, live, 0), checkpointing=mode))
     for trace in traces[1:]:
@@ -81,9 +81,10 @@ def test_limits_of_stage_3_are_bitwise_neutral(name: str) -> None:
     ranks.run_ranks(_every_limit, 2, name)
 
 
+@pytest.mark.parametrize("reuse_distances", [(REUSE[0], REUSE[-1]), pytest.param(REUSE, marks=pytest.mark.slow)], ids=["ends", "all"])
 @pytest.mark.parametrize("mode", ["reentrant", "not reentrant"])
-def test_limits_with_checkpointing_are_bitwise_neutral(mode: str) -> None:
-    ranks.run_ranks(_checkpointed, 2, mode)
+def test_limits_with_checkpointing_are_bitwise_neutral(mode: str, reuse_distances: tuple[int, ...]) -> None:
+    ranks.run_ranks(_checkpointed, 2, mode, reuse_distances)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -60,7 +60,14 @@ def _resume(models: Path, folder: Path, stage: int, in_json: tuple[str, ...], op
 
 @pytest.mark.parametrize(
     ("stage", "in_json"),
-    [(0, ()), (1, ()), (2, ("optimizer", "scheduler")), (3, ()), (3, ("optimizer",)), (3, ("optimizer", "scheduler"))],
+    [
+        (0, ()),
+        pytest.param(1, (), marks=pytest.mark.slow),
+        (2, ("optimizer", "scheduler")),
+        (3, ()),
+        pytest.param(3, ("optimizer",), marks=pytest.mark.slow),
+        pytest.param(3, ("optimizer", "scheduler"), marks=pytest.mark.slow),
+    ],
     ids=lambda value: "+".join(value) if isinstance(value, tuple) else str(value),
 )
 def test_resume_repeats_bit_for_bit(stage: int, in_json: tuple[str, ...], trainer_models: Path, tmp_path: Path) -> None:

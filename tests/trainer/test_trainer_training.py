@@ -109,9 +109,10 @@ def _sources(models: Path, folder: Path, in_json: tuple[str, ...], stages: tuple
             trainers.assert_close(expected, found, f"stage {stage}, {in_json} in the JSON")
 
 
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("in_json", [(), ("optimizer",), ("scheduler",), ("optimizer", "scheduler")], ids="+".join)
-def test_optimizer_and_scheduler_sources(in_json: tuple[str, ...], trainer_models: Path, tmp_path: Path) -> None:
-    ranks.run_ranks(_sources, 2, trainer_models, tmp_path, in_json, (2, 3))
+def test_optimizer_and_scheduler_sources(in_json: tuple[str, ...], stage: int, trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_sources, 2, trainer_models, tmp_path, in_json, (stage,))
 
 
 # -- mixed precision -------------------------------------------------------------------------------------------------------------

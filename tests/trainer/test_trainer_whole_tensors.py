@@ -71,9 +71,11 @@ def _resumed(models: Path, folder: Path, stage: int, resume: bool) -> tuple[Any,
         return trainers.logs_of(trainer), trainers.weights_of(trainer.model)
 
 
-def test_resume_on_another_number_of_ranks(trainer_models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("places", [[(2, 1)], pytest.param([(2, 4), (3, 1), (3, 2)], marks=pytest.mark.slow)], ids=["one", "several"])
+def test_resume_on_another_number_of_ranks(places: list[tuple[int, int]], trainer_models: Path, tmp_path: Path) -> None:
+    """``places``: stages and numbers of ranks that a run of two ranks at stage 3 goes on with."""
     logs, weights = ranks.run_ranks(_resumed, 2, trainer_models, tmp_path, 3, False)[0]
-    for stage, world in ((2, 4), (3, 1), (3, 2)):
+    for stage, world in places:
         found, after = ranks.run_ranks(_resumed, world, trainer_models, tmp_path, stage, True)[0]
         trainers.assert_close(logs, found, f"stage {stage} on {world} ranks", rel=1e-3)
         trainers.assert_same_weights(weights, after, f"stage {stage} on {world} ranks")
