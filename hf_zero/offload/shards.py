@@ -78,7 +78,7 @@ class _Frames:
         """
         found = self.holding(unit)
         if found is None:
-            raise StateError(f"no buffer holds new values of {unit.name}: they are sent after they were asked for, once")
+            raise StateError("no buffer holds the new values of this unit: they are sent once, after room for them was asked for")
         return found
 
     def settle(self) -> None:
