@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "initialize": "hf_zero.integrations.attach",
     "Engine": "hf_zero.deepspeed.engine",
-    "init_distributed": "hf_zero.comm.topology",
+    "init_distributed": "hf_zero.comm.bootstrap",
     "install_as_deepspeed": "hf_zero.deepspeed",
     "ZeroPlugin": "hf_zero.integrations.accelerate_plugin",
     "ZeroTrainingArguments": "hf_zero.integrations.training_arguments",

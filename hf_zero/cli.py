@@ -112,7 +112,7 @@ def _source(text: str) -> tuple[str, Any]:
 
 
 def _size(text: str) -> int:
-    from hf_zero.checkpoint.model_files import bytes_of
+    from hf_zero.checkpoint.model.model_files import bytes_of
 
     try:
         return bytes_of(text)

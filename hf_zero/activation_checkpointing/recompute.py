@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 from hf_zero.activation_checkpointing.random_states import random_states
 from hf_zero.activation_checkpointing.saved_inputs import DividedInputs, HostInputs, SavedPart
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.topology import default_device
+from hf_zero.comm.device import default_device
 from hf_zero.observe import log_rank0, span
 
 

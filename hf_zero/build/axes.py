@@ -44,8 +44,8 @@ def axes_of(source: dict[str, Any], mpu: Any, mesh: Any, model: nn.Module) -> tu
     """
     sequence = sequence_parallel_of(source, mpu, mesh)
     if sequence is not None:
-        groups = sequence.axes
-        return Axes(groups.joint, groups.groups, sequence), count_slices_once(source, groups)
+        topology = sequence.topology
+        return Axes(topology, topology.replicas, sequence), count_slices_once(source, topology)
     topology = _topology(mpu, model, requested_ranks(source))
     together = topology.model.world if topology.model is not None else 1
     return Axes(topology, topology.world, None), count_groups_once(source, topology.world, together)

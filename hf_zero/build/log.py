@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_zero.comm.comms_log import TrafficSettings, start_log
+from hf_zero.comm.comms_log import CommsLogSettings, start_log
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.units.unit import Unit
@@ -24,7 +24,7 @@ def announce(resolved: ResolvedConfig) -> None:
             log_rank0("%s = %s (%s)", row.key, row.value, row.source)
     section = resolved.config.comms_logger
     if section is not None and section.enabled:
-        start_log(TrafficSettings.of(section))
+        start_log(CommsLogSettings.of(section))
 
 
 def describe(units: Sequence[Unit], stage: StagePolicy, ranks: int, offload: OffloadSettings) -> str:

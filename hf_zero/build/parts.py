@@ -16,9 +16,9 @@ from hf_zero.build.axes import Axes
 from hf_zero.build.optimizers import scheduler_of, sharded_optimizer
 from hf_zero.build.units import UnitBuilder, persist_and_reshard
 from hf_zero.checkpoint.engine_checkpoints import EngineCheckpoints
+from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.own_groups import borrow, give_back, own_topology
-from hf_zero.comm.recorded import open_collectives
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.engine import EngineParts
 from hf_zero.core.generation import Generation
@@ -173,7 +173,7 @@ class PartsBuilder:
             collectives.connect()
             borrow(collectives.topology)
             self._give_back = partial(give_back, collectives.topology)
-        sharers = self.axes.sequence.axes.sequence.world if self.axes.sequence is not None else 1
+        sharers = self.axes.sequence.axis.world if self.axes.sequence is not None else 1
         policy = policies.gradient_policy(self.config, self.precision, self.stage, self.topology.world, sharers)
         exchange = GradientExchange(collectives, policy)
         if one_bit:

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint import optimizer_state
-from hf_zero.checkpoint.element_types import dtype_name
-from hf_zero.checkpoint.format import MASTER, MODULE, PARAM_STATES, WEIGHTS, shard_file, state_kind
-from hf_zero.checkpoint.param_states import param_states
-from hf_zero.checkpoint.rank_state import rank_states
-from hf_zero.checkpoint.records import LooseRecord, ParamRecord, ParamStateRecord, UnitRecord
-from hf_zero.checkpoint.slices import Slice
-from hf_zero.checkpoint.state import TrainingState, values_of
-from hf_zero.checkpoint.tensor_file import Entry, cut, whole
+from hf_zero.checkpoint.files.rows import Entry, cut, whole
+from hf_zero.checkpoint.format.element_types import dtype_name
+from hf_zero.checkpoint.format.names import MASTER, MODULE, PARAM_STATES, WEIGHTS, shard_file, state_kind
+from hf_zero.checkpoint.format.records import LooseRecord, ParamRecord, ParamStateRecord, UnitRecord
+from hf_zero.checkpoint.format.tp_shards import SavedTpShard
+from hf_zero.checkpoint.state import optimizer_state
+from hf_zero.checkpoint.state.param_states import param_states
+from hf_zero.checkpoint.state.rank_states import rank_states
+from hf_zero.checkpoint.state.training_state import TrainingState, values_of
 from hf_zero.core.optimizer.owners import share_out
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.layout import ALIGNMENT, round_up
@@ -107,7 +107,7 @@ def _unit_record(state: TrainingState, unit: Unit) -> UnitRecord:
     layout, tensor = unit.layout, state.tensor
     params = []
     for slot in layout.slots:
-        held = tensor.slice_of(slot.name, slot.shape)
+        held = tensor.tp_shard_of(slot.name, slot.shape)
         params.append(ParamRecord(slot.name, held.shape, slot.offset, slot.group, held.dim, held.ranges))
     dtype, world = dtype_name(layout.dtype, unit.name), state.collectives.world
     return UnitRecord(unit.name, _kind(unit), dtype, world, _padded_numel(state, unit), tensor.rank, tuple(params))
@@ -118,17 +118,17 @@ def _add_loose(
 ) -> tuple[tuple[LooseRecord, ...], dict[str, str]]:
     """Shares the tensors that every data-parallel rank holds out among them."""
     tensor, rank, world = state.tensor, state.collectives.rank, state.collectives.world
-    slices = {name: tensor.slice_of(name, param.shape) for name, param in params}
-    mine = [(name, param) for name, param in params if slices[name].dim is not None or tensor.rank == 0]
+    shards = {name: tensor.tp_shard_of(name, param.shape) for name, param in params}
+    mine = [(name, param) for name, param in params if shards[name].dim is not None or tensor.rank == 0]
     buffers = dict(state.buffers()) if tensor.rank == 0 else {}
     tensors: list[tuple[str, torch.Tensor]] = [*mine, *buffers.items()]
     name_of_file = _own_file(state, MODULE)
     owners = share_out([value.nbytes for _, value in tensors], world)
     held = [entry for entry, owner in zip(tensors, owners, strict=True) if owner == rank]
     files[name_of_file] = [whole(name, value.detach()) for name, value in held]
-    records = [_loose_record(name, name_of_file, slices[name]) for name, _ in held if name in slices]
+    records = [_loose_record(name, name_of_file, shards[name]) for name, _ in held if name in shards]
     return tuple(records), {name: name_of_file for name, _ in held if name in buffers}
 
 
-def _loose_record(name: str, file: str, held: Slice) -> LooseRecord:
+def _loose_record(name: str, file: str, held: SavedTpShard) -> LooseRecord:
     return LooseRecord(name, file, held.shape, held.dim, held.ranges)

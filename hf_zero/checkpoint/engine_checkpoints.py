@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_zero.checkpoint.background import Background
+from hf_zero.checkpoint.commit.background import Background
+from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.checkpoint.load import LoadRequest, load_checkpoint
 from hf_zero.checkpoint.save import SaveRequest, save_checkpoint
-from hf_zero.checkpoint.slices import Slice
-from hf_zero.checkpoint.state import TensorAxis, TrainingState
+from hf_zero.checkpoint.state.training_state import TensorAxis, TrainingState
+from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import group_timeout, joint_topology
 from hf_zero.core import hooks
 from hf_zero.core.engine import Engine, Restored
@@ -158,9 +158,9 @@ def _tensor_axis(engine: Engine) -> TensorAxis:
     model = engine.collectives.topology.model
     if model is None:
         return TensorAxis()
-    slices = {}
+    shards = {}
     for name, param in engine.module.named_parameters():
         part = tp_shard_of(param)
         if part is not None:
-            slices[name] = Slice(tuple(part.full_shape), part.dim, tuple((piece.start, piece.stop) for piece in part.ranges))
-    return TensorAxis(model.rank, model.world, slices)
+            shards[name] = SavedTpShard(tuple(part.full_shape), part.dim, tuple((piece.start, piece.stop) for piece in part.ranges))
+    return TensorAxis(model.rank, model.world, shards)

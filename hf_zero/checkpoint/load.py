@@ -1,4 +1,4 @@
-"""Loading at any number of ranks and any stage: each rank plans the ranges it needs, reads them, and spreads what it holds."""
+"""Loading at any number of ranks and any stage: each rank plans the ranges it needs and reads them; updated shards are all-gathered."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.checkpoint import agreement, folders, node_local
-from hf_zero.checkpoint.catalog import Catalog, Located
-from hf_zero.checkpoint.element_types import DTYPES
-from hf_zero.checkpoint.format import INDEX_FILE, values_file
-from hf_zero.checkpoint.index import Index
-from hf_zero.checkpoint.optimizer_state import GroupsPlan, OptimizerPlan
-from hf_zero.checkpoint.param_states import ParamStatesPlan
-from hf_zero.checkpoint.plausible import check_alike, check_values, missing_settings
-from hf_zero.checkpoint.rank_state import restore_rank_states
-from hf_zero.checkpoint.slices import Slice
-from hf_zero.checkpoint.state import Loaded, TrainingState, values_of
-from hf_zero.checkpoint.tensor_file import Copy, RangeReader
-from hf_zero.checkpoint.values import Decoder
+from hf_zero.checkpoint.commit import agreement, folders, node_local
+from hf_zero.checkpoint.files.catalog import Catalog, Located
+from hf_zero.checkpoint.files.tensor_reader import Copy, RangeReader
+from hf_zero.checkpoint.format.element_types import DTYPES
+from hf_zero.checkpoint.format.index import Index
+from hf_zero.checkpoint.format.names import INDEX_FILE, values_file
+from hf_zero.checkpoint.format.plausible import check_alike, check_values, missing_settings
+from hf_zero.checkpoint.format.tp_shards import SavedTpShard
+from hf_zero.checkpoint.format.values import Decoder
+from hf_zero.checkpoint.state.optimizer_state import GroupsPlan, OptimizerPlan
+from hf_zero.checkpoint.state.param_states import ParamStatesPlan
+from hf_zero.checkpoint.state.rank_states import restore_rank_states
+from hf_zero.checkpoint.state.training_state import Loaded, TrainingState, values_of
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import CheckpointError
@@ -93,7 +93,7 @@ def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None
         agreement.on_all(net, what, plan.read)
         if request.custom is not None:
             _load_custom(state, plan, request.custom, what)
-        _spread(state)
+        _all_gather_updated(state)
         return Loaded(folder, plan.client_state, None if request.module_only else plan.index.counters, plan.reader.bytes_read)
 
 
@@ -127,9 +127,9 @@ class _Plan:
         # A model of Hugging Face that was converted does not tell buffers from parameters.
         loose = {record.name: record.file for record in self.index.loose}
         self._buffer_files = {**{name: loose[name] for name in state.buffers() if name in loose}, **self.index.buffers}
-        self._twins: dict[str, list[str]] = {}  # further names of tied parameters in this model
+        self._aliases: dict[str, list[str]] = {}  # further names of tied parameters in this model
         for alias, name in state.aliases().items():
-            self._twins.setdefault(name, []).append(alias)
+            self._aliases.setdefault(name, []).append(alias)
         self._copies: list[Copy] = []
         self._after: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors whose elements do not lie in a row, and their copies
         if request.strict:
@@ -175,9 +175,9 @@ class _Plan:
 
     def _name(self, name: str) -> str:
         """The name of a parameter, of those it has in this model, that the checkpoint knows it by."""
-        return next((other for other in (name, *self._twins.get(name, ())) if self.catalog.find(other) is not None), name)
+        return next((other for other in (name, *self._aliases.get(name, ())) if self.catalog.find(other) is not None), name)
 
-    def _located(self, name: str, wanted: Slice) -> Located | None:
+    def _located(self, name: str, wanted: SavedTpShard) -> Located | None:
         found = self.catalog.find(self._name(name))
         if found is not None and found.shape != wanted.shape:
             raise CheckpointError(f"parameter {name} has shape {wanted.shape} in this model and {found.shape} in the checkpoint")
@@ -186,7 +186,7 @@ class _Plan:
     def _plan_unit(self, unit: Unit) -> None:
         target = values_of(unit)
         for slot in unit.layout.slots:
-            wanted = self.state.tensor.slice_of(slot.name, slot.shape)
+            wanted = self.state.tensor.tp_shard_of(slot.name, slot.shape)
             found = self._located(slot.name, wanted)
             part = slot.range.intersect(unit.owned)
             if found is not None and part.numel:
@@ -194,7 +194,7 @@ class _Plan:
                 self._copies += self.catalog.copies(found, None, wanted, part.start - slot.offset, place)
 
     def _plan_param(self, name: str, param: nn.Parameter) -> None:
-        wanted = self.state.tensor.slice_of(name, param.shape)
+        wanted = self.state.tensor.tp_shard_of(name, param.shape)
         found = self._located(name, wanted)
         if found is not None:
             self._copies += self.catalog.copies(found, None, wanted, 0, self._flat(param.data))
@@ -301,7 +301,7 @@ def _load_custom(state: TrainingState, plan: _Plan, custom: Callable[..., Any], 
             unit.take_full()
 
 
-def _spread(state: TrainingState) -> None:
+def _all_gather_updated(state: TrainingState) -> None:
     """Training-type copies from the masters, and whole buffers where units stay whole; collective."""
     for unit in state.units:
         unit.publish()

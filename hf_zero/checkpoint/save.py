@@ -14,17 +14,19 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint import agreement, commit, folders, node_local, optimizer_state
-from hf_zero.checkpoint.background import Background, Task, Written
+from hf_zero.checkpoint.commit import agreement, folders, node_local, staging
+from hf_zero.checkpoint.commit.background import Background, Task, Written
 from hf_zero.checkpoint.contents import contents_of
-from hf_zero.checkpoint.disk import Disk
-from hf_zero.checkpoint.element_types import dtype_name
-from hf_zero.checkpoint.format import CHUNK_BYTES, LATEST_FILE, state_kind, values_file
-from hf_zero.checkpoint.index import Index
-from hf_zero.checkpoint.records import FileRecord, OptimizerRecord
-from hf_zero.checkpoint.state import TrainingState
-from hf_zero.checkpoint.tensor_file import Entry, whole, write_tensor_file
-from hf_zero.checkpoint.values import Encoder
+from hf_zero.checkpoint.files.disk import Disk
+from hf_zero.checkpoint.files.rows import Entry, whole
+from hf_zero.checkpoint.files.tensor_writer import write_tensor_file
+from hf_zero.checkpoint.format.element_types import dtype_name
+from hf_zero.checkpoint.format.index import Index
+from hf_zero.checkpoint.format.names import CHUNK_BYTES, LATEST_FILE, state_kind, values_file
+from hf_zero.checkpoint.format.records import FileRecord, OptimizerRecord
+from hf_zero.checkpoint.format.values import Encoder
+from hf_zero.checkpoint.state import optimizer_state
+from hf_zero.checkpoint.state.training_state import TrainingState
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import note, span
 from hf_zero.system import own_files
@@ -53,7 +55,7 @@ class SaveRequest:
     exclude_frozen: bool = False
     direct: bool = True
     node_local: bool = False
-    number: str = field(default_factory=commit.save_number)
+    number: str = field(default_factory=staging.save_number)
 
 
 def save_checkpoint(state: TrainingState, request: SaveRequest, background: Background | None = None) -> Path:
@@ -64,36 +66,36 @@ def save_checkpoint(state: TrainingState, request: SaveRequest, background: Back
     Args:
         state: What to save.
         request: Where, and what besides.
-        background: Writes a copy after this function has returned; its former save is waited for first.
+        background: Writes a copy after this function has returned; its previous save is waited for first.
 
     Returns:
         The folder. With ``background`` it is there when the next ``finish`` of that returns.
 
     Raises:
-        CheckpointError: On every rank, with the same text, naming path and cause; also for the former save in the background.
+        CheckpointError: On every rank, with the same text, naming path and cause; also for the previous save in the background.
     """
     net = state.everyone
     if background is not None:
         background.finish(net)
     with span("save_checkpoint", request.tag):
         save = _Save(state)
-        parts = _agree(state, save, request)
+        told = _agree(state, save, request)
         request = save.request
         what = _what(request)
         if request.node_local:
-            return _save_on_nodes(state, save, parts)
+            return _save_on_nodes(state, save, told)
         try:
             if background is None or background.limited:  # files are written before this returns, so the folder must be there
                 agreement.on_first(net, what, save.begin)
             if background is not None:
                 agreement.quickly(net, what, lambda: save.copy(background))
-                background.start(Task(what, save.part, Process.own(), save.write_files, save.commit), parts)
+                background.start(Task(what, save.folder, Process.own(), save.write_files, save.commit), told)
                 return Path(request.save_dir) / request.tag
             written = agreement.on_all(net, what, save.write_files)
-            agreement.on_first(net, what, lambda: save.commit(parts, written))
+            agreement.on_first(net, what, lambda: save.commit(told, written))
         except CheckpointError:
             if net.rank == 0:
-                commit.abandon(save.part)
+                staging.abandon(save.folder)
             raise
     return Path(request.save_dir) / request.tag
 
@@ -102,18 +104,18 @@ def _what(request: SaveRequest) -> str:
     return f"saving checkpoint {request.tag!r} to {request.save_dir}{' on every node' if request.node_local else ''}"
 
 
-def _save_on_nodes(state: TrainingState, save: _Save, parts: list[dict[str, Any]]) -> Path:
+def _save_on_nodes(state: TrainingState, save: _Save, told: list[dict[str, Any]]) -> Path:
     """Writes what has been agreed on to every node's disk; see [Note: node-local checkpoints]."""
     net, request = state.everyone, save.request
     what, place = _what(request), (Path(request.save_dir), request.tag)
     try:
-        disks = node_local.begin(net, what, place, request.number, [part["process"] for part in parts])
+        disks = node_local.begin(net, what, place, request.number, [rank_told["process"] for rank_told in told])
         written = agreement.on_all(net, what, save.write_files)
-        node_local.share(net, disks, what, save.part, [own.files for own in written])
-        text = agreement.on_first(net, what, lambda: save.index(parts, written).to_json())
-        node_local.complete(net, disks, what, place, save.part, text, request.latest)
+        node_local.share(net, disks, what, save.folder, [own.files for own in written])
+        text = agreement.on_first(net, what, lambda: save.index(told, written).to_json())
+        node_local.complete(net, disks, what, place, save.folder, text, request.latest)
     except CheckpointError:
-        commit.abandon(save.part)
+        staging.abandon(save.folder)
         raise
     return place[0] / place[1]
 
@@ -121,15 +123,15 @@ def _save_on_nodes(state: TrainingState, save: _Save, parts: list[dict[str, Any]
 def _agree(state: TrainingState, save: _Save, request: SaveRequest) -> list[dict[str, Any]]:
     """Prepares a save on every rank; returns what each tells of its part. Collective: all that ranks must exchange, in one message."""
     net = state.everyone
-    parts = agreement.on_all(net, _what(request), lambda: save.prepare(request))
-    asked = parts[0]["request"]
-    if any(part["request"]["exclude_frozen"] != asked["exclude_frozen"] for part in parts):  # one has prepared another checkpoint
+    told = agreement.on_all(net, _what(request), lambda: save.prepare(request))
+    asked = told[0]["request"]
+    if any(rank_told["request"]["exclude_frozen"] != asked["exclude_frozen"] for rank_told in told):  # one has prepared another checkpoint
         mended = replace(request, exclude_frozen=asked["exclude_frozen"])
-        parts = agreement.on_all(net, _what(request), lambda: save.prepare(mended))
+        told = agreement.on_all(net, _what(request), lambda: save.prepare(mended))
     if request.node_local:
         asked = {**asked, "save_dir": request.save_dir}
-    save.settle(replace(request, **asked), differs=parts[net.rank]["digest"] != parts[0]["digest"])
-    return parts
+    save.settle(replace(request, **asked), differs=told[net.rank]["digest"] != told[0]["digest"])
+    return told
 
 
 # -- before a byte is written -------------------------------------------------------------------------------------------
@@ -207,13 +209,13 @@ class _Save:
 
     Attributes:
         request: Rank 0's, with this rank's client state.
-        part: The hidden folder.
+        folder: The hidden folder.
         files: What is to be written.
         head: The index without what the other ranks add; on rank 0.
     """
 
     request: SaveRequest
-    part: Path
+    folder: Path
     head: Index | None
 
     def __init__(self, state: TrainingState) -> None:
@@ -248,7 +250,7 @@ class _Save:
             raise CheckpointError("a save is prepared once")
         rank = state.everyone.rank
         self.request = request
-        self.part = folders.part_of(Path(request.save_dir), request.tag, request.number)
+        self.folder = folders.staging_folder(Path(request.save_dir), request.tag, request.number)
         tensors = self._values.client.tensors if differs or rank == 0 else {}
         self.files = {**self._contents.files, values_file(rank): [whole(name, tensor) for name, tensor in tensors.items()]}
         self._client_state = self._values.client_state if differs else None
@@ -257,7 +259,7 @@ class _Save:
 
     def begin(self) -> None:
         """Makes the hidden folder; on rank 0."""
-        commit.begin(Path(self.request.save_dir), self.request.tag, self.request.number)
+        staging.begin(Path(self.request.save_dir), self.request.tag, self.request.number)
         note("checkpoint_begun", self.request.tag)
 
     def copy(self, background: Background) -> None:
@@ -278,26 +280,26 @@ class _Save:
         with Disk(self.request.direct) as disk:
             for name, entries in files.items():
                 if entries:
-                    records[name] = write_tensor_file(self.part / name, entries, disk=disk)
+                    records[name] = write_tensor_file(self.folder / name, entries, disk=disk)
                     note("checkpoint_file", f"{self.request.tag}: {name}")
             disk.sync()
         return records
 
-    def index(self, parts: list[dict[str, Any]], written: list[Written]) -> Index:
+    def index(self, told: list[dict[str, Any]], written: list[Written]) -> Index:
         """The whole index, from what every rank has told and written; on rank 0."""
         if self.head is None:
             raise CheckpointError("only rank 0 completes a checkpoint")
-        return _index(self.head, parts, written)
+        return _index(self.head, told, written)
 
-    def commit(self, parts: list[dict[str, Any]], written: list[Written]) -> str:
+    def commit(self, told: list[dict[str, Any]], written: list[Written]) -> str:
         """Index, marker, name, and last of all ``latest``; on rank 0."""
         save_dir, tag = Path(self.request.save_dir), self.request.tag
-        index = self.index(parts, written)
+        index = self.index(told, written)
         note("checkpoint_written", tag)
-        commit.seal(self.part, index.to_json())
+        staging.finalize(self.folder, index.to_json())
         note("checkpoint_sealed", tag)
-        final = commit.publish(self.part, save_dir, tag)
-        commit.write_script(save_dir)
+        final = staging.publish(self.folder, save_dir, tag)
+        staging.write_script(save_dir)
         if self.request.latest:
             note("checkpoint_latest", tag)
             own_files.write_text(save_dir / LATEST_FILE, tag)
@@ -332,22 +334,22 @@ def _head(state: TrainingState, request: SaveRequest, values: _Values) -> Index:
     )
 
 
-def _index(head: Index, parts: list[dict[str, Any]], written: list[Written]) -> Index:
+def _index(head: Index, told: list[dict[str, Any]], written: list[Written]) -> Index:
     """The whole index, from what every rank has told of its part."""
     optimizer = head.optimizer
     if optimizer is not None:
-        states = sorted({name for part in parts for name in part["states"]})
-        numbers = optimizer_state.merge_scalars([part["scalars"] for part in parts])
-        params = tuple(record for part in parts for record in part["params"])
+        states = sorted({name for rank_told in told for name in rank_told["states"]})
+        numbers = optimizer_state.merge_scalars([rank_told["scalars"] for rank_told in told])
+        params = tuple(record for rank_told in told for record in rank_told["params"])
         optimizer = replace(optimizer, states=tuple(states), scalars=numbers, params=params)
     # Every data-parallel rank describes the units of its tensor-parallel rank alike.
-    units = {(unit.tensor_rank, unit.name): unit for part in reversed(parts) for unit in part["units"]}
+    units = {(unit.tensor_rank, unit.name): unit for rank_told in reversed(told) for unit in rank_told["units"]}
     return replace(
         head,
         units=tuple(units[key] for key in sorted(units, key=lambda key: key[0])),
-        loose=tuple(loose for part in parts for loose in part["loose"]),
-        buffers={name: file for part in parts for name, file in part["buffers"].items()},
-        excluded=tuple(dict.fromkeys(name for part in parts for name in part["dropped"])),
+        loose=tuple(loose for rank_told in told for loose in rank_told["loose"]),
+        buffers={name: file for rank_told in told for name, file in rank_told["buffers"].items()},
+        excluded=tuple(dict.fromkeys(name for rank_told in told for name in rank_told["dropped"])),
         optimizer=optimizer,
         client_states={str(rank): own.client_state for rank, own in enumerate(written) if own.client_state is not None},
         files={name: record for own in written for name, record in own.files.items()},

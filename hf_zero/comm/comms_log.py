@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from hf_zero.comm.watch import Watch
 from hf_zero.errors import ConfigError
 from hf_zero.observe import current_phase, log_rank0
 
@@ -48,7 +45,7 @@ def operations_named(names: Iterable[str]) -> frozenset[str]:
 
 
 @dataclass(frozen=True)
-class TrafficSettings:
+class CommsLogSettings:
     """What is recorded, and how loudly.
 
     Attributes:
@@ -62,14 +59,14 @@ class TrafficSettings:
     debug: bool = False
 
     @staticmethod
-    def of(section: CommsLogger) -> TrafficSettings:
+    def of(section: CommsLogger) -> CommsLogSettings:
         """What the configuration's section asks for.
 
         Raises:
             ConfigError: It names an operation that is no collective.
         """
         operations = None if section.prof_all else operations_named(section.prof_ops)
-        return TrafficSettings(operations, section.verbose, section.debug)
+        return CommsLogSettings(operations, section.verbose, section.debug)
 
 
 @dataclass(frozen=True)
@@ -91,75 +88,6 @@ class Tally:
     waited: float = 0.0
 
 
-class Watch(ABC):
-    """Tells the time where a collective runs."""
-
-    @abstractmethod
-    def now(self) -> Any:
-        """This moment."""
-
-    @abstractmethod
-    def end_of(self, works: list[Any]) -> Any:
-        """The moment at which ``works`` will be over; None where that is known only by waiting for them."""
-
-    @abstractmethod
-    def reached(self, moment: Any) -> bool:
-        """Whether it is over."""
-
-    @abstractmethod
-    def seconds(self, begin: Any, end: Any) -> float:
-        """Between two moments that have been reached."""
-
-
-class HostWatch(Watch):
-    """The process' own clock; a work of a host back end cannot tell when it ended, so its end is when the wait for it is over."""
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def end_of(self, works: list[Any]) -> None:
-        return None
-
-    def reached(self, moment: float) -> bool:
-        return True
-
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
-
-
-class DeviceWatch(Watch):
-    """Events of the device: nothing waits for them until the table is printed.
-
-    Args:
-        device: Accelerator whose streams the collectives run on.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._module: Any = torch.get_device_module(device)
-        self._side = self._module.Stream(device)
-
-    def now(self) -> Any:
-        event = self._module.Event(enable_timing=True)
-        event.record(self._module.current_stream(self._device))  # the current device may be another
-        return event
-
-    def end_of(self, works: list[Any]) -> Any:
-        # A stream of its own waits for the collective and for nothing else; the compute stream goes on.
-        with self._module.stream(self._side):
-            for work in works:
-                if work is not None:
-                    work.wait()
-            return self.now()
-
-    def reached(self, moment: Any) -> bool:
-        return bool(moment.query())
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000
-
-
 @dataclass
 class Call:
     """One collective under way: its kind, its clock, and the moments of issue, end, and begin and end of the wait for it."""
@@ -174,7 +102,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class TrafficRow:
+class CommsRow:
     """One row of the table.
 
     Attributes:
@@ -208,7 +136,7 @@ class TrafficRow:
 
 
 @dataclass
-class TrafficLog:
+class CommsLog:
     """Counts the collectives of this process.
 
     [Note: latency under overlap] A collective that runs beside other work ends unseen: on a host back end it counts as ended when this
@@ -220,7 +148,7 @@ class TrafficLog:
         tallies: By kind.
     """
 
-    settings: TrafficSettings
+    settings: CommsLogSettings
     tallies: dict[Kind, Tally] = field(default_factory=dict)
     _open: deque[Call] = field(default_factory=deque)
 
@@ -249,7 +177,7 @@ class TrafficLog:
         tally.seconds += seconds
         tally.waited += waited
         if self.settings.verbose:
-            row = TrafficRow(call.kind, Tally(1, seconds, waited))
+            row = CommsRow(call.kind, Tally(1, seconds, waited))
             log_rank0(
                 "comm op: %s | %s | %d ranks | msg size: %s | time: %.3f ms, waited %.3f ms | algbw: %.2f Gbit/s | busbw: %.2f Gbit/s",
                 call.kind.operation,
@@ -272,7 +200,7 @@ class TrafficLog:
         """Seconds of every kind, in the form in which ranks exchange them."""
         return {astuple(kind): tally.seconds for kind, tally in self.counted().items()}
 
-    def rows(self, by_rank: Sequence[Mapping[tuple[str, int, int, str], float]] | None = None) -> list[TrafficRow]:
+    def rows(self, by_rank: Sequence[Mapping[tuple[str, int, int, str], float]] | None = None) -> list[CommsRow]:
         """One row per kind, by operation and falling size.
 
         Args:
@@ -286,7 +214,7 @@ class TrafficLog:
                 seconds = {rank: kinds[key] for rank, kinds in enumerate(by_rank) if key in kinds}
                 fastest = min(seconds, key=seconds.__getitem__)
                 least = seconds[fastest]
-            rows.append(TrafficRow(kind, tally, fastest, least))
+            rows.append(CommsRow(kind, tally, fastest, least))
         return rows
 
     def clear(self) -> None:
@@ -307,41 +235,14 @@ def size_text(nbytes: int) -> str:
     return f"{size:.4g} {unit}"
 
 
-_HEADS = ("operation", "ranks", "message", "count", "total ms", "average ms", "waited ms", "algbw Gbit/s", "busbw Gbit/s")
-_STRAGGLER_HEADS = ("straggler ms", "last to arrive")
+_current: CommsLog | None = None  # of this process, as deepspeed.comm has one
 
 
-def table_text(rows: list[TrafficRow]) -> str:
-    """The rows as aligned columns; those of stragglers if ranks were compared."""
-    compared = any(row.fastest is not None for row in rows)
-    cells = [(*_HEADS, *(_STRAGGLER_HEADS if compared else ()))]
-    for row in rows:
-        kind, tally = row.kind, row.tally
-        name = f"{kind.operation} ({kind.caller})" if kind.caller else kind.operation
-        line = [name, str(kind.ranks), size_text(kind.nbytes), str(tally.count)]
-        line += [f"{1e3 * value:.3f}" for value in (tally.seconds, row.average, tally.waited)]
-        rates = (row.algorithm_bandwidth, row.bus_bandwidth)
-        line += [f"{rate * 8e-9:.2f}" if kind.nbytes else "-" for rate in rates]
-        if compared:
-            line += [f"{1e3 * (tally.seconds - row.least):.3f}", f"rank {row.fastest}"]
-        cells.append(tuple(line))
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in cells
-    )
-
-
-_current: TrafficLog | None = None  # of this process, as deepspeed.comm has one
-
-
-def start_log(settings: TrafficSettings) -> TrafficLog:
+def start_log(settings: CommsLogSettings) -> CommsLog:
     """Records the collectives of engines made from now on; what was counted before is kept."""
     global _current
     if _current is None:
-        _current = TrafficLog(settings)
+        _current = CommsLog(settings)
     _current.settings = settings
     return _current
 
@@ -352,6 +253,6 @@ def stop_log() -> None:
     _current = None
 
 
-def current_log() -> TrafficLog | None:
+def current_log() -> CommsLog | None:
     """The log of this process; None if nothing is recorded."""
     return _current

@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm.topology import Topology, backend_with_host, divide_alike, exists
+from hf_zero.comm.process_groups import backend_with_host, copy_group, exists
+from hf_zero.comm.topology import Topology
 
 Purpose = Literal["gathers", "reductions"]
 
@@ -32,10 +33,11 @@ def own_topology(topology: Topology, purpose: Purpose = "gathers") -> Topology:
         del _made[gone]  # of a default group that was destroyed
     key = topology.group, purpose
     if key not in _made:
-        backend = backend_with_host(topology) if purpose == "gathers" else str(dist.get_backend(topology.group))
-        group = divide_alike(topology, backend)
+        alone = str(dist.get_backend(topology.group))
+        backend = backend_with_host(topology.group, topology.device) if purpose == "gathers" else alone
+        group = copy_group(topology.group, topology.device, backend, crossed=topology.model is not None)
         _made[key] = replace(topology, group=group, script_group=topology.group)
-    return replace(_made[key], model=topology.model)
+    return replace(_made[key], model=topology.model, sequence=topology.sequence, replica=topology.replica)
 
 
 def borrow(topology: Topology) -> None:

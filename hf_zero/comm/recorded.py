@@ -1,4 +1,4 @@
-"""Collectives that are written down in a traffic log while another back end carries them."""
+"""Collectives that are written down in a comms log while another back end carries them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm.collectives import Collectives, Pending, build_collectives
-from hf_zero.comm.comms_log import Call, DeviceWatch, HostWatch, TrafficLog, Watch, current_log
-from hf_zero.comm.topology import Topology
+from hf_zero.comm.collectives import Collectives, Pending
+from hf_zero.comm.comms_log import Call, CommsLog
+from hf_zero.comm.watch import DeviceWatch, HostWatch, Watch
 
 
 class _Stamp:
@@ -32,7 +32,7 @@ class RecordedCollectives(Collectives):
         log: Where calls are counted.
     """
 
-    def __init__(self, inner: Collectives, log: TrafficLog) -> None:
+    def __init__(self, inner: Collectives, log: CommsLog) -> None:
         self.inner = inner
         self.topology = inner.topology
         self.log = log
@@ -106,9 +106,3 @@ class RecordedCollectives(Collectives):
         if call is not None:
             self.log.end(call)
         return result
-
-
-def open_collectives(topology: Topology) -> Collectives:
-    """The back end that fits the group, recorded where this process has a traffic log."""
-    inner, log = build_collectives(topology), current_log()
-    return inner if log is None else RecordedCollectives(inner, log)

@@ -1,4 +1,4 @@
-"""The store in which ranks meet when no launcher has made one: it listens where rank 0 is said to be, and nowhere else."""
+"""The stores in which ranks meet: the launcher's, or one that listens where rank 0 is said to be and nowhere else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_made = 0
+_made = 0  # groups of this process: a second one must not find the addresses of the first
 
 
 def store_at_address(timeout: timedelta, environ: Mapping[str, str] | None = None) -> dist.Store | None:
@@ -35,11 +35,30 @@ def store_at_address(timeout: timedelta, environ: Mapping[str, str] | None = Non
         family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
     except ValueError:
         return None
-    _made += 1  # a second group of one process must not find the addresses of the first
+    _made += 1
     first = environ["RANK"] == "0"
     listening = _listen(family, address, port) if first else None
     store = dist.TCPStore(address, port, int(environ["WORLD_SIZE"]), first, timeout, multi_tenant=True, master_listen_fd=listening)
     return dist.PrefixStore(f"hf_zero_group_{_made}", store)
+
+
+def store_of_launcher(timeout: timedelta) -> dist.Store | None:
+    """The part of torchrun's store that belongs to this attempt; None where torchrun has made no store.
+
+    [Note: stores of restarted runs] The ranks of a restarted run meet in the store of the launcher, which may be that of the attempt
+    before: a rank then finds the address of one that is dead, and the attempt fails (accelerate's launcher always, torchrun at
+    times). Attempts are counted alike on one machine only; on several ones PyTorch's own way stays. The groups
+    of one process are counted too: after ``destroy_process_group`` (``accelerator.end_training`` does it) the next group would find
+    the addresses of the last.
+    """
+    global _made
+    variables = os.environ
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or variables.get("GROUP_WORLD_SIZE") != "1":
+        return None
+    address, port, world = variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), int(variables["WORLD_SIZE"])
+    store = dist.TCPStore(address, port, world, is_master=False, timeout=timeout)
+    _made += 1
+    return dist.PrefixStore(f"attempt_{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}_group_{_made}", store)
 
 
 def _listen(family: socket.AddressFamily, address: str, port: int) -> int | None:

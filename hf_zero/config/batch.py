@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from hf_zero.config.problems import Problems
 
@@ -46,3 +48,22 @@ def solve(total: int | None, micro: int | None, accumulation: int | None, world_
             f"= {product}. Give any two of the three keys, or correct one",
         )
     return batch
+
+
+def count_replicas_once(config: dict[str, Any], replicas: int, mistaken: Collection[int]) -> dict[str, Any]:
+    """``config`` with a ``train_batch_size`` over ``replicas`` where it was given over another number of ranks.
+
+    accelerate multiplies with the number of processes, or with the data-parallel sizes of its ParallelismConfig, which are 1 where a
+    script has left them out; ranks that hold one model or one sequence together share their samples.
+
+    Args:
+        config: As the user gave it.
+        replicas: Ranks, or groups of ranks, that train on samples of their own.
+        mistaken: Numbers that may have been taken in its place.
+    """
+    total, micro, steps = (config.get(key) for key in (TOTAL, MICRO, ACCUMULATION))
+    if not (isinstance(total, int) and isinstance(micro, int) and isinstance(steps, int)):
+        return config  # two of the three say what the third is
+    one = micro * steps
+    wrong = total != one * replicas and total in [one * number for number in mistaken]
+    return {**config, TOTAL: one * replicas} if wrong else config

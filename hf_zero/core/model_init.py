@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
+from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.own_groups import own_topology
-from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import build_topology
 from hf_zero.core.constructor_access import ConstructorAccess
 from hf_zero.core.schedule.gathered_parameters import GatheredParameters

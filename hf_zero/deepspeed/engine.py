@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_zero.checkpoint.export import consolidated_state_dict, write_model_files
-from hf_zero.checkpoint.model_files import MAX_SHARD_SIZE
+from hf_zero.checkpoint.model.export import consolidated_state_dict, write_model_files
+from hf_zero.checkpoint.model.model_files import MAX_SHARD_SIZE
 from hf_zero.core.engine import EngineParts
 from hf_zero.deepspeed import getters, requests
 from hf_zero.deepspeed.configured import ConfiguredEngine

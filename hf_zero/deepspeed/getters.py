@@ -43,7 +43,7 @@ def _dtype(engine: ConfiguredEngine) -> torch.dtype:
 
 
 def _groups_of_ranks(engine: ConfiguredEngine) -> int:
-    return int(engine.sequence_parallel.axes.groups) if engine.sequence_parallel is not None else int(engine.collectives.world)
+    return int(engine.sequence_parallel.topology.replicas) if engine.sequence_parallel is not None else int(engine.collectives.world)
 
 
 def _batch_info(engine: ConfiguredEngine) -> tuple[int, int, int]:
@@ -171,9 +171,7 @@ METHODS: dict[str, Getter] = {
     "optimizer_params": lambda engine: (engine.resolved.resolved.get("optimizer") or {}).get("params"),
     "scheduler_name": lambda engine: engine.settings.scheduler.type if engine.settings.scheduler else None,
     "scheduler_params": lambda engine: (engine.resolved.resolved.get("scheduler") or {}).get("params"),
-    "get_sequence_parallel_group": lambda engine: (
-        engine.sequence_parallel.axes.sequence.group if engine.sequence_parallel is not None else None
-    ),
+    "get_sequence_parallel_group": lambda engine: engine.sequence_parallel.axis.group if engine.sequence_parallel is not None else None,
     "get_lr": _rates,
     "get_mom": lambda engine: [group.get("betas", group.get("momentum")) for group in _groups(engine)],
     "get_data_types": lambda engine: (_dtype(engine), engine.precision.accumulation_dtype),
@@ -192,8 +190,8 @@ VALUES: dict[str, Getter] = {
     "device": lambda engine: engine.collectives.topology.device,
     "dp_world_size": _groups_of_ranks,
     "seq_dp_world_size": lambda engine: engine.collectives.world,
-    "sequence_parallel_size": lambda engine: engine.sequence_parallel.axes.sequence.world if engine.sequence_parallel is not None else 1,
-    "seq_parallel_group": lambda engine: engine.sequence_parallel.axes.sequence.group if engine.sequence_parallel is not None else None,
+    "sequence_parallel_size": lambda engine: engine.sequence_parallel.axis.world if engine.sequence_parallel is not None else 1,
+    "seq_parallel_group": lambda engine: engine.sequence_parallel.axis.group if engine.sequence_parallel is not None else None,
     "world_size": lambda engine: torch.distributed.get_world_size(),
     "mp_world_size": lambda engine: engine.collectives.topology.model.world if engine.collectives.topology.model else 1,
     "global_rank": lambda engine: torch.distributed.get_rank(),

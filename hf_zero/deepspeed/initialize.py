@@ -14,7 +14,7 @@ from hf_zero.build.log import announce, describe
 from hf_zero.build.optimizers import inner_optimizer
 from hf_zero.build.parts import PartsBuilder
 from hf_zero.build.policies import compile_options
-from hf_zero.comm.topology import init_distributed
+from hf_zero.comm.bootstrap import init_distributed
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
 from hf_zero.config.sources import hidden_size_of

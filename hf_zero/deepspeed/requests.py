@@ -144,7 +144,7 @@ def deepspeed_io(
     drop_last = engine.settings.dataloader_drop_last
     if data_sampler is None and hasattr(dataset, "__len__") and not isinstance(dataset, torch.utils.data.IterableDataset):
         axis, sequence = engine.collectives, engine.sequence_parallel
-        groups, place = (axis.world, axis.rank) if sequence is None else (sequence.axes.groups, sequence.axes.place)
+        groups, place = (axis.world, axis.rank) if sequence is None else (sequence.topology.replicas, sequence.topology.replica)
         data_sampler = torch.utils.data.DistributedSampler(dataset, groups, place, shuffle=route == "train", drop_last=drop_last)
     return DataLoader(
         dataset,

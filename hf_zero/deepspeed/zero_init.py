@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from hf_zero.build.policies import precision_policy
-from hf_zero.comm.topology import default_device, init_distributed
+from hf_zero.comm.bootstrap import init_distributed
+from hf_zero.comm.device import default_device
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
 from hf_zero.core.model_init import ModelInit

@@ -162,7 +162,9 @@ def attach(module: ModuleType) -> None:
         if method.module != module.__name__:
             continue
         *path, name = method.name.split(".")
-        owner = functools.reduce(lambda owner, part: getattr(owner, part, None), path, module)
+        owner: Any = module
+        for part in path:
+            owner = getattr(owner, part, None)
         function = inspect.getattr_static(owner, name, None)
         if not inspect.isfunction(function):
             _report(method)
@@ -183,12 +185,12 @@ def _seen(method: Method, function: Callable[..., Any]) -> Callable[..., Any]:
             found = function(*args, **kwargs)
         finally:
             _calls.reset(token)
-        return _resumed(found, call) if inspect.isgenerator(found) else found
+        return _resumed(found, call) if isinstance(found, Generator) else found
 
     return seen
 
 
-def _resumed(generator: Generator[Any], call: Call) -> Generator[Any]:
+def _resumed(generator: Generator[Any, None, None], call: Call) -> Generator[Any, None, None]:
     """A generator whose call runs whenever its body does, and not in between."""
     with_end = object()
     try:

@@ -83,7 +83,8 @@ def _model_of_load() -> nn.Module | None:
     if call is None or call.answered or call.given.get("is_quantized"):
         return None
     call.answered = True
-    return call.caller
+    model: nn.Module = call.caller
+    return model
 
 
 def _require_most_weights(model: nn.Module) -> None:

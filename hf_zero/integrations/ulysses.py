@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.comm.topology import sequence_axes
+from hf_zero.comm.topology import sequence_topology
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.sequence_parallel.attention import Core, dispatching
 from hf_zero.sequence_parallel.forward import SliceSettings
@@ -67,7 +67,7 @@ class UlyssesSPAttentionHF:
             raise ConfigError(f"seq_length is {length}, which {sequence_parallel_size} ranks (sequence_parallel_size) do not divide")
         fixed = None if seq_length_is_variable else length
         settings = SliceSettings(core_attn_implementation, disable_in_eval, fixed, trade_in_attention)
-        state = SequenceParallel(sequence_axes(sequence_parallel_size), settings)
+        state = SequenceParallel(sequence_topology(sequence_parallel_size), settings)
         if isinstance(model_name_or_path, nn.Module):
             state.bind(model_name_or_path)
         return state

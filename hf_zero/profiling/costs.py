@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from hf_zero.comm.topology import default_device
+from hf_zero.comm.device import default_device
 from hf_zero.core.units.unit import full_shape
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import axis_over
 from hf_zero.errors import ConfigError
 from hf_zero.observe import warn_once

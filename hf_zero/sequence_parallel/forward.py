@@ -1,9 +1,7 @@
-"""Forwards of a transformers model over slices: when they are, what they need, and their random numbers."""
+"""Forwards of a transformers model over slices: when they are, and what they need."""
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +14,10 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.sequence_parallel.attention import SlicedAttention
 from hf_zero.sequence_parallel.batches import is_slice
-from hf_zero.sequence_parallel.heads import require_even_heads
-from hf_zero.sequence_parallel.masks import WholeMasks, modules_of
+from hf_zero.sequence_parallel.masks import WholeMasks
 from hf_zero.sequence_parallel.positions import OwnPositions, WholeRotary, require_even_temperature
+from hf_zero.sequence_parallel.randomness import Randomness
+from hf_zero.sequence_parallel.sliceable import NO_ROUTERS, ROUTERS, require_sliceable
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,8 @@ class SlicedForwards:
         length = self._require_positions(kwargs)
         if kwargs.get("output_attentions"):
             raise UnsupportedError("sequence parallelism: output_attentions=True is not supported, no rank has all heads of its tokens")
-        if kwargs.get(_ROUTERS, getattr(model.config, _ROUTERS, False)):
-            raise UnsupportedError(_NO_ROUTERS)
+        if kwargs.get(ROUTERS, getattr(model.config, ROUTERS, False)):
+            raise UnsupportedError(NO_ROUTERS)
         require_even_temperature(model, length * self.collectives.world)
         if not self._compared:
             self._compare(args, kwargs)
@@ -151,145 +150,3 @@ class SlicedForwards:
 def is_bound(model: nn.Module, settings: SliceSettings) -> bool:
     """Whether the forwards of ``model`` are over slices already, as ``settings`` say."""
     return model in _sliced and _sliced[model].settings is settings
-
-
-class Randomness:
-    """[Note: dropout over slices]
-
-    Scripts set one seed on every rank. The ranks of a group would then draw one mask of dropout for all slices of a sequence and for all
-    groups of heads. So each rank draws from a stream of its own during the forward, which begins at a number drawn from the common one:
-    that goes on alike on all ranks, for whatever the script draws from it, and is what checkpoints hold. Ranks that were seeded
-    differently stay so.
-    """
-
-    def __init__(self, collectives: Collectives) -> None:
-        self._rank = collectives.rank
-        self._device = collectives.topology.device
-        self._outer: list[torch.Tensor] | None = None
-
-    def enter(self, training: bool) -> None:
-        """Begins the rank's own stream; evaluation draws nothing."""
-        if not training:
-            return
-        start = int(torch.randint(2**31, ()))
-        self._outer = [torch.get_rng_state()]
-        own = torch.Generator().manual_seed(start * 1024 + self._rank)
-        torch.set_rng_state(own.get_state())
-        if self._device.type != "cpu":
-            module = getattr(torch, self._device.type)
-            self._outer.append(module.get_rng_state(self._device))
-            module.set_rng_state(torch.Generator(self._device).manual_seed(start * 1024 + self._rank).get_state(), self._device)
-
-    def leave(self) -> None:
-        """Goes on with the common stream."""
-        if self._outer is None:
-            return
-        torch.set_rng_state(self._outer[0])
-        if len(self._outer) > 1:
-            getattr(torch, self._device.type).set_rng_state(self._outer[1], self._device)
-        self._outer = None
-
-
-def require_sliceable(model: nn.Module, ranks: int, implementation: str | None) -> str:
-    """The attention implementation of a transformers model that can be trained over slices.
-
-    Args:
-        model: The model, or an adapter around it.
-        ranks: Size of the sequence-parallel group.
-        implementation: What the script asks for; None takes the model's.
-
-    Raises:
-        ConfigError: The model has another implementation, or heads that do not divide.
-        UnsupportedError: It is of a kind that cannot be sliced.
-    """
-    config: Any = getattr(model, "config", None)
-    if config is None or not hasattr(config, "get_text_config"):
-        raise UnsupportedError(f"sequence parallelism: {type(model).__name__} is no model of transformers; use DistributedAttention")
-    name = type(model).__name__
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"sequence parallelism: {name} is an encoder-decoder; causal language models are supported")
-    if config.get_text_config() is not config:
-        raise UnsupportedError(f"sequence parallelism: {name} has other towers beside its text model; text models are supported")
-    recurrent = sorted({kind for kind in getattr(config, "layer_types", None) or [] if kind not in _ATTENTION_LAYERS})
-    if recurrent:
-        raise UnsupportedError(
-            f"sequence parallelism: {name} has layers of type {', '.join(recurrent)}; only layers that see other tokens through attention "
-            f"alone can be sliced ({', '.join(_ATTENTION_LAYERS)})"
-        )
-    found = getattr(config, "_attn_implementation", None)
-    if implementation is not None and found != implementation:
-        raise ConfigError(
-            f"sequence parallelism: core_attn_implementation (sp_attn_implementation) is {implementation!r} and the model was made with "
-            f"attn_implementation={found!r}; make them equal"
-        )
-    if found is None:
-        raise UnsupportedError(f"sequence parallelism: {name} names no attention implementation")
-    _require_interface(model)
-    _require_causal(model)
-    _require_alike(name, config)
-    heads = getattr(config, "num_attention_heads", None)
-    if isinstance(heads, int):
-        require_even_heads(heads, ranks)
-    return str(found)
-
-
-def _inside(model: nn.Module) -> Any:
-    """The model in an adapter, or itself."""
-    inside: Any = getattr(model, "get_base_model", None)
-    return model if inside is None else inside()
-
-
-def _require_causal(model: nn.Module) -> None:
-    """Labels are shifted, and tokens put at the end of sequences, for causal language models; classes of a script's own may be any."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as mapping
-
-    base = _inside(model)
-    name = type(base).__name__
-    causal = {found for names in mapping.values() for found in ([names] if isinstance(names, str) else names)}
-    own = [kind for kind in type(base).__mro__ if kind.__module__.startswith("transformers.models.")]
-    if own and not own[0].__name__.endswith("PreTrainedModel") and not any(kind.__name__ in causal for kind in own):
-        raise UnsupportedError(
-            f"sequence parallelism: {name} is no causal language model; labels are shifted by one token, so ...ForCausalLM it must be"
-        )
-    if any(getattr(part, "is_decoder", None) is False for part in base.modules()) or getattr(base.config, "is_causal", True) is False:
-        raise UnsupportedError(
-            f"sequence parallelism: attention of {name} sees later tokens, also those put at the end of sequences; make it with is_decoder="
-            "True (is_causal=True)"
-        )
-
-
-def _require_alike(name: str, config: Any) -> None:
-    """Refuses what each rank would do in another way, or of its slice alone."""
-    for key in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
-        value = getattr(config, key, None)
-        if isinstance(value, (int, float)) and value > 0:
-            raise UnsupportedError(
-                f"sequence parallelism: {key} of {name} is {value}: the ranks of a group would leave out other layers and wait for each "
-                f"other; set config.{key} = 0"
-            )
-    if getattr(config, _ROUTERS, False):
-        raise UnsupportedError(_NO_ROUTERS)
-
-
-def _require_interface(model: nn.Module) -> None:
-    """The model takes positions, and attends through the table of functions in which the trading one stands."""
-    base = _inside(model)
-    name = type(base).__name__
-    if "position_ids" not in inspect.signature(base.forward).parameters:
-        raise UnsupportedError(f"sequence parallelism: {name}.forward takes no position_ids, so each rank would count its slice from 0")
-    tables = [vars(module)[_TABLE] for module in modules_of(base) if _TABLE in vars(module) and module.__name__ != _LIBRARY]
-    shared = getattr(sys.modules.get(_LIBRARY), _TABLE, None)
-    if not tables or any(table is not shared for table in tables):
-        raise UnsupportedError(
-            f"sequence parallelism: {name} does not call its attention through transformers' table of attention functions, which is where "
-            "slices are put together; use a model that does, or DistributedAttention in one of your own"
-        )
-
-
-_ROUTERS = "output_router_logits"
-_NO_ROUTERS = (
-    "sequence parallelism: output_router_logits=True adds a loss of all tokens of a batch, and each rank would take it of its slice; "
-    "leave it out (config.output_router_logits = False)"
-)
-_TABLE, _LIBRARY = "ALL_ATTENTION_FUNCTIONS", "transformers.modeling_utils"
-_ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention", "dense", "sparse", "global_attention")

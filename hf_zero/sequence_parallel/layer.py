@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import axis_over
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.sequence_parallel.exchange import trade

@@ -8,10 +8,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.mpu import model_parallel_group
-from hf_zero.comm.recorded import open_collectives
-from hf_zero.comm.topology import SequenceAxes, join_sequence, sequence_axes
-from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.comm.topology import Topology, join_sequence, sequence_topology
+from hf_zero.config.batch import count_replicas_once
+from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.sequence_parallel.forward import SlicedForwards, SliceSettings, is_bound
 
 
@@ -21,50 +22,57 @@ class SequenceParallel:
     The methods have the names of DeepSpeed's module ``parallel_state_sp``.
 
     Attributes:
-        axes: The groups.
+        topology: All groups together, which ZeRO shards over, with this rank's group as its sequence axis.
         settings: What to do with transformers models; None for scripts that place ``DistributedAttention`` themselves.
     """
 
-    def __init__(self, axes: SequenceAxes, settings: SliceSettings | None = None) -> None:
-        self.axes = axes
+    def __init__(self, topology: Topology, settings: SliceSettings | None = None) -> None:
+        self.topology = topology
         self.settings = settings
+
+    @property
+    def axis(self) -> Topology:
+        """The ranks that share this rank's samples."""
+        if self.topology.sequence is None:
+            raise StateError("this topology has no sequence axis")
+        return self.topology.sequence
 
     def bind(self, model: nn.Module) -> None:
         """Makes the forwards of ``model`` forwards over slices, if it is for this object to do."""
         if self.settings is not None and not is_bound(model, self.settings):
-            SlicedForwards(model, open_collectives(self.axes.sequence), self.settings)
+            SlicedForwards(model, open_collectives(self.axis), self.settings)
 
     def get_sequence_parallel_group(self) -> dist.ProcessGroup:
         """The ranks that share this rank's samples."""
-        return self.axes.sequence.group
+        return self.axis.group
 
     def get_sequence_parallel_world_size(self) -> int:
         """How many they are."""
-        return self.axes.sequence.world
+        return self.axis.world
 
     def get_sequence_parallel_rank(self) -> int:
         """Which slice is this rank's."""
-        return self.axes.sequence.rank
+        return self.axis.rank
 
     def get_sequence_data_parallel_group(self) -> dist.ProcessGroup:
         """All groups together: what ZeRO shards over."""
-        return self.axes.joint.group
+        return self.topology.group
 
     def get_sequence_data_parallel_world_size(self) -> int:
         """Number of ranks of all groups."""
-        return self.axes.joint.world
+        return self.topology.world
 
     def get_sequence_data_parallel_rank(self) -> int:
         """This rank's place among them."""
-        return self.axes.joint.rank
+        return self.topology.rank
 
     def get_data_parallel_world_size(self) -> int:
         """Number of groups: how many samples are trained on at a time."""
-        return self.axes.groups
+        return self.topology.replicas
 
     def get_data_parallel_rank(self) -> int:
         """Which of them is this rank's."""
-        return self.axes.place
+        return self.topology.replica
 
 
 def sequence_parallel_of(config: Mapping[str, Any], mpu: Any, mesh: Any = None) -> SequenceParallel | None:
@@ -84,24 +92,22 @@ def sequence_parallel_of(config: Mapping[str, Any], mpu: Any, mesh: Any = None) 
         data, size = _mesh_sizes(mesh, size)
     found = _from_mpu(mpu)
     if found is None and size > 1:
-        found = SequenceParallel(sequence_axes(size))
+        found = SequenceParallel(sequence_topology(size))
     if found is None:
         return None
-    axes = found.axes
-    if size not in (1, axes.sequence.world):
+    topology, ranks = found.topology, found.axis.world
+    if size not in (1, ranks):
+        raise ConfigError(f"sequence_parallel_size is {size}, and the sequence-parallel group of the mpu object has {ranks} ranks")
+    if size > 1 and data is not None and data != topology.replicas:
         raise ConfigError(
-            f"sequence_parallel_size is {size}, and the sequence-parallel group of the mpu object has {axes.sequence.world} ranks"
-        )
-    if size > 1 and data is not None and data != axes.groups:
-        raise ConfigError(
-            f"data_parallel_size is {data} and sequence_parallel_size {axes.sequence.world}, which makes {data * axes.sequence.world} "
-            f"ranks; there are {axes.joint.world}. Set data_parallel_size to {axes.groups}, or leave it out"
+            f"data_parallel_size is {data} and sequence_parallel_size {ranks}, which makes {data * ranks} "
+            f"ranks; there are {topology.world}. Set data_parallel_size to {topology.replicas}, or leave it out"
         )
     section = config.get("tensor_parallel")
     tensor = section.get("autotp_size") if isinstance(section, Mapping) else None
     if tensor not in (None, 0, 1, "0", "1"):
         raise UnsupportedError(
-            f"tensor_parallel.autotp_size is {tensor} and sequences are divided over {axes.sequence.world} ranks: the two cannot be "
+            f"tensor_parallel.autotp_size is {tensor} and sequences are divided over {ranks} ranks: the two cannot be "
             "combined; zero_optimization.stage 3 shards the parameters over all ranks of both axes"
         )
     return found
@@ -144,15 +150,6 @@ def _from_mpu(mpu: Any) -> SequenceParallel | None:
     return SequenceParallel(join_sequence(sequence, joint))
 
 
-def count_slices_once(config: dict[str, Any], axes: SequenceAxes) -> dict[str, Any]:
-    """``config`` with ``train_batch_size`` counted over groups where it was counted over ranks, or over one group.
-
-    accelerate multiplies with the data-parallel sizes of its ParallelismConfig, which are 1 where a script has left them out.
-    """
-    total, micro, steps = (config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
-    if not (isinstance(total, int) and isinstance(micro, int) and isinstance(steps, int)):
-        return config  # two of the three say what the third is
-    one = micro * steps
-    if total != one * axes.groups and total in (one, one * axes.joint.world):
-        return {**config, "train_batch_size": one * axes.groups}
-    return config
+def count_slices_once(config: dict[str, Any], topology: Topology) -> dict[str, Any]:
+    """``config`` with ``train_batch_size`` counted over groups where it was counted over ranks, or over one group."""
+    return count_replicas_once(config, topology.replicas, (1, topology.world))

@@ -1,4 +1,4 @@
-"""The exit status of a process that ends although something was lost behind its back.
+"""The exit status of a process that ends before it has been told that something it had begun has failed.
 
 [Note: a status after the end] When the interpreter ends it has decided on its exit status already, and ignores what exit handlers raise.
 ``os._exit`` there would skip the handlers that come later, and files that are flushed when their objects go. What Python does promise:
@@ -25,7 +25,7 @@ _listening_in = 0  # the process that looks at them when it ends
 
 
 def promise(lost: Lost) -> Callable[[], None]:
-    """Has the end of this process ask what became of something that goes on behind its back.
+    """Has the end of this process ask what became of something that goes on beside it.
 
     Args:
         lost: Says what was lost, and nothing when nothing was. Its argument tells whether threads may still be running, to be waited for.

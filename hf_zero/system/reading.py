@@ -1,4 +1,4 @@
-"""The door: whatever reads files of others goes through here, so that each failure becomes the named error.
+"""Reading files of others: whatever goes wrong becomes one error that names the file.
 
 A file may hold anything. What a library raises about it (``KeyError``, ``RecursionError``, an overflow in C++) says neither which
 file it was nor what to do; ``reading`` adds both. Whoever reads compares sizes with the bytes that are there before making room for them.

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import Topology, build_topology, topology_around
+from hf_zero.config.batch import count_replicas_once
 from hf_zero.config.read import read_config
 from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.errors import ConfigError
@@ -26,7 +27,6 @@ from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
 from hf_zero.tensor_parallel.trace import Inputs
 
 _WINDOWS, _WINDOW = 4, 256  # what is looked at of a weight that is still in its file
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def requested_ranks(config: Mapping[str, Any]) -> int:
@@ -42,20 +42,12 @@ def requested_ranks(config: Mapping[str, Any]) -> int:
 def count_groups_once(config: dict[str, Any], groups: int, ranks: int) -> dict[str, Any]:
     """``config`` with a ``train_batch_size`` over data-parallel ranks where it was given over all ranks.
 
-    accelerate multiplies with the number of processes; the ranks of a tensor-parallel group share their samples.
-
     Args:
         config: As the user gave it.
         groups: Size of the data-parallel axis.
         ranks: Ranks that hold one model together.
     """
-    total, micro, accumulation = (config.get(key) for key in _BATCH_KEYS)
-    if ranks == 1 or not (isinstance(total, int) and isinstance(micro, int) and isinstance(accumulation, int)):
-        return config  # two of the three say what the third is
-    own = micro * accumulation * groups
-    if total != own and total == own * ranks:
-        return {**config, _BATCH_KEYS[0]: own}
-    return config
+    return count_replicas_once(config, groups, (groups * ranks,))
 
 
 def is_split(module: nn.Module) -> bool:

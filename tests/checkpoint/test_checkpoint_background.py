@@ -114,7 +114,7 @@ def test_the_interpreter_waits_for_the_last_checkpoint(tmp_path: Path) -> None:
 def test_a_rank_that_died_is_noticed_without_waiting(tmp_path: Path) -> None:
     from dataclasses import replace
 
-    from hf_zero.checkpoint.background import Background, Task
+    from hf_zero.checkpoint.commit.background import Background, Task
     from hf_zero.errors import CheckpointError
     from hf_zero.system.process import Process
 

@@ -1,4 +1,4 @@
-"""Damaged checkpoints and failing writes: one clear error, the same on every rank, and the former checkpoint stays."""
+"""Damaged checkpoints and failing writes: one clear error, the same on every rank, and the previous checkpoint stays."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ def _flip(path: Path, position: int) -> None:
 
 def _edit_index(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """A checkpoint that says something else, with a marker that fits."""
-    from hf_zero.checkpoint.commit import seal
+    from hf_zero.checkpoint.commit.staging import finalize
 
     data = json.loads((folder / "index.json").read_text())
     change(data)
-    seal(folder, json.dumps(data))
+    finalize(folder, json.dumps(data))
 
 
 def _rename_parameter(data: dict[str, Any]) -> None:
-    former = data["units"][0]["params"][0]["name"]
+    previous = data["units"][0]["params"][0]["name"]
     data["units"][0]["params"][0]["name"] = "renamed.weight"
     data["aliases"] = {}
     for group in data["optimizer"]["groups"]:
-        group["params"] = ["renamed.weight" if name == former else name for name in group["params"]]
+        group["params"] = ["renamed.weight" if name == previous else name for name in group["params"]]
 
 
 def _reshape_parameter(data: dict[str, Any]) -> None:
@@ -157,7 +157,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(saved: Path, tmp_path: P
 
 
 def _disk_full(folder: str, failing_rank: int, stage: int) -> str:
-    """One rank's disk fills during a save over the former checkpoint of the same tag; the next save works again."""
+    """One rank's disk fills during a save over the previous checkpoint of the same tag; the next save works again."""
     from hf_zero.checkpoint import save
 
     engine = start(stage, "bf16")

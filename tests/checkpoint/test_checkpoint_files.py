@@ -24,13 +24,16 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from hf_zero.checkpoint import commit, folders
-from hf_zero.checkpoint.catalog import Catalog
-from hf_zero.checkpoint.checksum import Checksum, first_damaged
-from hf_zero.checkpoint.element_types import DTYPES
-from hf_zero.checkpoint.format import CHUNK_BYTES, shard_file
-from hf_zero.checkpoint.index import Index
-from hf_zero.checkpoint.records import (
+from hf_zero.checkpoint.commit import folders, staging
+from hf_zero.checkpoint.files.catalog import Catalog
+from hf_zero.checkpoint.files.rows import Elsewhere, Entry, cut, whole
+from hf_zero.checkpoint.files.tensor_reader import Copy, RangeReader
+from hf_zero.checkpoint.files.tensor_writer import write_tensor_file
+from hf_zero.checkpoint.format.checksum import Checksum, first_damaged
+from hf_zero.checkpoint.format.element_types import DTYPES
+from hf_zero.checkpoint.format.index import Index
+from hf_zero.checkpoint.format.names import CHUNK_BYTES, shard_file
+from hf_zero.checkpoint.format.records import (
     FileRecord,
     GroupRecord,
     LooseRecord,
@@ -40,8 +43,7 @@ from hf_zero.checkpoint.records import (
     TensorRecord,
     UnitRecord,
 )
-from hf_zero.checkpoint.slices import Slice
-from hf_zero.checkpoint.tensor_file import Copy, Elsewhere, Entry, RangeReader, cut, whole, write_tensor_file
+from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.core.units.layout import build_layout
 from hf_zero.errors import CheckpointError
 from hf_zero.system import own_files
@@ -195,16 +197,16 @@ def layouts(draw: st.DrawFn) -> tuple[list[tuple[str, torch.Size]], tuple[int, i
     )
 
 
-def divide(shape: torch.Size, world: int, random: Any) -> list[Slice]:
+def divide(shape: torch.Size, world: int, random: Any) -> list[SavedTpShard]:
     """A tensor-parallel plan: each index along one dimension belongs to one rank, in runs that are divided one by one (fused q, k, v)."""
     if world == 1 or not shape or random.random() < 0.2:
-        return [Slice(tuple(shape))] * world  # every rank holds it
+        return [SavedTpShard(tuple(shape))] * world  # every rank holds it
     dim = random.randrange(len(shape))
     ranges: list[list[tuple[int, int]]] = [[] for _ in range(world)]
     cuts = sorted(random.randrange(shape[dim] + 1) for _ in range(random.randrange(1, 3) * world - 1))
     for number, (start, stop) in enumerate(zip([0, *cuts], [*cuts, shape[dim]], strict=True)):
         ranges[number % world].append((start, stop))
-    return [Slice(tuple(shape), dim, tuple(own)) for own in ranges]
+    return [SavedTpShard(tuple(shape), dim, tuple(own)) for own in ranges]
 
 
 @given(layouts(), st.randoms())
@@ -263,7 +265,7 @@ def test_every_element_arrives_from_any_division_to_any_other(tmp_path_factory: 
         assert (whole_again == -1).sum() == after.padded_numel - sum(slot.numel for slot in after.slots)
 
 
-def take(value: torch.Tensor, held: Slice) -> torch.Tensor:
+def take(value: torch.Tensor, held: SavedTpShard) -> torch.Tensor:
     """What a rank holds of a tensor, the obvious way."""
     if held.dim is None:
         return value
@@ -272,13 +274,13 @@ def take(value: torch.Tensor, held: Slice) -> torch.Tensor:
     )
 
 
-def test_slices_that_leave_a_gap_are_refused(tmp_path: Path) -> None:
+def test_tp_shards_that_leave_a_gap_are_refused(tmp_path: Path) -> None:
     record = ParamRecord("w", (4, 2), 0, 0, 0, ((0, 1), (2, 4)))
     files = {shard_file("master", 0, 1): write_tensor_file(tmp_path / "master-00000-of-00001.safetensors", [whole("u", torch.ones(16))])}
     catalog = Catalog(make_index(units=(UnitRecord("u", "master", "F32", 1, 16, 0, (record,)),), files=files))
     found = catalog.find("w")
     assert found is not None
-    with pytest.raises(CheckpointError, match="parameter w: no slice in the index holds its elements 2 to 4"):
+    with pytest.raises(CheckpointError, match="parameter w: no shard in the index holds its elements 2 to 4"):
         list(catalog.copies(found, None, found.whole, 0, torch.empty(8)))
 
 
@@ -483,10 +485,10 @@ def test_no_index_at_all(text: str) -> None:
 # -- folders ----------------------------------------------------------------------------------------------------------------
 
 
-def _seal(save_dir: Path, tag: str, text: str = "{}") -> Path:
-    part = commit.begin(save_dir, tag)
-    commit.seal(part, text)
-    return commit.publish(part, save_dir, tag)
+def _finalized(save_dir: Path, tag: str, text: str = "{}") -> Path:
+    part = staging.begin(save_dir, tag)
+    staging.finalize(part, text)
+    return staging.publish(part, save_dir, tag)
 
 
 @pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "/abs", ".hidden", "latest", "zero_to_fp32.py", "a\0b"])
@@ -497,9 +499,9 @@ def test_tags_that_name_no_folder_are_refused(tag: str) -> None:
 
 def test_incomplete_folder_is_named_with_the_newest_complete_one(tmp_path: Path) -> None:
     for tag in ("global_step1", "global_step2", "global_step10"):
-        _seal(tmp_path, tag)
+        _finalized(tmp_path, tag)
     (tmp_path / "global_step10" / "complete").unlink()
-    commit.begin(tmp_path, "global_step3")  # killed while it was written
+    staging.begin(tmp_path, "global_step3")  # killed while it was written
     for tag, problem in (
         ("global_step10", "is incomplete"),
         ("global_step3", "there is no checkpoint folder"),
@@ -513,21 +515,21 @@ def test_incomplete_folder_is_named_with_the_newest_complete_one(tmp_path: Path)
 
 def test_newest_is_by_number_else_by_time(tmp_path: Path) -> None:
     for number, tag in enumerate(("global_step10", "global_step9")):
-        os.utime(_seal(tmp_path, tag) / "complete", ns=(number, number))
+        os.utime(_finalized(tmp_path, tag) / "complete", ns=(number, number))
     assert folders.newest_complete(tmp_path) == tmp_path / "global_step10"
-    os.utime(_seal(tmp_path, "best") / "complete", ns=(5, 5))
+    os.utime(_finalized(tmp_path, "best") / "complete", ns=(5, 5))
     assert folders.newest_complete(tmp_path) == tmp_path / "best"
 
 
 def test_latest_that_names_nothing_complete_gives_way_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert folders.find_latest(tmp_path) is None and folders.find_latest(tmp_path / "absent") is None
-    commit.begin(tmp_path, "global_step1")  # killed: nothing was ever saved
+    staging.begin(tmp_path, "global_step1")  # killed: nothing was ever saved
     assert folders.find_latest(tmp_path) is None
     own_files.write_text(tmp_path / "latest", "global_step4")
     with pytest.raises(CheckpointError, match="no checkpoint folder .*global_step4; no other is complete there"):
         folders.find_latest(tmp_path)
     (tmp_path / "latest").unlink()
-    _seal(tmp_path, "global_step1")  # killed before ``latest``
+    _finalized(tmp_path, "global_step1")  # killed before ``latest``
     with caplog.at_level("WARNING", "hf_zero"), _propagating():
         assert folders.find_latest(tmp_path) == tmp_path / "global_step1"
         own_files.write_text(tmp_path / "latest", "global_step4")
@@ -557,13 +559,13 @@ def test_folders_of_killed_saves_are_removed_and_those_of_running_ones_stay(tmp_
         "dead": replace(Process.own(), pid=dead.pid),
         "far": Process("x", 1),
     }.items():
-        (commit.begin(tmp_path, tag) / "writer.json").write_text(json.dumps(writer.as_json()))
-    old = commit.begin(tmp_path, "old") / "writer.json"
+        (staging.begin(tmp_path, tag) / "writer.json").write_text(json.dumps(writer.as_json()))
+    old = staging.begin(tmp_path, "old") / "writer.json"
     old.write_text("{}")
     for path in (old, old.parent):
         os.utime(path, (0, 0))
-    commit.begin(tmp_path, "next")
-    assert sorted(str(folders.tag_of_part(path.name)) for path in tmp_path.iterdir()) == ["far", "mine", "next"]
+    staging.begin(tmp_path, "next")
+    assert sorted(str(folders.tag_of_staging(path.name)) for path in tmp_path.iterdir()) == ["far", "mine", "next"]
 
 
 def test_a_file_that_is_renamed_while_one_looks_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -579,7 +581,7 @@ def test_the_newest_whole_checkpoint_of_a_trainer(tmp_path: Path, caplog: pytest
     assert newest_trainer_checkpoint(tmp_path / "absent") is None
     for number in (9, 10, 11, 12, 13):
         folder = tmp_path / f"checkpoint-{number}"
-        _seal(folder, f"global_step{number}")
+        _finalized(folder, f"global_step{number}")
         (folder / "latest").write_text(f"global_step{number}")
         (folder / "trainer_state.json").write_text("{}")
     (tmp_path / "checkpoint-13" / "trainer_state.json").unlink()
@@ -590,7 +592,7 @@ def test_the_newest_whole_checkpoint_of_a_trainer(tmp_path: Path, caplog: pytest
         assert newest_trainer_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
     assert "checkpoint-13, checkpoint-12, checkpoint-11 in" in caplog.text
     folder = tmp_path / "checkpoint-14"  # two ranks, of which the second was killed before it wrote its random state
-    _seal(folder, "global_step14", json.dumps({"world": 2, "library": "0"}))
+    _finalized(folder, "global_step14", json.dumps({"world": 2, "library": "0"}))
     (folder / "latest").write_text("global_step14")
     (folder / "trainer_state.json").write_text("{}")
     torch.save({}, folder / "rng_state_0.pth")
@@ -606,9 +608,9 @@ def test_the_newest_whole_checkpoint_of_a_trainer(tmp_path: Path, caplog: pytest
 
 def test_a_former_checkpoint_is_removed_only_when_the_new_one_is_complete(tmp_path: Path) -> None:
     for tag in ("done", "lost"):
-        shutil.copytree(_seal(tmp_path, tag), tmp_path / f".{tag}.former")
+        shutil.copytree(_finalized(tmp_path, tag), tmp_path / f".{tag}.former")
     shutil.rmtree(tmp_path / "lost")
-    part = commit.begin(tmp_path, "next")
+    part = staging.begin(tmp_path, "next")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lost.former", part.name, "done"]
     assert folders.find(tmp_path, "lost") == tmp_path / ".lost.former"
 
@@ -617,10 +619,10 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "corpus.txt").write_text("precious")
     with pytest.raises(CheckpointError, match="data exists and is no checkpoint of ours"):
-        commit.begin(tmp_path, "data")
-    broken = _seal(tmp_path, "t")
+        staging.begin(tmp_path, "data")
+    broken = _finalized(tmp_path, "t")
     (broken / "index.json").unlink()
-    _seal(tmp_path, "t")
+    _finalized(tmp_path, "t")
     assert folders.is_complete(tmp_path / "t")
 
 
@@ -641,9 +643,9 @@ def test_what_others_made_stays(tmp_path: Path, name: str) -> None:
             (tmp_path / folder / file).write_text(content)
             os.utime(tmp_path / folder / file, (0, 0))
         os.utime(tmp_path / folder, (0, 0))
-    _seal(tmp_path, "old")
+    _finalized(tmp_path, "old")
     with pytest.raises(CheckpointError, match="best exists and is no checkpoint of ours.*choose another tag, or move it away"):
-        commit.begin(tmp_path, "best")
+        staging.begin(tmp_path, "best")
     for folder in ("best", ".other.0123abcd.part"):
         assert {path.name: path.read_text() for path in (tmp_path / folder).iterdir()} == FOREIGN[name]
     left = {path.name: path.read_text() for place in ("old", ".old.former") for path in tmp_path.glob(f"{place}/*")}
@@ -651,15 +653,15 @@ def test_what_others_made_stays(tmp_path: Path, name: str) -> None:
 
 
 def test_a_link_in_the_place_of_a_checkpoint_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "best").symlink_to(_seal(tmp_path, "t"))
+    (tmp_path / "best").symlink_to(_finalized(tmp_path, "t"))
     with pytest.raises(CheckpointError, match="best is a link; choose another tag"):
-        commit.begin(tmp_path, "best")
+        staging.begin(tmp_path, "best")
     assert folders.is_complete(tmp_path / "best")
 
 
 def test_what_is_in_a_checkpoint_that_is_replaced_moves_to_the_new_one(tmp_path: Path) -> None:
     for number in range(3):
-        folder = _seal(tmp_path, "t", json.dumps({"n": number}))
+        folder = _finalized(tmp_path, "t", json.dumps({"n": number}))
         if number == 0:
             (folder / "notes.txt").write_text("mine")
             (folder / "plots").mkdir()
@@ -672,11 +674,11 @@ def test_what_is_in_a_checkpoint_that_is_replaced_moves_to_the_new_one(tmp_path:
 _SAVING = """
 import sys
 from pathlib import Path
-from hf_zero.checkpoint import commit
-part = commit.begin(Path(sys.argv[1]), "t")
+from hf_zero.checkpoint.commit import staging
+part = staging.begin(Path(sys.argv[1]), "t")
 (part / "master-00000-of-00001.safetensors").write_text("theirs")
 print(part, flush=True)
-for step in (lambda: commit.seal(part, "{}"), lambda: commit.publish(part, Path(sys.argv[1]), "t")):
+for step in (lambda: staging.finalize(part, "{}"), lambda: staging.publish(part, Path(sys.argv[1]), "t")):
     sys.stdin.readline()
     step()
 """
@@ -684,7 +686,7 @@ for step in (lambda: commit.seal(part, "{}"), lambda: commit.publish(part, Path(
 
 def test_a_second_job_that_saves_the_same_tag_is_refused_by_name(tmp_path: Path) -> None:
     """What is complete stays until the first one has its own, and the second works when that is dead."""
-    former = _seal(tmp_path, "t", '{"n": 1}')
+    previous = _finalized(tmp_path, "t", '{"n": 1}')
     command = [sys.executable, "-c", _SAVING, str(tmp_path)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     other = subprocess.Popen(command, env=environment(), cwd=REPO, **pipes)
@@ -693,24 +695,24 @@ def test_a_second_job_that_saves_the_same_tag_is_refused_by_name(tmp_path: Path)
         with pytest.raises(
             CheckpointError, match=rf"process {other.pid} of .*, which runs, is saving checkpoint 't' .*{re.escape(str(part))}"
         ):
-            commit.begin(tmp_path, "t")
+            staging.begin(tmp_path, "t")
         assert (part / "master-00000-of-00001.safetensors").read_text() == "theirs"
-        assert folders.read_index(former) == '{"n": 1}'
-        _seal(tmp_path, "another")
+        assert folders.read_index(previous) == '{"n": 1}'
+        _finalized(tmp_path, "another")
         assert part.is_dir()
         writer = Process.of_json(json.loads((part / "writer.json").read_text()))
         assert writer is not None and writer.pid == other.pid
-        commit.clear(tmp_path, "t", [writer])  # ranks of one job that share a disk
+        staging.clear(tmp_path, "t", [writer])  # ranks of one job that share a disk
     finally:
         other.kill()
         other.communicate()
-    _seal(tmp_path, "t", '{"n": 2}')
+    _finalized(tmp_path, "t", '{"n": 2}')
     assert sorted(path.name for path in tmp_path.iterdir()) == ["another", "t"]
 
 
 def test_a_checkpoint_whose_save_was_killed_elsewhere_after_its_rename_is_replaced(tmp_path: Path) -> None:
     for number in range(3):
-        folder = _seal(tmp_path, "t", json.dumps({"n": number}))
+        folder = _finalized(tmp_path, "t", json.dumps({"n": number}))
         (folder / "writer.json").write_text(json.dumps(Process("elsewhere", 1).as_json()))
     assert [path.name for path in tmp_path.iterdir()] == ["t"] and folders.read_index(tmp_path / "t") == '{"n": 2}'
 
@@ -719,7 +721,7 @@ def test_jobs_that_do_not_know_of_each_other_have_folders_of_their_own(tmp_path:
     """On two machines, say: each checkpoint is whole, the later one stays."""
     parts = []
     for number in range(2):
-        parts.append(commit.begin(tmp_path, "t"))
+        parts.append(staging.begin(tmp_path, "t"))
         writer = json.loads((parts[number] / "writer.json").read_text())
         if number == 0:
             (parts[0] / "writer.json").write_text(json.dumps({**writer, "place": "elsewhere"}))
@@ -727,33 +729,33 @@ def test_jobs_that_do_not_know_of_each_other_have_folders_of_their_own(tmp_path:
         (part / "master-00000-of-00001.safetensors").write_text(str(number))
     (parts[0] / "writer.json").write_text(json.dumps(writer))
     for number, part in enumerate(parts):
-        commit.seal(part, json.dumps({"n": number}))
-        assert folders.read_index(commit.publish(part, tmp_path, "t")) == json.dumps({"n": number})
+        staging.finalize(part, json.dumps({"n": number}))
+        assert folders.read_index(staging.publish(part, tmp_path, "t")) == json.dumps({"n": number})
         assert (tmp_path / "t" / "master-00000-of-00001.safetensors").read_text() == str(number)
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
 def test_a_folder_that_another_process_has_taken_is_not_completed(tmp_path: Path) -> None:
-    _seal(tmp_path, "t", '{"n": 1}')
-    part = commit.begin(tmp_path, "t")
+    _finalized(tmp_path, "t", '{"n": 1}')
+    part = staging.begin(tmp_path, "t")
     own = (part / "writer.json").read_text()
     other = json.dumps(replace(Process.own(), pid=1).as_json())
     (part / "writer.json").write_text(other)
     with pytest.raises(CheckpointError, match="no longer this process' folder"):
-        commit.seal(part, '{"n": 2}')
+        staging.finalize(part, '{"n": 2}')
     assert not folders.is_complete(part)
     (part / "writer.json").write_text(own)
-    commit.seal(part, '{"n": 2}')
+    staging.finalize(part, '{"n": 2}')
     (part / "writer.json").unlink()
     with pytest.raises(CheckpointError, match="no longer this process' folder"):
-        commit.publish(part, tmp_path, "t")
+        staging.publish(part, tmp_path, "t")
     assert folders.read_index(tmp_path / "t") == '{"n": 1}'
 
 
 def test_killed_between_the_renames_the_former_checkpoint_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _seal(tmp_path, "t", '{"n": 1}')
-    part = commit.begin(tmp_path, "t")
-    commit.seal(part, '{"n": 2}')
+    _finalized(tmp_path, "t", '{"n": 1}')
+    part = staging.begin(tmp_path, "t")
+    staging.finalize(part, '{"n": 2}')
     rename = os.rename
 
     def killed(source: Path, target: Path) -> None:
@@ -763,15 +765,15 @@ def test_killed_between_the_renames_the_former_checkpoint_is_found(tmp_path: Pat
 
     monkeypatch.setattr(os, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
-        commit.publish(part, tmp_path, "t")
+        staging.publish(part, tmp_path, "t")
     monkeypatch.undo()
     assert folders.read_index(folders.find(tmp_path, "t")) == '{"n": 1}'
-    assert folders.read_index(_seal(tmp_path, "t", '{"n": 3}')) == '{"n": 3}'
+    assert folders.read_index(_finalized(tmp_path, "t", '{"n": 3}')) == '{"n": 3}'
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t"]
 
 
 def test_index_and_marker_must_agree(tmp_path: Path) -> None:
-    folder = _seal(tmp_path, "t", '{"n": 1}')
+    folder = _finalized(tmp_path, "t", '{"n": 1}')
     (folder / "index.json").write_text('{"n": 2}')
     with pytest.raises(CheckpointError, match="index.json is damaged"):
         folders.read_index(folder)

@@ -44,6 +44,6 @@ def test_released_checkpoint_is_read_by_the_script(folder: Path) -> None:
 
 
 def test_there_are_folders_of_the_present_version() -> None:
-    from hf_zero.checkpoint.format import VERSION
+    from hf_zero.checkpoint.format.names import VERSION
 
     assert {f"checkpoint_v{VERSION}_{optimizer}" for optimizer in OPTIMIZERS} <= {folder.name for folder in FOLDERS}

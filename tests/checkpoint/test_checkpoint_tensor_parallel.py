@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_zero.checkpoint.convert.native import read_checkpoint
-from hf_zero.checkpoint.tensor_file import Elsewhere
+from hf_zero.checkpoint.files.rows import Elsewhere
 from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.support import parity, ranks
 from tests.support.models import CASES, ModelCase

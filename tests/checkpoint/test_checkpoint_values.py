@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_zero.checkpoint.values import Decoder, Encoder, encode_scalar
+from hf_zero.checkpoint.format.values import Decoder, Encoder, encode_scalar
 from hf_zero.errors import CheckpointError
 
 pytestmark = pytest.mark.quick

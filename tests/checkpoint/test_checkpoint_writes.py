@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.checkpoint import disk as disks
-from hf_zero.checkpoint.disk import Disk
-from hf_zero.checkpoint.tensor_file import Copy, RangeReader, whole, write_tensor_file
+from hf_zero.checkpoint.files import disk as disks
+from hf_zero.checkpoint.files.disk import Disk
+from hf_zero.checkpoint.files.rows import whole
+from hf_zero.checkpoint.files.tensor_reader import Copy, RangeReader
+from hf_zero.checkpoint.files.tensor_writer import write_tensor_file
 
 pytestmark = pytest.mark.quick
 

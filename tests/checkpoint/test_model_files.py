@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hf_zero.checkpoint.host_copies import HostCopies
-from hf_zero.checkpoint.model_files import ModelFiles, PlannedTensor, bytes_of
+from hf_zero.checkpoint.model.host_copies import HostCopies
+from hf_zero.checkpoint.model.model_files import ModelFiles, PlannedTensor, bytes_of
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.support import ranks
 from tests.support.processes import REPO, environment
@@ -130,7 +130,7 @@ def test_copies_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 _SPILLING = """
 import os, resource, subprocess, sys, torch
-from hf_zero.checkpoint.host_copies import HostCopies
+from hf_zero.checkpoint.model.host_copies import HostCopies
 from hf_zero.errors import CheckpointError
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", sys.argv[1]], check=True)
 os.environ["HF_ZERO_SPILL_DIR"] = sys.argv[1]
@@ -156,7 +156,7 @@ def test_a_full_disk_is_named_before_a_copy_is_mapped(tmp_path: Path) -> None:
 
 def _nowhere_to_spill(folder: Path) -> str:
     import hf_zero
-    from hf_zero.checkpoint import host_copies
+    from hf_zero.checkpoint.model import host_copies
 
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
     config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1}

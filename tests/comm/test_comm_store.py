@@ -16,7 +16,7 @@ from tests.support.processes import REPO, environment
 
 SCRIPT = """
 import json, os, torch, torch.distributed as dist
-from hf_zero.comm.topology import init_distributed
+from hf_zero.comm.bootstrap import init_distributed
 port = f"{int(os.environ['MASTER_PORT']):04X}"
 sums, listening = [], []
 for group in range(2):  # the second group of a process finds nothing of the first

@@ -45,7 +45,7 @@ def run_of(limits: str, **settings: Any) -> Run:
 
 
 def _takes_the_way_for_nccl() -> None:
-    from hf_zero.comm.collectives import NativeCollectives
+    from hf_zero.comm.native import NativeCollectives
 
     engine = initialize(CASES["mlp"].build(), Run(stage=3))
     assert isinstance(engine.collectives, NativeCollectives)

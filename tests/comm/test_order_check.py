@@ -179,14 +179,16 @@ def test_calls_of_users_and_their_waits_are_written_down() -> None:
 
 
 def _calls_of_the_package(kind: str) -> None:
-    from hf_zero.comm import collectives, topology
-    from hf_zero.comm import comms_log as traffic
+    from hf_zero.comm import comms_log
+    from hf_zero.comm.direct_exchange import GlooCollectives
+    from hf_zero.comm.native import NativeCollectives
     from hf_zero.comm.recorded import RecordedCollectives
+    from hf_zero.comm.topology import axis_over
 
-    axis = topology.axis_over(dist.new_group([0, 1]))
-    chosen: Any = collectives.NativeCollectives(axis) if kind == "native" else collectives.GlooCollectives(axis)
+    axis = axis_over(dist.new_group([0, 1]))
+    chosen: Any = NativeCollectives(axis) if kind == "native" else GlooCollectives(axis)
     if kind == "recorded":
-        chosen = RecordedCollectives(chosen, traffic.TrafficLog(traffic.TrafficSettings()))
+        chosen = RecordedCollectives(chosen, comms_log.CommsLog(comms_log.CommsLogSettings()))
     gathered = chosen.all_gather(torch.empty(4), torch.ones(2), "a")
     reduced = chosen.reduce_scatter(torch.ones(4), torch.float32, unit="b")
     exchanged = chosen.exchange_parts([torch.ones(ranks.rank())] * 2, [torch.ones(1 - ranks.rank())] * 2, "c")

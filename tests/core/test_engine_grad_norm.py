@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hf_zero.comm.collectives import Collectives, build_collectives
+from hf_zero.comm.back_end import build_collectives
+from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import build_topology
 from hf_zero.core.step.grad_norm import ModelAxis, clip_factor, global_norm
 from hf_zero.core.units.layout import Range

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.convert.source import Source
-from hf_zero.checkpoint.tensor_file import Elsewhere
+from hf_zero.checkpoint.files.rows import Elsewhere
 
 
 def summary(source: Source) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def test_destroy_leaves_a_usable_module(stage: int) -> None:
 
 
 def _back_ends_by_device(run: Run) -> None:
-    from hf_zero.comm.collectives import GlooCollectives
+    from hf_zero.comm.direct_exchange import GlooCollectives
 
     engine = initialize(CASES["mlp"].build(), run)
     assert isinstance(engine.collectives, GlooCollectives), "sums are taken in the order of ranks, whatever the group is called"

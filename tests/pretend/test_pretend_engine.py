@@ -152,9 +152,9 @@ def test_checkpoints_travel_between_device_and_host(tmp_path: Path) -> None:
 
 def _other_device() -> None:
     from hf_zero.activation_checkpointing.random_states import random_states, seed_model_parallel
-    from hf_zero.checkpoint.background import Background
-    from hf_zero.checkpoint.tensor_file import Entry
-    from hf_zero.comm.comms_log import DeviceWatch
+    from hf_zero.checkpoint.commit.background import Background
+    from hf_zero.checkpoint.files.rows import Entry
+    from hf_zero.comm.watch import DeviceWatch
 
     device = ranks.device()
     assert torch.accelerator.current_device_index() != device.index

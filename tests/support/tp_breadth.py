@@ -76,7 +76,7 @@ def measure(name: str, changes: dict[str, Any] | None = None, dtype: torch.dtype
 
     A gradient that is zero but for rounding (of a key's bias, say) differs in fp32; float64 tells that from a wrong one.
     """
-    from hf_zero.comm.collectives import build_collectives
+    from hf_zero.comm.back_end import build_collectives
     from hf_zero.comm.topology import build_topology
     from hf_zero.tensor_parallel.apply import apply_plan
     from hf_zero.tensor_parallel.functions import ModelGroup, Part

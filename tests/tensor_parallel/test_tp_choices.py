@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.comm.collectives import build_collectives
+from hf_zero.comm.back_end import build_collectives
 from hf_zero.comm.topology import build_topology
 from hf_zero.tensor_parallel.apply import apply_plan
 from hf_zero.tensor_parallel.functions import ModelGroup, Part

@@ -30,7 +30,7 @@ HEADS = {
 
 
 def _group() -> ModelGroup:
-    from hf_zero.comm.collectives import build_collectives
+    from hf_zero.comm.back_end import build_collectives
     from hf_zero.comm.topology import build_topology
 
     topology = build_topology(model_parallel=ranks.world())

@@ -19,7 +19,7 @@ from hf_zero.checkpoint.convert import fields
 from hf_zero.checkpoint.convert.pickle_names import Inert
 from hf_zero.checkpoint.convert.source import FROZEN, Source, SourceParam, SourceTensor, joined, tensor_source
 from hf_zero.checkpoint.convert.torch_files import load_torch_file, require_trust
-from hf_zero.checkpoint.tensor_file import Elsewhere
+from hf_zero.checkpoint.files.rows import Elsewhere
 from hf_zero.errors import CheckpointError
 from hf_zero.system.reading import reading, shown
 

@@ -14,8 +14,9 @@ from hf_zero.checkpoint.convert import companions, fields
 from hf_zero.checkpoint.convert.pickle_names import Inert
 from hf_zero.checkpoint.convert.source import Progress, Source, SourceParam, SourceTensor, row_of, tensor_source
 from hf_zero.checkpoint.convert.torch_files import load_torch_file, require_trust
-from hf_zero.checkpoint.model_files import split_by_size
-from hf_zero.checkpoint.tensor_file import Elsewhere, Entry, write_tensor_file
+from hf_zero.checkpoint.files.rows import Elsewhere, Entry
+from hf_zero.checkpoint.files.tensor_writer import write_tensor_file
+from hf_zero.checkpoint.model.model_files import split_by_size
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import log_rank0
 from hf_zero.system import own_files

@@ -8,15 +8,27 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint import commit, folders
-from hf_zero.checkpoint.catalog import Catalog, Located
+from hf_zero.checkpoint.commit import folders, staging
 from hf_zero.checkpoint.convert.source import FROZEN, Progress, Source, SourceParam, SourceTensor, read_only
-from hf_zero.checkpoint.element_types import DTYPES, dtype_name
-from hf_zero.checkpoint.format import CHUNK_BYTES, CONVERTED, INDEX_FILE, LATEST_FILE, MASTER, MODULE, VALUES_FILE, shard_file, state_kind
-from hf_zero.checkpoint.index import Index
-from hf_zero.checkpoint.records import FileRecord, GroupRecord, LooseRecord, OptimizerRecord, ParamRecord, ScalarRecord, UnitRecord
-from hf_zero.checkpoint.tensor_file import Elsewhere, Entry, RangeReader, whole, write_tensor_file
-from hf_zero.checkpoint.values import Decoder, Encoder, encode_scalar
+from hf_zero.checkpoint.files.catalog import Catalog, Located
+from hf_zero.checkpoint.files.rows import Elsewhere, Entry, whole
+from hf_zero.checkpoint.files.tensor_reader import RangeReader
+from hf_zero.checkpoint.files.tensor_writer import write_tensor_file
+from hf_zero.checkpoint.format.element_types import DTYPES, dtype_name
+from hf_zero.checkpoint.format.index import Index
+from hf_zero.checkpoint.format.names import (
+    CHUNK_BYTES,
+    CONVERTED,
+    INDEX_FILE,
+    LATEST_FILE,
+    MASTER,
+    MODULE,
+    VALUES_FILE,
+    shard_file,
+    state_kind,
+)
+from hf_zero.checkpoint.format.records import FileRecord, GroupRecord, LooseRecord, OptimizerRecord, ParamRecord, ScalarRecord, UnitRecord
+from hf_zero.checkpoint.format.values import Decoder, Encoder, encode_scalar
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import warn_once
 from hf_zero.system import own_files
@@ -114,17 +126,17 @@ def write_checkpoint(source: Source, save_dir: Path, tag: str | None, progress: 
     """
     name = folders.check_tag(tag or f"global_step{source.counters.get('global_steps', 0)}")
     encoder, index = planned_index(source, name)
-    part = commit.begin(save_dir, name)
+    folder = staging.begin(save_dir, name)
     try:
-        files = _write_files(source, part, encoder, progress)
+        files = _write_files(source, folder, encoder, progress)
         index = replace(index, files=files)
         index.check(source.what)
-        commit.seal(part, index.to_json())
-        final = commit.publish(part, save_dir, name)
+        staging.finalize(folder, index.to_json())
+        final = staging.publish(folder, save_dir, name)
     except BaseException:
-        commit.abandon(part)
+        staging.abandon(folder)
         raise
-    commit.write_script(save_dir)
+    staging.write_script(save_dir)
     own_files.write_text(save_dir / LATEST_FILE, name)
     return final
 
@@ -151,7 +163,7 @@ def _is_trained(param: SourceParam) -> bool:
 _MODULE_FILE = shard_file(MODULE, 0, 1)
 
 
-def _write_files(source: Source, part: Path, encoder: Encoder, progress: Progress) -> dict[str, FileRecord]:
+def _write_files(source: Source, folder: Path, encoder: Encoder, progress: Progress) -> dict[str, FileRecord]:
     entries: dict[str, list[Entry]] = {}
     for param in source.params:
         if _is_trained(param):
@@ -161,7 +173,7 @@ def _write_files(source: Source, part: Path, encoder: Encoder, progress: Progres
     loose = [param.value for param in source.params if not _is_trained(param)] + list(source.buffers)
     entries[_MODULE_FILE] = [Entry(tensor.name, tensor.row.dtype, tensor.shape, (tensor.row,)) for tensor in loose]
     entries[VALUES_FILE] = [whole(name, tensor) for name, tensor in encoder.tensors.items()]
-    return {name: write_tensor_file(part / name, found, progress) for name, found in entries.items() if found}
+    return {name: write_tensor_file(folder / name, found, progress) for name, found in entries.items() if found}
 
 
 def _index(source: Source, tag: str, values: dict[str, Any]) -> Index:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from hf_zero.checkpoint import folders
+from hf_zero.checkpoint.commit import folders
 from hf_zero.checkpoint.convert import companions, dcp_files, deepspeed, hugging_face, native, torch_dcp
 from hf_zero.checkpoint.convert.source import Progress, Source
 from hf_zero.errors import CheckpointError

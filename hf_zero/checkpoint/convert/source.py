@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.tensor_file import Elsewhere
+from hf_zero.checkpoint.files.rows import Elsewhere
 from hf_zero.errors import CheckpointError
 
 FROZEN = -1

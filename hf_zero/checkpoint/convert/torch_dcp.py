@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from hf_zero.checkpoint.convert.dcp_files import METADATA, DcpFolder
 from hf_zero.checkpoint.convert.source import FROZEN, Progress, Source, SourceParam, SourceTensor, read_only
-from hf_zero.checkpoint.element_types import DTYPES, dtype_name
-from hf_zero.checkpoint.json_records import read_record
-from hf_zero.checkpoint.tensor_file import Elsewhere
-from hf_zero.checkpoint.values import Decoder, Encoder
+from hf_zero.checkpoint.files.rows import Elsewhere
+from hf_zero.checkpoint.format.element_types import DTYPES, dtype_name
+from hf_zero.checkpoint.format.json_records import read_record
+from hf_zero.checkpoint.format.values import Decoder, Encoder
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import warn_once
 from hf_zero.system.reading import parse_json, reading, shown

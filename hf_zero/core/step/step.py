@@ -47,7 +47,7 @@ class StepResult:
 
 
 class Stepper:
-    """Takes optimizer steps: finish reductions, norm, check, clip, update, spread."""
+    """Takes optimizer steps: finish reductions, norm, check, clip, update, all-gather of updated parameters."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_zero.comm import topology
+from hf_zero.comm import bootstrap
 
 
 def init_distributed(
@@ -27,12 +27,12 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Creates the default torch.distributed group, see :func:`hf_zero.comm.topology.init_distributed` for the arguments.
+    """Creates the default torch.distributed group, see :func:`hf_zero.comm.bootstrap.init_distributed` for the arguments.
 
     Called by accelerate with ``dist_backend=None`` it also tells accelerate which backend was taken,
     see [Note: accelerate without an accelerator].
     """
-    topology.init_distributed(
+    bootstrap.init_distributed(
         dist_backend, auto_mpi_discovery, distributed_port, verbose, timeout, init_method, dist_init_required, config, rank, world_size
     )
     if dist_backend is None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_zero.comm.collectives import build_collectives
-from hf_zero.comm.comms_log import TrafficRow, TrafficSettings, current_log, start_log, stop_log, table_text
+from hf_zero.comm.back_end import build_collectives
+from hf_zero.comm.comms_log import CommsLogSettings, CommsRow, current_log, start_log, stop_log
+from hf_zero.comm.comms_table import table_text
 from hf_zero.comm.topology import build_topology
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
@@ -42,7 +43,7 @@ def configure(
     if section is None or not section.enabled:
         stop_log()
         return
-    start_log(TrafficSettings.of(section))
+    start_log(CommsLogSettings.of(section))
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
@@ -68,7 +69,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     return _numbers(rows) if return_dict else None
 
 
-def _numbers(rows: list[TrafficRow]) -> dict[str, Any]:
+def _numbers(rows: list[CommsRow]) -> dict[str, Any]:
     numbers: dict[str, Any] = {}
     for row in rows:
         name = f"{row.kind.operation} ({row.kind.caller})" if row.kind.caller else row.kind.operation

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hf_zero.comm.topology import Topology, latest_sequence, latest_topology
+from hf_zero.comm.topology import Topology, newest_axis, newest_with
 from hf_zero.deepspeed.served.comm import get_rank, get_world_size
 from hf_zero.errors import StateError
 
 
-def _split() -> Topology | None:
-    """The axes of the newest model that several ranks hold together; None where every rank has all of its model."""
-    topology = latest_topology()
-    return topology if topology is not None and topology.model is not None else None
+def _divided() -> Topology | None:
+    """The newest topology with a second axis; None where every rank has all of its model and whole sequences."""
+    return newest_with("sequence") or newest_with("model")
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
@@ -21,9 +20,7 @@ def get_data_parallel_group() -> dist.ProcessGroup:
     Raises:
         StateError: There is no process group yet.
     """
-    topology, sequence = _split(), latest_sequence()
-    if sequence is not None:
-        return sequence.joint.group
+    topology = _divided()
     if topology is not None:
         return topology.group
     if not dist.is_initialized() or dist.group.WORLD is None:
@@ -33,17 +30,13 @@ def get_data_parallel_group() -> dist.ProcessGroup:
 
 def get_data_parallel_world_size() -> int:
     """Number of ranks in ``get_data_parallel_group()``."""
-    topology, sequence = _split(), latest_sequence()
-    if sequence is not None:
-        return sequence.joint.world
+    topology = _divided()
     return get_world_size() if topology is None else topology.world
 
 
 def get_data_parallel_rank() -> int:
     """This process' rank in ``get_data_parallel_group()``."""
-    topology, sequence = _split(), latest_sequence()
-    if sequence is not None:
-        return sequence.joint.rank
+    topology = _divided()
     return get_rank() if topology is None else topology.rank
 
 
@@ -53,28 +46,28 @@ def get_model_parallel_group() -> dist.ProcessGroup:
     Raises:
         StateError: Every rank has all of its model.
     """
-    topology = _split()
-    if topology is None or topology.model is None:
+    model = newest_axis("model")
+    if model is None:
         raise StateError("no model is split; set tensor_parallel.autotp_size, or call deepspeed.tp_model_init first")
-    return topology.model.group
+    return model.group
 
 
 def get_model_parallel_world_size() -> int:
     """Ranks that hold one model together; 1 where nothing is split."""
-    topology = _split()
-    return topology.model.world if topology is not None and topology.model is not None else 1
+    model = newest_axis("model")
+    return 1 if model is None else model.world
 
 
 def get_model_parallel_rank() -> int:
     """Rank within them."""
-    topology = _split()
-    return topology.model.rank if topology is not None and topology.model is not None else 0
+    model = newest_axis("model")
+    return 0 if model is None else model.rank
 
 
 def get_tensor_model_parallel_src_rank() -> int:
     """The first of them, as the default group counts ranks; this rank itself where nothing is split."""
-    topology = _split()
-    return topology.model.ranks[0] if topology is not None and topology.model is not None else get_rank()
+    model = newest_axis("model")
+    return get_rank() if model is None else model.ranks[0]
 
 
 def _get_sequence_parallel_group() -> dist.ProcessGroup:
@@ -83,24 +76,24 @@ def _get_sequence_parallel_group() -> dist.ProcessGroup:
     Raises:
         StateError: There are no such groups.
     """
-    sequence = latest_sequence()
+    sequence = newest_axis("sequence")
     if sequence is None:
         raise StateError(
             "there are no sequence-parallel groups; set sequence_parallel_size, or accelerate's ParallelismConfig(sp_size=...)"
         )
-    return sequence.sequence.group
+    return sequence.group
 
 
 def _get_sequence_parallel_world_size() -> int:
     """How many they are; 1 where sequences are whole."""
-    sequence = latest_sequence()
-    return 1 if sequence is None else sequence.sequence.world
+    sequence = newest_axis("sequence")
+    return 1 if sequence is None else sequence.world
 
 
 def _get_sequence_parallel_rank() -> int:
     """Which slice is this rank's."""
-    sequence = latest_sequence()
-    return 0 if sequence is None else sequence.sequence.rank
+    sequence = newest_axis("sequence")
+    return 0 if sequence is None else sequence.rank
 
 
 # DeepSpeed's names carry an underscore, older ones none.

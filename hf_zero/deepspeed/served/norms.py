@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm.collectives import build_collectives
+from hf_zero.comm.back_end import build_collectives
 from hf_zero.comm.topology import build_topology
 from hf_zero.errors import UnsupportedError
 

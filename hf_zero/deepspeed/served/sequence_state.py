@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hf_zero.comm.topology import SequenceAxes, latest_sequence, sequence_axes
+from hf_zero.comm.topology import Topology, newest_axis, newest_with, sequence_topology
 from hf_zero.errors import StateError
 
 
@@ -14,41 +14,48 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
     Raises:
         ConfigError: The size does not divide the number of ranks.
     """
-    sequence_axes(sequence_parallel_size)
+    sequence_topology(sequence_parallel_size)
 
 
-def _axes() -> SequenceAxes:
-    axes = latest_sequence()
-    if axes is None:
+def _present(found: Topology | None) -> Topology:
+    if found is None:
         raise StateError("there are no sequence-parallel groups; set sequence_parallel_size, or call initialize_sequence_parallel first")
-    return axes
+    return found
+
+
+def _sequence() -> Topology:
+    return _present(newest_axis("sequence"))
+
+
+def _joint() -> Topology:
+    return _present(newest_with("sequence"))
 
 
 def get_sequence_parallel_group() -> dist.ProcessGroup:
     """The ranks that share this rank's samples."""
-    return _axes().sequence.group
+    return _sequence().group
 
 
 def get_sequence_parallel_world_size() -> int:
     """How many they are."""
-    return _axes().sequence.world
+    return _sequence().world
 
 
 def get_sequence_parallel_rank() -> int:
     """Which slice is this rank's."""
-    return _axes().sequence.rank
+    return _sequence().rank
 
 
 def get_sequence_data_parallel_group() -> dist.ProcessGroup:
     """All groups together."""
-    return _axes().joint.group
+    return _joint().group
 
 
 def get_sequence_data_parallel_world_size() -> int:
     """Number of ranks of all groups."""
-    return _axes().joint.world
+    return _joint().world
 
 
 def get_sequence_data_parallel_rank() -> int:
     """This rank's place among them."""
-    return _axes().joint.rank
+    return _joint().rank

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint import folders
-from hf_zero.checkpoint.format import INDEX_FILE, VALUES_FILE
-from hf_zero.checkpoint.index import Index
-from hf_zero.checkpoint.tensor_file import RangeReader
-from hf_zero.checkpoint.values import Decoder
+from hf_zero.checkpoint.commit import folders
+from hf_zero.checkpoint.files.tensor_reader import RangeReader
+from hf_zero.checkpoint.format.index import Index
+from hf_zero.checkpoint.format.names import INDEX_FILE, VALUES_FILE
+from hf_zero.checkpoint.format.values import Decoder
 from hf_zero.system import own_files
 
 _ENDING = ".pt"

@@ -11,18 +11,10 @@ import pytest
 import torch
 
 import hf_zero.deepspeed
-from hf_zero.comm import comms_log as traffic
-from hf_zero.comm.comms_log import (
-    DeviceWatch,
-    HostWatch,
-    Kind,
-    Tally,
-    TrafficLog,
-    TrafficRow,
-    TrafficSettings,
-    operations_named,
-    table_text,
-)
+from hf_zero.comm import comms_log
+from hf_zero.comm.comms_log import CommsLog, CommsLogSettings, CommsRow, Kind, Tally, operations_named
+from hf_zero.comm.comms_table import table_text
+from hf_zero.comm.watch import DeviceWatch, HostWatch
 from hf_zero.errors import ConfigError
 from tests.support import ranks
 from tests.support.models import CASES
@@ -32,8 +24,8 @@ hf_zero.deepspeed.install_as_deepspeed()  # before other libraries look whether 
 MIB = 2**20
 
 
-def row(operation: str, ranks_: int, nbytes: int, seconds: float) -> TrafficRow:
-    return TrafficRow(Kind(operation, ranks_, nbytes), Tally(1, seconds, seconds))
+def row(operation: str, ranks_: int, nbytes: int, seconds: float) -> CommsRow:
+    return CommsRow(Kind(operation, ranks_, nbytes), Tally(1, seconds, seconds))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +61,7 @@ class Clock(HostWatch):
 def test_latency_and_wait_are_told_apart(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("hf_zero"), "propagate", True)
     caplog.set_level(logging.INFO, logger="hf_zero")
-    log, clock = TrafficLog(TrafficSettings(frozenset({"all_gather"}), verbose=True, debug=True)), Clock()
+    log, clock = CommsLog(CommsLogSettings(frozenset({"all_gather"}), verbose=True, debug=True)), Clock()
     assert log.begin("all_reduce", "norm", 8, 2, clock) is None, "not among the operations"
     call = log.begin("all_gather", "layers.0", 4 * MIB, 2, clock)
     assert call is not None
@@ -134,7 +126,7 @@ def test_times_of_a_device_come_from_its_events(monkeypatch: pytest.MonkeyPatch)
     fake = FakeDevice()
     monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
     watch = DeviceWatch(torch.device("cuda"))
-    log = TrafficLog(TrafficSettings())
+    log = CommsLog(CommsLogSettings())
     call = log.begin("all_gather", "layers.0", MIB, 2, watch)
     assert call is not None
     call.ended = watch.end_of([SimpleNamespace(wait=lambda: fake.waited_on.append(fake.current)), None])
@@ -148,7 +140,7 @@ def test_times_of_a_device_come_from_its_events(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_last_to_arrive_waits_least() -> None:
     kind, lone = Kind("all_reduce", 3, 8), Kind("broadcast", 3, 4)
-    log = TrafficLog(TrafficSettings(), {kind: Tally(2, 0.5, 0.5), lone: Tally(1, 0.1, 0.1)})
+    log = CommsLog(CommsLogSettings(), {kind: Tally(2, 0.5, 0.5), lone: Tally(1, 0.1, 0.1)})
     others = [log.seconds_by_kind(), {("all_reduce", 3, 8, ""): 0.1}, {("all_reduce", 3, 8, ""): 0.4}]
     one, two = log.rows(others)
     assert (one.kind, one.fastest, one.least) == (kind, 1, 0.1) and (two.kind, two.fastest, two.least) == (lone, 0, 0.1)
@@ -164,7 +156,7 @@ def _run(stage: int, section: dict[str, Any] | None, straggler: bool = False) ->
     import hf_zero
     from hf_zero.observe import record_labels
 
-    traffic.stop_log()
+    comms_log.stop_log()
     hf_zero.install_as_deepspeed()
     deepspeed = importlib.import_module("deepspeed")
     case = CASES["gpt2"]
@@ -175,7 +167,7 @@ def _run(stage: int, section: dict[str, Any] | None, straggler: bool = False) ->
         **({"comms_logger": section} if section else {}),
     }
     engine, *_ = deepspeed.initialize(model=case.build(), config=config)
-    log, rank = traffic.current_log(), torch.distributed.get_rank()
+    log, rank = comms_log.current_log(), torch.distributed.get_rank()
     if log is not None:
         log.clear()
     losses = []
@@ -188,7 +180,7 @@ def _run(stage: int, section: dict[str, Any] | None, straggler: bool = False) ->
     printed = io.StringIO()
     with redirect_stdout(printed):
         numbers = deepspeed.comm.log_summary(show_straggler=straggler, return_dict=True)
-    traffic.stop_log()
+    comms_log.stop_log()
     sizes = {unit.name: unit.layout.padded_numel * 4 for unit in engine.units}
     return {
         "losses": losses,
@@ -233,13 +225,13 @@ def test_chosen_operations_by_caller_and_rank() -> None:
 
 def test_configured_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     comm = importlib.import_module("deepspeed.comm")
-    monkeypatch.setattr(traffic, "_current", None)
+    monkeypatch.setattr(comms_log, "_current", None)
     comm.configure(enabled=True, prof_all=False, prof_ops=["broadcast"], verbose=True)
-    log = traffic.current_log()
-    assert log is not None and log.settings == TrafficSettings(frozenset({"broadcast"}), verbose=True)
+    log = comms_log.current_log()
+    assert log is not None and log.settings == CommsLogSettings(frozenset({"broadcast"}), verbose=True)
     comm.configure({"comms_logger": {"enabled": True, "debug": True}})
-    assert traffic.current_log() is log and log.settings == TrafficSettings(debug=True)
+    assert comms_log.current_log() is log and log.settings == CommsLogSettings(debug=True)
     comm.configure(enabled=False)
-    assert traffic.current_log() is None and comm.log_summary() is None
+    assert comms_log.current_log() is None and comm.log_summary() is None
     with pytest.raises(ConfigError, match="prof_ops"):
         comm.configure(enabled=True, prof_all=False, prof_ops=["everything"])

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Run:
-    """Elements that lie in a row both in the whole tensor and in a slice of it.
+    """Elements that lie in a row both in the whole tensor and in a shard of it.
 
     Attributes:
         whole: First element, counted in the whole tensor in row-major order.
-        local: First element, counted in the slice.
+        local: First element, counted in the shard.
         numel: How many.
     """
 
@@ -23,7 +23,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Slice:
+class SavedTpShard:
     """What one rank holds of a tensor: index ranges along one dimension, one behind the other.
 
     Attributes:
@@ -54,13 +54,13 @@ class Slice:
         return math.prod(self.shape[self.dim + 1 :]) if self.dim is not None else 1
 
     def runs(self, start: int, stop: int) -> Iterator[Run]:
-        """Elements ``start`` to ``stop`` of the slice as runs, by rising position in the slice."""
+        """Elements ``start`` to ``stop`` of the shard as runs, by rising position in it."""
         if self.dim is None or start >= stop:
             if start < stop:
                 yield Run(start, start, stop - start)
             return
         inner, wide = self._inner, self.shape[self.dim]
-        row = self.local_shape[self.dim] * inner  # elements of the slice per index of all earlier dimensions
+        row = self.local_shape[self.dim] * inner  # elements of the shard per index of all earlier dimensions
         for outer in range(start // row, (stop - 1) // row + 1):
             local = outer * row
             for first, last in self.ranges:
@@ -71,7 +71,7 @@ class Slice:
                 local += length
 
     def find(self, start: int, stop: int) -> Iterator[Run]:
-        """What the slice holds of the elements ``start`` to ``stop`` of the whole tensor."""
+        """What the shard holds of the elements ``start`` to ``stop`` of the whole tensor."""
         if self.dim is None or start >= stop:
             if start < stop:
                 yield Run(start, start, stop - start)

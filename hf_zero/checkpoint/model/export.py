@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hf_zero.checkpoint import agreement
-from hf_zero.checkpoint.host_copies import HostCopies
-from hf_zero.checkpoint.model_files import MAX_SHARD_SIZE, ModelFiles, PlannedTensor, bytes_of
+from hf_zero.checkpoint.commit import agreement
+from hf_zero.checkpoint.model.host_copies import HostCopies
+from hf_zero.checkpoint.model.model_files import MAX_SHARD_SIZE, ModelFiles, PlannedTensor, bytes_of
+from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.recorded import open_collectives
 from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.core.units.unit import Unit, find_unit, full_shape
 from hf_zero.observe import warn_once
@@ -76,7 +76,7 @@ def _joined(value: torch.Tensor, model: Collectives | None) -> torch.Tensor:
     part = tp_shard_of(value)
     if part is None or model is None:
         return value
-    ranges = model.gather_objects([(piece.start, piece.stop) for piece in part.ranges], "slices")
+    ranges = model.gather_objects([(piece.start, piece.stop) for piece in part.ranges], "tensor-parallel shards")
     local = value.detach().contiguous()
     parts = torch.empty((model.world, *local.shape), dtype=local.dtype, device=local.device)
     model.all_gather(parts.view(-1), local.view(-1), "whole parameter").wait()

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from typing_extensions import TypeIs
 
-from hf_zero.checkpoint.catalog import Catalog, Located
-from hf_zero.checkpoint.element_types import DTYPES
-from hf_zero.checkpoint.format import state_kind
-from hf_zero.checkpoint.plausible import check_alike, check_group, missing_settings
-from hf_zero.checkpoint.records import GroupRecord, OptimizerRecord, ScalarRecord
-from hf_zero.checkpoint.state import TensorAxis
-from hf_zero.checkpoint.takeover import Takeover
-from hf_zero.checkpoint.tensor_file import Copy, Entry, Piece
-from hf_zero.checkpoint.values import Decoder, Encoder, encode_scalar
+from hf_zero.checkpoint.files.catalog import Catalog, Located
+from hf_zero.checkpoint.files.rows import Entry, Piece
+from hf_zero.checkpoint.files.tensor_reader import Copy
+from hf_zero.checkpoint.format.element_types import DTYPES
+from hf_zero.checkpoint.format.names import state_kind
+from hf_zero.checkpoint.format.plausible import check_alike, check_group, missing_settings
+from hf_zero.checkpoint.format.records import GroupRecord, OptimizerRecord, ScalarRecord
+from hf_zero.checkpoint.format.values import Decoder, Encoder, encode_scalar
+from hf_zero.checkpoint.state.takeover import Takeover
+from hf_zero.checkpoint.state.training_state import TensorAxis
 from hf_zero.core.optimizer.clones import state_at_start
 from hf_zero.core.optimizer.segments import OwnedSegment
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
@@ -157,6 +158,7 @@ class GroupsPlan:
     Attributes:
         optimizer: Whose groups and state are restored.
         copies: Reads.
+        whole: States are those of whole parameters, not of segments.
 
     Args:
         optimizer: Whose groups and state are restored.
@@ -166,6 +168,8 @@ class GroupsPlan:
     Raises:
         CheckpointError: The checkpoint has no optimizer, or its groups cannot be matched.
     """
+
+    whole = False
 
     def __init__(self, optimizer: ShardedOptimizer, catalog: Catalog, decoder: Decoder) -> None:
         record = catalog.index.optimizer
@@ -179,7 +183,7 @@ class GroupsPlan:
         self._record: OptimizerRecord = record
         self._decoder = decoder
         self._numbers = {(entry.unit, entry.group): entry.values for entry in record.scalars}
-        self._takeover = Takeover(optimizer, record, catalog)
+        self._takeover = Takeover(optimizer, record, catalog, self.whole)
         self._groups = [self._match(index) for index in range(len(optimizer.param_groups))]
 
     def warn_of_fresh(self, names: Sequence[str]) -> None:
@@ -275,7 +279,7 @@ class OptimizerPlan(GroupsPlan):
         part = slot.range.intersect(segment.range.shift(segment.unit.owned.start))
         if self._catalog.dtype(found, state_kind(state)) is not None:
             place = target[part.start - start : part.stop - start]
-            wanted = self._tensor.slice_of(slot.name, slot.shape)
+            wanted = self._tensor.tp_shard_of(slot.name, slot.shape)
             self.copies += self._catalog.copies(found, state_kind(state), wanted, part.start - slot.offset, place)
 
     def _numbers_of(self, trained: Sequence[tuple[ParamSlot, Located]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hf_zero.checkpoint.slices import Slice
+from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.unit import Unit, find_unit
@@ -33,16 +33,16 @@ class TensorAxis:
     Attributes:
         rank: Its position.
         world: Ranks on the axis.
-        slices: What it holds of each parameter or buffer that is split; those not named are whole on every rank of the axis.
+        tp_shards: What it holds of each parameter or buffer that is split; those not named are whole on every rank of the axis.
     """
 
     rank: int = 0
     world: int = 1
-    slices: Mapping[str, Slice] = field(default_factory=dict)
+    tp_shards: Mapping[str, SavedTpShard] = field(default_factory=dict)
 
-    def slice_of(self, name: str, shape: Sequence[int]) -> Slice:
+    def tp_shard_of(self, name: str, shape: Sequence[int]) -> SavedTpShard:
         """What this rank holds of ``name``, whose shape here is ``shape``."""
-        return self.slices.get(name) or Slice(tuple(shape))
+        return self.tp_shards.get(name) or SavedTpShard(tuple(shape))
 
 
 def values_of(unit: Unit) -> torch.Tensor:

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from hf_zero.checkpoint.catalog import Catalog
-from hf_zero.checkpoint.format import CONVERTED, state_kind
-from hf_zero.checkpoint.records import OptimizerRecord
+from hf_zero.checkpoint.files.catalog import Catalog
+from hf_zero.checkpoint.format.names import CONVERTED, state_kind
+from hf_zero.checkpoint.format.records import OptimizerRecord
 from hf_zero.core.optimizer.clones import state_names
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.layout import FROZEN, ParamSlot
 from hf_zero.observe import warn_once
 
@@ -39,13 +38,14 @@ class Takeover:
         optimizer: That takes the state.
         record: What was saved.
         catalog: What the checkpoint holds.
+        whole: It keeps states of whole parameters, not of segments.
     """
 
-    def __init__(self, optimizer: ShardedOptimizer, record: OptimizerRecord, catalog: Catalog) -> None:
+    def __init__(self, optimizer: ShardedOptimizer, record: OptimizerRecord, catalog: Catalog, whole: bool) -> None:
         self._optimizer = optimizer
         self._record = record
         self._catalog = catalog
-        self._whole = isinstance(optimizer, WholeTensorOptimizer)
+        self._whole = whole
         self._numbers = {(entry.unit, entry.group): entry.values for entry in record.scalars}
         self._params = {entry.param: entry.values for entry in record.params} if self._whole else {}
         self._kept = cache(lambda group, ndim: state_names(optimizer.inner, group, ndim))

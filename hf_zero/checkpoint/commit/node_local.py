@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint import agreement, commit, folders
-from hf_zero.checkpoint.format import LATEST_FILE, MODULE, values_file
-from hf_zero.checkpoint.records import FileRecord
+from hf_zero.checkpoint.commit import agreement, folders, staging
+from hf_zero.checkpoint.format.names import LATEST_FILE, MODULE, values_file
+from hf_zero.checkpoint.format.records import FileRecord
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger, note
@@ -71,42 +71,42 @@ def begin(net: Collectives, what: str, place: tuple[Path, str], number: str, job
     offers = os.environ.get("LOCAL_RANK", "0") == "0"
     complete = agreement.on_all(net, what, lambda: _prepare(save_dir, tag, job) if offers else None)
     agreement.quickly(net, what, lambda: _repair(save_dir, tag, complete) if offers else None)
-    agreement.quickly(net, what, lambda: commit.offer(save_dir, tag, number, net.rank) if offers else None)
-    leaders = agreement.on_all(net, what, lambda: _leader(folders.part_of(save_dir, tag, number)))
+    agreement.quickly(net, what, lambda: staging.offer(save_dir, tag, number, net.rank) if offers else None)
+    leaders = agreement.on_all(net, what, lambda: _leader(folders.staging_folder(save_dir, tag, number)))
     if net.rank in leaders:
         note("checkpoint_begun", tag)
     return Disks(tuple(leaders), net.rank)
 
 
 def _prepare(save_dir: Path, tag: str, job: Collection[Process]) -> list[tuple[str, str]]:
-    commit.clear(save_dir, folders.check_tag(tag), job)
+    staging.clear(save_dir, folders.check_tag(tag), job)
     return [key for key in folders.complete_ones(save_dir) if key[0] == tag]
 
 
 def _repair(save_dir: Path, tag: str, complete: list[list[tuple[str, str]] | None]) -> None:
     """Undoes a save that was killed when some nodes had replaced their checkpoint of this tag and some had not."""
     sets = [set(keys) for keys in complete if keys is not None]
-    commit.take_back(save_dir, tag, set.intersection(*sets))
+    staging.take_back(save_dir, tag, set.intersection(*sets))
 
 
-def _leader(part: Path) -> int:
-    leader = commit.leader_of(part)
+def _leader(folder: Path) -> int:
+    leader = staging.leader_of(folder)
     if leader is None:
         raise CheckpointError(
-            f"no rank with LOCAL_RANK 0 has made {part} on {platform.node()}; "
+            f"no rank with LOCAL_RANK 0 has made {folder} on {platform.node()}; "
             "start the processes of each node with LOCAL_RANK 0, 1, ..., as torchrun does"
         )
     return leader
 
 
-def share(net: Collectives, disks: Disks, what: str, part: Path, written: list[Mapping[str, FileRecord]]) -> None:
+def share(net: Collectives, disks: Disks, what: str, folder: Path, written: list[Mapping[str, FileRecord]]) -> None:
     """Copies the files that every rank may read to the disks that lack them; collective.
 
     Args:
         net: All ranks.
         disks: Who sees which.
         what: For messages.
-        part: The hidden folder.
+        folder: The hidden folder.
         written: Every rank's files.
     """
     if len(set(disks.leaders)) == 1:
@@ -115,8 +115,8 @@ def share(net: Collectives, disks: Disks, what: str, part: Path, written: list[M
         for name, record in files.items():
             if not (name.startswith(f"{MODULE}-") or name == values_file(0)):
                 continue
-            place = part / name if disks.leads and disks.leaders[owner] != disks.rank else None
-            _copy_file(net, owner, part / name, place, record.nbytes, what)
+            place = folder / name if disks.leads and disks.leaders[owner] != disks.rank else None
+            _copy_file(net, owner, folder / name, place, record.nbytes, what)
 
 
 def _copy_file(net: Collectives, owner: int, source: Path, target: Path | None, nbytes: int, what: str) -> None:
@@ -152,7 +152,7 @@ def _raise(problem: OSError | None) -> None:
         raise problem
 
 
-def complete(net: Collectives, disks: Disks, what: str, place: tuple[Path, str], part: Path, index: str, latest: bool) -> None:
+def complete(net: Collectives, disks: Disks, what: str, place: tuple[Path, str], folder: Path, index: str, latest: bool) -> None:
     """Index, marker, name, and last of all ``latest`` on every disk, each step on all of them before the next; collective.
 
     Args:
@@ -160,16 +160,16 @@ def complete(net: Collectives, disks: Disks, what: str, place: tuple[Path, str],
         disks: Who sees which.
         what: For messages.
         place: The folder of all checkpoints here, and the tag.
-        part: The hidden folder.
+        folder: The hidden folder.
         index: The text of the index.
         latest: Point ``latest`` at it.
     """
     save_dir, tag = place
 
-    def seal() -> None:
+    def finalize() -> None:
         note("checkpoint_written", tag)
-        commit.write_script(save_dir)
-        commit.seal(part, index)
+        staging.write_script(save_dir)
+        staging.finalize(folder, index)
         note("checkpoint_sealed", tag)
 
     def finish() -> None:
@@ -178,10 +178,10 @@ def complete(net: Collectives, disks: Disks, what: str, place: tuple[Path, str],
             own_files.write_text(save_dir / LATEST_FILE, tag)
         note("checkpoint_done", tag)
 
-    agreement.quickly(net, what, disks.only(seal))
-    agreement.quickly(net, what, disks.only(lambda: commit.publish(part, save_dir, tag, keep_former=True)))
+    agreement.quickly(net, what, disks.only(finalize))
+    agreement.quickly(net, what, disks.only(lambda: staging.publish(folder, save_dir, tag, keep_previous=True)))
     agreement.quickly(net, what, disks.only(finish))
-    agreement.quickly(net, what, disks.only(lambda: commit.drop_formers(save_dir)))
+    agreement.quickly(net, what, disks.only(lambda: staging.drop_previous(save_dir)))
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------

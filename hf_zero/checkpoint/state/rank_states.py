@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from hf_zero.checkpoint.catalog import Catalog, Located
-from hf_zero.checkpoint.format import shard_file
-from hf_zero.checkpoint.tensor_file import Copy, Entry, RangeReader, whole
+from hf_zero.checkpoint.files.catalog import Catalog, Located
+from hf_zero.checkpoint.files.rows import Entry, whole
+from hf_zero.checkpoint.files.tensor_reader import Copy, RangeReader
+from hf_zero.checkpoint.format.names import shard_file
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit

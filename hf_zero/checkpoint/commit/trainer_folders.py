@@ -9,8 +9,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from hf_zero.checkpoint.folders import complete_or_former, read_latest
-from hf_zero.checkpoint.format import CONVERTED, INDEX_FILE
+from hf_zero.checkpoint.commit.folders import complete_or_previous, read_latest
+from hf_zero.checkpoint.format.names import CONVERTED, INDEX_FILE
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger
 
@@ -55,7 +55,7 @@ def _is_whole_trainer_checkpoint(folder: Path) -> bool:
         return False
     if tag is None:
         return not [path for path in folder.iterdir() if path.name.startswith("global_step") or path.suffix == ".part"]
-    found = complete_or_former(folder, tag)
+    found = complete_or_previous(folder, tag)
     return found is not None and all(zipfile.is_zipfile(folder / name) for name in _random_states(found))
 
 

@@ -5,27 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hf_zero.checkpoint.format import MASTER, shard_file
-from hf_zero.checkpoint.index import Index
-from hf_zero.checkpoint.records import UnitRecord
-from hf_zero.checkpoint.slices import Slice
-from hf_zero.checkpoint.tensor_file import Copy, Row
+from hf_zero.checkpoint.files.rows import Row
+from hf_zero.checkpoint.files.tensor_reader import Copy
+from hf_zero.checkpoint.format.index import Index
+from hf_zero.checkpoint.format.names import MASTER, shard_file
+from hf_zero.checkpoint.format.records import UnitRecord
+from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.core.units.layout import Range
 from hf_zero.errors import CheckpointError
 
 
 @dataclass(frozen=True)
 class Part:
-    """One place of a saved parameter, or of a tensor-parallel slice of it.
+    """One place of a saved parameter, or of a tensor-parallel shard of it.
 
     Attributes:
-        slice: What lies there.
+        tp_shard: What lies there.
         unit: The unit that holds it; None when it is a tensor of its own.
         offset: First element inside the unit.
         file: The file of a tensor of its own, else empty.
     """
 
-    slice: Slice
+    tp_shard: SavedTpShard
     unit: UnitRecord | None
     offset: int = 0
     file: str = ""
@@ -39,7 +40,7 @@ class Located:
         name: The name it is stored under.
         shape: Its full shape.
         group: Its param group; -1 when frozen.
-        parts: Where it lies; one place, or one per tensor-parallel slice.
+        parts: Where it lies; one place, or one per tensor-parallel shard.
     """
 
     name: str
@@ -48,13 +49,13 @@ class Located:
     parts: tuple[Part, ...]
 
     @property
-    def whole(self) -> Slice:
+    def whole(self) -> SavedTpShard:
         """All of it."""
-        return Slice(self.shape)
+        return SavedTpShard(self.shape)
 
     @property
     def unit(self) -> UnitRecord | None:
-        """The unit that holds it (the first slice of it); None when no unit does."""
+        """The unit that holds it (the first shard of it); None when no unit does."""
         return self.parts[0].unit
 
     @property
@@ -79,21 +80,23 @@ class Catalog:
         for loose in index.loose:
             if loose.file not in index.files or loose.name not in index.files[loose.file].tensors:
                 raise CheckpointError(f"the index lists parameter {loose.name} in {loose.file}, which has no such tensor")
-            if index.files[loose.file].tensors[loose.name].shape != loose.slice.local_shape:
+            if index.files[loose.file].tensors[loose.name].shape != loose.tp_shard.local_shape:
                 raise CheckpointError(f"parameter {loose.name} has another shape in {loose.file} than the index says")
-            self._add(loose.name, -1, Part(loose.slice, None, 0, loose.file))
+            self._add(loose.name, -1, Part(loose.tp_shard, None, 0, loose.file))
         for unit in index.units:
             for param in unit.params:
-                self._add(param.name, param.group, Part(param.slice, unit, param.offset))
+                self._add(param.name, param.group, Part(param.tp_shard, unit, param.offset))
 
     def _add(self, name: str, group: int, part: Part) -> None:
         known = self._params.get(name)
         if known is None:
-            self._params[name] = Located(name, part.slice.shape, group, (part,))
+            self._params[name] = Located(name, part.tp_shard.shape, group, (part,))
             return
-        if known.shape != part.slice.shape:
-            raise CheckpointError(f"parameter {name} has shape {known.shape} in one place of the index and {part.slice.shape} in another")
-        if known.parts[0].slice.dim is not None:  # else one copy of a parameter that every tensor-parallel rank holds is enough
+        if known.shape != part.tp_shard.shape:
+            raise CheckpointError(
+                f"parameter {name} has shape {known.shape} in one place of the index and {part.tp_shard.shape} in another"
+            )
+        if known.parts[0].tp_shard.dim is not None:  # else one copy of a parameter that every tensor-parallel rank holds is enough
             self._params[name] = Located(name, known.shape, known.group, (*known.parts, part))
 
     @property
@@ -120,8 +123,8 @@ class Catalog:
                     return file.tensors[part.unit.name].dtype
         return None
 
-    def copies(self, param: Located, kind: str | None, wanted: Slice, start: int, target: Row) -> Iterator[Copy]:
-        """Reads that fill ``target`` with the elements of a slice of ``param`` from ``start`` on.
+    def copies(self, param: Located, kind: str | None, wanted: SavedTpShard, start: int, target: Row) -> Iterator[Copy]:
+        """Reads that fill ``target`` with the elements of a tensor-parallel shard of ``param`` from ``start`` on.
 
         Args:
             param: From ``find``.
@@ -131,20 +134,22 @@ class Catalog:
             target: (n,), of any dtype, in any place.
 
         Raises:
-            CheckpointError: The file of a shard is not in the index, or has no such unit; or no slice holds an element.
+            CheckpointError: The file of a shard is not in the index, or has no such unit; or no shard holds an element.
         """
         for run in wanted.runs(start, start + target.numel()):
             missing = [Range(run.whole, run.whole + run.numel)]
             for part in param.parts:
                 # Ranks that share a key/value head hold the same elements: those of the first are read.
-                pieces = sorted((piece for gap in missing for piece in part.slice.find(gap.start, gap.stop)), key=lambda piece: piece.whole)
+                pieces = sorted(
+                    (piece for gap in missing for piece in part.tp_shard.find(gap.start, gap.stop)), key=lambda piece: piece.whole
+                )
                 for piece in pieces:
                     begin = run.local - start + piece.whole - run.whole
                     yield from self._copies_of(param.name, part, kind, piece.local, target[begin : begin + piece.numel])
                 missing = _without(missing, [Range(piece.whole, piece.whole + piece.numel) for piece in pieces])
             if missing:
                 raise CheckpointError(
-                    f"parameter {param.name}: no slice in the index holds its elements {missing[0].start} to {missing[0].stop}"
+                    f"parameter {param.name}: no shard in the index holds its elements {missing[0].start} to {missing[0].stop}"
                 )
 
     def _copies_of(self, name: str, place: Part, kind: str | None, first: int, target: Row) -> Iterator[Copy]:

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint import agreement, commit, folders
-from hf_zero.checkpoint.records import FileRecord, read_file_record
-from hf_zero.checkpoint.tensor_file import Elsewhere, Entry, Piece
+from hf_zero.checkpoint.commit import agreement, folders, staging
+from hf_zero.checkpoint.files.rows import Elsewhere, Entry, Piece
+from hf_zero.checkpoint.format.records import FileRecord, read_file_record
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import CheckpointError
 from hf_zero.memory import host_memory
@@ -63,21 +63,21 @@ class Task:
 
     Attributes:
         what: For messages.
-        part: The hidden folder.
+        folder: The hidden folder.
         process: This one.
         write: Writes this rank's files.
         commit: Completes the checkpoint, on rank 0; gets what every rank told before and what it has written.
     """
 
     what: str
-    part: Path
+    folder: Path
     process: Process
     write: Callable[[], Written]
     commit: Callable[[list[dict[str, Any]], list[Written]], str]
 
 
 class Background:
-    """Writes one checkpoint at a time behind the back of the training loop.
+    """Writes one checkpoint at a time in a thread, while the training loop goes on.
 
     Args:
         rank: This process among those that save together.
@@ -151,27 +151,27 @@ class Background:
 
     # -- the thread
 
-    def start(self, task: Task, parts: list[dict[str, Any]]) -> None:
-        """Begins to write; ``parts`` are what all ranks told of theirs."""
-        running = _Running(task.what, task.part)
-        running.thread = threading.Thread(target=self._run, args=(running, task, parts), name="hf_zero checkpoint", daemon=False)
+    def start(self, task: Task, told: list[dict[str, Any]]) -> None:
+        """Begins to write; ``told`` is what every rank said of its share."""
+        running = _Running(task.what, task.folder)
+        running.thread = threading.Thread(target=self._run, args=(running, task, told), name="hf_zero checkpoint", daemon=False)
         running.thread.start()
         running.heard = exit_status.promise(running.lost)
         self._running = running
 
-    def _run(self, running: _Running, task: Task, parts: list[dict[str, Any]]) -> None:
+    def _run(self, running: _Running, task: Task, told: list[dict[str, Any]]) -> None:
         try:
             written = task.write()
             if self._rank == 0:
-                task.commit(parts, [written, *self._others(task, [part["process"] for part in parts])])
+                task.commit(told, [written, *self._others(task, [one["process"] for one in told])])
             else:
-                own_files.write_text(task.part / commit.note_of(self._rank), written.to_json())
+                own_files.write_text(task.folder / staging.note_of(self._rank), written.to_json())
             running.done = True
         except Exception as error:  # kept for ``finish``, which tells all ranks
             running.error = error
-            logger.error("%s: %s: %s. The former checkpoint stays", task.what, type(error).__name__, error)
+            logger.error("%s: %s: %s. The previous checkpoint stays", task.what, type(error).__name__, error)
             if self._rank != 0:
-                _tell(task.part / commit.failure_of(self._rank), error)
+                _tell(task.folder / staging.failure_of(self._rank), error)
 
     def _others(self, task: Task, processes: list[Process]) -> list[Written]:
         """What all other ranks have written, as soon as they are there.
@@ -186,16 +186,16 @@ class Background:
         while waiting:
             dead = [rank for rank in waiting if processes[rank].is_alive() is False]
             for rank in sorted(waiting):
-                path = task.part / commit.note_of(rank)
+                path = task.folder / staging.note_of(rank)
                 if path.is_file():
                     found[rank] = Written.from_json(path.read_text(encoding="utf-8"), str(path))
                     own_files.remove_file(path)
                     waiting.discard(rank)
-                elif (task.part / commit.failure_of(rank)).is_file():
-                    raise _ToldByRank(f"{(task.part / commit.failure_of(rank)).read_text(encoding='utf-8')} (rank {rank})")
+                elif (task.folder / staging.failure_of(rank)).is_file():
+                    raise _ToldByRank(f"{(task.folder / staging.failure_of(rank)).read_text(encoding='utf-8')} (rank {rank})")
                 elif rank in dead:  # it was so before its note was looked for
                     raise CheckpointError(f"the process of rank {rank} died while it wrote its shards")
-            present = {name: found.st_size for name, found in own_files.present_files(task.part).items()}
+            present = {name: found.st_size for name, found in own_files.present_files(task.folder).items()}
             if present != sizes:
                 sizes, last = present, time.monotonic()
             if waiting and time.monotonic() - last > self._timeout:
@@ -226,7 +226,7 @@ class Background:
             agreement.on_all(net, running.what, running.raise_error)
         except CheckpointError:
             # Not before: other ranks may have been writing into it.
-            agreement.on_first(net, running.what, lambda: commit.abandon(running.part))
+            agreement.on_first(net, running.what, lambda: staging.abandon(running.folder))
             raise
 
     def close(self) -> None:
@@ -244,7 +244,7 @@ class _Running:
 
     Attributes:
         what: For messages.
-        part: The hidden folder.
+        folder: The hidden folder.
         thread: Writes.
         done: It has written all it should.
         error: Why it has not.
@@ -254,9 +254,9 @@ class _Running:
     thread: threading.Thread
     heard: Callable[[], None]
 
-    def __init__(self, what: str, part: Path) -> None:
+    def __init__(self, what: str, folder: Path) -> None:
         self.what = what
-        self.part = part
+        self.folder = folder
         self.done = False
         self.error: Exception | None = None
 
@@ -272,7 +272,7 @@ class _Running:
         if self.done:
             return ""
         try:
-            newest = folders.say_newest(self.part.parent)
+            newest = folders.say_newest(self.folder.parent)
         except OSError as error:
             newest = f"which is the newest complete one cannot be told: {error}"
         cause = str(self.error) or type(self.error).__name__ if self.error is not None else "the process ends before it is written"

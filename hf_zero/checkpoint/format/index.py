@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint import consistency
-from hf_zero.checkpoint.format import CHUNK_BYTES, FORMAT, VERSION
-from hf_zero.checkpoint.json_records import read_record
-from hf_zero.checkpoint.plausible import check_counters, check_group, check_numbers, check_scaler, check_values
-from hf_zero.checkpoint.records import FileRecord, LooseRecord, OptimizerRecord, UnitRecord
-from hf_zero.checkpoint.values import Decoder
+from hf_zero.checkpoint.format import consistency
+from hf_zero.checkpoint.format.json_records import read_record
+from hf_zero.checkpoint.format.names import CHUNK_BYTES, FORMAT, VERSION
+from hf_zero.checkpoint.format.plausible import check_counters, check_group, check_numbers, check_scaler, check_values
+from hf_zero.checkpoint.format.records import FileRecord, LooseRecord, OptimizerRecord, UnitRecord
+from hf_zero.checkpoint.format.values import Decoder
 from hf_zero.errors import CheckpointError
 from hf_zero.system.reading import parse_json, reading, shown
 
@@ -29,7 +29,7 @@ class Index:
         library: Version of hf_zero that wrote it, or ``CONVERTED``.
         tag: Name under which it was saved.
         world: Number of ranks that wrote it.
-        tensor_world: Number of tensor-parallel slices among them.
+        tensor_world: Number of tensor-parallel shards among them.
         stage: ZeRO stage that wrote it.
         chunk_bytes: Bytes per checksum.
         units: The flat buffers.

@@ -9,8 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from hf_zero.checkpoint.format import MASTER, MODULE, PARAM_STATES, STATE_PREFIX, VALUES_FILE, WEIGHTS, shard_file, state_kind, values_file
-from hf_zero.checkpoint.records import FileRecord, GroupRecord, LooseRecord, OptimizerRecord, ParamRecord, UnitRecord, check_slice
+from hf_zero.checkpoint.format.names import (
+    MASTER,
+    MODULE,
+    PARAM_STATES,
+    STATE_PREFIX,
+    VALUES_FILE,
+    WEIGHTS,
+    shard_file,
+    state_kind,
+    values_file,
+)
+from hf_zero.checkpoint.format.records import FileRecord, GroupRecord, LooseRecord, OptimizerRecord, ParamRecord, UnitRecord, check_tp_shard
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.errors import CheckpointError
 from hf_zero.onebit.sharded import SERVER_ERROR, WORKER_ERROR
@@ -30,7 +40,7 @@ def check_files(files: Mapping[str, FileRecord], world: int, tensor_world: int, 
     Args:
         files: All of the index.
         world: Ranks that wrote.
-        tensor_world: Tensor-parallel slices among them.
+        tensor_world: Tensor-parallel shards among them.
         states: Flat optimizer states.
 
     Raises:
@@ -38,7 +48,7 @@ def check_files(files: Mapping[str, FileRecord], world: int, tensor_world: int, 
     """
     if world < 1 or tensor_world < 1 or world % tensor_world:
         raise CheckpointError(
-            f"{world} ranks and {tensor_world} tensor-parallel slices: expected 1 or more, and slices that divide the ranks"
+            f"{world} ranks and {tensor_world} tensor-parallel shards: expected 1 or more, and a number that divides the ranks"
         )
     known = {MASTER, WEIGHTS, MODULE, PARAM_STATES, WORKER_ERROR, SERVER_ERROR, *map(state_kind, states)}
     kinds = set()
@@ -126,8 +136,8 @@ def check_names(
         tensor = files[record.file].tensors.get(record.name) if record.file in files else None
         if found is None or found[1] != MODULE or tensor is None:
             raise CheckpointError(f"the index lists parameter {record.name} in {shown(record.file)}, which has no such tensor")
-        check_slice(f"parameter {record.name}", record)
-        if record.slice.local_shape != tensor.shape:
+        check_tp_shard(f"parameter {record.name}", record)
+        if record.tp_shard.local_shape != tensor.shape:
             raise CheckpointError(f"parameter {record.name} has another shape in {record.file} than the index says")
         wanted[record.file].add(record.name)
         _add_place(places, ("loose", int(found[4] or 0)), record, FROZEN)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.tensor_file import D, header_of, in_file_order
+from hf_zero.checkpoint.files.header import D, header_of, in_file_order
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.system import own_files
 
@@ -52,7 +52,7 @@ def bytes_of(size: int | str) -> int:
 class ModelFiles:
     """One ``name`` in ``folder``, or, for a model larger than a shard, numbered files and the index that Hugging Face reads.
 
-    Nothing has its final name before ``commit``. Then what made up the former model of this name goes away: the file, or the index and
+    Nothing has its final name before ``commit``. Then what made up the previous model of this name goes away: the file, or the index and
     what that lists. Only the rank that writes makes one.
 
     Args:
@@ -126,7 +126,7 @@ class ModelFiles:
         for hidden in self._final:
             with open(hidden, "rb") as file:
                 os.fsync(file.fileno())
-        former = self._former_files()
+        previous = self._previous_files()
         for hidden, final in self._final.items():
             hidden.replace(self._folder / final)
         if len(self._final) > 1:
@@ -135,7 +135,7 @@ class ModelFiles:
             own_files.write_text(self._folder / self._index, json.dumps(text, indent=2, sort_keys=True) + "\n")
         own_files.sync_folder(self._folder)
         kept = {*self._final.values(), self._index if len(self._final) > 1 else ""}
-        for name in former - kept:
+        for name in previous - kept:
             own_files.remove_file(self._folder / name)
 
     def abort(self) -> None:
@@ -147,7 +147,7 @@ class ModelFiles:
     def _index(self) -> str:
         return f"{self._name}.index.json"
 
-    def _former_files(self) -> set[str]:
+    def _previous_files(self) -> set[str]:
         """The files of the model that has this name now. Others that look like parts of one may be another model's."""
         shard = re.compile(rf"{re.escape(self._name.removesuffix('.safetensors'))}-\d{{5}}-of-\d{{5}}\.safetensors")
         try:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-from hf_zero.checkpoint.catalog import Catalog, Located
-from hf_zero.checkpoint.element_types import DTYPES
-from hf_zero.checkpoint.format import state_kind
-from hf_zero.checkpoint.optimizer_state import GroupsPlan
-from hf_zero.checkpoint.records import ParamStateRecord
-from hf_zero.checkpoint.tensor_file import Entry, RangeReader, whole
-from hf_zero.checkpoint.values import Decoder, Encoder
+from hf_zero.checkpoint.files.catalog import Catalog, Located
+from hf_zero.checkpoint.files.rows import Entry, whole
+from hf_zero.checkpoint.files.tensor_reader import RangeReader
+from hf_zero.checkpoint.format.element_types import DTYPES
+from hf_zero.checkpoint.format.names import state_kind
+from hf_zero.checkpoint.format.records import ParamStateRecord
+from hf_zero.checkpoint.format.values import Decoder, Encoder
+from hf_zero.checkpoint.state.optimizer_state import GroupsPlan
 from hf_zero.core.optimizer.clones import state_at_start
 from hf_zero.core.optimizer.owner_states import WholeParam
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
@@ -49,6 +51,7 @@ class ParamStatesPlan(GroupsPlan):
     """
 
     optimizer: WholeTensorOptimizer
+    whole = True
 
     def __init__(self, optimizer: WholeTensorOptimizer, catalog: Catalog, decoder: Decoder, reader: RangeReader) -> None:
         super().__init__(optimizer, catalog, decoder)
@@ -109,14 +112,8 @@ class ParamStatesPlan(GroupsPlan):
 
 def _placed(state: dict[str, Any], device: torch.device, fused: bool) -> dict[str, Any]:
     """``state`` with its tensors where torch's ``load_state_dict`` puts them: on the device, but for ``step`` unless ``fused``."""
-    return {key: value if key == "step" and not fused else _moved(value, device) for key, value in state.items()}
 
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device)
 
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return type(value)((key, _moved(item, device)) for key, item in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(_moved(item, device) for item in value)
-    return value
+    return {key: value if key == "step" and not fused else tree_map_only(torch.Tensor, move, value) for key, value in state.items()}

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from hf_zero.checkpoint.format import INDEX_FILE, LATEST_FILE, MARKER_FILE
+from hf_zero.checkpoint.format.names import INDEX_FILE, LATEST_FILE, MARKER_FILE
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger
 
@@ -28,18 +28,18 @@ def check_tag(tag: str) -> str:
     return tag
 
 
-def part_of(save_dir: Path, tag: str, number: str) -> Path:
+def staging_folder(save_dir: Path, tag: str, number: str) -> Path:
     """The hidden folder that save ``number`` of a checkpoint is written into."""
     return save_dir / f".{tag}.{number}.part"
 
 
-def tag_of_part(name: str) -> str | None:
+def tag_of_staging(name: str) -> str | None:
     """The tag of the checkpoint that is written into a hidden folder of that name; None when it is another's folder."""
     found = _PART.fullmatch(name)
     return found[1] if found is not None else None
 
 
-def former_of(save_dir: Path, tag: str) -> Path:
+def previous_folder(save_dir: Path, tag: str) -> Path:
     """The hidden name of the checkpoint of ``tag`` that is being replaced."""
     return save_dir / f".{tag}.former"
 
@@ -65,7 +65,7 @@ def find(load_dir: Path, tag: str) -> Path:
     Raises:
         CheckpointError: There is none; names what is missing and the newest complete one.
     """
-    found = complete_or_former(load_dir, check_tag(tag))
+    found = complete_or_previous(load_dir, check_tag(tag))
     if found is not None:
         return found
     newest = newest_complete(load_dir)
@@ -80,7 +80,7 @@ def find_latest(load_dir: Path) -> Path | None:
         CheckpointError: ``latest`` names no folder name, or what it names is incomplete and there is no other.
     """
     tag = read_latest(load_dir)
-    found = complete_or_former(load_dir, tag) if tag is not None else None
+    found = complete_or_previous(load_dir, tag) if tag is not None else None
     if found is not None:
         return found
     newest = newest_complete(load_dir)
@@ -93,18 +93,18 @@ def find_latest(load_dir: Path) -> Path | None:
     return None
 
 
-def complete_or_former(load_dir: Path, tag: str) -> Path | None:
-    """The complete folder of ``tag``; the former one where a save of the same tag was killed between its two renames."""
-    return next((folder for folder in (load_dir / tag, former_of(load_dir, tag)) if is_complete(folder)), None)
+def complete_or_previous(load_dir: Path, tag: str) -> Path | None:
+    """The complete folder of ``tag``; the previous one where a save of the same tag was killed between its two renames."""
+    return next((folder for folder in (load_dir / tag, previous_folder(load_dir, tag)) if is_complete(folder)), None)
 
 
 def _problem(load_dir: Path, tag: str) -> str:
     folder = load_dir / tag
     if folder.is_dir():
         return f"the checkpoint {folder} is incomplete: it lacks {INDEX_FILE} or {MARKER_FILE}"
-    part = next((path for path in load_dir.glob(".*.part") if tag_of_part(path.name) == tag), None)
-    if part is not None:
-        return f"there is no checkpoint folder {folder}, only {part}, whose save did not finish"
+    staging = next((path for path in load_dir.glob(".*.part") if tag_of_staging(path.name) == tag), None)
+    if staging is not None:
+        return f"there is no checkpoint folder {folder}, only {staging}, whose save did not finish"
     return f"there is no checkpoint folder {folder}"
 
 
@@ -123,10 +123,10 @@ def complete_ones(load_dir: Path) -> dict[tuple[str, str], Path]:
     present: list[tuple[str, Path]] = []
     replaced: list[tuple[str, Path]] = []
     for folder in load_dir.iterdir() if load_dir.is_dir() else ():
-        former = re.fullmatch(r"\.(.+)\.former", folder.name)
-        if is_complete(folder) and (former or not folder.name.startswith(".")):
-            tag = former[1] if former else folder.name
-            (replaced if former and is_complete(load_dir / tag) else present).append((tag, folder))
+        previous = re.fullmatch(r"\.(.+)\.former", folder.name)
+        if is_complete(folder) and (previous or not folder.name.startswith(".")):
+            tag = previous[1] if previous else folder.name
+            (replaced if previous and is_complete(load_dir / tag) else present).append((tag, folder))
     return {(tag, marker_of(folder)): folder for tag, folder in [*_newest_first(present), *_newest_first(replaced)]}
 
 

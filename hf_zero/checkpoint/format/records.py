@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from hf_zero.checkpoint.element_types import ITEM_BYTES
-from hf_zero.checkpoint.format import CHUNK_BYTES, MASTER, WEIGHTS
-from hf_zero.checkpoint.json_records import read_record
-from hf_zero.checkpoint.slices import Slice
+from hf_zero.checkpoint.format.element_types import ITEM_BYTES
+from hf_zero.checkpoint.format.json_records import read_record
+from hf_zero.checkpoint.format.names import CHUNK_BYTES, MASTER, WEIGHTS
+from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.core.units.layout import ALIGNMENT, round_up
 from hf_zero.errors import CheckpointError
 from hf_zero.system.reading import shown
@@ -86,14 +86,14 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class ParamRecord:
-    """One parameter, or a tensor-parallel rank's slice of one, inside a unit.
+    """One parameter, or a tensor-parallel shard of one, inside a unit.
 
     Attributes:
         name: Its dotted name.
         shape: Its full shape.
         offset: First element inside the unit.
         group: Param group; -1 when frozen.
-        dim: Dimension along which it is sliced; None when the unit holds all of it.
+        dim: Dimension along which it is divided; None when the unit holds all of it.
         ranges: [start, stop) along ``dim``, in the order in which they lie in the unit.
     """
 
@@ -105,14 +105,14 @@ class ParamRecord:
     ranges: tuple[tuple[int, ...], ...] = ()
 
     @property
-    def slice(self) -> Slice:
+    def tp_shard(self) -> SavedTpShard:
         """The part of the parameter that the unit holds."""
-        return Slice(self.shape, self.dim, tuple((pair[0], pair[1]) for pair in self.ranges))
+        return SavedTpShard(self.shape, self.dim, tuple((pair[0], pair[1]) for pair in self.ranges))
 
 
 @dataclass(frozen=True)
 class LooseRecord:
-    """A parameter, or a slice of one, that no unit holds: a tensor of its own in ``file``."""
+    """A parameter, or a tensor-parallel shard of one, that no unit holds: a tensor of its own in ``file``."""
 
     name: str
     file: str
@@ -121,9 +121,9 @@ class LooseRecord:
     ranges: tuple[tuple[int, ...], ...] = ()
 
     @property
-    def slice(self) -> Slice:
+    def tp_shard(self) -> SavedTpShard:
         """The part of the parameter that the file holds."""
-        return Slice(self.shape, self.dim, tuple((pair[0], pair[1]) for pair in self.ranges))
+        return SavedTpShard(self.shape, self.dim, tuple((pair[0], pair[1]) for pair in self.ranges))
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class UnitRecord:
         dtype: Type of the parameters in training, as safetensors names it.
         world: Number of shards.
         padded_numel: Elements of the whole buffer.
-        tensor_rank: Which tensor-parallel rank's; each has units of the same names with its slices.
+        tensor_rank: Which tensor-parallel rank's; each has units of the same names with its shards.
         params: What lies in it.
     """
 
@@ -163,18 +163,18 @@ class UnitRecord:
         if self.world < 1 or self.padded_numel < 0 or self.padded_numel % self.world:
             raise CheckpointError(f"{where}: {self.padded_numel} elements cannot be cut into {self.world} equal shards")
         for param in self.params:
-            check_slice(f"{where}: parameter {param.name}", param)
-            if param.offset < 0 or param.offset + param.slice.numel > self.padded_numel:
+            check_tp_shard(f"{where}: parameter {param.name}", param)
+            if param.offset < 0 or param.offset + param.tp_shard.numel > self.padded_numel:
                 raise CheckpointError(f"{where}: parameter {param.name} lies outside its {self.padded_numel} elements")
         end, last = 0, ""
-        for param in sorted(self.params, key=lambda param: (param.offset, param.slice.numel)):
+        for param in sorted(self.params, key=lambda param: (param.offset, param.tp_shard.numel)):
             if param.offset < end:
                 raise CheckpointError(
                     f"{where}: the parameters {last} and {param.name} overlap: one ends at {end}, one is at {param.offset}"
                 )
             if param.offset != round_up(end, ALIGNMENT):
                 raise CheckpointError(f"{where}: nothing lies between element {end} and parameter {param.name} at {param.offset}")
-            end, last = param.offset + param.slice.numel, param.name
+            end, last = param.offset + param.tp_shard.numel, param.name
         if self.padded_numel - round_up(end, ALIGNMENT) > self.world * ALIGNMENT:
             raise CheckpointError(f"{where}: nothing lies between element {end} and its end at {self.padded_numel}")
 
@@ -183,7 +183,7 @@ def _is_shape(shape: tuple[int, ...]) -> bool:
     return len(shape) <= _MOST_DIMS and all(0 <= size < _TOO_LONG for size in shape)
 
 
-def check_slice(where: str, record: ParamRecord | LooseRecord) -> None:
+def check_tp_shard(where: str, record: ParamRecord | LooseRecord) -> None:
     """Refuses shapes and ranges that contradict each other."""
     if not _is_shape(record.shape):
         raise CheckpointError(f"{where} has shape {shown(list(record.shape))}")

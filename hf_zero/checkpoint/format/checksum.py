@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 
-from hf_zero.checkpoint.format import CHUNK_BYTES
+from hf_zero.checkpoint.format.names import CHUNK_BYTES
 from hf_zero.native.crc32 import crc32_chunks
 
 _DIGITS = 8  # of a checksum

@@ -1,252 +1,26 @@
-"""safetensors files written straight from shards, with a checksum per chunk, and read by ranges that are verified."""
+"""safetensors files read by ranges, each chunk of which is verified."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import torch
 
-from hf_zero.checkpoint.checksum import Checksum, digits_of, digits_of_range, first_damaged
-from hf_zero.checkpoint.disk import Disk
-from hf_zero.checkpoint.element_types import DTYPES, ITEM_BYTES, dtype_name
-from hf_zero.checkpoint.format import CHUNK_BYTES
-from hf_zero.checkpoint.records import FileRecord, TensorRecord
+from hf_zero.checkpoint.files.rows import WINDOW_BYTES, Elsewhere, Row
+from hf_zero.checkpoint.format.checksum import digits_of, digits_of_range, first_damaged
+from hf_zero.checkpoint.format.element_types import DTYPES, ITEM_BYTES
+from hf_zero.checkpoint.format.names import CHUNK_BYTES
+from hf_zero.checkpoint.format.records import FileRecord, TensorRecord
 from hf_zero.errors import CheckpointError
 from hf_zero.system.reading import parse_json, reading, shown
 
-# Bytes that travel at once: large enough for a disk, small beside a shard. A multiple of the chunk.
-_WINDOW_BYTES = 64 * CHUNK_BYTES
-# Bytes that are summed and written in turn: no more than a core's own cache holds.
-_SUMMED_BYTES = 8 * CHUNK_BYTES
 # Windows that are fetched while one is verified and copied.
 _AHEAD = 2
-
-
-@dataclass(frozen=True)
-class Elsewhere:
-    """A row of elements that is not in memory (NVMe); it can be sliced, read into host tensors and written from them.
-
-    Attributes:
-        dtype: Type of the elements.
-        count: How many.
-        read: (first element, host tensor to fill).
-        write: (first element, host tensor of that dtype).
-        start: Where this row begins in what ``read`` and ``write`` count in.
-    """
-
-    dtype: torch.dtype
-    count: int
-    read: Callable[[int, torch.Tensor], None]
-    write: Callable[[int, torch.Tensor], None]
-    start: int = 0
-
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.count
-
-    def __getitem__(self, part: slice) -> Elsewhere:
-        start, stop, _ = part.indices(self.count)
-        return Elsewhere(self.dtype, max(0, stop - start), self.read, self.write, self.start + start)
-
-    def fetch(self) -> torch.Tensor:
-        """A new host tensor with all elements; for rows of a window's length."""
-        values = torch.empty(self.count, dtype=self.dtype)
-        self.read(self.start, values)
-        return values
-
-    def store(self, values: torch.Tensor) -> None:
-        """Takes ``values``, of any dtype and device."""
-        self.write(self.start, values.to("cpu", self.dtype).contiguous())
-
-
-# One flat array: in memory on any device, elsewhere, or so many zeros.
-Row = torch.Tensor | Elsewhere
-Piece = torch.Tensor | Elsewhere | int
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor to write, as pieces in order; a piece that is a number stands for so many zeros.
-
-    Attributes:
-        name: Its name in the file.
-        dtype: Type of its elements.
-        shape: Its shape.
-        pieces: Rows of that dtype, or numbers of zeros; together ``shape``'s elements.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the data."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def whole(name: str, tensor: torch.Tensor) -> Entry:
-    """The entry of one tensor as it is."""
-    return Entry(name, tensor.dtype, tuple(tensor.shape), (tensor,))
-
-
-def cut(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
-    """Elements ``start`` to ``stop`` of rows that lie one behind the other; zeros where they end before ``stop``."""
-    position = start
-    end = 0
-    for piece in pieces:
-        begin, end = end, end + (piece if isinstance(piece, int) else piece.numel())
-        low, high = max(start, begin), min(stop, end)
-        if low < high:
-            yield high - low if isinstance(piece, int) else piece[low - begin : high - begin]
-            position = high
-    if position < stop:
-        yield stop - position
-
-
-# -- writing ----------------------------------------------------------------------------------------------------------
-
-
-def write_tensor_file(
-    path: Path, entries: Sequence[Entry], progress: Callable[[int], object] | None = None, disk: Disk | None = None
-) -> FileRecord:
-    """Writes a new safetensors file and forces it to the disk.
-
-    Tensors pass through a window of 4 MiB at a time; none is copied whole.
-
-    Args:
-        path: The file; must not exist.
-        entries: What to write; names differ.
-        progress: Told the bytes of each window that has been written.
-        disk: The save that the file belongs to: its ``sync`` forces the file to the disk, with all others.
-
-    Returns:
-        Where everything is, with checksums.
-
-    Raises:
-        CheckpointError: An element type that safetensors lacks.
-        OSError: The file system refuses; names the file. Nothing of it is left, so that a full disk has room for messages.
-    """
-    if disk is not None:
-        return _write_tensor_file(path, entries, progress, disk)
-    with Disk() as own:
-        record = _write_tensor_file(path, entries, progress, own)
-        own.sync()
-    return record
-
-
-def _write_tensor_file(path: Path, entries: Sequence[Entry], progress: Callable[[int], object] | None, disk: Disk) -> FileRecord:
-    ordered, staging = in_file_order(entries), _Staging()
-    header = header_of(ordered, path.name)
-    tensors, end = {}, len(header)
-    with disk.writing(path, end + sum(entry.nbytes for entry in ordered)) as file:
-        file.write(memoryview(header))
-        for entry in ordered:
-            checksum = Checksum()
-            offset = end
-            for window in _windows(entry.pieces, entry.dtype.itemsize, staging):
-                for start in range(0, len(window), _SUMMED_BYTES):  # what has been summed is in the cache when it is written
-                    part = window[start : start + _SUMMED_BYTES]
-                    checksum.update(part)
-                    file.write(part)
-                file.start_writeback()
-                end += len(window)
-                if progress is not None:
-                    progress(len(window))
-            name = dtype_name(entry.dtype, entry.name)
-            tensors[entry.name] = TensorRecord(name, entry.shape, offset, end - offset, checksum.digits())
-    return FileRecord(end, len(header), digits_of(memoryview(header)), tensors)
-
-
-class Described(Protocol):
-    """What a header says of a tensor; ``nbytes`` follows from the other two."""
-
-    @property
-    def name(self) -> str:
-        """Its name in the file."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of its elements."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its data."""
-
-
-D = TypeVar("D", bound=Described)
-
-
-def in_file_order(tensors: Iterable[D]) -> list[D]:
-    """Wide elements first, as the safetensors library does: every tensor is aligned to its element."""
-    return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-
-
-def header_of(tensors: Iterable[Described], file: str) -> bytes:
-    """Length prefix and JSON header of a file with ``tensors`` one behind the other, padded with spaces to a multiple of 8 bytes.
-
-    Raises:
-        CheckpointError: Two have one name, or an element type that safetensors lacks; names ``file`` or the tensor.
-    """
-    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for tensor in tensors:
-        if tensor.name in fields:
-            raise CheckpointError(f"{file}: two tensors are named {tensor.name!r}; a checkpoint needs one name each")
-        stop = start + tensor.nbytes
-        fields[tensor.name] = {"dtype": dtype_name(tensor.dtype, tensor.name), "shape": list(tensor.shape), "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-class _Staging:
-    """One buffer for all windows of a file that are not in host memory: a new one each time leaves a heap several times as large."""
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def of(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """(numel,), at most a window; what it holds is undefined."""
-        if not self._buffer.numel():
-            self._buffer = torch.empty(_WINDOW_BYTES, dtype=torch.uint8)
-        return self._buffer[: numel * dtype.itemsize].view(dtype)
-
-
-def _windows(pieces: Iterable[Piece], itemsize: int, staging: _Staging) -> Iterator[memoryview]:
-    """The bytes of ``pieces``; a window is good until the next one is asked for."""
-    step = _WINDOW_BYTES // itemsize
-    for piece in pieces:
-        if isinstance(piece, int):
-            zeros = memoryview(bytes(min(_WINDOW_BYTES, piece * itemsize)))
-            for start in range(0, piece * itemsize, _WINDOW_BYTES):
-                yield zeros[: piece * itemsize - start]
-            continue
-        flat = piece if isinstance(piece, Elsewhere) else piece.detach().reshape(-1)
-        for start in range(0, flat.numel(), step):
-            part = flat[start : start + step]
-            if isinstance(part, torch.Tensor) and part.device.type == "cpu":
-                window = part
-            else:
-                window = staging.of(part.numel(), part.dtype)
-                part.read(part.start, window) if isinstance(part, Elsewhere) else window.copy_(part)
-            yield memoryview(window.view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -368,8 +142,8 @@ class RangeReader:
         if copies[0].start < 0 or last > numel:
             raise CheckpointError(f"{self.folder / file}: elements {copies[0].start} to {last} of {tensor!r} wanted, it has {numel}")
         waiting = 0  # copies before this one are done
-        if len(self._window) < min(_WINDOW_BYTES, record.nbytes):
-            self._window = bytearray(min(_WINDOW_BYTES, record.nbytes))
+        if len(self._window) < min(WINDOW_BYTES, record.nbytes):
+            self._window = bytearray(min(WINDOW_BYTES, record.nbytes))
         for start, stop in _spans(copies, itemsize, record.nbytes):
             ahead.advance()
             data = self._pread(descriptor, memoryview(self._window)[: stop - start], record.offset + start, file)
@@ -439,8 +213,8 @@ def _spans(copies: list[Copy], itemsize: int, nbytes: int) -> Iterator[tuple[int
         else:
             merged.append([start, stop])
     for start, stop in merged:
-        for position in range(start, stop, _WINDOW_BYTES):
-            yield position, min(position + _WINDOW_BYTES, stop)
+        for position in range(start, stop, WINDOW_BYTES):
+            yield position, min(position + WINDOW_BYTES, stop)
 
 
 def _deliver(copies: list[Copy], waiting: int, values: torch.Tensor, first: int) -> int:

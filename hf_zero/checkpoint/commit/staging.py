@@ -1,4 +1,4 @@
-"""How a checkpoint comes to be there whole or not at all: a hidden folder that is signed, filled, sealed, and renamed.
+"""How a checkpoint comes to be there whole or not at all: a hidden folder that is signed, filled, finalized, and renamed.
 
 [Note: one folder for each save] The hidden folder carries the number of its save, so two jobs that save the same tag never write into
 one folder; the later one replaces the earlier one's checkpoint as a whole. Where it can be told that the other still lives, the save is
@@ -14,8 +14,17 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint.folders import SCRIPT_FILE, check_tag, digest, former_of, is_complete, marker_of, part_of, tag_of_part
-from hf_zero.checkpoint.format import FORMAT, INDEX_FILE, MARKER_FILE
+from hf_zero.checkpoint.commit.folders import (
+    SCRIPT_FILE,
+    check_tag,
+    digest,
+    is_complete,
+    marker_of,
+    previous_folder,
+    staging_folder,
+    tag_of_staging,
+)
+from hf_zero.checkpoint.format.names import FORMAT, INDEX_FILE, MARKER_FILE
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger, note
 from hf_zero.system import own_files
@@ -66,12 +75,12 @@ def begin(save_dir: Path, tag: str, number: str | None = None) -> Path:
         CheckpointError: What has the name of the tag is no checkpoint, or a process that lives saves that tag.
         OSError: The file system refuses.
     """
-    part = part_of(save_dir, check_tag(tag), number or save_number())
+    folder = staging_folder(save_dir, check_tag(tag), number or save_number())
     clear(save_dir, tag)
-    drop_formers(save_dir)
-    own_files.make_folder(part, {})
-    _open.add(part.name)
-    return part
+    drop_previous(save_dir)
+    own_files.make_folder(folder, {})
+    _open.add(folder.name)
+    return folder
 
 
 def clear(save_dir: Path, tag: str, job: Collection[Process] = ()) -> None:
@@ -88,16 +97,16 @@ def clear(save_dir: Path, tag: str, job: Collection[Process] = ()) -> None:
     _refuse_foreign(save_dir / tag)
     save_dir.mkdir(parents=True, exist_ok=True)
     own_files.sweep(save_dir)
-    for part in sorted(save_dir.glob(".*.part")):
-        of = tag_of_part(part.name)
-        if of is None or part.is_symlink() or not part.is_dir():
+    for folder in sorted(save_dir.glob(".*.part")):
+        of = tag_of_staging(folder.name)
+        if of is None or folder.is_symlink() or not folder.is_dir():
             continue
-        writer = Process.of_json(own_files.read_writer(part))
-        if own_files.is_abandoned(part) or writer == Process.own() and part.name not in _open:
-            logger.warning("%s was left by a save that did not finish; it is removed", part)
-            own_files.remove_folder(part, _is_ours)
+        writer = Process.of_json(own_files.read_writer(folder))
+        if own_files.is_abandoned(folder) or writer == Process.own() and folder.name not in _open:
+            logger.warning("%s was left by a save that did not finish; it is removed", folder)
+            own_files.remove_folder(folder, _is_ours)
         elif of == tag and writer is not None and writer != Process.own() and writer not in job:
-            _refuse_second(part, tag, writer)
+            _refuse_second(folder, tag, writer)
 
 
 def _refuse_foreign(final: Path) -> None:
@@ -127,15 +136,15 @@ def _has_sign(folder: Path) -> bool:
     return isinstance(index, dict) and index.get("format") == FORMAT
 
 
-def _refuse_second(part: Path, tag: str, writer: Process) -> None:
+def _refuse_second(folder: Path, tag: str, writer: Process) -> None:
     """Refuses a second save of a tag while another process is known to be at it."""
     who = f"process {writer.pid} of {writer.place.partition(' ')[0]}"
     if writer.is_alive():
         raise CheckpointError(
-            f"{who}, which runs, is saving checkpoint {tag!r} to {part.parent} (it writes {part}): two runs must not save one tag of one "
-            "folder. End one of them, or give it a folder of its own"
+            f"{who}, which runs, is saving checkpoint {tag!r} to {folder.parent} (it writes {folder}): two runs must not save one tag of "
+            "one folder. End one of them, or give it a folder of its own"
         )
-    logger.warning("%s is perhaps being written by %s; this save of %r has a folder of its own, the last one stays", part, who, tag)
+    logger.warning("%s is perhaps being written by %s; this save of %r has a folder of its own, the last one stays", folder, who, tag)
 
 
 def offer(save_dir: Path, tag: str, number: str, rank: int) -> None:
@@ -147,82 +156,82 @@ def offer(save_dir: Path, tag: str, number: str, rank: int) -> None:
         number: Of the save.
         rank: Who offers.
     """
-    part = part_of(save_dir, tag, number)
+    folder = staging_folder(save_dir, tag, number)
     try:
-        own_files.make_folder(part, {"leader": rank})
-        _open.add(part.name)
+        own_files.make_folder(folder, {"leader": rank})
+        _open.add(folder.name)
     except OSError:
-        if not part.is_dir():
+        if not folder.is_dir():
             raise
 
 
-def leader_of(part: Path) -> int | None:
+def leader_of(folder: Path) -> int | None:
     """The rank that made a hidden folder; None when there is none, or no rank offered it."""
-    leader = (own_files.read_writer(part) or {}).get("leader")
+    leader = (own_files.read_writer(folder) or {}).get("leader")
     return leader if isinstance(leader, int) else None
 
 
 # -- when everything is written ---------------------------------------------------------------------------------------
 
 
-def seal(part: Path, index: str) -> None:
+def finalize(folder: Path, index: str) -> None:
     """Writes index and marker into a hidden folder: it is complete from here on.
 
     Raises:
         CheckpointError: It is another process' folder.
     """
-    _check_writer(part, own_files.read_writer(part) or Process.own().as_json())
-    own_files.write_text(part / INDEX_FILE, index)
-    own_files.write_text(part / MARKER_FILE, digest(index) + "\n")
+    _check_writer(folder, own_files.read_writer(folder) or Process.own().as_json())
+    own_files.write_text(folder / INDEX_FILE, index)
+    own_files.write_text(folder / MARKER_FILE, digest(index) + "\n")
 
 
-def _check_writer(part: Path, writer: dict[str, Any] | None) -> None:
+def _check_writer(folder: Path, writer: dict[str, Any] | None) -> None:
     if Process.of_json(writer) != Process.own():
-        raise CheckpointError(f"{part} is no longer this process' folder (its writer is {writer}); the checkpoint is not completed")
+        raise CheckpointError(f"{folder} is no longer this process' folder (its writer is {writer}); the checkpoint is not completed")
 
 
-def publish(part: Path, save_dir: Path, tag: str, keep_former: bool = False) -> Path:
-    """Gives a sealed folder its name; a checkpoint of that name stays complete under a hidden one until then, or until ``drop_formers``.
+def publish(folder: Path, save_dir: Path, tag: str, keep_previous: bool = False) -> Path:
+    """Gives a finalized folder its name; the checkpoint that has it stays complete under a hidden one until then or ``drop_previous``.
 
     Raises:
         CheckpointError: It is another process' folder.
     """
-    _check_writer(part, own_files.read_writer(part))
-    _open.discard(part.name)
-    final, former = save_dir / tag, former_of(save_dir, tag)
+    _check_writer(folder, own_files.read_writer(folder))
+    _open.discard(folder.name)
+    final, previous = save_dir / tag, previous_folder(save_dir, tag)
     if is_complete(final):
-        _drop(former, final)
-        os.rename(final, former)
+        _drop(previous, final)
+        os.rename(final, previous)
         note("checkpoint_aside", tag)
-    elif final.exists():  # nobody can load it; what is complete may be the former one of this name
+    elif final.exists():  # nobody can load it; what is complete may be the previous one of this name
         _remove_named(final)
-    os.rename(part, final)
+    os.rename(folder, final)
     own_files.remove_file(final / own_files.WRITER_FILE)
     own_files.sync_folder(save_dir)
     note("checkpoint_named", tag)
-    if not keep_former:
-        _drop(former, final)
+    if not keep_previous:
+        _drop(previous, final)
     return final
 
 
-def abandon(part: Path) -> None:
+def abandon(folder: Path) -> None:
     """Removes a hidden folder after a failure; every rank may call it, the one that made it removes it."""
-    _open.discard(part.name)
-    own_files.remove_folder(part, _is_ours)
+    _open.discard(folder.name)
+    own_files.remove_folder(folder, _is_ours)
 
 
 # -- what has been replaced -------------------------------------------------------------------------------------------
 
 
-def drop_formers(save_dir: Path) -> None:
+def drop_previous(save_dir: Path) -> None:
     """Removes what complete checkpoints have replaced: a save that was killed may have left it."""
-    for former in _formers(save_dir):
-        final = save_dir / former.name[1 : -len(".former")]
+    for previous in _all_previous(save_dir):
+        final = save_dir / previous.name[1 : -len(".former")]
         if is_complete(final):
-            _drop(former, final)
+            _drop(previous, final)
 
 
-def _formers(save_dir: Path) -> Iterator[Path]:
+def _all_previous(save_dir: Path) -> Iterator[Path]:
     return (path for path in sorted(save_dir.glob(".*.former")) if path.is_dir() and not path.is_symlink())
 
 
@@ -244,16 +253,16 @@ def _remove_named(folder: Path) -> None:
 
 
 def take_back(save_dir: Path, tag: str, wanted: set[tuple[str, str]]) -> None:
-    """Gives the former checkpoint of ``tag`` its name back where it is ``wanted``, by tag and digest, and the present one is not."""
-    final, former = save_dir / tag, former_of(save_dir, tag)
-    if is_complete(former) and (tag, marker_of(former)) in wanted and (not is_complete(final) or (tag, marker_of(final)) not in wanted):
-        _drop(final, former)
-        os.rename(former, final)
+    """Gives the previous checkpoint of ``tag`` its name back where it is ``wanted``, by tag and digest, and the present one is not."""
+    final, previous = save_dir / tag, previous_folder(save_dir, tag)
+    if is_complete(previous) and (tag, marker_of(previous)) in wanted and (not is_complete(final) or (tag, marker_of(final)) not in wanted):
+        _drop(final, previous)
+        os.rename(previous, final)
         own_files.sync_folder(save_dir)
 
 
 def write_script(save_dir: Path) -> None:
     """Puts ``zero_to_fp32.py`` beside the checkpoints, unless it is there."""
-    script, path = Path(__file__).with_name(SCRIPT_FILE).read_bytes(), save_dir / SCRIPT_FILE
+    script, path = (Path(__file__).parents[1] / SCRIPT_FILE).read_bytes(), save_dir / SCRIPT_FILE
     if path.is_symlink() or not path.is_file() or path.read_bytes() != script:
         own_files.write_text(path, script.decode())

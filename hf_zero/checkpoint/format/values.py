@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_zero.checkpoint.element_types import DTYPES, NAMES
+from hf_zero.checkpoint.format.element_types import DTYPES, NAMES
 from hf_zero.errors import CheckpointError
 from hf_zero.system.reading import reading
 

@@ -1,0 +1,1 @@
+"""Tensor files: written front to back with checksums, found by parameter, read by ranges."""

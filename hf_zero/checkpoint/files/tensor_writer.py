@@ -1,0 +1,103 @@
+"""safetensors files written straight from shards, with a checksum per chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from hf_zero.checkpoint.files.disk import Disk
+from hf_zero.checkpoint.files.header import header_of, in_file_order
+from hf_zero.checkpoint.files.rows import WINDOW_BYTES, Elsewhere, Entry, Piece
+from hf_zero.checkpoint.format.checksum import Checksum, digits_of
+from hf_zero.checkpoint.format.element_types import dtype_name
+from hf_zero.checkpoint.format.names import CHUNK_BYTES
+from hf_zero.checkpoint.format.records import FileRecord, TensorRecord
+
+# Bytes that are summed and written in turn: no more than a core's own cache holds.
+_SUMMED_BYTES = 8 * CHUNK_BYTES
+
+
+def write_tensor_file(
+    path: Path, entries: Sequence[Entry], progress: Callable[[int], object] | None = None, disk: Disk | None = None
+) -> FileRecord:
+    """Writes a new safetensors file and forces it to the disk.
+
+    Tensors pass through a window of 4 MiB at a time; none is copied whole.
+
+    Args:
+        path: The file; must not exist.
+        entries: What to write; names differ.
+        progress: Told the bytes of each window that has been written.
+        disk: The save that the file belongs to: its ``sync`` forces the file to the disk, with all others.
+
+    Returns:
+        Where everything is, with checksums.
+
+    Raises:
+        CheckpointError: An element type that safetensors lacks.
+        OSError: The file system refuses; names the file. Nothing of it is left, so that a full disk has room for messages.
+    """
+    if disk is not None:
+        return _write_tensor_file(path, entries, progress, disk)
+    with Disk() as own:
+        record = _write_tensor_file(path, entries, progress, own)
+        own.sync()
+    return record
+
+
+def _write_tensor_file(path: Path, entries: Sequence[Entry], progress: Callable[[int], object] | None, disk: Disk) -> FileRecord:
+    ordered, window_buffer = in_file_order(entries), _HostWindow()
+    header = header_of(ordered, path.name)
+    tensors, end = {}, len(header)
+    with disk.writing(path, end + sum(entry.nbytes for entry in ordered)) as file:
+        file.write(memoryview(header))
+        for entry in ordered:
+            checksum = Checksum()
+            offset = end
+            for window in _windows(entry.pieces, entry.dtype.itemsize, window_buffer):
+                for start in range(0, len(window), _SUMMED_BYTES):  # what has been summed is in the cache when it is written
+                    part = window[start : start + _SUMMED_BYTES]
+                    checksum.update(part)
+                    file.write(part)
+                file.start_writeback()
+                end += len(window)
+                if progress is not None:
+                    progress(len(window))
+            name = dtype_name(entry.dtype, entry.name)
+            tensors[entry.name] = TensorRecord(name, entry.shape, offset, end - offset, checksum.digits())
+    return FileRecord(end, len(header), digits_of(memoryview(header)), tensors)
+
+
+class _HostWindow:
+    """One buffer for all windows of a file that are not in host memory: a new one each time leaves a heap several times as large."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """(numel,), at most a window; what it holds is undefined."""
+        if not self._buffer.numel():
+            self._buffer = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
+        return self._buffer[: numel * dtype.itemsize].view(dtype)
+
+
+def _windows(pieces: Iterable[Piece], itemsize: int, window_buffer: _HostWindow) -> Iterator[memoryview]:
+    """The bytes of ``pieces``; a window is good until the next one is asked for."""
+    step = WINDOW_BYTES // itemsize
+    for piece in pieces:
+        if isinstance(piece, int):
+            zeros = memoryview(bytes(min(WINDOW_BYTES, piece * itemsize)))
+            for start in range(0, piece * itemsize, WINDOW_BYTES):
+                yield zeros[: piece * itemsize - start]
+            continue
+        flat = piece if isinstance(piece, Elsewhere) else piece.detach().reshape(-1)
+        for start in range(0, flat.numel(), step):
+            part = flat[start : start + step]
+            if isinstance(part, torch.Tensor) and part.device.type == "cpu":
+                window = part
+            else:
+                window = window_buffer.of(part.numel(), part.dtype)
+                part.read(part.start, window) if isinstance(part, Elsewhere) else window.copy_(part)
+            yield memoryview(window.view(torch.uint8).numpy())  # type: ignore[arg-type]

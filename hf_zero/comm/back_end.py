@@ -1,0 +1,22 @@
+"""Which collectives fit a group."""
+
+from __future__ import annotations
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.comms_log import current_log
+from hf_zero.comm.direct_exchange import GlooCollectives
+from hf_zero.comm.native import NativeCollectives
+from hf_zero.comm.process_groups import serving_backend
+from hf_zero.comm.recorded import RecordedCollectives
+from hf_zero.comm.topology import Topology
+
+
+def build_collectives(topology: Topology) -> Collectives:
+    """Direct exchange where gloo serves the device, the native calls elsewhere."""
+    return GlooCollectives(topology) if serving_backend(topology.group, topology.device) == "gloo" else NativeCollectives(topology)
+
+
+def open_collectives(topology: Topology) -> Collectives:
+    """The same, recorded where this process has a comms log."""
+    inner, log = build_collectives(topology), current_log()
+    return inner if log is None else RecordedCollectives(inner, log)

@@ -1,0 +1,104 @@
+"""The start of torch.distributed: the default process group, with the back end and the timeout that fit this rank."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_zero.comm.device import default_device
+from hf_zero.comm.store import store_at_address, store_of_launcher
+from hf_zero.errors import ConfigError
+from hf_zero.launch.placement import export_placement, require_address
+from hf_zero.observe import log_rank0
+
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def default_backend() -> str:
+    """The backend torch.distributed recommends for the device of this rank (nccl, xccl, ...); gloo on a CPU, and where there is none."""
+    device = default_device()
+    try:
+        return "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
+    except ValueError:
+        return "gloo"
+
+
+def default_timeout() -> timedelta:
+    """Time a collective may take. ``DEEPSPEED_TIMEOUT`` (minutes) is honoured; else torch.distributed's default."""
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
+    if minutes is not None:
+        try:
+            return timedelta(minutes=float(minutes))
+        except ValueError:
+            raise ConfigError(f"environment variable DEEPSPEED_TIMEOUT is {minutes!r}, a number of minutes is allowed") from None
+    return dist.constants.default_pg_timeout
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Creates the default torch.distributed group when there is none.
+
+    This rank's device is made the current one, also where a script has made the group: torch.distributed sends objects from the current
+    device, which is the first one on all ranks until somebody says otherwise. A device that the script has chosen itself stays.
+
+    The arguments are those of DeepSpeed's function of the same name. Ranks come from RANK, WORLD_SIZE, ... or, under mpirun and srun,
+    from what these set (``hf_zero.launch.placement``). Without a launcher's environment the process becomes a group of one, with no
+    port opened.
+
+    Args:
+        dist_backend: Name of a torch.distributed backend; None takes the device's own.
+        auto_mpi_discovery: Look at the variables of mpirun and srun when RANK is not set.
+        distributed_port: Port of rank 0 when the environment names no MASTER_PORT.
+        verbose: Log one line on rank 0.
+        timeout: Longest time a collective may take.
+        init_method: Passed to torch.distributed.
+        dist_init_required: False with no group is an error; None and True create one.
+        config: Accepted; nothing is read from it.
+        rank: Rank, when the environment is not to be asked.
+        world_size: Number of ranks, likewise.
+
+    Raises:
+        ConfigError: The environment is incomplete, or no group exists and ``dist_init_required`` is False.
+    """
+    device = default_device()
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise ConfigError("dist_init_required is False but there is no torch.distributed process group; create one first or pass None")
+    if auto_mpi_discovery and init_method is None and rank < 0:
+        export_placement(port=distributed_port)
+    backend = dist_backend or default_backend()
+    timeout = timeout or default_timeout()
+    if init_method is None and rank < 0 and "RANK" not in os.environ:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but RANK is not set; start with torchrun or accelerate launch")
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        require_address(os.environ)
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+        missing = [name for name in _RENDEZVOUS if name not in os.environ]
+        if init_method is None and rank < 0 and missing:
+            raise ConfigError(f"environment variables {', '.join(missing)} are missing; start with torchrun or accelerate launch")
+        store = (store_of_launcher(timeout) or store_at_address(timeout)) if init_method is None and rank < 0 else None
+        if store is not None:
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, init_method=init_method, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    if verbose:
+        log_rank0("process group: backend %s, %d rank(s), timeout %s", backend, dist.get_world_size(), timeout)

@@ -1,0 +1,159 @@
+"""Collectives over gloo, by sending each peer its part and summing in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_zero import observe
+from hf_zero.comm.collectives import TAGS, Collectives, Pending, copy_unless_same
+from hf_zero.comm.topology import Topology
+from hf_zero.memory import host_memory
+
+
+class GlooCollectives(Collectives):
+    """Direct exchange over gloo: each rank sends its peers their parts, and sums in rank order.
+
+    [Note: direct exchange on gloo] gloo's own ring all-gather and reduce-scatter take 2 to 3 times as long as the same
+    bytes sent directly to each peer (measured on 2 ranks), and the ring's order of summation depends on the rank.
+    Sending directly and summing locally in rank order is faster and deterministic. 16-bit parts are summed in the dtype of
+    ``out``, so a bf16 message is added up in fp32. Device tensors are staged through the host.
+    """
+
+    blocks_host = True
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__(topology)
+        self._halves = 0  # reductions in rank order so far
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
+        label = observe.note("all_gather", unit)
+        numel = shard.numel()
+        if self.world == 1:
+            return Pending(label, [], finish=lambda: copy_unless_same(full, shard))
+        if full.device.type != "cpu":
+            host_full, host_shard = torch.empty(full.shape, dtype=full.dtype), shard.cpu()
+            works = self._exchange(label, lambda peer: host_shard, lambda peer: host_full[peer * numel : (peer + 1) * numel])
+
+            def finish() -> None:
+                host_full[self.rank * numel : (self.rank + 1) * numel].copy_(host_shard)
+                full.copy_(host_full)
+
+            return Pending(label, works, finish, keep=(full, host_full, host_shard))
+        copy_unless_same(full[self.rank * numel : (self.rank + 1) * numel], shard)
+        works = self._exchange(label, lambda peer: shard, lambda peer: full[peer * numel : (peer + 1) * numel])
+        return Pending(label, works, keep=(full, shard))
+
+    def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str) -> Pending:
+        label = observe.note("reduce_scatter", unit)
+        if self.world == 1:
+            return Pending(label, [], lambda: full.to(dtype))
+        host = full if full.device.type == "cpu" else full.cpu()
+        numel = full.numel() // self.world
+        own = slice(self.rank * numel, (self.rank + 1) * numel)
+        parts = [host[own]] * self.world
+        for peer in self._peers():
+            parts[peer] = host_memory.passing(numel, host.dtype, host.device)
+        works = self._exchange(label, lambda peer: host[peer * numel : (peer + 1) * numel], lambda peer: parts[peer])
+        scratch = 1 if self.rank == 0 else 0  # the sum may overwrite what was received from that rank, never what ``full`` holds
+        return Pending(label, works, lambda: _sum_in_order(parts, dtype, scratch).to(full.device), keep=(full, host, *parts))
+
+    def all_reduce(self, tensor: torch.Tensor, unit: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+        if self.world == 1 or tensor.device.type == "cpu":
+            return super().all_reduce(tensor, unit, op)
+        host = tensor.cpu()
+        pending = super().all_reduce(host, unit, op)
+
+        def finish() -> None:
+            tensor.copy_(host)
+
+        pending.finish = finish
+        return pending
+
+    def broadcast(self, tensor: torch.Tensor, source: int, unit: str) -> None:
+        if self.world == 1 or tensor.device.type == "cpu":
+            super().broadcast(tensor, source, unit)
+            return
+        host = tensor.cpu()
+        super().broadcast(host, source, unit)
+        tensor.copy_(host)
+
+    def all_reduce_in_order(self, tensor: torch.Tensor, unit: str) -> Pending:
+        label = observe.note("all_reduce", unit)
+        if self.world == 1:
+            return Pending(label, [])
+        host = tensor if tensor.device.type == "cpu" else tensor.cpu()
+        parts = list(host.tensor_split(self.world))
+        own = parts[self.rank]
+        others = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.world)]
+        works = self._exchange(label, lambda peer: parts[peer], lambda peer: others[peer])
+        # The second half starts when this rank waits, which other ranks may do at another point of their sequence.
+        self._halves = tag = self._halves % TAGS + 1
+
+        def finish() -> None:
+            own.copy_(_sum_in_order(others, own.dtype))
+            Pending(label, self._exchange(label, lambda peer: own, lambda peer: parts[peer], tag)).wait()
+            copy_unless_same(tensor, host)
+
+        return Pending(label, works, finish, keep=(tensor, host, *others))
+
+    def exchange(self, messages: torch.Tensor, unit: str) -> Pending:
+        label = observe.note("exchange", unit)
+        if self.world == 1:
+            return Pending(label, [], lambda: messages)
+        host = messages if messages.device.type == "cpu" else messages.cpu()
+        received = torch.empty_like(host)
+        received[self.rank] = host[self.rank]
+        works = self._exchange(label, lambda peer: host[peer], lambda peer: received[peer])
+        return Pending(label, works, lambda: received.to(messages.device), keep=(host, received))
+
+    def exchange_parts(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], unit: str) -> Pending:
+        label = observe.note("exchange_parts", unit)
+        if self.world == 1:
+            return Pending(label, [])
+        send = [part.cpu() for part in outgoing]
+        receive = [part if part.device.type == "cpu" else torch.empty(part.shape, dtype=part.dtype) for part in incoming]
+        works = self._exchange(label, send.__getitem__, receive.__getitem__)
+
+        def finish() -> None:
+            for peer in self._peers():
+                copy_unless_same(incoming[peer], receive[peer])
+
+        return Pending(label, works, finish, keep=(*send, *receive))
+
+    def _peers(self) -> list[int]:
+        # Start behind this rank, so that not all ranks send to rank 0 first.
+        return [(self.rank + step) % self.world for step in range(1, self.world)]
+
+    def _exchange(
+        self, label: str, outgoing: Callable[[int], torch.Tensor], incoming: Callable[[int], torch.Tensor], tag: int = 0
+    ) -> list[Any]:
+        group = self.topology.group
+        works = []
+
+        def launch() -> None:
+            for peer in self._peers():
+                target = dist.get_global_rank(group, peer)
+                message, place = outgoing(peer), incoming(peer)
+                if place.numel():
+                    works.append(dist.irecv(place, src=target, group=group, tag=tag))
+                if message.numel():
+                    self.sent_bytes += message.numel() * message.element_size()
+                    works.append(dist.isend(message, dst=target, group=group, tag=tag))
+
+        self._launch(label, launch)
+        return works
+
+
+def _sum_in_order(parts: Sequence[torch.Tensor], dtype: torch.dtype, scratch: int | None = None) -> torch.Tensor:
+    """parts[0] + parts[1] + ... , left to right, in ``dtype``; may use the memory of ``parts[scratch]``, one of the first two."""
+    if parts[0].dtype == dtype:
+        total = torch.add(parts[0], parts[1], out=parts[scratch] if scratch is not None else None)
+    else:
+        total = parts[0].to(dtype).add_(parts[1])
+    for part in parts[2:]:
+        total.add_(part)
+    return total
