@@ -20,7 +20,6 @@ from tests.support import ranks
 from tests.support.models import CASES, Batch
 from tests.support.offload_runs import blocks_of, differing, sections, state_of
 from tests.support.parity import Run, initialize
-from tests.support.rows import thinned
 
 CPU = {"device": "cpu"}
 PLAIN: tuple[bool, dict[str, Any]] = (False, {})
@@ -210,7 +209,8 @@ def test_what_happens_between_backward_and_step_counts(stage: int, dtype: str, w
 
 
 @pytest.mark.slow
-@thinned(stage=[1, 2, 3], dtype=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_what_happens_between_backward_and_step_counts_everywhere(stage: int, dtype: str) -> None:
     check_between(stage, dtype, list(WAYS) if stage == 3 else list(WAYS)[:2], 500)
 
