@@ -8,7 +8,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _NAMES = {
-    "initialize": "hf_zero.build",
+    "initialize": "hf_zero.integrations.attach",
     "Engine": "hf_zero.core.engine",
     "init_distributed": "hf_zero.comm.topology",
     "install_as_deepspeed": "hf_zero.deepspeed",

@@ -23,6 +23,7 @@ from hf_zero.config.read import read_config
 from hf_zero.config.resolve import ResolvedConfig, resolve
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.config.sources import hidden_size_of
+from hf_zero.core import hooks
 from hf_zero.core.engine import Engine, EngineParts
 from hf_zero.core.generation import Generation
 from hf_zero.core.model_init import warn_if_built_whole
@@ -46,8 +47,6 @@ from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
 from hf_zero.deepspeed.param_attributes import announce
 from hf_zero.deepspeed.safe_values import Training, register_training
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.integrations.idle_saves import IdleSaves
-from hf_zero.integrations.metrics_once import count_samples_once
 from hf_zero.memory import heap
 from hf_zero.metrics import build_sinks
 from hf_zero.observe import log_rank0, logger, warn_once
@@ -127,8 +126,6 @@ def initialize(
     _record_traffic(resolved.config)
     if requested_ranks(source) > 1 or is_split(model):
         model = split_model(model, source.get("tensor_parallel") or {}, topology)
-    if topology.model is not None:
-        count_samples_once(topology.model.world)
     if slices is not None:
         slices.bind(model)
     builder = EngineBuilder(model, resolved, topology, slices)
@@ -278,14 +275,14 @@ class EngineBuilder:
             generation = Generation(runtime, units, self.collectives, self.config.hf_zero.gather_for_generation)
             generation.attach()
             runtime.keep(generation)
-        if schedule is not None or self.topology.model is not None:
-            runtime.keep(IdleSaves(self.module))
         parts = EngineParts(runtime, units, self.collectives, self.policy, self.precision, scaler, optimizer, stepper, scheduler, sinks)
         parts = replace(parts, slices=self.slices, give_back=self.give_back)
         engine = Engine(self.module, self.resolved, parts)
         compiling = self.config.compile
         if compiling is not None and compiling.enabled and not compiling.disable:
             engine.compile(compiling.backend, compiling.kwargs)
+        for hook in hooks.on_build:
+            hook(engine)
         log_rank0("%s", describe(engine))
         return engine
 

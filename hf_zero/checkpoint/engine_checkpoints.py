@@ -18,10 +18,10 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import group_timeout, joint_topology
 from hf_zero.config.schema.root import ZeroConfig
+from hf_zero.core import hooks
 from hf_zero.core.offloaded_states import require_states
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.tp_shard import tp_shard_of
-from hf_zero.integrations.rotation import keeps_too_few
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.tensor_parallel.same_data import SameData
 
@@ -82,7 +82,7 @@ def save(engine: Engine, save_dir: str | os.PathLike[str], tag: Any, client_stat
     folder = save_checkpoint(_training_state(engine), request, engine.background)
     how = "saved to"
     if engine.background is not None:
-        reason = keeps_too_few()
+        reason = next(filter(None, (ask() for ask in hooks.reasons_to_wait)), "")
         if reason:
             warn_once(reason)
             wait(engine)

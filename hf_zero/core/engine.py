@@ -17,6 +17,7 @@ from hf_zero.checkpoint import engine_checkpoints as checkpoints
 from hf_zero.checkpoint.export import consolidated_state_dict
 from hf_zero.checkpoint.model_files import MAX_SHARD_SIZE
 from hf_zero.comm.collectives import Collectives
+from hf_zero.core import hooks
 from hf_zero.core.offloaded_states import Storages, offload_states, reload_states, require_states
 from hf_zero.core.optimizer.readable import learning_rates
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
@@ -30,7 +31,6 @@ from hf_zero.core.units.unit import Unit
 from hf_zero.deepspeed import getters, requests
 from hf_zero.deepspeed.offload_handle import OffloadHandle
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.integrations.retrain import let_go
 from hf_zero.memory.buffers import HostPool
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.profiling.step_profile import build_clock
@@ -500,7 +500,8 @@ class Engine(nn.Module):
     def destroy(self) -> None:
         """Frees gradients, masters and optimizer state. The module stays usable: whole at stages 0 to 2, gathered by its hooks at 3."""
         self.destroyed = True
-        let_go(self)
+        for hook in hooks.on_destroy:
+            hook(self)
         if self.background is not None:
             self.background.close()
         for sink in self.sinks:

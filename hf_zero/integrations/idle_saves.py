@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_zero.core.engine import Engine
 from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.core.units.unit import is_sharded
 from hf_zero.errors import StateError
@@ -34,6 +35,12 @@ class IdleSaves:
         """Takes the stand-ins away; the runtime calls it with its hooks."""
         for inner in self._modules:
             inner.__dict__.pop("save_pretrained", None)
+
+
+def stand_before_saves(engine: Engine) -> None:
+    """Puts them into a new engine's module, until the engine's hooks are removed."""
+    if engine.runtime.schedule is not None or engine.collectives.topology.model is not None:
+        engine.runtime.keep(IdleSaves(engine.module))
 
 
 def _takes_state_dict(module: nn.Module) -> bool:

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from hf_zero.core.engine import Engine
+
 _PREPARES = "_prepare_deepspeed"
 _GATHER = ("gather_for_metrics", "evaluation_loop")  # Accelerator's method; Trainer's, whose seq2seq kind gathers by itself
 
 
-def count_samples_once(group: int) -> None:
+def count_samples_once(engine: Engine) -> None:
     """[Note: metrics]
 
     accelerate divides samples over groups of ranks where the configuration has ``autotp_size``, but ``gather_for_metrics`` (which
@@ -20,12 +22,12 @@ def count_samples_once(group: int) -> None:
     pad the last batch would be cut off at the wrong place. So the Accelerator that is preparing an engine gets a ``gather`` that keeps,
     for those who evaluate, what the first rank of each group has. All else gathers from every rank as before; Trainer reckons with it.
 
-    Called by ``initialize``. Looks at the callers' frames, because nothing else leads from an engine to its Accelerator.
-
-    Args:
-        group: Ranks that hold one model together.
+    Looks at the callers' frames, because nothing else leads from an engine to its Accelerator.
     """
-    caller = sys._getframe(2)
+    model_axis = engine.collectives.topology.model
+    if model_axis is None:
+        return
+    group, caller = model_axis.world, sys._getframe(3)
     accelerator = caller.f_locals.get("self") if caller.f_code.co_name == _PREPARES else None
     if accelerator is None or "gather" in vars(accelerator):
         return

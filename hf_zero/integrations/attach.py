@@ -1,0 +1,16 @@
+"""``hf_zero.initialize``: engines that know of the libraries they are used by. Importing this module attaches the integrations."""
+
+from __future__ import annotations
+
+from hf_zero.build import initialize
+from hf_zero.core import hooks
+from hf_zero.integrations.idle_saves import stand_before_saves
+from hf_zero.integrations.metrics_once import count_samples_once
+from hf_zero.integrations.retrain import let_go
+from hf_zero.integrations.rotation import keeps_too_few
+
+__all__ = ["initialize"]
+
+hooks.on_build += [stand_before_saves, count_samples_once]
+hooks.on_destroy.append(let_go)
+hooks.reasons_to_wait.append(keeps_too_few)
