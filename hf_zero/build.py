@@ -42,9 +42,9 @@ from hf_zero.core.step.step import Stepper, StepSettings
 from hf_zero.core.units.construct import NamedParam, build_unit
 from hf_zero.core.units.grouping import BlockSpec, build_blocks, lone_modules
 from hf_zero.core.units.layout import FROZEN
+from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.shard_storage import ShardStorage
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
-from hf_zero.deepspeed.param_attributes import announce
 from hf_zero.deepspeed.safe_values import Training, register_training
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.memory import heap
@@ -318,7 +318,7 @@ class EngineBuilder:
         if self.policy.shards_parameters:
             for param in self.module.parameters():
                 if find_unit(param) is None:
-                    announce(param, param.shape, param.detach().reshape(-1), self.collectives)
+                    hooks.param_listener.registered(param, param.shape, param.detach().reshape(-1), self.collectives)
         self._sync_buffers()
         return root, blocks
 
@@ -354,9 +354,9 @@ class EngineBuilder:
             self.collectives,
             shards=self.policy.shards_optimizer,
             reshards=self.policy.shards_parameters and (self.topology.world > 1 or shard_storage.reshards),
-            announced=self.policy.shards_parameters,
             master_dtype=master,
             shard_storage=shard_storage,
+            listener=hooks.param_listener if self.policy.shards_parameters else ParamListener(),
         )
 
     def _sync_buffers(self) -> None:
@@ -369,7 +369,7 @@ class EngineBuilder:
                     buffer.data.copy_(contiguous)
 
     def _persist_and_reshard(self, units: list[Unit], lone: set[int]) -> None:
-        """Releases what was built whole, except units small enough to stay and those (by id) that one rank may want alone."""
+        """Reshards what was built whole, except units small enough to stay and those (by id) that one rank may want alone."""
         zero = self.config.zero_optimization
         budget = zero.stage3_model_persistence_threshold
         for unit in units:
@@ -378,9 +378,7 @@ class EngineBuilder:
             if unit.reshards and (small or id(unit) in lone):
                 budget -= numel if small else 0
                 unit.pin()
-                for param in unit.params:
-                    if param is not None:
-                        param.ds_persist = True  # type: ignore[attr-defined]
+                unit.listener.stays_unsharded(unit.params, True)
             unit.reshard()
 
     # -- gradients and gathers ------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 
 from hf_zero.core.schedule.outputs import tensors_in
 from hf_zero.core.units.own_part import has_memory
+from hf_zero.core.units.values import write_back_assigned
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.memory.buffers import HostMemory, HostPool
 from hf_zero.observe import warn_once
@@ -104,7 +105,7 @@ def set_aside(engine: Any, kinds: Iterable[str], pin_memory: bool) -> None:
     engine.empty_partition_cache()
     for unit in engine.units:
         if all(has_memory(tensor) for tensor in unit.own.tensors()):
-            unit.take_assigned()
+            write_back_assigned(unit)
     tensors = [tensor for kind in kinds for tensor in _TENSORS[kind](engine) if tensor.device.type == here]
     if engine.aside_pool is None or engine.aside_pool.memory.pin != pin_memory:
         engine.aside_pool = HostPool(HostMemory(engine.collectives.topology.device, pin_memory))
@@ -114,7 +115,7 @@ def set_aside(engine: Any, kinds: Iterable[str], pin_memory: bool) -> None:
             gradients.pool.clear()
     engine.aside.append(aside)
     for unit in engine.units:
-        unit.mark_offloaded()
+        unit.set_offloaded(True)
     _guard(engine)
 
 
@@ -124,7 +125,7 @@ def reload_states(engine: Any, non_blocking: bool = False) -> None:
         aside.bring_back(non_blocking)
     engine.aside.clear()
     for unit in engine.units:
-        unit.mark_reloaded()
+        unit.set_offloaded(False)
     for guard in engine.aside_guards:
         guard.remove()
     engine.aside_guards.clear()

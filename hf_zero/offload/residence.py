@@ -15,7 +15,9 @@ from hf_zero.core.optimizer.state_storage import Residence, as_gradient, move_to
 from hf_zero.core.optimizer.sub_groups import LotStepper
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.unit import Unit, UnitState
+from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.unit import Unit
+from hf_zero.core.units.values import publish
 from hf_zero.memory.buffers import HostMemory
 from hf_zero.observe import logger
 from hf_zero.offload.speculation import Spares, Speculator
@@ -102,7 +104,7 @@ class OffloadedResidence(Residence):
         self._update(optimizer, grads, factor)
         for unit in optimizer.units:
             if not self.holds(unit):
-                unit.publish()
+                publish([unit])
             elif unit.state is UnitState.UNSHARDED:
                 unit.own.settle()
             updated(unit)

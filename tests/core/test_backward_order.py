@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_zero.core.schedule.backward_order import BackwardOrder
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import Block, UnshardLimits, UnshardSchedule
-from hf_zero.core.units.unit import UnitState
+from hf_zero.core.units.state import UnitState
 
 
 @dataclass(eq=False)

@@ -51,7 +51,6 @@ LAYERS = (
 # Imports against that direction that are still there; to be emptied.
 AGAINST: frozenset[tuple[str, str]] = frozenset(
     {
-        ("hf_zero.build", "hf_zero.deepspeed.param_attributes"),
         ("hf_zero.build", "hf_zero.deepspeed.safe_values"),
         ("hf_zero.core.engine", "hf_zero.checkpoint.engine_checkpoints"),
         ("hf_zero.core.engine", "hf_zero.checkpoint.export"),
@@ -61,9 +60,7 @@ AGAINST: frozenset[tuple[str, str]] = frozenset(
         ("hf_zero.core.engine", "hf_zero.deepspeed.requests"),
         ("hf_zero.core.engine", "hf_zero.profiling.step_profile"),
         ("hf_zero.core.engine", "hf_zero.sequence_parallel.state"),
-        ("hf_zero.core.units.construct", "hf_zero.deepspeed.param_attributes"),
         ("hf_zero.deepspeed.launcher", "hf_zero.cli"),
-        ("hf_zero.tensor_parallel.apply", "hf_zero.deepspeed.param_attributes"),
     }
 )
 

@@ -9,7 +9,9 @@ import torch
 
 from hf_zero.core.optimizer.sub_groups import LotStepper
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.unit import Unit, UnitState
+from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.unit import Unit
+from hf_zero.core.units.values import publish
 from hf_zero.memory import host_memory
 from hf_zero.native.passes import LOW_TYPES
 from hf_zero.ops.host_optimizer import HostOptimizer
@@ -82,7 +84,7 @@ class Residence:
             if segments:
                 grads = [as_gradient(by_unit[id(unit)], segment) for segment in segments]
                 stepper.step(segments, grads, float(factor), [_low_of(segment) for segment in segments] if writes_shards else None)
-            unit.shard_storage.changed(unit) if writes_shards else unit.publish()
+            unit.shard_storage.changed(unit) if writes_shards else publish([unit])
             updated(unit)
         stepper.finish()
 
@@ -113,16 +115,6 @@ def move_to_huge_pages(optimizer: ShardedOptimizer) -> None:
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 state[name] = host_memory.moved(value)
-
-
-def publish(units: Sequence[Unit]) -> None:
-    """Casts the masters of ``units`` into their 16-bit shards, in one launch on a device, as each unit's own ``publish`` does; local."""
-    changed = [(unit.shard, unit.master) for unit in units if unit.master is not None and unit.master is not unit.shard]
-    if changed:
-        shards, masters = zip(*changed, strict=True)
-        torch._foreach_copy_(shards, masters)
-    for unit in units:
-        unit.shard_storage.changed(unit)
 
 
 def scale_(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

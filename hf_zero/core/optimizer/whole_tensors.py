@@ -17,6 +17,7 @@ from hf_zero.core.optimizer.state_storage import Residence, scale_
 from hf_zero.core.optimizer.tensor_moves import TensorMoves
 from hf_zero.core.units.layout import ParamSlot
 from hf_zero.core.units.unit import Unit
+from hf_zero.core.units.values import publish
 from hf_zero.errors import StateError
 from hf_zero.observe import span
 
@@ -126,7 +127,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         def take() -> None:
             unit, pending = under_way.popleft()
             pending.wait()
-            unit.publish()
+            publish([unit])
             updated(unit)
 
         for move in self._exchanges:

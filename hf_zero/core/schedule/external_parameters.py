@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from hf_zero.core.units.unit import OWNER, UnitState
+from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.unit import OWNER
 from hf_zero.errors import StateError
 
 _declared: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()

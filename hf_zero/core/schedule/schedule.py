@@ -10,7 +10,8 @@ from torch import nn
 
 from hf_zero.core.schedule.backward_order import BackwardOrder
 from hf_zero.core.schedule.reducer import AT_THE_END, Reducer
-from hf_zero.core.units.unit import Unit, UnitState
+from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.unit import Unit
 
 
 @dataclass(frozen=True)

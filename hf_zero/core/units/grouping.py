@@ -1,4 +1,4 @@
-"""Model to blocks: which parameters form a unit, and in front of which module it must be whole."""
+"""Model to blocks: which parameters form a unit, and in front of which module it must be unsharded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGE_MODULE_NUMEL = 1 << 20
 
 @dataclass
 class BlockSpec:
-    """Parameters that are gathered together, in front of ``module``.
+    """Parameters that are unsharded together, in front of ``module``.
 
     Attributes:
         name: Dotted name of the module; ``root`` for what belongs to no block.
@@ -47,8 +47,9 @@ def lone_modules(model: nn.Module) -> dict[str, nn.Module]:
 def find_blocks(model: nn.Module, leaves: Collection[str] = ()) -> dict[str, nn.Module]:
     """The repeated blocks of ``model`` by dotted name, outermost first, none inside another.
 
-    transformers' ``_no_split_modules`` decides if present and matching; else the children of the largest ``ModuleList``
-    or ``Sequential`` containers, found by structure. Leaf modules, by dotted name, are added when no block holds them.
+    ``_no_split_modules``, where a model names the classes of its blocks, decides if present and matching; else the children of the
+    largest ``ModuleList`` or ``Sequential`` containers, found by structure. Leaf modules, by dotted name, are added when no block holds
+    them.
     """
     wanted = {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
     found = _outermost(model, lambda name, module: type(module).__name__ in wanted) if wanted else {}
