@@ -288,11 +288,11 @@ class EngineBuilder:
 
     def _sharded_optimizer(self, inner: torch.optim.Optimizer, units: list[Unit]) -> ShardedOptimizer:
         if self.whole_tensors:
-            return WholeTensorOptimizer(inner, units, self.collectives, self.offloading.residence)
+            return WholeTensorOptimizer(inner, units, self.collectives, self.offloading.state_store)
         if not isinstance(inner, OneBitAdam):
-            return ShardedOptimizer(inner, units, self.offloading.residence)
+            return ShardedOptimizer(inner, units, self.offloading.state_store)
         check_topology(self.policy, self.topology)
-        if self.offloading.residence is not None:
+        if self.offloading.state_store is not None:
             raise UnsupportedError("OneBitAdam with offload_optimizer is not provided: set its device to none, or use Adam")
         return OneBitSharded(inner, units, self.collectives)
 

@@ -42,7 +42,7 @@ class Arrays:
         # The present tensor where possible: moments are not held twice.
         present = self.states(optimizer, segment).get(state)
         fits = isinstance(present, torch.Tensor) and present.shape == segment.tensor.shape and present.dtype == dtype
-        return present if whole and fits and present is not None else optimizer.residence.new_state(segment, state, dtype)
+        return present if whole and fits and present is not None else optimizer.state_store.new_state(segment, state, dtype)
 
     def install(self, optimizer: ShardedOptimizer, segment: OwnedSegment, states: Mapping[str, Any]) -> None:
         """Makes ``states``, rows from ``place`` and single numbers, the state of a segment; none when empty."""
@@ -52,7 +52,7 @@ class Arrays:
 
     def settle(self, optimizer: ShardedOptimizer) -> None:
         """After the last ``install``: the states go where they rest."""
-        optimizer.residence.adopt_states(optimizer)
+        optimizer.state_store.adopt_states(optimizer)
 
 
 def is_row(value: Any) -> TypeIs[Row]:

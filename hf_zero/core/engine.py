@@ -301,7 +301,7 @@ class Engine(nn.Module):
 
     def _report(self, result: StepResult) -> None:
         progress = self.progress
-        offloaded = self.optimizer.residence.tiers(self.optimizer) if self.clock.memory else {}
+        offloaded = self.optimizer.state_store.tiers(self.optimizer) if self.clock.memory else {}
         self.clock.end_step(progress.global_steps, self.resolved.batch.total, offloaded)
         every = self.settings.steps_per_print
         print_line = bool(every) and progress.global_steps % every == 0  # type: ignore[operator]

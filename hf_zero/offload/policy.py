@@ -1,4 +1,4 @@
-"""The sections ``offload_optimizer``, ``offload_param`` and ``aio`` as storages of shards and a residence of optimizer state."""
+"""The sections ``offload_optimizer``, ``offload_param`` and ``aio`` as storages of shards and a store of optimizer state."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from hf_zero.memory.budget import require_host_memory
 from hf_zero.memory.buffers import HostMemory
 from hf_zero.memory.copies import CopyLane
 from hf_zero.observe import warn_once
+from hf_zero.offload.file_states import BufferPlan, FileStates
 from hf_zero.offload.files import IoSettings, SwapFile, SwapFolder
-from hf_zero.offload.gradients import HostGradients
-from hf_zero.offload.residence import OffloadedResidence, OverlapPolicy
+from hf_zero.offload.host_gradients import HostGradients
+from hf_zero.offload.host_states import HostStates
 from hf_zero.offload.shards import FileStorage, HostStorage, ReturningStorage
-from hf_zero.offload.states import BufferPlan, FileStates, HostStates
+from hf_zero.offload.state_store import OffloadedStateStore, OverlapPolicy
 from hf_zero.ops.host_optimizer import HostOptimizer
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Offloading:
     """Where the units of one engine keep shards, masters, moments and gradients.
 
     Attributes:
-        residence: Where masters and moments live; None when the optimizer is not offloaded.
+        state_store: Where masters and moments live; None when the optimizer is not offloaded.
 
     Args:
         config: The configuration.
@@ -77,7 +78,7 @@ class Offloading:
                 f"zero_optimization.offload_param.device is {self._param.device!r}, which has an effect at stage 3 only; "
                 f"this is stage {zero.stage}"
             )
-        self.residence: OffloadedResidence | None = None
+        self.state_store: OffloadedStateStore | None = None
         self._gradients: GradientPlace | None = None
         self._returning: ShardStorage = ON_DEVICE
         self._on_host: ShardStorage = ON_DEVICE
@@ -117,7 +118,7 @@ class Offloading:
             require_host_memory(need, lambda value: gather(value, "free host memory"), _REMEDY)
         if offloads_optimizer:
             self._left_numel = (1.0 - self._optimizer.ratio) * trained_numel
-            self._open_residence(types, share, self._overlap(sum(need.values())))
+            self._open_state_store(types, share, self._overlap(sum(need.values())))
         if self._offloads_param:
             self._open_shard_storages(-(-(trained_numel + frozen_numel) // world))
 
@@ -177,7 +178,7 @@ class Offloading:
             free = free_bytes(torch.device("cpu"), ranks)
         return OverlapPolicy(self._mode != "none", max(0, (free or 0) - need) // 2, threads)
 
-    def _open_residence(self, types: dict[str, torch.dtype], share: int, overlap: OverlapPolicy) -> None:
+    def _open_state_store(self, types: dict[str, torch.dtype], share: int, overlap: OverlapPolicy) -> None:
         section, zero = self._optimizer, self._config.zero_optimization
         memory = HostMemory(self._device, section.pin_memory)
         states: HostStates
@@ -188,8 +189,8 @@ class Offloading:
             states = FileStates(folder, file, memory, plan, types, self._apart)
         else:
             states = HostStates(memory, self._apart)
-        self.residence = OffloadedResidence(states, self._precision.accumulation_dtype, overlap, memory)
-        listener = self.residence.arrived if overlap.spare_bytes else None
+        self.state_store = OffloadedStateStore(states, self._precision.accumulation_dtype, overlap, memory)
+        listener = self.state_store.arrived if overlap.spare_bytes else None
         if self._apart:
             self._gradients = HostGradients(memory, self._device, self._outward, listener)
             self._returning = ReturningStorage(memory, self._inward, lasting=overlap.forward)
@@ -248,20 +249,20 @@ class Offloading:
 
     def stays(self, numel: int) -> bool:
         """Whether ``ratio`` lets the states of the next unit, of ``numel`` elements, stay on the device."""
-        return self.residence is None or numel <= self._left_numel
+        return self.state_store is None or numel <= self._left_numel
 
     def take(self, unit: Unit) -> None:
         """Moves the master of a new unit to where it rests."""
-        if self.residence is None or not unit.trainable:
+        if self.state_store is None or not unit.trainable:
             return
         if self.stays(unit.layout.numel):
             self._left_numel -= unit.layout.numel
         else:
-            self.residence.take(unit)
+            self.state_store.take(unit)
 
     def gradient_place(self, unit: Unit) -> GradientPlace | None:
         """Where ``unit``'s reduced gradients are summed; None is where they arrive."""
-        return self._gradients if self.residence is not None and self.residence.holds(unit) else None
+        return self._gradients if self.state_store is not None and self.state_store.holds(unit) else None
 
 
 def _leave_out(need: dict[str, int], nbytes: int) -> None:

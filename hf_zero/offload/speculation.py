@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
-from hf_zero.core.optimizer.sub_groups import LotStepper, twin, update_with_lows
+from hf_zero.core.optimizer.sub_groups import SubGroupStepper, clone, update_with_lows
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
 from hf_zero.memory.buffers import HostMemory
 from hf_zero.native.slices import for_slices
 from hf_zero.observe import span
-from hf_zero.offload.states import Lot
+from hf_zero.offload.host_states import SubGroup
 from hf_zero.offload.updates import UnitUpdate, UpdateThread, zero_gaps
 
 
@@ -147,7 +147,7 @@ class Speculation:
                 shadow.fill(self.threads)
                 groups[shadow.segment.group]["params"].append(shadow.tensor)
             ranges = [shadow.segment.range for shadow in self.shadows]
-            other: Any = twin(self.optimizer, groups, {shadow.tensor: shadow.state for shadow in self.shadows})
+            other: Any = clone(self.optimizer, groups, {shadow.tensor: shadow.state for shadow in self.shadows})
             update_with_lows(
                 other,
                 [shadow.tensor for shadow in self.shadows],
@@ -184,8 +184,8 @@ class Speculation:
         if self.low is None:  # the master is the shard, which stays where it is
             _copy(self._read[1][0], self.master, self.threads)
         elif self._target is not None:
-            lot = Lot(self.unit, Range(0, self.unit.layout.shard_numel), tuple(shadow.segment for shadow in self.shadows))
-            zero_gaps(self.low, lot)
+            sub_group = SubGroup(self.unit, Range(0, self.unit.layout.shard_numel), tuple(shadow.segment for shadow in self.shadows))
+            zero_gaps(self.low, sub_group)
             if self.own_low:
                 _copy(self._target, self.low, self.threads)
 
@@ -221,12 +221,12 @@ class Speculator:
     def __init__(self, thread: UpdateThread, spares: Spares) -> None:
         self._thread = thread
         self._spares = spares
-        self._stepper: LotStepper | None = None  # None: this backward completes no step
+        self._stepper: SubGroupStepper | None = None  # None: this backward completes no step
         self._optimizer: ShardedOptimizer | None = None
         self._factor = 1.0
         self._speculations: dict[int, Speculation] = {}
 
-    def expect(self, optimizer: ShardedOptimizer, stepper: LotStepper | None, scale: float) -> None:
+    def expect(self, optimizer: ShardedOptimizer, stepper: SubGroupStepper | None, scale: float) -> None:
         """A backward begins.
 
         Args:

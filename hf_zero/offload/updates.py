@@ -12,10 +12,10 @@ from typing import Protocol
 import torch
 
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.optimizer.sub_groups import LotStepper
+from hf_zero.core.optimizer.sub_groups import SubGroupStepper
 from hf_zero.core.units.unit import Unit
 from hf_zero.observe import span
-from hf_zero.offload.states import HostStates, Lot
+from hf_zero.offload.host_states import HostStates, SubGroup
 
 
 class Work(Protocol):
@@ -37,20 +37,20 @@ class UnitUpdate:
 
     Attributes:
         unit: The unit.
-        lots: What it is cut into, each with the lot that follows it.
+        sub_groups: What it is cut into, each with the sub-group that follows it.
         grad: (shard_numel,), in host memory.
         factor: What the gradient is multiplied with first.
         optimizer: Whose states they are.
-        stepper: Steps a lot.
+        stepper: Steps a sub-group.
         states: Where masters and moments rest.
     """
 
     unit: Unit
-    lots: Sequence[tuple[Lot, Lot | None]]
+    sub_groups: Sequence[tuple[SubGroup, SubGroup | None]]
     grad: torch.Tensor
     factor: float
     optimizer: ShardedOptimizer
-    stepper: LotStepper
+    stepper: SubGroupStepper
     states: HostStates
     _target: torch.Tensor | None = field(default=None, init=False)  # (shard_numel,): where the new shard goes; None: it is the master
 
@@ -59,33 +59,33 @@ class UnitUpdate:
 
     def run(self) -> None:
         with span("update", self.unit.name):
-            for lot, upcoming in self.lots:
-                self._step(lot, upcoming)
+            for sub_group, upcoming in self.sub_groups:
+                self._step(sub_group, upcoming)
 
-    def _step(self, lot: Lot, upcoming: Lot | None) -> None:
+    def _step(self, sub_group: SubGroup, upcoming: SubGroup | None) -> None:
         target = self._target
-        self.states.open(self.optimizer, lot)
+        self.states.open(self.optimizer, sub_group)
         if upcoming is not None:
             self.states.prepare(upcoming)
-        grads = [self.grad[segment.range.start : segment.range.stop] for segment in lot.segments]
-        lows = [None if target is None else target[segment.range.start : segment.range.stop] for segment in lot.segments]
-        self.stepper.step(lot.segments, grads, self.factor, lows)
-        self.states.close(self.optimizer, lot)
+        grads = [self.grad[segment.range.start : segment.range.stop] for segment in sub_group.segments]
+        lows = [None if target is None else target[segment.range.start : segment.range.stop] for segment in sub_group.segments]
+        self.stepper.step(sub_group.segments, grads, self.factor, lows)
+        self.states.close(self.optimizer, sub_group)
         if target is not None:
-            zero_gaps(target, lot)
+            zero_gaps(target, sub_group)
 
     def finish(self) -> None:
         if self._target is not None:
             self.unit.shard_storage.send(self.unit)
 
 
-def zero_gaps(flat: torch.Tensor, lot: Lot) -> None:
-    """Zeroes what of ``lot`` lies in no segment; a buffer may hold anything there."""
-    end = lot.range.start
-    for segment in sorted(lot.segments, key=lambda segment: segment.range.start):
+def zero_gaps(flat: torch.Tensor, sub_group: SubGroup) -> None:
+    """Zeroes what of ``sub_group`` lies in no segment; a buffer may hold anything there."""
+    end = sub_group.range.start
+    for segment in sorted(sub_group.segments, key=lambda segment: segment.range.start):
         flat[end : segment.range.start].zero_()
         end = segment.range.stop
-    flat[end : lot.range.stop].zero_()
+    flat[end : sub_group.range.stop].zero_()
 
 
 @dataclass(frozen=True)

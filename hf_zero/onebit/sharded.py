@@ -9,7 +9,7 @@ import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.optimizer.state_storage import scale_
+from hf_zero.core.optimizer.state_store import scale_
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import publish
 from hf_zero.errors import UnsupportedError

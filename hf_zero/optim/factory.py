@@ -118,7 +118,7 @@ def build_optimizer(
         if key not in allowed:
             raise unknown_key(_SECTION, key, _allowed_names(name, allowed), str(type))
     if (offloaded or device_type == "cpu") and not chosen_torch:
-        kind, values = _host_twin(kind, values, groups, anywhere=offloaded)
+        kind, values = _native_kind(kind, values, groups, anywhere=offloaded)
     return _construct(kind, values | _fast_path(kind, values, groups, device_type), groups)
 
 
@@ -232,20 +232,20 @@ def _fast_path(kind: OptimizerClass, values: Mapping[str, Any], groups: Sequence
     return {"foreach": True} if "foreach" in _keywords(kind) else {}
 
 
-def _host_twin(
+def _native_kind(
     kind: OptimizerClass, values: dict[str, Any], groups: Sequence[Any], anywhere: bool
 ) -> tuple[OptimizerClass, dict[str, Any]]:
     """Chooses the optimizer over native kernels for a class that has one, where they are there and do all that is asked for.
 
     ``anywhere``: it does not matter where the parameters are now.
     """
-    twins: dict[Any, dict[str, bool]] = {
+    added_values: dict[Any, dict[str, bool]] = {
         torch.optim.Adam: {"decoupled_weight_decay": False},
         torch.optim.AdamW: {"decoupled_weight_decay": True},
         UncorrectedAdam: {"bias_correction": False},
         Lion: {},
     }
-    added = twins.get(kind)
+    added = added_values.get(kind)
     options = [values, *(group for group in groups if isinstance(group, dict))]
     chooses = any(option.get(key) is not None for option in options for key in _TORCH_KERNELS)
     asks_for_more = chooses or any(option.get(key) for option in options for key in _TORCH_ONLY)

@@ -229,7 +229,7 @@ def test_no_part_needs_a_package_that_the_machine_lacks() -> None:
                 waiting.append(name)
             elif top not in sys.stdlib_module_names and top not in THERE:
                 foreign[top] = module
-    assert {"tests.support.deep_skips", "tests.parity.test_parity_checkpointing", "tests.checkpoint.test_checkpoint_background"} <= seen
+    assert {"tests.support.deep_skips", "tests.support.recomputation", "tests.support.background_saves"} <= seen
     assert set(foreign) <= {"matplotlib"}  # draws on request
 
 

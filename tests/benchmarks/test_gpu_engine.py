@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support import deep_skips, device_jobs, ranks
+from tests.support.checkpoints import IN_BACKGROUND
 from tests.support.parity import Run
 
 pytestmark = pytest.mark.gpu
@@ -54,6 +55,6 @@ def test_saving_in_the_background(world: int, backend: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("world", "backend"), PLACES)
 def test_checkpoints_travel_between_device_and_host(world: int, backend: str, tmp_path: Path) -> None:
-    state = on_gpu(device_jobs.save, world, backend, str(tmp_path), device_jobs.IN_BACKGROUND)[0]
+    state = on_gpu(device_jobs.save, world, backend, str(tmp_path), IN_BACKGROUND)[0]
     assert ranks.run_ranks(device_jobs.load, 2, str(tmp_path), state, {}, 2) == [[], []]
     assert on_gpu(device_jobs.load, world, backend, str(tmp_path), state, device_jobs.OFFLOADED, 3) == [[]] * world

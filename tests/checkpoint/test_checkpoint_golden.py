@@ -11,9 +11,7 @@ from safetensors.torch import load_file
 from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.support import ranks
 from tests.support.checkpoints import full_state, start, steps
-from tests.support.make_golden_checkpoint import CLIENT_STATE, OPTIMIZERS, TAG
-
-FOLDERS = sorted((Path(__file__).parents[1] / "golden").glob("checkpoint_v*"))
+from tests.support.make_golden_checkpoint import CLIENT_STATE, FOLDERS, OPTIMIZERS, TAG
 
 
 def _load(folder: str, stage: int) -> None:

@@ -16,11 +16,10 @@ import pytest
 
 from hf_zero.system.own_files import write_text
 from tests.support import ranks
-from tests.support.checkpoints import differences, full_state, start, steps
+from tests.support.checkpoints import IN_BACKGROUND, differences, full_state, start, steps
 
 WORLD = 2
 RESUMED_WRONGLY = "resumed wrongly"
-IN_BACKGROUND = {"checkpoint": {"writer": {"decoupled": True}}}
 # Labels of observe.note inside a save, in order, and the step that a run resumes from when the save after step 2 is killed there.
 PHASES = {
     "checkpoint_begun": 1,

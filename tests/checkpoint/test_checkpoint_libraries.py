@@ -17,10 +17,8 @@ from hf_zero.errors import CheckpointError
 from hf_zero.integrations import rotation
 from hf_zero.utils import newest_trainer_checkpoint
 from tests.support import ranks, trainers
+from tests.support.checkpoints import IN_BACKGROUND
 from tests.support.models import CASES
-
-IN_BACKGROUND = {"checkpoint": {"writer": {"decoupled": True}}}
-
 
 # -- Accelerate -------------------------------------------------------------------------------------------------------------
 
@@ -30,7 +28,7 @@ def _prepared(stage: int, tp: int, seed: int, project: Path | None = None, limit
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.utils import ProjectConfiguration
 
-    trainers._forget()
+    trainers.forget()
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": True},

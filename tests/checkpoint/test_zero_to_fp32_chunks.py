@@ -12,8 +12,7 @@ import pytest
 from hf_zero.checkpoint.format import CHUNK_BYTES
 from hf_zero.checkpoint.zero_to_fp32 import CHUNK_BYTES as CHUNK_BYTES_OF_SCRIPT
 from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from tests.checkpoint.test_checkpoint_golden import FOLDERS
-from tests.support.make_golden_checkpoint import TAG
+from tests.support.make_golden_checkpoint import FOLDERS, TAG
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)

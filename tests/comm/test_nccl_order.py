@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests import pretend
-from tests.parity.test_parity_multimodal import feed_of, llava, llava_batch, loss, seeded
-from tests.parity.test_parity_skipped_block import Chosen, TwoTowers, loss_of_choice
 from tests.pretend import network
 from tests.support import ranks
 from tests.support.models import CASES, LENGTH, Batch, Block, Mlp, class_loss
+from tests.support.multimodal import feed_of, llava, llava_batch, loss, seeded
 from tests.support.parity import Run, Trace, check, check_training, collect, initialize, mean_over_ranks
+from tests.support.skipped_blocks import Chosen, TwoTowers, loss_of_choice
 
 ALWAYS = 4  # blocks that every rank runs, behind those that some skip
 # Nothing stays gathered from forward to backward (``SMALL_MODEL``); one block of about 1100 elements is gathered ahead of its use, or four.
@@ -126,7 +126,7 @@ def test_towers_that_ranks_skip_on_a_device() -> None:
 def _two_towers(run: Run) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return TwoTowers(blocks=8)
+        return TwoTowers(8, 8)
 
     def feed(step: int, micro: int, rank: int) -> Batch:
         pixels = rank > 0 or (step + micro) % 2 == 1

@@ -15,6 +15,7 @@ from hf_zero.config.names import nearest
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
 from hf_zero.errors import ConfigError
+from tests.support.rows import each
 
 MEGABYTE = 2**20
 # Texts on which a pattern that tries again at every character needs time with the square of the length.
@@ -143,24 +144,28 @@ def test_all_rates_and_counts_are_looked_at() -> None:
     assert len(NUMBERS) > 60
 
 
-@pytest.mark.parametrize("path", NUMBERS)
-def test_what_is_no_number_is_refused(path: str) -> None:
-    for value in NO_NUMBERS if path not in UNBOUNDED else [item for item in NO_NUMBERS if item not in ("-inf", -math.inf)]:
-        if path == "optimizer.params.freeze_step" and value in ("auto", "stable"):
-            continue
-        with pytest.raises(ConfigError) as error:
-            resolve(json.loads(json.dumps(config_with(path, value))))
-        assert path in str(error.value), f"{path} took {value!r}"
+def test_what_is_no_number_is_refused() -> None:
+    def check(path: str) -> None:
+        for value in NO_NUMBERS if path not in UNBOUNDED else [item for item in NO_NUMBERS if item not in ("-inf", -math.inf)]:
+            if path == "optimizer.params.freeze_step" and value in ("auto", "stable"):
+                continue
+            with pytest.raises(ConfigError) as error:
+                resolve(json.loads(json.dumps(config_with(path, value))))
+            assert path in str(error.value), f"{path} took {value!r}"
+
+    each(NUMBERS, check)
 
 
-@pytest.mark.parametrize("path", NUMBERS)
-def test_numbers_are_finite_and_not_negative(path: str) -> None:
-    lowest = BELOW_ZERO.get(path, 0)
-    wrong = [math.inf, "1e999"] if path not in UNBOUNDED else []
-    for value in [*wrong, *([lowest - 1, str(lowest - 1)] if lowest > -1e300 else [])]:
-        with pytest.raises(ConfigError) as error:
-            resolve(config_with(path, value))
-        assert path in str(error.value), f"{path} took {value!r}"
+def test_numbers_are_finite_and_not_negative() -> None:
+    def check(path: str) -> None:
+        lowest = BELOW_ZERO.get(path, 0)
+        wrong = [math.inf, "1e999"] if path not in UNBOUNDED else []
+        for value in [*wrong, *([lowest - 1, str(lowest - 1)] if lowest > -1e300 else [])]:
+            with pytest.raises(ConfigError) as error:
+                resolve(config_with(path, value))
+            assert path in str(error.value), f"{path} took {value!r}"
+
+    each(NUMBERS, check)
 
 
 @pytest.mark.parametrize("value", [math.inf, "Infinity", 1])

@@ -19,6 +19,7 @@ from hf_zero.config.keys import all_keys
 from hf_zero.config.resolve import resolve
 from hf_zero.config.sources import hidden_size_of, infer_sources_from_model
 from hf_zero.errors import ConfigError
+from tests.support.rows import each
 
 ROOT = Path(__file__).parents[2]
 
@@ -133,26 +134,29 @@ def test_a_whole_section_may_be_auto(section: str) -> None:
 AUTO_PATHS = [path for path, key in all_keys().items() if not key.is_section and not any(mark in path for mark in ("*", "<", "[]"))]
 
 
-@pytest.mark.parametrize("path", [path for path in AUTO_PATHS if path not in ("optimizer.type", "scheduler.type")])
-def test_auto_is_accepted_for_every_key(path: str) -> None:
+def test_auto_is_accepted_for_every_key() -> None:
     """Whatever a file leaves to "auto" has a value afterwards, or is gone; only keys for which "auto" is a value keep it."""
-    config: dict[str, Any] = {}
-    block = config
-    *sections, name = path.split(".")
-    for section in sections:
-        block = block.setdefault(section, {})
-    block[name] = "auto"
-    for section, kind in (("optimizer", "SGD"), ("scheduler", "WarmupLR")):
-        if section in config:
-            config[section]["type"] = "OneBitAdam" if name == "freeze_step" else kind
-    try:
-        resolved = resolve(config).resolved
-    except ConfigError as error:  # a section whose mere presence asks for something
-        assert all_keys()[path].fate == "refused", str(error)
-        return
-    for step in path.split("."):
-        resolved = resolved.get(step, {}) if isinstance(resolved, dict) else resolved
-    assert resolved != "auto" or all_keys()[path].default == "auto" or name == "freeze_step"
+
+    def check(path: str) -> None:
+        config: dict[str, Any] = {}
+        block = config
+        *sections, name = path.split(".")
+        for section in sections:
+            block = block.setdefault(section, {})
+        block[name] = "auto"
+        for section, kind in (("optimizer", "SGD"), ("scheduler", "WarmupLR")):
+            if section in config:
+                config[section]["type"] = "OneBitAdam" if name == "freeze_step" else kind
+        try:
+            resolved = resolve(config).resolved
+        except ConfigError as error:  # a section whose mere presence asks for something
+            assert all_keys()[path].fate == "refused", str(error)
+            return
+        for step in path.split("."):
+            resolved = resolved.get(step, {}) if isinstance(resolved, dict) else resolved
+        assert resolved != "auto" or all_keys()[path].default == "auto" or name == "freeze_step"
+
+    each([path for path in AUTO_PATHS if path not in ("optimizer.type", "scheduler.type")], check)
 
 
 def test_a_learning_rate_in_the_file_serves_the_scheduler() -> None:

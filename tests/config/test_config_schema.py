@@ -16,6 +16,7 @@ from hf_zero.config.resolve import resolve
 from hf_zero.config.schema import Section, ZeroConfig
 from hf_zero.config.schema.fields import later
 from hf_zero.config.table import reference_page
+from tests.support.rows import each
 
 ROOT = Path(__file__).parents[2]
 with (ROOT / "tests/data/config_keys.csv").open(encoding="utf-8") as _file:
@@ -88,49 +89,59 @@ def test_the_list_is_whole() -> None:
     assert len(ROWS) == 577
 
 
-@pytest.mark.parametrize("path", [path for path in ROWS if not path.endswith("*")])
-def test_default_is_the_listed_one(path: str) -> None:
-    section, name = locate(path)
-    default = default_of(section.model_fields[name])
-    assert (None if default in ({}, []) else default) == (lambda value: None if value in ({}, []) else value)(
-        json.loads(ROWS[path]["default"])
-    )
+def test_default_is_the_listed_one() -> None:
+    def check(path: str) -> None:
+        section, name = locate(path)
+        default = default_of(section.model_fields[name])
+        assert (None if default in ({}, []) else default) == (lambda value: None if value in ({}, []) else value)(
+            json.loads(ROWS[path]["default"])
+        )
+
+    each([path for path in ROWS if not path.endswith("*")], check)
 
 
-@pytest.mark.parametrize("path", PLAIN)
-def test_type_is_the_listed_one(path: str) -> None:
-    section, name = locate(path)
-    adapter, kind = adapter_of(section, name), ROWS[path]["type"]
-    if kind == "str":  # free texts take any text; choices take one of theirs, dtypes the usual names
-        enum = adapter.json_schema().get("enum") or next((o["enum"] for o in adapter.json_schema().get("anyOf", []) if "enum" in o), ["x"])
-        fitting, unfit = [enum[0]], [["x"], {"a": 1}]
-    elif kind == "dict":
-        fitting, unfit = [{"a": 1}], ["x", 1]
-    else:
-        fitting, unfit = SAMPLES[kind]
-    for value in fitting:
-        adapter.validate_python(value)
-    for value in unfit:
-        with pytest.raises(ValidationError):
+def test_type_is_the_listed_one() -> None:
+    def check(path: str) -> None:
+        section, name = locate(path)
+        adapter, kind = adapter_of(section, name), ROWS[path]["type"]
+        if kind == "str":  # free texts take any text; choices take one of theirs, dtypes the usual names
+            enum = adapter.json_schema().get("enum") or next(
+                (o["enum"] for o in adapter.json_schema().get("anyOf", []) if "enum" in o), ["x"]
+            )
+            fitting, unfit = [enum[0]], [["x"], {"a": 1}]
+        elif kind == "dict":
+            fitting, unfit = [{"a": 1}], ["x", 1]
+        else:
+            fitting, unfit = SAMPLES[kind]
+        for value in fitting:
             adapter.validate_python(value)
+        for value in unfit:
+            with pytest.raises(ValidationError):
+                adapter.validate_python(value)
+
+    each(PLAIN, check)
 
 
-@pytest.mark.parametrize("path", [path for path, row in ROWS.items() if row["aliases"]])
-def test_other_spellings_are_known(path: str) -> None:
-    section, name = locate(path)
-    for alias in ROWS[path]["aliases"].split(";"):
-        last = alias.rpartition(".")[2]
-        assert spellings_of(section)[last] == name
+def test_other_spellings_are_known() -> None:
+    def check(path: str) -> None:
+        section, name = locate(path)
+        for alias in ROWS[path]["aliases"].split(";"):
+            last = alias.rpartition(".")[2]
+            assert spellings_of(section)[last] == name
+
+    each([path for path, row in ROWS.items() if row["aliases"]], check)
 
 
-@pytest.mark.parametrize("path", list(all_keys()))
-def test_every_key_has_a_fate_and_says_what_it_means(path: str) -> None:
-    key = all_keys()[path]
-    assert key.fate in ("used", "mapped", "accepted", "refused")
-    assert key.text.strip()
-    assert key.effect.strip()
-    if key.fate == "refused":
-        assert ": " in key.effect or "use " in key.effect or key.switch in key.effect, "a refusal says what to do instead"
+def test_every_key_has_a_fate_and_says_what_it_means() -> None:
+    def check(path: str) -> None:
+        key = all_keys()[path]
+        assert key.fate in ("used", "mapped", "accepted", "refused")
+        assert key.text.strip()
+        assert key.effect.strip()
+        if key.fate == "refused":
+            assert ": " in key.effect or "use " in key.effect or key.switch in key.effect, "a refusal says what to do instead"
+
+    each(list(all_keys()), check)
 
 
 def test_defaults_ask_for_nothing() -> None:

@@ -6,10 +6,9 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 import hf_zero
 from hf_zero.config.keys import all_keys
+from tests.support.rows import each
 
 PACKAGE = Path(hf_zero.__file__).parent
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if "config" not in path.relative_to(PACKAGE).parts]
@@ -32,16 +31,21 @@ def attributes_read() -> set[tuple[str, str]]:
 ATTRIBUTES = attributes_read()
 
 
-@pytest.mark.parametrize("path", [key.path for key in PLAIN if key.fate == "used"])
-def test_used_keys_are_read(path: str) -> None:
-    name = path.rpartition(".")[2]
-    assert re.search(rf"\b{name}\b", CODE), f"nothing outside hf_zero/config reads {path}"
+def test_used_keys_are_read() -> None:
+    def check(path: str) -> None:
+        name = path.rpartition(".")[2]
+        assert re.search(rf"\b{name}\b", CODE), f"nothing outside hf_zero/config reads {path}"
+
+    each([key.path for key in PLAIN if key.fate == "used"], check)
 
 
-@pytest.mark.parametrize("path", [key.path for key in PLAIN if key.fate == "accepted" and "." in key.path])
-def test_accepted_keys_are_not_read(path: str) -> None:
+def test_accepted_keys_are_not_read() -> None:
     """As attributes of their section (`zero.reduce_bucket_size`); common names occur elsewhere with other meanings."""
-    section, _, name = path.rpartition(".")
-    section = section.rpartition(".")[2]
-    readers = {holder for holder, attribute in ATTRIBUTES if attribute == name}
-    assert not readers & {section, section.removesuffix("_optimization")}, f"{path} is read, so it is not without effect"
+
+    def check(path: str) -> None:
+        section, _, name = path.rpartition(".")
+        section = section.rpartition(".")[2]
+        readers = {holder for holder, attribute in ATTRIBUTES if attribute == name}
+        assert not readers & {section, section.removesuffix("_optimization")}, f"{path} is read, so it is not without effect"
+
+    each([key.path for key in PLAIN if key.fate == "accepted" and "." in key.path], check)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.support import ranks
+from tests.support.models import TwoBlocks
 
 _FORWARD = ["pre_forward (root)", "pre_forward (layers.0)", "pre_forward (layers.1)", "backward"]
 _STEP = ["all_reduce (micro-steps)", "finish_reduce", "norm"]
@@ -41,18 +41,6 @@ EXPECTED = {
     2: [*_FORWARD, *_SHARDED_GRADIENTS, *_STEP, *_NORM, *_UPDATE, *_SPREAD],
     3: [*(label.strip() for label in _STAGE_3.split(",")), *_STEP, *_NORM, *_UPDATE, "spread"],
 }
-
-
-class TwoBlocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return self.head(x).mean()
 
 
 def _second_step(stage: int) -> tuple[list[str], int, int]:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.parity.test_parity_init import gather
 from tests.support import ranks
 from tests.support.models import CASES, class_loss
 from tests.support.parity import Run, check, check_bitwise, initialize, reference, train
+from tests.support.zero3 import whole_parameters
 
 MLP = CASES["mlp"]
 PLACES: dict[str, dict[str, Any]] = {
@@ -115,18 +115,18 @@ def _average() -> None:
     run = Run(3)
     engine = initialize(MLP.build(), run)
     average = copy.deepcopy(engine.module)
-    expected = gather(engine.module)
+    expected = whole_parameters(engine.module)
     for step in range(3):
         engine.backward(class_loss(engine, MLP.rows(step, 0, ranks.rank())))
         engine.step()
-        now = gather(engine.module)
+        now = whole_parameters(engine.module)
         expected = {name: torch.lerp(now[name], value, 0.9) for name, value in expected.items()}
         for param, averaged in zip(engine.module.parameters(), average.parameters(), strict=True):
             with hf_zero.zero.GatheredParameters([param, averaged], modifier_rank=0), torch.no_grad():
                 averaged.copy_(torch.lerp(param, averaged, 0.9))
-    found = gather(average)
+    found = whole_parameters(average)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert not torch.equal(found["head.weight"], gather(engine.module)["head.weight"])
+    assert not torch.equal(found["head.weight"], whole_parameters(engine.module)["head.weight"])
     engine.destroy()
 
 
@@ -167,7 +167,7 @@ def _constructor_that_copies() -> None:
     assert all(param.numel() == 0 for param in model.parameters())
     assert all("apply" not in module.__dict__ for module in model.modules())
     assert len({id(param) for param in model.parameters()}) == len(list(plain.parameters()))
-    found = gather(model)
+    found = whole_parameters(model)
     assert all(torch.equal(found[name], value) for name, value in plain.named_parameters())
     inputs = torch.randn(2, 3, 8)
     engine = initialize(model, Run(3))

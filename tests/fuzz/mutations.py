@@ -6,7 +6,9 @@ All take a ``random.Random`` (Hypothesis gives one that it can repeat and make s
 from __future__ import annotations
 
 import copy
+import io
 import pickletools
+import zipfile
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -226,3 +228,13 @@ ATTEMPTS: tuple[bytes, ...] = (
     # names what is not there
     b"j\xff\xff\xff\xff", b"0" * 50, b"t", b"\x82\x01", b"Q", b"P9\n", b"\x97", b"\x93", b"\x81", b"R", b"b", b"u", b"e", b"\x90", b"2" * 9,
 )  # fmt: skip
+
+
+def repacked(data: bytes, change: Any) -> bytes:
+    """The archive with another data.pkl."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(made, "w") as new:
+        for member in old.infolist():
+            inner = old.read(member)
+            new.writestr(member.filename, change(inner) if member.filename.endswith("data.pkl") else inner)
+    return made.getvalue()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -18,6 +17,7 @@ from hf_zero.errors import CheckpointError
 from tests.fuzz.guard import Refused, fuzzed, guarded
 from tests.fuzz.mutations import mutate_bytes, mutate_text, mutate_value
 from tests.fuzz.summaries import differing, summary
+from tests.support.checkpoints import write_index
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 OPTIMIZERS = ("adamw", "adafactor")
@@ -28,11 +28,6 @@ FREE = re.compile(
 )
 # What a conversion cannot miss, because it does not know the optimizer and the scheduler; ``test_fuzz_load.py`` does.
 LOST = re.compile(r"optimizer/(groups/\d+/values|scalars)/.*|scheduler/.*")
-
-
-def seal(folder: Path, text: str) -> None:
-    (folder / "index.json").write_text(text, encoding="utf-8")
-    (folder / "complete").write_text(hashlib.sha256((folder / "index.json").read_bytes()).hexdigest() + "\n")
 
 
 class Copies(dict[str, tuple[Path, str, dict[str, Any], dict[str, Any], int]]):
@@ -62,7 +57,7 @@ def _read(folder: Path) -> dict[str, Any]:
 def check_index(random: Random, copies: Any) -> None:
     folder, text, expected, _, nbytes = copies[random.choice(OPTIMIZERS)]
     changed, path, how = mutate_value(json.loads(text), random)
-    seal(folder / "golden", json.dumps(changed))
+    write_index(folder / "golden", json.dumps(changed))
     found = guarded(lambda: _read(folder), nbytes, CheckpointError, "golden")
     if not isinstance(found, Refused):
         place = "/".join(map(str, path))
@@ -72,14 +67,14 @@ def check_index(random: Random, copies: Any) -> None:
 
 def check_index_text(random: Random, copies: Any) -> None:
     folder, text, _, _, nbytes = copies[random.choice(OPTIMIZERS)]
-    seal(folder / "golden", mutate_text(text, random))
+    write_index(folder / "golden", mutate_text(text, random))
     guarded(lambda: _read(folder), nbytes, CheckpointError, "golden")
 
 
 def check_files(random: Random, copies: Any) -> None:
     folder, text, expected, _, nbytes = copies[random.choice(OPTIMIZERS)]
     (folder / "golden" / "index.json").write_text(text)
-    seal(folder / "golden", text)
+    write_index(folder / "golden", text)
     path = random.choice(sorted((folder / "golden").iterdir()))
     before = path.read_bytes()
     try:
@@ -94,7 +89,7 @@ def check_script(random: Random, copies: Any) -> None:
     """The stand-alone script gives the weights that were saved, or an error that names a file."""
     folder, text, _, weights, nbytes = copies[random.choice(OPTIMIZERS)]
     changed, path, how = mutate_value(json.loads(text), random)
-    seal(folder / "golden", json.dumps(changed))
+    write_index(folder / "golden", json.dumps(changed))
     found = guarded(lambda: get_fp32_state_dict_from_zero_checkpoint(folder), nbytes, ValueError, "golden")
     if not isinstance(found, Refused) and not FREE.fullmatch("/".join(map(str, path))):
         assert found.keys() == weights.keys() and all(found[name].equal(weights[name]) for name in weights), (path, how)

@@ -20,6 +20,7 @@ from hf_zero.config.resolve import analyse, resolve
 from hf_zero.config.table import rows_of
 from hf_zero.errors import HfZeroError
 from tests.fuzz.bounded import bounded
+from tests.fuzz.edits import edited, edits
 
 SEEDS: list[dict[str, Any]] = [
     {
@@ -91,32 +92,6 @@ _folder = tempfile.TemporaryDirectory(prefix="hf_zero_fuzz_")
 
 FAST = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 SLOW = settings(max_examples=6000, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-def edited(data: bytes, edits: list[tuple[str, int, int, bytes]]) -> bytes:
-    """``data`` after edits: what is done, where, over how many bytes, with what."""
-    for kind, place, length, token in edits:
-        at = place % (len(data) + 1)
-        end = min(at + length, len(data))
-        if kind == "insert":
-            data = data[:at] + token + data[at:]
-        elif kind == "delete":
-            data = data[:at] + data[end:]
-        elif kind == "replace":
-            data = data[:at] + token + data[end:]
-        elif kind == "double":
-            data = data[:end] + data[at:end] + data[end:]
-        elif kind == "cut":
-            data = data[:at]
-        else:
-            data = data[:at] + bytes([data[at] ^ 1 << length % 8]) + data[at + 1 :] if at < len(data) else data
-    return data
-
-
-def edits(tokens: list[str]) -> st.SearchStrategy[list[tuple[str, int, int, bytes]]]:
-    kinds = st.sampled_from(["insert", "delete", "replace", "double", "cut", "flip"])
-    texts = st.one_of(st.sampled_from(tokens), st.text(max_size=8)).map(lambda text: text.encode("utf-8", "surrogatepass"))
-    return st.lists(st.tuples(kinds, st.integers(0, 10**5), st.integers(0, 40), st.one_of(texts, st.binary(max_size=4))), max_size=6)
 
 
 def check(source: Any, nbytes: int, world_size: int = 2) -> bool:

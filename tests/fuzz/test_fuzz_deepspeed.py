@@ -14,9 +14,8 @@ from hf_zero.checkpoint.convert import deepspeed, native
 from hf_zero.checkpoint.convert.torch_files import load_torch_file
 from hf_zero.errors import CheckpointError
 from tests.fuzz.guard import Refused, fuzzed, guarded
-from tests.fuzz.mutations import mutate_bytes, mutate_pickle, mutate_value
+from tests.fuzz.mutations import mutate_bytes, mutate_pickle, mutate_value, repacked
 from tests.fuzz.summaries import differing, summary
-from tests.fuzz.test_fuzz_pickles import repacked
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 KINDS = ("deepspeed_stage1_bf16_2", "deepspeed_stage2_fp16_2", "deepspeed_stage3_bf16_2")

@@ -17,7 +17,7 @@ from hf_zero.launch.hosts import MOST_SLOTS, read_hostfile
 from hf_zero.launch.passed_on import read_environment_files
 from hf_zero.launch.placement import find_placement, first_host
 from tests.fuzz.bounded import bounded
-from tests.fuzz.test_fuzz_config import edited, edits
+from tests.fuzz.edits import edited, edits
 
 HOSTFILES = [
     "worker-1 slots=4\nworker-2 slots=4\n",

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.fuzz.mutations import mutate_value
-from tests.fuzz.test_fuzz_checkpoint import GOLDEN, seal
 from tests.support import ranks
-from tests.support.checkpoints import differences, full_state, start
+from tests.support.checkpoints import differences, full_state, start, write_index
+from tests.support.make_golden_checkpoint import FOLDERS
 
 # What is the caller's, a name, or a number that a run might have had.
 FREE = re.compile(
@@ -34,7 +34,7 @@ def _load_changed(folder: str, seeds: range) -> list[str]:
     expected, wrong, refused = full_state(engine), [], 0
     for seed in seeds:
         changed, path, how = mutate_value(json.loads(text), Random(seed))
-        seal(Path(folder) / "golden", json.dumps(changed))
+        write_index(Path(folder) / "golden", json.dumps(changed))
         what = f"seed {seed}: {how} {'/'.join(map(str, path))}"
         try:
             engine.load_checkpoint(folder)
@@ -60,6 +60,6 @@ def _load_changed(folder: str, seeds: range) -> list[str]:
 
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=(pytest.mark.slow, pytest.mark.timeout(3600)))])
 def test_a_changed_index_changes_no_run(tmp_path: Path, count: int) -> None:
-    shutil.copytree(GOLDEN / "checkpoint_v1_adamw", tmp_path / "c")
+    shutil.copytree(FOLDERS[-1], tmp_path / "c")
     wrong: Any = ranks.run_ranks(_load_changed, 1, str(tmp_path / "c"), range(count))[0]
     assert wrong == [], "\n".join(wrong)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import zipfile
 from collections import Counter, OrderedDict
 from pathlib import Path
 from random import Random
@@ -17,7 +16,7 @@ from hf_zero.checkpoint.convert.pickle_names import Inert
 from hf_zero.checkpoint.convert.torch_files import load_pickle, load_torch_file
 from hf_zero.errors import CheckpointError
 from tests.fuzz.guard import Refused, fuzzed, guarded
-from tests.fuzz.mutations import ATTEMPTS, mutate_bytes, mutate_pickle
+from tests.fuzz.mutations import ATTEMPTS, mutate_bytes, mutate_pickle, repacked
 from tests.fuzz.summaries import plain
 
 WATCHED = (
@@ -93,16 +92,6 @@ def check_instructions(random: Random, copies: Files) -> None:
     before = _watched()
     found = guarded(lambda: _allowed(copies.read(name, data)), len(data), CheckpointError, f"{name}.pt")
     assert _watched() == before and (isinstance(found, Refused) or found is None)
-
-
-def repacked(data: bytes, change: Any) -> bytes:
-    """The archive with another data.pkl."""
-    made = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(made, "w") as new:
-        for member in old.infolist():
-            inner = old.read(member)
-            new.writestr(member.filename, change(inner) if member.filename.endswith("data.pkl") else inner)
-    return made.getvalue()
 
 
 def _allowed(value: Any) -> None:

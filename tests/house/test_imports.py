@@ -8,8 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from tests.support.processes import REPO, run_python
+from tests.support.sources import PACKAGE, imports_of, modules
 
-PACKAGE = REPO / "hf_zero"
 FRAMEWORKS = ("transformers", "accelerate", "peft", "trl", "datasets", "lightning", "deepspeed")
 
 # One row per package, from the ground up: a module imports only from its own row and the rows before it. Imports inside functions and for
@@ -63,29 +63,6 @@ AGAINST: frozenset[tuple[str, str]] = frozenset(
         ("hf_zero.deepspeed.launcher", "hf_zero.cli"),
     }
 )
-
-
-def modules() -> dict[str, Path]:
-    """Every module of the package by its dotted name."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(REPO).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-def imports_of(path: Path, *, top_level_only: bool) -> set[str]:
-    """Names of modules imported by a file, type-checking blocks left out."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = tree.body if top_level_only else list(ast.walk(tree))
-    found: set[str] = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            found.add(node.module)
-            found.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return found
 
 
 def layer_of(module: str) -> int:
@@ -196,3 +173,14 @@ def test_process_groups_are_created_in_topology() -> None:
         if pattern.search(path.read_text()) and path.relative_to(PACKAGE) != Path("comm/topology.py")
     ]
     assert not offenders, f"process groups created outside comm/topology.py: {offenders}"
+
+
+def test_no_test_file_is_imported() -> None:
+    """What two test files need lies in ``tests/support``, or beside them in a file that holds no tests."""
+    offenders = [
+        f"{path.relative_to(REPO)} imports {module}"
+        for path in sorted((REPO / "tests").rglob("*.py"))
+        for module in sorted(imports_of(path, top_level_only=False))
+        if module.startswith("tests.") and any(part.startswith("test_") for part in module.split(".")[1:])
+    ]
+    assert not offenders

@@ -14,8 +14,8 @@ import pytest
 
 from hf_zero.system import own_files
 from hf_zero.system.process import Process
-from tests.house.test_imports import modules
 from tests.support.processes import REPO, environment
+from tests.support.sources import modules
 
 DELETING = {"rmtree", "unlink", "rmdir", "removedirs", "TemporaryDirectory", "NamedTemporaryFile", "TemporaryFile", "SpooledTemporaryFile"}
 

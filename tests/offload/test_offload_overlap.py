@@ -16,10 +16,9 @@ from hf_zero.memory.buffers import HostMemory
 from hf_zero.observe import record_labels
 from hf_zero.offload import speculation, states, updates
 from hf_zero.ops import HostAdam
-from tests.offload.test_offload_state import differing, state_of
 from tests.support import ranks
 from tests.support.models import CASES, Batch
-from tests.support.offload_runs import blocks_of, sections
+from tests.support.offload_runs import blocks_of, differing, sections, state_of
 from tests.support.parity import Run, initialize
 
 CPU = {"device": "cpu"}
@@ -54,9 +53,9 @@ def backward(engine: Any, run: Run, step: int) -> None:
 
 def drain(engine: Any) -> None:
     """Waits until the other thread has nothing to do, so that no step on copies is cancelled for being late."""
-    residence = engine.optimizer.residence
-    if hasattr(residence, "_thread"):
-        residence._thread.submit(lambda: None).result()
+    state_store = engine.optimizer.state_store
+    if hasattr(state_store, "_thread"):
+        state_store._thread.submit(lambda: None).result()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from hf_zero.ops.host_adam import HostAdam
 from tests.support import ranks
 from tests.support.models import CASES
-from tests.support.offload_runs import blocks_of, sections, ways
+from tests.support.offload_runs import blocks_of, differing, sections, state_of, ways
 from tests.support.parity import Run, collect, initialize, train
 
 BOTH = {2: ["cpu, half, apart", "nvme, pipelined, apart"], 3: ["both nvme", "both nvme, some kept, apart"]}
@@ -28,24 +28,6 @@ def make(run: Run, blocks: dict[str, Any], **arguments: Any) -> Any:
 def steps(engine: Any, run: Run, first: int) -> Any:
     case = CASES["odd_mlp"]
     return train(engine, lambda step, micro, rank: case.rows(first + step, micro, rank), case.forward, run)
-
-
-def state_of(engine: Any) -> dict[str, torch.Tensor]:
-    """Weights, masters and moments of every parameter, whole. Collective."""
-    from hf_zero.utils import safe_get_full_optimizer_state
-    from tests.support.parity import Trace
-
-    trace = collect(engine, Trace())
-    found = {f"{name} weight": value for name, value in trace.weights.items()}
-    found.update({f"{name} master": value for name, value in trace.masters.items()})
-    for name, parameter in engine.module.named_parameters():
-        for key in ("exp_avg", "exp_avg_sq"):
-            found[f"{name} {key}"] = safe_get_full_optimizer_state(parameter, key).clone()
-    return found
-
-
-def differing(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
-    return [name for name in theirs if not torch.equal(mine[name], theirs[name])]
 
 
 def _destroy(engine: Any) -> None:

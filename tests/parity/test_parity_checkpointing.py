@@ -5,64 +5,20 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from tests.support import ranks
-from tests.support.models import CASES, Mlp, class_loss
-from tests.support.parity import Run, Trace, check, check_bitwise, initialize, reference_case, train
+from tests.support.models import CASES
+from tests.support.parity import Run, check, check_bitwise, initialize, reference_case, train
+from tests.support.recomputation import check_recomputation, train_transformers
 
 STAGES = (0, 1, 2, 3)
 
 
-class Checkpointed(Mlp):
-    """Recomputes every block in backward; ``mode`` None: no checkpointing. ``nested``: a checkpoint inside a checkpoint."""
-
-    def __init__(self, mode: str | None) -> None:
-        super().__init__()
-        self.mode = mode
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.entry(inputs)
-        if self.mode == "nested":
-            return self.head(checkpoint(self._all_blocks, hidden, use_reentrant=False))
-        return self.head(self._all_blocks(hidden))
-
-    def _all_blocks(self, hidden: Tensor) -> Tensor:
-        for block in self.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=self.mode == "reentrant") if self.mode else block(hidden)
-        return hidden
-
-
-def _train_plain(mode: str | None, run: Run) -> Trace:
-    torch.manual_seed(0)
-    engine = initialize(Checkpointed(mode).train(), run)
-    trace = train(engine, CASES["mlp"].rows, class_loss, run)
-    engine.destroy()
-    return trace
-
-
-def _plain(run: Run, mode: str) -> None:
-    check_bitwise(_train_plain(mode, run), _train_plain(None, run), f"checkpointing {mode}")
-
-
-def _train_transformers(name: str, run: Run, reentrant: bool | None) -> Trace:
-    case = CASES[name]
-    model = case.build()
-    if reentrant is not None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    engine = initialize(model, run)
-    trace = train(engine, case.rows, case.forward, run)
-    engine.destroy()
-    return trace
-
-
 def _transformers(name: str, run: Run, reentrant: bool) -> None:
-    trace = _train_transformers(name, run, reentrant)
+    trace = train_transformers(name, run, reentrant)
     # Reentrant recomputation adds up the encoder output's gradients in another order, in plain PyTorch as well.
     if not (name == "bart" and reentrant):
-        check_bitwise(trace, _train_transformers(name, run, None), f"{name} with gradient_checkpointing_enable")
+        check_bitwise(trace, train_transformers(name, run, None), f"{name} with gradient_checkpointing_enable")
     if ranks.rank() == 0:
         check(trace, partial(reference_case, name, run, ranks.world()), run, name)
 
@@ -87,7 +43,7 @@ def _input_gradients(run: Run) -> None:
 @pytest.mark.parametrize("mode", ["reentrant", "not reentrant", "nested"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_plain_checkpointing_is_bitwise_the_same(stage: int, mode: str) -> None:
-    ranks.run_ranks(_plain, 2, Run(stage=stage, accumulation=2), mode)
+    ranks.run_ranks(check_recomputation, 2, Run(stage=stage, accumulation=2), mode)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

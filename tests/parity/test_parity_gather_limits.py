@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.test_parity_checkpointing import Checkpointed
 from tests.support import ranks
 from tests.support.models import CASES
 from tests.support.parity import Run, check, check_bitwise, initialize, reference_case, train
+from tests.support.recomputation import Checkpointed
 
 REUSE = (0, 3000, 1_000_000_000)
 PREFETCH = (0, 1500, 50_000_000)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -17,24 +16,16 @@ from torch import Tensor, nn
 from tests.support import ranks
 from tests.support.models import CASES, Batch, ModelCase, class_loss
 from tests.support.parity import DTYPES, Run, check, initialize, micro_step, reference, train
+from tests.support.zero3 import transformers_zero3, whole_parameters
 
 STAGES = (0, 1, 2, 3)
 MLP = CASES["mlp"]
 MODELS = ("gpt2", "llama", "t5", "bart", "albert", "mixtral", "deberta_v2", "vit")
 
 
-def gather(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters, whole. Collective."""
-    import hf_zero
-
-    named = list(model.named_parameters())
-    with hf_zero.zero.GatheredParameters([parameter for _, parameter in named]):
-        return {name: parameter.detach().clone() for name, parameter in named}
-
-
 def check_from_here(model: nn.Module, case: ModelCase, run: Run, label: str) -> None:
     """Train a model whose parameters are shards already; the reference starts from the same weights."""
-    start = gather(model)
+    start = whole_parameters(model)
     engine = initialize(model, run)
     trace = train(engine, case.rows, case.forward, run)
     engine.destroy()
@@ -44,19 +35,6 @@ def check_from_here(model: nn.Module, case: ModelCase, run: Run, label: str) -> 
         if hasattr(plain, "tie_weights"):
             plain.tie_weights()
         check(trace, lambda follow=None: reference(copy.deepcopy(plain), case.rows, case.forward, run, ranks.world(), follow), run, label)
-
-
-@contextmanager
-def transformers_zero3(run: Run) -> Iterator[None]:
-    """What Trainer and accelerate do: while this object lives, transformers builds and loads models inside zero.Init."""
-    from transformers.integrations import HfDeepSpeedConfig
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
-    holder = HfDeepSpeedConfig(run.config())
-    assert is_deepspeed_zero3_enabled()
-    yield
-    del holder
-    assert not is_deepspeed_zero3_enabled()
 
 
 # ------------------------------------------------------------------------------------------------ construction
@@ -73,7 +51,7 @@ def _init_then_train(run: Run, name: str) -> None:
         assert isinstance(parameter, nn.Parameter) and parameter.shape == torch.Size([0]), f"{name_} is whole: {tuple(parameter.shape)}"
         assert (parameter.ds_shape, parameter.ds_numel) == (wanted.shape, wanted.numel()), name_
         assert parameter.dtype == DTYPES[run.dtype], f"{name_}: {parameter.dtype}"
-    for name_, value in gather(model).items():
+    for name_, value in whole_parameters(model).items():
         assert torch.equal(value, dict(plain.named_parameters())[name_].to(value.dtype)), f"{name_} differs from a plain build"
     check_from_here(model, case, run, f"zero.Init {name}")
 
@@ -85,7 +63,7 @@ def _ranks_build_different_weights(run: Run) -> None:
     with hf_zero.zero.Init(config_dict_or_path=run.config()):
         model = MLP.build(seed=ranks.rank())
     wanted = dict(MLP.build(seed=0).named_parameters())
-    assert all(torch.equal(value, wanted[name].to(value.dtype)) for name, value in gather(model).items())
+    assert all(torch.equal(value, wanted[name].to(value.dtype)) for name, value in whole_parameters(model).items())
 
 
 def _from_config(run: Run, name: str) -> None:
@@ -108,7 +86,7 @@ def _initial_values(name: str) -> None:
         torch.manual_seed(ranks.rank())
         model = type(plain)._from_config(copy.deepcopy(plain.config))
     assert not any({"apply", "smart_apply"} & module.__dict__.keys() for module in model.modules())
-    for label, value in gather(model).items():
+    for label, value in whole_parameters(model).items():
         if metadata.version("transformers").startswith("4."):
             assert torch.equal(value, wanted[label]), label
         elif value.numel() >= 512:
@@ -125,7 +103,7 @@ def _from_pretrained(run: Run, name: str, folder: str) -> None:
     with transformers_zero3(run):
         model = type(plain).from_pretrained(folder, dtype=DTYPES[run.dtype]).train()
     wanted = dict(plain.named_parameters())
-    for key, value in gather(model).items():
+    for key, value in whole_parameters(model).items():
         assert torch.equal(value, wanted[key].to(value.dtype)), f"{key} differs from the file"
     check_from_here(model, case, run, f"from_pretrained {name}")
 
@@ -286,7 +264,7 @@ def _modifier_rank_before_initialize(run: Run) -> None:
             nn.init.constant_(model.blocks[0].up.weight, 0.25)
     with hf_zero.zero.GatheredParameters([model.blocks[1].up.weight]):  # nobody may modify: changes are dropped
         model.blocks[1].up.weight.data.fill_(9.0)
-    weights = gather(model)
+    weights = whole_parameters(model)
     assert bool((weights["blocks.0.up.weight"] == 0.25).all())
     plain = dict(MLP.build().named_parameters())
     assert torch.equal(weights["blocks.1.up.weight"], plain["blocks.1.up.weight"].to(weights["blocks.1.up.weight"].dtype))
@@ -380,11 +358,11 @@ def _set_full_values(run: Run) -> None:
     safe_set_full_fp32_param(parameter, value)
     safe_set_full_optimizer_state(parameter, value * 0.01, "exp_avg")
     assert torch.equal(safe_get_full_optimizer_state(parameter, "exp_avg"), value * 0.01)
-    weights = gather(engine.module)
+    weights = whole_parameters(engine.module)
     assert torch.equal(weights["blocks.1.up.weight"].float(), value)
     assert bool((weights["blocks.1.down.weight"].float() != 0.125).any())
     micro_step(engine, {**MLP.rows(1, 0, ranks.rank()), **_inputs(run, 1)}, class_loss, 0)
-    moved = gather(engine.module)["blocks.1.up.weight"].float() - value
+    moved = whole_parameters(engine.module)["blocks.1.up.weight"].float() - value
     assert 0 < moved.abs().max() < 0.1, "the step did not start from the value that was set"
     engine.destroy()
 

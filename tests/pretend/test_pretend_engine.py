@@ -17,6 +17,7 @@ import torch
 from tests import pretend
 from tests.pretend import network
 from tests.support import device_jobs, ranks
+from tests.support.checkpoints import IN_BACKGROUND
 from tests.support.models import CASES
 from tests.support.offload_runs import blocks_of, train_case, ways
 from tests.support.parity import LIMITS, Run, difference
@@ -139,7 +140,7 @@ def test_saving_in_the_background(tmp_path: Path) -> None:
 
 
 def test_checkpoints_travel_between_device_and_host(tmp_path: Path) -> None:
-    state = on_devices(device_jobs.save, str(tmp_path / "device"), device_jobs.IN_BACKGROUND)[0]
+    state = on_devices(device_jobs.save, str(tmp_path / "device"), IN_BACKGROUND)[0]
     assert ranks.run_ranks(device_jobs.load, 2, str(tmp_path / "device"), state, {}, 2) == [[], []]
     assert on_devices(device_jobs.load, str(tmp_path / "device"), state, device_jobs.OFFLOADED, 3) == [[], []]
     state = ranks.run_ranks(device_jobs.save, 2, str(tmp_path / "host"), {})[0]

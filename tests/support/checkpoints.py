@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor, nn
 from tests.support import ranks
 from tests.support.models import CLASSES, LENGTH, Batch, Block, class_loss
 from tests.support.parity import DTYPES, mean_over_ranks
+
+IN_BACKGROUND = {"checkpoint": {"writer": {"decoupled": True}}}
 
 
 class Sample(nn.Module):
@@ -143,3 +147,8 @@ def differences(state: dict[str, Any], expected: dict[str, Any]) -> list[str]:
         if not (torch.equal(mine, other) and mine.dtype == other.dtype if tensors else mine == other):
             found.append(name)
     return found
+
+
+def write_index(folder: Path, text: str) -> None:
+    (folder / "index.json").write_text(text, encoding="utf-8")
+    (folder / "complete").write_text(hashlib.sha256((folder / "index.json").read_bytes()).hexdigest() + "\n")

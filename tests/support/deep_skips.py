@@ -5,60 +5,17 @@ Jobs of ranks, for every device (``tests/support/device_jobs.py`` lists them).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
-from tests.parity import test_parity_multimodal as multimodal
-from tests.support import ranks
-from tests.support.models import CASES, CLASSES, LENGTH, Batch, Block
+from tests.support import multimodal, ranks
+from tests.support.models import CASES, Batch
 from tests.support.parity import Run, check_training
+from tests.support.skipped_blocks import Chosen, TwoTowers, loss_of_choice
 
-WIDTH = 16
 TOWER, TEXT, EXPERTS = 12, 8, 16
-
-
-class Towers(nn.Module):
-    """Twelve vision blocks that run when the batch holds pixels, and eight text blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.vision = nn.ModuleList(Block(WIDTH) for _ in range(TOWER))
-        self.bridge = nn.Linear(WIDTH, WIDTH)
-        self.entry = nn.Linear(LENGTH, WIDTH)
-        self.text = nn.ModuleList(Block(WIDTH) for _ in range(TEXT))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, inputs: Tensor, choice: Tensor) -> Tensor:
-        hidden = self.entry(inputs)
-        if len(choice):
-            pixels = functional.pad(inputs, (0, WIDTH - LENGTH))
-            for block in self.vision:
-                pixels = block(pixels)
-            hidden = hidden + self.bridge(pixels)
-        for block in self.text:
-            hidden = block(hidden)
-        return self.head(hidden)
-
-
-class Experts(nn.Module):
-    """Sixteen experts, of which the batch says which run, in which order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry = nn.Linear(LENGTH, WIDTH)
-        self.experts = nn.ModuleList(Block(WIDTH) for _ in range(EXPERTS))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, inputs: Tensor, choice: Tensor) -> Tensor:
-        hidden = self.entry(inputs)
-        for index in choice.tolist():
-            hidden = self.experts[index](hidden)
-        return self.head(hidden)
-
-
-def _loss(model: nn.Module, batch: Batch) -> Tensor:
-    return functional.cross_entropy(model(batch["inputs"], batch["choice"]).float(), batch["labels"])
 
 
 def _in_turns(step: int, micro: int, rank: int) -> list[int]:
@@ -72,23 +29,26 @@ def _own_order(step: int, micro: int, rank: int) -> list[int]:
     return order[: EXPERTS // 2].tolist()
 
 
-KINDS = {"towers": (Towers, _in_turns), "experts": (Experts, _own_order)}
+KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int, int], list[int]]]] = {
+    "towers": (lambda: TwoTowers(TOWER, TEXT), _in_turns),
+    "experts": (lambda: Chosen(blocks=EXPERTS), _own_order),
+}
 
 
 def skipped_blocks() -> None:
     """Towers that ranks take turns to skip, and experts in orders of their own, at the stages that reduce in backward."""
     for kind, (model, choice) in KINDS.items():
 
-        def build(model: type[nn.Module] = model) -> nn.Module:
+        def build(model: Callable[[], nn.Module] = model) -> nn.Module:
             torch.manual_seed(0)
             return model()
 
-        def feed(step: int, micro: int, rank: int, choice: object = choice) -> Batch:
-            chosen = choice(step, micro, rank)  # type: ignore[operator]
+        def feed(step: int, micro: int, rank: int, choice: Callable[[int, int, int], list[int]] = choice) -> Batch:
+            chosen = choice(step, micro, rank)
             return {**CASES["mlp"].rows(step, micro, rank), "choice": torch.tensor(chosen, dtype=torch.long)}
 
         for stage in (1, 2, 3):
-            check_training(build, feed, _loss, Run(stage, accumulation=2, clip=0.1), label=f"{kind}, stage {stage}")
+            check_training(build, feed, loss_of_choice, Run(stage, accumulation=2, clip=0.1), label=f"{kind}, stage {stage}")
 
 
 def images_on_some_ranks() -> None:

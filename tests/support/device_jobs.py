@@ -14,7 +14,6 @@ from tests.support.models import CASES, CLASSES, class_loss
 from tests.support.offload_runs import blocks_of, train_case, ways
 from tests.support.parity import LIMITS, Run, check_bitwise, check_case, difference, initialize, limits_of, train
 
-IN_BACKGROUND = {"checkpoint": {"writer": {"decoupled": True}}}
 OFFLOADED = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
 
 
@@ -65,11 +64,11 @@ def offload_param_alone() -> None:
 
 
 def checkpointing() -> None:
-    from tests.parity.test_parity_checkpointing import _plain, _train_transformers
+    from tests.support.recomputation import check_recomputation, train_transformers
 
-    _plain(Run(stage=3, accumulation=2), "not reentrant")
+    check_recomputation(Run(stage=3, accumulation=2), "not reentrant")
     run = Run(stage=3, accumulation=2, clip=0.1)
-    trace, plain = _train_transformers("gpt2", run, True), _train_transformers("gpt2", run, None)
+    trace, plain = train_transformers("gpt2", run, True), train_transformers("gpt2", run, None)
     assert difference(trace, plain).within(LIMITS["fp32"])
 
 
@@ -112,10 +111,10 @@ def cpu_checkpointing() -> None:
 
 
 def saves(folder: str) -> None:
-    from tests.checkpoint.test_checkpoint_background import CONFIGS, _train_on
+    from tests.support.background_saves import CONFIGS, check_background_save
 
     for name, (stage, extra) in CONFIGS.items():
-        _train_on(f"{folder}/{name}", stage, extra)
+        check_background_save(f"{folder}/{name}", stage, extra)
 
 
 def save(folder: str, extra: dict[str, Any]) -> dict[str, Any]:

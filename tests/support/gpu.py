@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.support import deep_skips, device_jobs, ranks
+from tests.support.checkpoints import IN_BACKGROUND
 from tests.support.device_jobs import backend_of
 from tests.support.parity import Run
 
@@ -37,7 +38,7 @@ def jobs(folder: str, world: int) -> Iterator[tuple[str, Callable[..., Any], tup
         yield f"offload {dtype}", device_jobs.offload, ("gpt2", runs, [])
     for name in ("offload_param_alone", "checkpointing", "cpu_checkpointing", "interface"):
         yield name, getattr(device_jobs, name), ()
-    yield "save", device_jobs.save, (folder, device_jobs.IN_BACKGROUND)
+    yield "save", device_jobs.save, (folder, IN_BACKGROUND)
     yield "saves", device_jobs.saves, (folder,)
 
 

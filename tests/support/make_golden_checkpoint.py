@@ -18,6 +18,7 @@ from tests.support.checkpoints import full_state, start, steps
 
 CLIENT_STATE = {"epoch": 2, "pair": (1, "a"), 3: {"x"}, "best": torch.tensor([0.5, 1.5], dtype=torch.float64)}
 TAG = "golden"
+FOLDERS = sorted((Path(__file__).parents[1] / "golden").glob("checkpoint_v*"))
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}  # by the end of the folder's name
 
 

@@ -13,9 +13,9 @@ import torch
 
 from tests.support import ranks
 from tests.support.models import CASES, Batch
-from tests.support.parity import SMALL_MODEL, Run, Trace, initialize, train
+from tests.support.parity import SMALL_MODEL, Run, Trace, collect, initialize, train
 
-# Small enough that every shard of the small models is cut into several lots.
+# Small enough that every shard of the small models is cut into several sub-groups.
 SMALL_LOTS = {"sub_group_size": 2048}
 FILE = {"device": "nvme", "nvme_path": "{nvme}"}
 
@@ -125,3 +125,20 @@ def compare(name: str, run: Run, only: str = "") -> list[str]:
             if different or mine.keys() != theirs.keys():
                 wrong.append(f"{label}: {what} of {different}")
     return [f"rank {ranks.rank()}: {text}" for text in wrong]
+
+
+def state_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Weights, masters and moments of every parameter, whole. Collective."""
+    from hf_zero.utils import safe_get_full_optimizer_state
+
+    trace = collect(engine, Trace())
+    found = {f"{name} weight": value for name, value in trace.weights.items()}
+    found.update({f"{name} master": value for name, value in trace.masters.items()})
+    for name, parameter in engine.module.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            found[f"{name} {key}"] = safe_get_full_optimizer_state(parameter, key).clone()
+    return found
+
+
+def differing(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in theirs if not torch.equal(mine[name], theirs[name])]

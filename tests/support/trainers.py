@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 VOCAB, LENGTH = 64, 8
+TRAIN, EVAL = 32, 7  # rows; 7 divides neither by the batch nor by the ranks
 STAGES = (0, 1, 2, 3)
 LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
 Logs = list[dict[str, float]]
@@ -21,14 +22,14 @@ Logs = list[dict[str, float]]
 @contextmanager
 def clean_state() -> Iterator[None]:
     """Forgets, before and after, what transformers and accelerate keep in globals about the configuration of a run."""
-    _forget()
+    forget()
     try:
         yield
     finally:
-        _forget()
+        forget()
 
 
-def _forget() -> None:
+def forget() -> None:
     from accelerate.state import AcceleratorState, GradientState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -223,3 +224,37 @@ def load_whole(folder: Path, name: str) -> nn.Module:
         return load(folder, name)
     finally:
         deepspeed._hf_deepspeed_config_weak_ref = kept
+
+
+def train_with(models: Path, folder: Path, deepspeed: Any, name: str = "gpt2", **options: Any) -> Any:
+    """One training; returns its Trainer."""
+    from transformers import Trainer
+
+    forget()
+    callbacks = options.pop("callbacks", None)
+    ragged = options.pop("ragged", False)
+    schedule = options.pop("schedule", False)
+    args = arguments(folder, deepspeed, **options)
+    assert args.world_size == 2
+    data = ragged_rows(TRAIN, 1) if ragged else rows(TRAIN, 1)
+    model = load(models, name)
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=data,
+        eval_dataset=rows(EVAL, 2),
+        callbacks=callbacks,
+        data_collator=pad if ragged else None,
+        optimizers=_with_schedule(model, args) if schedule else (None, None),
+    )
+    trainer.train()
+    return trainer
+
+
+def _with_schedule(model: torch.nn.Module, args: Any) -> tuple[torch.optim.Optimizer, Any]:
+    """Plain AdamW with the schedule of the JSON."""
+    from hf_zero.optim.schedules import build_scheduler
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
+    values = {"warmup_min_lr": 0.0, "warmup_max_lr": args.learning_rate, "warmup_num_steps": 2, "total_num_steps": args.max_steps}
+    return optimizer, build_scheduler("WarmupDecayLR", values | {"warmup_type": "linear"}, optimizer)

@@ -14,7 +14,7 @@ from tests.support.models import CASES, ModelCase
 from tests.support.parity import Run
 from tests.support.tp_trainer import rows
 from tests.support.tp_training import check_against_one_rank
-from tests.support.trainers import _forget
+from tests.support.trainers import forget
 
 BATCH, ROWS, EVALUATED = 2, 16, 9
 
@@ -37,7 +37,7 @@ def loop(how: str, stage: int) -> dict[str, Any]:
 
     from hf_zero import ZeroPlugin
 
-    _forget()
+    forget()
     if how == "ZeroPlugin":
         plugin = ZeroPlugin(stage=stage, tensor_parallel_size=2, gradient_accumulation_steps=2, gradient_clipping=1.0)
     else:
@@ -68,7 +68,7 @@ def loop(how: str, stage: int) -> dict[str, Any]:
     state = accelerator.get_state_dict(model)
     tensors, objects, everyone = evaluate(accelerator, model.eval(), eval_loader)
     accelerator.free_memory()
-    _forget()
+    forget()
     return {"losses": losses, "state": state, "tensors": tensors, "objects": objects, "everyone": everyone.tolist()}
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tests.parity.test_parity_init import transformers_zero3
 from tests.support import ranks
 from tests.support.models import CASES
 from tests.support.parity import Run
+from tests.support.zero3 import transformers_zero3
 
 GPT2 = CASES["gpt2"]
 

@@ -128,7 +128,7 @@ def _train(
 ) -> Any:
     from transformers import Trainer
 
-    trainers._forget()
+    trainers.forget()
     changes: dict[str, Any] = {"learning_rate": 1e-2, "gradient_checkpointing": checkpointing}
     if save_steps:
         changes |= {"save_strategy": "steps", "save_steps": save_steps, "save_total_limit": None}

@@ -20,7 +20,7 @@ IN_JSON = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER}
 def _trainer(models: Path, folder: Path, stage: int | None, in_json: tuple[str, ...] = (), **options: Any) -> Any:
     from transformers import Trainer
 
-    trainers._forget()
+    trainers.forget()
     config = None if stage is None else trainers.zero_config(stage, **{name: IN_JSON[name] for name in in_json})
     args = trainers.arguments(folder, config, **options)
     return Trainer(model=trainers.load(models), args=args, train_dataset=trainers.rows(32, 1), eval_dataset=trainers.rows(7, 2))
@@ -96,7 +96,7 @@ def _search(models: Path, folder: Path, stage: int) -> None:
     trials = [(1e-2, 2), (1e-3, 1)]
     with trainers.clean_state():
         wanted = [expected(*trial) for trial in trials]
-        trainers._forget()
+        trainers.forget()
         args = trainers.arguments(folder, trainers.zero_config(stage, optimizer=OPTIMIZER))
         data = {"train_dataset": trainers.rows(32, 1), "eval_dataset": trainers.rows(7, 2)}
         trainer = Trainer(model_init=lambda: trainers.load(models), args=args, **data)

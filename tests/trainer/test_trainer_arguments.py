@@ -17,7 +17,7 @@ def _configs(folder: Path) -> None:
     from hf_zero import ZeroTrainingArguments
 
     def made(**options: Any) -> Any:
-        trainers._forget()
+        trainers.forget()
         return ZeroTrainingArguments(output_dir=str(folder), report_to=[], **options)
 
     with trainers.clean_state():
@@ -55,11 +55,11 @@ def _all_conflicts(folder: Path) -> None:
     config["zero_optimization"] |= {"overlap_comm": False, "algather_partitions": True}
 
     def wrong() -> None:
-        trainers._forget()
+        trainers.forget()
         ZeroTrainingArguments(output_dir=str(folder), deepspeed=config, zero_stage=3, overlap_comm=True, learning_rate=1e-3)
 
     def out_of_range() -> None:
-        trainers._forget()
+        trainers.forget()
         ZeroTrainingArguments(output_dir=str(folder), zero_stage=4, offload_param="disk", tensor_parallel_size=0, nvme_path="/fast")
 
     with trainers.clean_state():
@@ -83,7 +83,7 @@ def _train(models: Path, folder: Path) -> None:
     found = []
     with trainers.clean_state():
         for typed in (False, True):
-            trainers._forget()
+            trainers.forget()
             cls = ZeroTrainingArguments if typed else None
             options = {"zero_stage": 3, "param_persistence_threshold": 0} if typed else {}
             args = trainers.arguments(folder, None, cls, **options)

@@ -21,7 +21,7 @@ SCHEDULER = {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max
 def _trainer(models: Path, folder: Path, config: dict[str, Any], **options: Any) -> Any:
     from transformers import Trainer
 
-    trainers._forget()
+    trainers.forget()
     name, freeze, dropout = options.pop("name", "gpt2"), options.pop("freeze", False), options.pop("dropout", 0.0)
     args = trainers.arguments(folder, config, **options)
     model = trainers.load(models, name, **({"resid_pdrop": dropout} if dropout else {}))

@@ -13,7 +13,7 @@ from tests.support import ranks, trainers
 def _train(models: Path, folder: Path, config: dict[str, Any], **options: Any) -> None:
     from transformers import Trainer
 
-    trainers._forget()
+    trainers.forget()
     args = trainers.arguments(folder, config, **options)
     Trainer(model=trainers.load(models), args=args, train_dataset=trainers.rows(16, 1)).train()
 
@@ -49,7 +49,7 @@ def _engine_freed_by_hand(models: Path, folder: Path) -> None:
     from transformers import Trainer
 
     with trainers.clean_state():
-        trainers._forget()
+        trainers.forget()
         args = trainers.arguments(folder, trainers.zero_config(3), max_steps=2)
         trainer = Trainer(model=trainers.load(models), args=args, train_dataset=trainers.rows(16, 1))
         trainer.train()

@@ -25,7 +25,7 @@ def _predict_with_generate(models: Path, folder: Path, beams: int) -> None:
     found: dict[Any, tuple[trainers.Logs, Any, float]] = {}
     with trainers.clean_state():
         for stage in (None, 2, 3):
-            trainers._forget()
+            trainers.forget()
             args = trainers.arguments(
                 folder,
                 None if stage is None else trainers.zero_config(stage),
@@ -67,7 +67,7 @@ def _ranks_stop_at_different_lengths(models: Path, folder: Path) -> None:
     rank = ranks.rank()
     prompt = torch.tensor([[7, 8, 9 + rank, 11][: 3 + rank]])
     with trainers.clean_state():
-        trainers._forget()
+        trainers.forget()
         args = trainers.arguments(folder, trainers.zero_config(3), max_steps=2)
         trainer = Trainer(model=trainers.load(models, "llama"), args=args, train_dataset=trainers.rows(16, 1))
         trainer.train()

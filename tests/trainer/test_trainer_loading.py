@@ -15,7 +15,7 @@ from tests.support import ranks, trainers
 
 def _stage_3(folder: Path) -> Any:
     """Training arguments that switch stage 3 on, as a script makes them before its model."""
-    trainers._forget()
+    trainers.forget()
     return trainers.arguments(folder, trainers.zero_config(3))
 
 
@@ -125,7 +125,7 @@ def _converted_weights(folder: Path) -> None:
         trainer.save_model(str(folder / "final"))
         torch.distributed.barrier()
         trained = trainers.weights_of(model)
-        trainers._forget()
+        trainers.forget()
         saved = dict(AutoModelForCausalLM.from_pretrained(folder / "final").named_parameters())
         assert all(torch.equal(saved[name], value) for name, value in trained.items())
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from tests.support import ranks, trainers
-from tests.trainer.test_trainer_training import _run
 
 
 def _trainer(models: Path, folder: Path) -> None:
@@ -24,8 +23,8 @@ def _trainer(models: Path, folder: Path) -> None:
             plain = trainers.zero_config(stage)
             offloaded = copy.deepcopy(plain)
             offloaded["zero_optimization"].update(blocks)
-            expected = _run(models, folder, plain)
-            trainer = _run(models, folder, offloaded)
+            expected = trainers.train_with(models, folder, plain)
+            trainer = trainers.train_with(models, folder, offloaded)
             trainers.assert_close(trainers.logs_of(expected), trainers.logs_of(trainer), f"stage {stage}")
             trainers.assert_same_weights(trainers.weights_of(expected.model), trainers.weights_of(trainer.model), f"stage {stage}")
             torch.distributed.barrier()

@@ -78,10 +78,10 @@ def _nothing_to_resume(models: Path, folder: Path) -> None:
         trainer = _trainer(models, folder, trainers.zero_config(2, **FILE))
         with pytest.raises(Exception, match="checkpoint-5-bogus"):
             trainer.train(resume_from_checkpoint=str(folder / "checkpoint-5-bogus"))
-        trainers._forget()
+        trainers.forget()
         plain = _trainer(models, folder / "plain", None, save_strategy="steps", save_steps=2)  # type: ignore[arg-type]
         plain.train()
-        trainers._forget()
+        trainers.forget()
         trainer = _trainer(models, folder, trainers.zero_config(2, **FILE))
         with pytest.raises(ValueError, match="Can't find a valid checkpoint"):
             trainer.train(resume_from_checkpoint=str(folder / "plain" / "checkpoint-2"))

@@ -11,59 +11,22 @@ import torch
 
 from tests.support import ranks, trainers
 
-TRAIN, EVAL = 32, 7  # rows; 7 divides neither by the batch nor by the ranks
-
-
-def _run(models: Path, folder: Path, deepspeed: Any, name: str = "gpt2", **options: Any) -> Any:
-    """One training; returns its Trainer."""
-    from transformers import Trainer
-
-    trainers._forget()
-    callbacks = options.pop("callbacks", None)
-    ragged = options.pop("ragged", False)
-    schedule = options.pop("schedule", False)
-    args = trainers.arguments(folder, deepspeed, **options)
-    assert args.world_size == 2
-    data = trainers.ragged_rows(TRAIN, 1) if ragged else trainers.rows(TRAIN, 1)
-    model = trainers.load(models, name)
-    trainer = Trainer(
-        model=model,
-        args=args,
-        train_dataset=data,
-        eval_dataset=trainers.rows(EVAL, 2),
-        callbacks=callbacks,
-        data_collator=trainers.pad if ragged else None,
-        optimizers=_with_schedule(model, args) if schedule else (None, None),
-    )
-    trainer.train()
-    return trainer
-
-
-def _with_schedule(model: torch.nn.Module, args: Any) -> tuple[torch.optim.Optimizer, Any]:
-    """Plain AdamW with the schedule of the JSON."""
-    from hf_zero.optim.schedules import build_scheduler
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
-    values = {"warmup_min_lr": 0.0, "warmup_max_lr": args.learning_rate, "warmup_num_steps": 2, "total_num_steps": args.max_steps}
-    return optimizer, build_scheduler("WarmupDecayLR", values | {"warmup_type": "linear"}, optimizer)
-
-
 # -- train, evaluate, predict ----------------------------------------------------------------------------------------------
 
 
 def _train_evaluate_predict(models: Path, folder: Path, stages: tuple[int, ...]) -> None:
     with trainers.clean_state():
         options = {"eval_strategy": "steps", "eval_steps": 2, "name": "llama"}
-        plain = _run(models, folder, None, **options)
+        plain = trainers.train_with(models, folder, None, **options)
         weights = trainers.weights_of(plain.model)
-        expected = plain.predict(trainers.rows(EVAL, 2))
+        expected = plain.predict(trainers.rows(trainers.EVAL, 2))
         for stage in stages:
-            trainer = _run(models, folder, trainers.zero_config(stage), **options)
+            trainer = trainers.train_with(models, folder, trainers.zero_config(stage), **options)
             what = f"stage {stage}"
             trainers.assert_close(trainers.logs_of(plain), trainers.logs_of(trainer), what)
             trainers.assert_same_weights(weights, trainers.weights_of(trainer.model), what)
-            found = trainer.predict(trainers.rows(EVAL, 2))
-            assert found.predictions.shape == (EVAL, trainers.LENGTH, trainers.VOCAB)
+            found = trainer.predict(trainers.rows(trainers.EVAL, 2))
+            assert found.predictions.shape == (trainers.EVAL, trainers.LENGTH, trainers.VOCAB)
             torch.testing.assert_close(torch.tensor(found.predictions), torch.tensor(expected.predictions), rtol=1e-3, atol=1e-4)
             assert abs(found.metrics["test_loss"] - expected.metrics["test_loss"]) < 1e-4
             assert abs(trainer.evaluate()["eval_loss"] - expected.metrics["test_loss"]) < 1e-4
@@ -98,9 +61,9 @@ def _option(models: Path, folder: Path, options: dict[str, Any], stages: tuple[i
     if "group_by_length" in options and "group_by_length" not in TrainingArguments.__dataclass_fields__:
         options = {"train_sampling_strategy": "group_by_length", "ragged": True}
     with trainers.clean_state():
-        plain = trainers.logs_of(_run(models, folder, None, **options))
+        plain = trainers.logs_of(trainers.train_with(models, folder, None, **options))
         for stage in stages:
-            found = trainers.logs_of(_run(models, folder, trainers.zero_config(stage), **options))
+            found = trainers.logs_of(trainers.train_with(models, folder, trainers.zero_config(stage), **options))
             trainers.assert_close(plain, found, f"stage {stage}")
 
 
@@ -132,7 +95,7 @@ def _sources(models: Path, folder: Path, in_json: tuple[str, ...], stages: tuple
     sections = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER}
     options = {"weight_decay": 0.0, "warmup_steps": 2, "max_steps": 6}
     with trainers.clean_state():
-        expected = trainers.logs_of(_run(models, folder, None, schedule="scheduler" in in_json, **options))
+        expected = trainers.logs_of(trainers.train_with(models, folder, None, schedule="scheduler" in in_json, **options))
         if in_json:
             for entry, following in zip(expected, expected[1:], strict=False):
                 entry["learning_rate"] = following["learning_rate"]
@@ -140,7 +103,7 @@ def _sources(models: Path, folder: Path, in_json: tuple[str, ...], stages: tuple
         for stage in stages:
             path = folder / f"ds_{stage}_{ranks.rank()}.json"
             path.write_text(json.dumps(trainers.zero_config(stage, **{name: sections[name] for name in in_json})))
-            found = trainers.logs_of(_run(models, folder, str(path), **options))
+            found = trainers.logs_of(trainers.train_with(models, folder, str(path), **options))
             if in_json:
                 del found[-1]["learning_rate"]
             trainers.assert_close(expected, found, f"stage {stage}, {in_json} in the JSON")
@@ -158,10 +121,10 @@ def _mixed_precision(models: Path, folder: Path, precision: str) -> None:
     """Each stage trains in 16 bit, and all stages agree bit for bit."""
     found: dict[int, tuple[trainers.Logs, dict[str, torch.Tensor]]] = {}
     with trainers.clean_state():
-        plain = trainers.logs_of(_run(models, folder, None))
+        plain = trainers.logs_of(trainers.train_with(models, folder, None))
         changes = {"fp16": {"enabled": "auto", "initial_scale_power": 8}} if precision == "fp16" else {}
         for stage in (1, 2, 3):
-            trainer = _run(models, folder, trainers.zero_config(stage, **changes), use_cpu=True, **{precision: True})
+            trainer = trainers.train_with(models, folder, trainers.zero_config(stage, **changes), use_cpu=True, **{precision: True})
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
             assert {param.dtype for param in trainer.model.parameters()} == {dtype}
             found[stage] = (trainers.logs_of(trainer), trainers.weights_of(trainer.model))
@@ -193,10 +156,12 @@ def _callbacks(models: Path, folder: Path) -> None:
 
     with trainers.clean_state():
         plain = Watcher()
-        _run(models, folder, None, callbacks=[plain])
+        trainers.train_with(models, folder, None, callbacks=[plain])
         for stage in (2, 3):
             watcher = Watcher()
-            _run(models, folder, trainers.zero_config(stage), callbacks=[watcher], eval_strategy="steps", eval_steps=1, eval_on_start=True)
+            trainers.train_with(
+                models, folder, trainers.zero_config(stage), callbacks=[watcher], eval_strategy="steps", eval_steps=1, eval_on_start=True
+            )
             for (kind, total, rate), (name, found, found_rate) in zip(plain.seen, watcher.seen, strict=True):
                 assert name == kind == "GPT2LMHeadModel"
                 assert abs(total - found) < 1e-2
@@ -220,10 +185,10 @@ def _auto_batch_size(models: Path, folder: Path) -> None:
             return super().training_step(*args, **kwargs)
 
     with trainers.clean_state():
-        plain = _run(models, folder, None, per_device_train_batch_size=1)
-        trainers._forget()
+        plain = trainers.train_with(models, folder, None, per_device_train_batch_size=1)
+        trainers.forget()
         args = trainers.arguments(folder, trainers.zero_config(2), auto_find_batch_size=True)
-        trainer = TooLarge(model=trainers.load(models), args=args, train_dataset=trainers.rows(TRAIN, 1))
+        trainer = TooLarge(model=trainers.load(models), args=args, train_dataset=trainers.rows(trainers.TRAIN, 1))
         trainer.train()
         assert trainer._train_batch_size == 1
         trainers.assert_close(trainers.logs_of(plain), trainers.logs_of(trainer), "batch size 1")

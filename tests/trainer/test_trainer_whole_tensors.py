@@ -15,7 +15,7 @@ ADAFACTOR = {"optim": "adafactor", "learning_rate": 1e-2}
 def _trainer(models: Path, folder: Path, config: Any, **options: Any) -> Any:
     from transformers import Trainer
 
-    trainers._forget()
+    trainers.forget()
     args = trainers.arguments(folder, config, **(ADAFACTOR | options))
     return Trainer(model=trainers.load(models), args=args, train_dataset=trainers.rows(24, 1))
 

@@ -38,7 +38,7 @@ def _same_numbers(models: Path, folder: Path, kind: str) -> None:
     with trainers.clean_state():
         expected = None
         for stage in (None, 2, 3):
-            trainers._forget()
+            trainers.forget()
             trainer = KINDS[kind](models, folder / f"{kind}{stage}", None if stage is None else trainers.zero_config(stage))
             trainer.train()
             found = [{key: entry[key] for key in LOGGED if key in entry} for entry in trainer.state.log_history if "loss" in entry]

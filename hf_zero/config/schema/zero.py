@@ -74,11 +74,12 @@ class OffloadOptimizer(Section):
     device: Device = used("none", "Where masters and optimizer states rest; they are updated on the host")
     nvme_path: str | None = part(None, "Directory for swap files")
     buffer_count: Annotated[Int, Field(ge=1)] = part(
-        4, "nvme: buffers of the size of the largest shard that may be in memory; lots are cut so that they suffice for every optimizer"
+        4,
+        "nvme: buffers of the size of the largest shard that may be in memory; sub-groups are cut so that they suffice for every optimizer",
     )
     pin_memory: Bool = part(True, "Use page-locked host memory; ordinary memory, with a warning, where locking fails")
-    pipeline_read: Bool = part(False, "nvme: read the next lot while one is updated")
-    pipeline_write: Bool = part(False, "nvme: write the previous lot while one is updated")
+    pipeline_read: Bool = part(False, "nvme: read the next sub-group while one is updated")
+    pipeline_write: Bool = part(False, "nvme: write the previous sub-group while one is updated")
     fast_init: Bool = accepted(
         False, "Faster first creation of the swap files", "room for the files is reserved in one call; they are not written at start"
     )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.core.optimizer.readable import ReadableOptimizer
-from hf_zero.core.optimizer.state_storage import Residence
+from hf_zero.core.optimizer.state_store import StateStore
 from hf_zero.core.units.layout import FROZEN, Range
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import ConfigError, StateError
@@ -74,14 +74,14 @@ class ShardedOptimizer(ReadableOptimizer):
         segments: What ``inner`` updates, in order.
         overflow: Whether the last step was skipped for a gradient that is not finite.
         parameter_offload: Handle for libraries that look for DeepSpeed's hook object here.
-        residence: Where masters and moments live.
+        state_store: Where masters and moments live.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], residence: Residence | None = None) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], state_store: StateStore | None = None) -> None:
         # Not super().__init__: groups and state are the inner optimizer's own, and must stay the same objects.
         self.inner = inner
         self.units = list(units)
-        self.residence = residence or Residence()
+        self.state_store = state_store or StateStore()
         self.overflow = False
         self.parameter_offload: Any = None
         self.scaler = None
@@ -95,7 +95,7 @@ class ShardedOptimizer(ReadableOptimizer):
         if inner.state:  # made at construction, for the parameters that the segments replace
             make: Any = type(inner)
             inner.state = make([dict(group) for group in inner.param_groups]).state
-            self.residence.adopt_states(self)
+            self.state_store.adopt_states(self)
         self._step: Callable[[], None] | None = None
         self._clear: Callable[[], None] | None = None
         self._moves: dict[str, Callable[..., None]] = {}
@@ -106,8 +106,8 @@ class ShardedOptimizer(ReadableOptimizer):
             OwnedSegment(unit, segment.group, part, _view(unit, part))
             for unit in self.units
             for segment in unit.layout.segments(unit.rank)
-            for lot in self.residence.ranges(unit)
-            if (part := segment.range.shift(-unit.owned.start).intersect(lot)).numel
+            for sub_group in self.state_store.ranges(unit)
+            if (part := segment.range.shift(-unit.owned.start).intersect(sub_group)).numel
         ]
 
     def _tensors(self, group: int) -> list[torch.Tensor]:
@@ -121,7 +121,7 @@ class ShardedOptimizer(ReadableOptimizer):
     def dismiss(self) -> None:
         """Frees state and segments; the groups stay, empty."""
         self.connect(None, None)
-        self.residence.close()
+        self.state_store.close()
         self.inner.state.clear()
         self.segments, self.units = [], []
         self._segments_of.clear()
@@ -133,7 +133,7 @@ class ShardedOptimizer(ReadableOptimizer):
 
         ``updated`` is called with each unit, in order, when its shard has its new value; all else is local.
         """
-        self.residence.update(self, shards, factor, updated)
+        self.state_store.update(self, shards, factor, updated)
         # What torch's schedulers look at before they warn that they were stepped before the optimizer.
         self._opt_called = True
 
@@ -166,7 +166,7 @@ class ShardedOptimizer(ReadableOptimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The inner optimizer's state, by segment; waits for an update that is under way."""
-        self.residence.settle()
+        self.state_store.settle()
         return self.inner.state
 
     @property
@@ -189,17 +189,17 @@ class ShardedOptimizer(ReadableOptimizer):
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """This rank's part of the state; checkpoints are written by ``save_checkpoint``, which any number of ranks can read."""
-        self.residence.settle()
+        self.state_store.settle()
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Takes back what ``state_dict`` of the same rank and world size gave."""
-        self.residence.settle()
+        self.state_store.settle()
         tensors = [group["params"] for group in self.inner.param_groups]
         self.inner.load_state_dict(state_dict)
         for group, params in zip(self.inner.param_groups, tensors, strict=True):
             group["params"] = params
-        self.residence.adopt_states(self)
+        self.state_store.adopt_states(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: units are laid out once.

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 _PROBE_NUMEL = 16
 
 
-class LotStepper:
-    """One step of ``optimizer``, taken lot by lot.
+class SubGroupStepper:
+    """One step of ``optimizer``, taken sub-group by sub-group.
 
-    [Note: stepping by lots] Each lot is stepped by a twin: an object of the same class with the same attributes and the same state
-    dict, whose groups hold the lot's segments and the values that the groups had when the step began. So a
-    counter that an optimizer keeps in its groups (schedule-free ones do) is seen by every lot as one common step would see it, a
-    learning rate that changes meanwhile has no effect, and a lot costs no look at the segments of the others.
+    [Note: stepping by sub-groups] Each sub-group is stepped by a clone: an object of the same class with the same attributes and the same
+    state dict, whose groups hold the sub-group's segments and the values that the groups had when the step began. So a counter that an
+    optimizer keeps in its groups (schedule-free ones do) is seen by every sub-group as one common step would see it, a
+    learning rate that changes meanwhile has no effect, and a sub-group costs no look at the segments of the others.
 
     Args:
         optimizer: The inner optimizer.
@@ -52,7 +52,7 @@ class LotStepper:
         """Updates ``segments``.
 
         Args:
-            segments: Of one lot.
+            segments: Of one sub-group.
             grads: A gradient of each, of the type it arrived in; may be overwritten.
             factor: What gradients are multiplied with first.
             lows: For each where its new value goes as well, in another type; None for nowhere.
@@ -60,7 +60,7 @@ class LotStepper:
         groups = [{**values, "params": []} for values in self.values]
         for segment in segments:
             groups[segment.group]["params"].append(segment.tensor)
-        other = twin(self._optimizer, groups)
+        other = clone(self._optimizer, groups)
         targets = list(lows or [None] * len(segments))
         if isinstance(other, HostOptimizer):
             update_with_lows(other, [segment.tensor for segment in segments], grads, targets, factor, self.threads)
@@ -110,7 +110,7 @@ def _values(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def twin(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any = None) -> torch.optim.Optimizer:
+def clone(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any = None) -> torch.optim.Optimizer:
     """An optimizer of the same class and attributes with other groups; with ``optimizer``'s own state dict unless given one."""
     other: torch.optim.Optimizer = object.__new__(type(optimizer))
     other.__dict__.update(optimizer.__dict__)
@@ -136,7 +136,7 @@ def state_types(optimizer: torch.optim.Optimizer, dtype: torch.dtype, device: to
         state: dict[Any, Any] = type(optimizer.state)(dict) if hasattr(optimizer.state, "default_factory") else {}
         try:
             values = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in _values(group).items()}
-            probe = twin(optimizer, [{**values, "params": [vector]}], state)
+            probe = clone(optimizer, [{**values, "params": [vector]}], state)
             if vector not in state and optimizer.state:  # made at construction
                 make: Any = type(optimizer)
                 probe.state = state = make([{**values, "params": [vector]}]).state

@@ -13,7 +13,7 @@ from torch import nn
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.core.optimizer.owners import assign_owners
 from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
-from hf_zero.core.optimizer.state_storage import Residence, scale_
+from hf_zero.core.optimizer.state_store import StateStore, scale_
 from hf_zero.core.optimizer.tensor_moves import TensorMoves
 from hf_zero.core.units.layout import ParamSlot
 from hf_zero.core.units.unit import Unit
@@ -57,11 +57,11 @@ class WholeTensorOptimizer(ShardedOptimizer):
         inner: Any torch optimizer whose update of a parameter depends on that parameter alone.
         units: Trainable units.
         collectives: The axis they are divided over.
-        residence: Where masters live.
+        state_store: Where masters live.
     """
 
     def __init__(
-        self, inner: torch.optim.Optimizer, units: Sequence[Unit], collectives: Collectives, residence: Residence | None = None
+        self, inner: torch.optim.Optimizer, units: Sequence[Unit], collectives: Collectives, state_store: StateStore | None = None
     ) -> None:
         owned = assign_owners([unit.layout for unit in units], collectives.world)
         self._owners = {entry.slot.name: entry.rank for entry in owned}
@@ -74,7 +74,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
             for slot in move.own
         ]
         self._by_name = {entry.slot.name: entry for entry in self.whole}
-        super().__init__(inner, units, residence)
+        super().__init__(inner, units, state_store)
 
     def _lay_out(self) -> list[OwnedSegment]:
         return []

@@ -75,11 +75,11 @@ class Stepper:
         """Called before each backward; ``boundary``: its gradients complete an optimizer step."""
         for unit in self.optimizer.units:
             write_back_assigned(unit)
-        self.optimizer.residence.expect(self.optimizer, self.scaler.scale if boundary else None)
+        self.optimizer.state_store.expect(self.optimizer, self.scaler.scale if boundary else None)
 
     def norm_of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """Norm of all gradients together, with loss scale; 0-dim, the same on every rank. Collective."""
-        return global_norm(shards, self.collectives, self.settings.sharded, self._model, self.optimizer.residence.threads)
+        return global_norm(shards, self.collectives, self.settings.sharded, self._model, self.optimizer.state_store.threads)
 
     def culprit_of(self, shards: Sequence[torch.Tensor]) -> str:
         """Name of the first parameter with a gradient that is not finite; collective."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_zero.core.optimizer.sub_groups import LotStepper
+from hf_zero.core.optimizer.sub_groups import SubGroupStepper
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.unit import Unit
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
 
 
-class Residence:
+class StateStore:
     """The training device: every segment is there, and one step of the inner optimizer updates all. Offload has a subclass.
 
     Attributes:
@@ -77,7 +77,7 @@ class Residence:
         self, optimizer: ShardedOptimizer, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]
     ) -> None:
         """Unit by unit, so that one travels while the next is updated."""
-        stepper = LotStepper(optimizer.inner, next(iter(by_unit.values())).dtype, self.threads)
+        stepper = SubGroupStepper(optimizer.inner, next(iter(by_unit.values())).dtype, self.threads)
         writes_shards = _writes_shards(optimizer)
         for unit in optimizer.units:
             segments = optimizer.segments_of(unit)

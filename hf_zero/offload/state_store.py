@@ -11,8 +11,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
-from hf_zero.core.optimizer.state_storage import Residence, as_gradient, move_to_huge_pages, scale_
-from hf_zero.core.optimizer.sub_groups import LotStepper
+from hf_zero.core.optimizer.state_store import StateStore, as_gradient, move_to_huge_pages, scale_
+from hf_zero.core.optimizer.sub_groups import SubGroupStepper
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.state import UnitState
@@ -20,8 +20,8 @@ from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import publish
 from hf_zero.memory.buffers import HostMemory
 from hf_zero.observe import logger
+from hf_zero.offload.host_states import HostStates, SubGroup
 from hf_zero.offload.speculation import Spares, Speculator
-from hf_zero.offload.states import HostStates, Lot
 from hf_zero.offload.updates import Underway, UnitUpdate, UpdateThread, Work
 
 
@@ -33,7 +33,7 @@ class OverlapPolicy:
         forward: Updates of units that are not gathered go on after ``step``, while the next forward runs. Only for optimizers whose
             step changes nothing but tensors of its own unit (``HostOptimizer``), and homes whose ``outgoing`` is each unit's own.
         spare_bytes: Host memory for steps on copies during backward; 0 for none.
-        threads: As in ``Residence``.
+        threads: As in ``StateStore``.
     """
 
     forward: bool = False
@@ -41,7 +41,7 @@ class OverlapPolicy:
     threads: int | None = None
 
 
-class OffloadedResidence(Residence):
+class OffloadedStateStore(StateStore):
     """Masters and moments of some units rest on the host or in a file; those of the others stay on the device.
 
     Args:
@@ -57,7 +57,7 @@ class OffloadedResidence(Residence):
         self.threads = policy.threads
         self._offloaded: set[int] = set()  # ids of units
         self._accumulation_dtype = accumulation_dtype
-        self._lots: dict[int, list[Lot]] | None = None  # by id of the unit
+        self._sub_groups: dict[int, list[SubGroup]] | None = None  # by id of the unit
         self._thread = UpdateThread(memory.device)
         self._spares = Spares(memory, policy.spare_bytes)
         self._speculator = Speculator(self._thread, self._spares) if policy.spare_bytes else None
@@ -88,8 +88,8 @@ class OffloadedResidence(Residence):
         if self._speculator is not None:
             self._speculator.arrived(unit, grad, settle)
 
-    def _stepper(self, optimizer: ShardedOptimizer) -> LotStepper:
-        return LotStepper(optimizer.inner, self._accumulation_dtype, self.threads)
+    def _stepper(self, optimizer: ShardedOptimizer) -> SubGroupStepper:
+        return SubGroupStepper(optimizer.inner, self._accumulation_dtype, self.threads)
 
     def _overlaps(self, optimizer: ShardedOptimizer) -> bool:
         """Whether this step's updates may run in the other thread: not the first, which makes the states, nor one with a rate in a tensor,
@@ -130,17 +130,23 @@ class OffloadedResidence(Residence):
             unit.shard_storage.flush()
 
     def _updates(
-        self, optimizer: ShardedOptimizer, stepper: LotStepper, by_unit: Mapping[int, torch.Tensor], factor: float
+        self, optimizer: ShardedOptimizer, stepper: SubGroupStepper, by_unit: Mapping[int, torch.Tensor], factor: float
     ) -> list[UnitUpdate]:
         """In the order of forward, but first those of gathered units, for which ``step`` waits."""
-        by_id = self._lots_by_unit(optimizer)
+        by_id = self._sub_groups_by_unit(optimizer)
         units = [unit for unit in optimizer.units if id(unit) in by_id]
         units.sort(key=lambda unit: unit.state is UnitState.SHARDED)  # stable
-        lots = [lot for unit in units for lot in by_id[id(unit)]]
-        behind = {id(lot): upcoming for lot, upcoming in zip(lots, [*lots[1:], None], strict=True)}
+        sub_groups = [sub_group for unit in units for sub_group in by_id[id(unit)]]
+        behind = {id(sub_group): upcoming for sub_group, upcoming in zip(sub_groups, [*sub_groups[1:], None], strict=True)}
         return [
             UnitUpdate(
-                unit, [(lot, behind[id(lot)]) for lot in by_id[id(unit)]], by_unit[id(unit)], factor, optimizer, stepper, self.states
+                unit,
+                [(sub_group, behind[id(sub_group)]) for sub_group in by_id[id(unit)]],
+                by_unit[id(unit)],
+                factor,
+                optimizer,
+                stepper,
+                self.states,
             )
             for unit in units
         ]
@@ -167,26 +173,26 @@ class OffloadedResidence(Residence):
             last.result()
 
     def _update_device(
-        self, optimizer: ShardedOptimizer, stepper: LotStepper, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor
+        self, optimizer: ShardedOptimizer, stepper: SubGroupStepper, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor
     ) -> None:
         segments = [segment for segment in optimizer.segments if not self.holds(segment.unit)]
         if segments:
             scale_([by_unit[id(unit)] for unit in optimizer.units if not self.holds(unit)], factor)
             stepper.step(segments, [as_gradient(by_unit[id(segment.unit)], segment) for segment in segments])
 
-    def _lots_by_unit(self, optimizer: ShardedOptimizer) -> dict[int, list[Lot]]:
+    def _sub_groups_by_unit(self, optimizer: ShardedOptimizer) -> dict[int, list[SubGroup]]:
         """What is updated at a time, by id of the unit in the order of forward; units without a segment on this rank are left out."""
-        if self._lots is None:
-            self._lots = {}
+        if self._sub_groups is None:
+            self._sub_groups = {}
             for unit in optimizer.units:
                 segments = optimizer.segments_of(unit) if self.holds(unit) else []
                 if segments:
-                    self._lots[id(unit)] = [_lot(unit, part, segments) for part in self.ranges(unit)]
-        return self._lots
+                    self._sub_groups[id(unit)] = [_sub_group(unit, part, segments) for part in self.ranges(unit)]
+        return self._sub_groups
 
-    def lots(self, optimizer: ShardedOptimizer) -> list[Lot]:
+    def sub_groups(self, optimizer: ShardedOptimizer) -> list[SubGroup]:
         """What is updated at a time, in the order of forward."""
-        return [lot for lots in self._lots_by_unit(optimizer).values() for lot in lots]
+        return [sub_group for sub_groups in self._sub_groups_by_unit(optimizer).values() for sub_group in sub_groups]
 
     # -- state from outside -------------------------------------------------------------------------------------------
 
@@ -194,12 +200,12 @@ class OffloadedResidence(Residence):
         return self.states.new_state(segment, name, dtype) if self.holds(segment.unit) else super().new_state(segment, name, dtype)
 
     def adopt_states(self, optimizer: ShardedOptimizer) -> None:
-        self.states.adopt(optimizer, self.lots(optimizer))
+        self.states.adopt(optimizer, self.sub_groups(optimizer))
 
     def tiers(self, optimizer: ShardedOptimizer) -> Mapping[str, int]:
         if isinstance(optimizer, WholeTensorOptimizer):
             return {self.states.tier: self._whole_nbytes(optimizer)}
-        return {self.states.tier: self.states.nbytes(optimizer, self.lots(optimizer)) + self._spares.nbytes}
+        return {self.states.tier: self.states.nbytes(optimizer, self.sub_groups(optimizer)) + self._spares.nbytes}
 
     def _whole_nbytes(self, optimizer: WholeTensorOptimizer) -> int:
         """Bytes of offloaded masters, and of the tensors that this rank keeps for the parameters it owns."""
@@ -221,10 +227,10 @@ class OffloadedResidence(Residence):
         if self._speculator is not None:
             self._speculator.forget()
         self._thread.close()
-        self._lots = None
+        self._sub_groups = None
         self.states.close_all()
 
 
-def _lot(unit: Unit, part: Range, segments: Sequence[OwnedSegment]) -> Lot:
+def _sub_group(unit: Unit, part: Range, segments: Sequence[OwnedSegment]) -> SubGroup:
     inside = tuple(segment for segment in segments if segment.range.intersect(part).numel)
-    return Lot(unit, part, inside)
+    return SubGroup(unit, part, inside)

@@ -1,10 +1,9 @@
-"""Masters and moments away from the device: in host memory, or in a file whose parts come into a few buffers to be updated."""
+"""Masters and moments in a file, whose parts come into a few buffers to be updated."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
 from hf_zero.memory.buffers import ALIGNMENT, HostMemory
 from hf_zero.offload.files import SwapFile, SwapFolder, Transfer
+from hf_zero.offload.host_states import HostStates, SubGroup, elementwise_states
 
 MASTER = "master"
 
@@ -22,93 +22,14 @@ _STEP_NUMEL = ALIGNMENT // 2
 
 
 @dataclass(frozen=True)
-class Lot:
-    """What is updated at a time: a range of one unit's shard and the segments inside it."""
-
-    unit: Unit
-    range: Range
-    segments: tuple[OwnedSegment, ...]
-
-
-class HostStates:
-    """Masters and moments in host memory; where training runs there too, they are where they would be anyway.
-
-    Args:
-        memory: For masters of units on a device.
-        apart: The training device has memory of its own.
-    """
-
-    tier = "host"
-
-    def __init__(self, memory: HostMemory, apart: bool) -> None:
-        self._memory = memory
-        self._apart = apart
-
-    def rest(self, unit: Unit) -> None:
-        """Takes the master of a new unit."""
-        if unit.master is not None and self._apart:
-            master = self._memory.empty(unit.master.numel(), unit.master.dtype)
-            master.copy_(unit.master)
-            unit.own.master = master
-
-    def ranges(self, unit: Unit) -> Sequence[Range]:
-        """The lots that ``unit``'s shard is cut into."""
-        return [Range(0, unit.layout.shard_numel)]
-
-    def prepare(self, lot: Lot) -> None:
-        """``lot`` comes next: starts bringing it."""
-
-    def open(self, optimizer: ShardedOptimizer, lot: Lot) -> None:
-        """Makes masters and states of ``lot``'s segments memory that can be written to."""
-
-    def close(self, optimizer: ShardedOptimizer, lot: Lot) -> None:
-        """``lot`` is updated: takes it back."""
-
-    def flush(self) -> None:
-        """Waits for what is being written: masters and states can be read."""
-
-    def settle(self) -> None:
-        """Waits for all that is under way."""
-
-    def new_state(self, segment: OwnedSegment, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros of the segment's shape for its state ``name``, where such states rest."""
-        return torch.zeros(segment.range.numel, dtype=dtype)
-
-    def adopt(self, optimizer: ShardedOptimizer, lots: Sequence[Lot]) -> None:
-        """Takes in states that somebody else has put into the inner optimizer."""
-
-    def nbytes(self, optimizer: ShardedOptimizer, lots: Sequence[Lot]) -> int:
-        """Bytes of masters and states that rest here."""
-        units = {id(lot.unit): lot.unit for lot in lots}.values()
-        masters = sum(unit.master.nbytes for unit in units if unit.master is not None and unit.master is not unit.shard)
-        return masters + sum(
-            value.nbytes for lot in lots for segment in lot.segments for _, value in elementwise_states(optimizer, segment)
-        )
-
-    def close_all(self) -> None:
-        """Lets go of everything."""
-
-
-def elementwise_states(optimizer: ShardedOptimizer, segment: OwnedSegment) -> Iterator[tuple[str, torch.Tensor]]:
-    """The states of a segment that have one number per element."""
-    state: Mapping[str, Any] = optimizer.inner.state.get(segment.tensor, {})
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.ndim and value.shape == segment.tensor.shape:
-            yield name, value
-
-
-# -- in a file --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
 class BufferPlan:
     """How the buffers of a file of states are used.
 
     Attributes:
         count: Buffers, each as large as the largest master shard: what may be resident at once.
-        pipeline_read: The next lot is read while one is updated.
-        pipeline_write: The previous lot is written while one is updated.
-        most_numel: Elements of a lot at most.
+        pipeline_read: The next sub-group is read while one is updated.
+        pipeline_write: The previous sub-group is written while one is updated.
+        most_numel: Elements of a sub-group at most.
     """
 
     count: int
@@ -118,19 +39,19 @@ class BufferPlan:
 
     @property
     def frames(self) -> int:
-        """Lots in memory at once."""
+        """Sub-groups in memory at once."""
         return 1 + self.pipeline_read + self.pipeline_write
 
-    def lot_numel(self, largest: int, tensors: int) -> int:
-        """[Note: buffer_count and lots]
+    def sub_group_numel(self, largest: int, tensors: int) -> int:
+        """[Note: buffer_count and sub-groups]
 
-        ``buffer_count`` buffers of the largest shard's size are the memory that may be used. Adam needs three tensors per lot, and
-        pipelining two or three lots at once; with fewer buffers than that the lots are smaller than a shard. So every ``buffer_count``
-        works, and more of them only mean larger pieces.
+        ``buffer_count`` buffers of the largest shard's size are the memory that may be used. Adam needs three tensors per sub-group, and
+        pipelining two or three sub-groups at once; with fewer buffers than that the sub-groups are smaller than a shard. So every
+        ``buffer_count`` works, and more of them only mean larger pieces.
 
         Args:
             largest: Elements of the largest shard.
-            tensors: Tensors per lot: master and states.
+            tensors: Tensors per sub-group: master and states.
         """
         fits = self.count * largest // (max(1, tensors) * self.frames)
         numel = min(largest, self.most_numel, fits)
@@ -145,16 +66,16 @@ class _Region:
     dtype: torch.dtype
     mapped: torch.Tensor  # (shard_numel,)
 
-    def place(self, lot: Lot) -> int:
-        """Where ``lot`` begins in the file."""
-        return self.offset + lot.range.start * self.dtype.itemsize
+    def place(self, sub_group: SubGroup) -> int:
+        """Where ``sub_group`` begins in the file."""
+        return self.offset + sub_group.range.start * self.dtype.itemsize
 
 
 @dataclass
 class _Frame:
-    """The buffers of one lot, by the name of what they are for; ``loaded`` are those whose content is the lot's."""
+    """The buffers of one sub-group, by the name of what they are for; ``loaded`` are those whose content is the sub-group's."""
 
-    lot: Lot | None = None
+    sub_group: SubGroup | None = None
     loaded: set[str] = field(default_factory=set)
     slots: dict[str, torch.Tensor] = field(default_factory=dict)  # uint8
     transfers: list[Transfer] = field(default_factory=list)
@@ -175,15 +96,15 @@ class _Frame:
 class FileStates(HostStates):
     """Masters and moments in one file per rank.
 
-    At rest each tensor is a mapped part of the file ([Note: mapped and direct access]) and costs no memory. For an update a lot is read
-    into a frame, the tensors that the inner optimizer knows are pointed at it (``tensor.data``), updated, and written back.
+    At rest each tensor is a mapped part of the file ([Note: mapped and direct access]) and costs no memory. For an update a sub-group is
+    read into a frame, the tensors that the inner optimizer knows are pointed at it (``tensor.data``), updated, and written back.
 
     Args:
         folder: Where the file is made.
         file: The file.
         memory: Of the buffers.
         plan: Number and use of the buffers.
-        types: States that the optimizer will keep per element, for the size of the lots.
+        types: States that the optimizer will keep per element, for the size of the sub-groups.
         apart: As in ``HostStates``.
     """
 
@@ -234,7 +155,7 @@ class FileStates(HostStates):
 
     def ranges(self, unit: Unit) -> Sequence[Range]:
         tensors = len(self._types) + self._has_masters
-        return _cut(unit.layout.shard_numel, self.plan.lot_numel(self._largest, tensors))
+        return _cut(unit.layout.shard_numel, self.plan.sub_group_numel(self._largest, tensors))
 
     def _slot(self, frame: _Frame, name: str, nbytes: int) -> torch.Tensor:
         """The part of a buffer that a transfer of ``nbytes`` uses."""
@@ -243,72 +164,74 @@ class FileStates(HostStates):
             frame.slots[name] = self._memory.empty(padded, torch.uint8)
         return frame.slots[name][:padded]
 
-    # -- one lot
+    # -- one sub-group
 
-    def prepare(self, lot: Lot) -> None:
-        if self.plan.pipeline_read and all(frame.lot is not lot for frame in self._frames):
-            self._read(lot)
+    def prepare(self, sub_group: SubGroup) -> None:
+        if self.plan.pipeline_read and all(frame.sub_group is not sub_group for frame in self._frames):
+            self._read(sub_group)
 
-    def _read(self, lot: Lot) -> _Frame:
+    def _read(self, sub_group: SubGroup) -> _Frame:
         frame = self._frames.pop(0)
         self._frames.append(frame)
         frame.settle()
-        frame.lot = lot
+        frame.sub_group = sub_group
         frame.loaded.clear()
-        for name, region in self._regions_of(lot.unit):
-            frame.transfers.append(self.file.read(region.place(lot), self._slot(frame, name, lot.range.numel * region.dtype.itemsize)))
+        for name, region in self._regions_of(sub_group.unit):
+            frame.transfers.append(
+                self.file.read(region.place(sub_group), self._slot(frame, name, sub_group.range.numel * region.dtype.itemsize))
+            )
             frame.loaded.add(name)
         return frame
 
     def _regions_of(self, unit: Unit) -> list[tuple[str, _Region]]:
         return [(name, region) for (unit_id, name), region in self._regions.items() if unit_id == id(unit)]
 
-    def open(self, optimizer: ShardedOptimizer, lot: Lot) -> None:
-        frame = next((frame for frame in self._frames if frame.lot is lot), None) or self._read(lot)
+    def open(self, optimizer: ShardedOptimizer, sub_group: SubGroup) -> None:
+        frame = next((frame for frame in self._frames if frame.sub_group is sub_group), None) or self._read(sub_group)
         frame.settle()
-        for segment in lot.segments:
+        for segment in sub_group.segments:
             for name, value in _tensors(optimizer, segment):
                 if name in frame.loaded:
-                    value.data = _part(frame.view(name, lot.range.numel, value.dtype), segment, lot)
+                    value.data = _part(frame.view(name, sub_group.range.numel, value.dtype), segment, sub_group)
 
-    def close(self, optimizer: ShardedOptimizer, lot: Lot) -> None:
-        frame = next((frame for frame in self._frames if frame.lot is lot), None)
+    def close(self, optimizer: ShardedOptimizer, sub_group: SubGroup) -> None:
+        frame = next((frame for frame in self._frames if frame.sub_group is sub_group), None)
         if frame is None:
-            raise StateError(f"unit {lot.unit.name}: a lot was closed that is not open")
-        frame.lot = None
+            raise StateError(f"unit {sub_group.unit.name}: a sub-group was closed that is not open")
+        frame.sub_group = None
         self._fresh.clear()
-        for segment in lot.segments:
+        for segment in sub_group.segments:
             for name, value in elementwise_states(optimizer, segment):
                 if not frame.holds(name, value):  # the inner optimizer has made or replaced it
-                    self._copy_in(frame, lot, segment, name, value)
-        for name, region in self._regions_of(lot.unit):
+                    self._copy_in(frame, sub_group, segment, name, value)
+        for name, region in self._regions_of(sub_group.unit):
             if name in frame.loaded:
-                slot = self._slot(frame, name, lot.range.numel * region.dtype.itemsize)
-                frame.transfers.append(self.file.write(region.place(lot), slot))
-        for segment in lot.segments:
+                slot = self._slot(frame, name, sub_group.range.numel * region.dtype.itemsize)
+                frame.transfers.append(self.file.write(region.place(sub_group), slot))
+        for segment in sub_group.segments:
             for name, value in _tensors(optimizer, segment):
                 if name in frame.loaded:
-                    value.data = self._regions[id(lot.unit), name].mapped[segment.range.start : segment.range.stop]
+                    value.data = self._regions[id(sub_group.unit), name].mapped[segment.range.start : segment.range.stop]
         if not self.plan.pipeline_write:
             frame.settle()
 
-    def _copy_in(self, frame: _Frame, lot: Lot, segment: OwnedSegment, name: str, value: torch.Tensor) -> None:
-        region = self._region(lot.unit, name, value.dtype)
-        slot = self._slot(frame, name, lot.range.numel * region.dtype.itemsize)
+    def _copy_in(self, frame: _Frame, sub_group: SubGroup, segment: OwnedSegment, name: str, value: torch.Tensor) -> None:
+        region = self._region(sub_group.unit, name, value.dtype)
+        slot = self._slot(frame, name, sub_group.range.numel * region.dtype.itemsize)
         if name not in frame.loaded:
             slot.zero_()  # gaps between segments
             frame.loaded.add(name)
-        _part(frame.view(name, lot.range.numel, region.dtype), segment, lot).copy_(value)
+        _part(frame.view(name, sub_group.range.numel, region.dtype), segment, sub_group).copy_(value)
 
     def flush(self) -> None:
         for frame in self._frames:
-            if frame.lot is None:
+            if frame.sub_group is None:
                 frame.settle()
 
     def settle(self) -> None:
         for frame in self._frames:
             frame.settle()
-            frame.lot = None
+            frame.sub_group = None
 
     # -- states from outside
 
@@ -319,17 +242,17 @@ class FileStates(HostStates):
         self._fresh.add(key)
         return self._region(segment.unit, name, dtype).mapped[segment.range.start : segment.range.stop]
 
-    def adopt(self, optimizer: ShardedOptimizer, lots: Sequence[Lot]) -> None:
+    def adopt(self, optimizer: ShardedOptimizer, sub_groups: Sequence[SubGroup]) -> None:
         self._fresh.clear()
-        for lot in lots:
-            for segment in lot.segments:
+        for sub_group in sub_groups:
+            for segment in sub_group.segments:
                 for name, value in elementwise_states(optimizer, segment):
-                    place = self._region(lot.unit, name, value.dtype).mapped[segment.range.start : segment.range.stop]
+                    place = self._region(sub_group.unit, name, value.dtype).mapped[segment.range.start : segment.range.stop]
                     if value.data_ptr() != place.data_ptr():
                         place.copy_(value)
                         value.data = place
 
-    def nbytes(self, optimizer: ShardedOptimizer, lots: Sequence[Lot]) -> int:
+    def nbytes(self, optimizer: ShardedOptimizer, sub_groups: Sequence[SubGroup]) -> int:
         return self.file.nbytes
 
     def close_all(self) -> None:
@@ -351,5 +274,5 @@ def _cut(numel: int, step: int) -> list[Range]:
     return [Range(start, min(start + step, numel)) for start in range(0, numel, step)]
 
 
-def _part(lot_tensor: torch.Tensor, segment: OwnedSegment, lot: Lot) -> torch.Tensor:
-    return lot_tensor[segment.range.start - lot.range.start : segment.range.stop - lot.range.start]
+def _part(tensor: torch.Tensor, segment: OwnedSegment, sub_group: SubGroup) -> torch.Tensor:
+    return tensor[segment.range.start - sub_group.range.start : segment.range.stop - sub_group.range.start]

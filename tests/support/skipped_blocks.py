@@ -1,0 +1,53 @@
+"""Models that run the blocks which a batch chooses, and skip the others."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.models import CLASSES, LENGTH, Batch, Block, Mlp
+
+WIDTH = 16
+
+
+class Chosen(Mlp):
+    """Runs the blocks that the batch lists, in the batch's order."""
+
+    def __init__(self, checkpointing: bool = False, blocks: int = 4) -> None:
+        super().__init__(blocks=blocks)
+        self.checkpointing = checkpointing
+
+    def forward(self, inputs: Tensor, choice: Tensor) -> Tensor:
+        hidden = self.entry(inputs)
+        for index in choice.tolist():
+            block = self.blocks[index]
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.checkpointing else block(hidden)
+        return self.head(hidden)
+
+
+class TwoTowers(nn.Module):
+    """Text blocks that always run, vision blocks that run only when the batch holds pixels."""
+
+    def __init__(self, vision: int = 2, text: int = 2) -> None:
+        super().__init__()
+        self.vision = nn.ModuleList(Block(WIDTH) for _ in range(vision))
+        self.bridge = nn.Linear(WIDTH, WIDTH)
+        self.entry = nn.Linear(LENGTH, WIDTH)
+        self.text = nn.ModuleList(Block(WIDTH) for _ in range(text))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, inputs: Tensor, choice: Tensor) -> Tensor:
+        hidden = self.entry(inputs)
+        if len(choice):
+            pixels = functional.pad(inputs, (0, WIDTH - LENGTH))
+            for block in self.vision:
+                pixels = block(pixels)
+            hidden = hidden + self.bridge(pixels)
+        for block in self.text:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def loss_of_choice(model: nn.Module, batch: Batch) -> Tensor:
+    return functional.cross_entropy(model(batch["inputs"], batch["choice"]).float(), batch["labels"])
