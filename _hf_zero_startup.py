@@ -1,10 +1,24 @@
 """Start-up hook of the `deepspeed` alias: ``hf_zero.pth`` imports this file in every Python process.
 
 It must cost next to nothing there, so it imports only ``sys`` (no ``__future__`` even) and puts one finder on
-``sys.meta_path``. Everything else happens in :mod:`hf_zero.deepspeed.finder`, on the first question about `deepspeed`.
+``sys.meta_path``. Everything else happens in :mod:`hf_zero.deepspeed.finder`, on the first question about `deepspeed`, and in
+:mod:`hf_zero.integrations.callers`, when a module is imported whose methods say who is calling.
 """
 
 import sys
+
+# The modules of `hf_zero.integrations.callers.METHODS`.
+WATCHED = frozenset(
+    (
+        "accelerate.accelerator",
+        "accelerate.state",
+        "lightning.pytorch.callbacks.model_checkpoint",
+        "pytorch_lightning.callbacks.model_checkpoint",
+        "transformers.integrations.deepspeed",
+        "transformers.modeling_utils",
+        "transformers.trainer",
+    )
+)
 
 
 def _is_importable():  # type: ignore[no-untyped-def]
@@ -37,6 +51,8 @@ def _is_importable():  # type: ignore[no-untyped-def]
 class DeepSpeedAliasFinder:
     """Answers for the module `deepspeed` and for the distribution `deepspeed`; says nothing about any other name.
 
+    The modules of ``WATCHED`` are what the other finders find; a loader that also wraps their methods is all that is added.
+
     It stands first on ``sys.meta_path`` because a bare folder named ``deepspeed`` (of JSON files, say) in the working
     directory is a namespace package to the path finder and would hide us. A real DeepSpeed still wins, see
     :func:`hf_zero.deepspeed.finder.alias_is_active`.
@@ -44,11 +60,20 @@ class DeepSpeedAliasFinder:
 
     @staticmethod
     def find_spec(fullname, path=None, target=None):  # type: ignore[no-untyped-def]  # naming the types would import them
-        """The spec of `deepspeed` or of one of its submodules, else None."""
-        if (fullname != "deepspeed" and not fullname.startswith("deepspeed.")) or not _is_importable():
+        """The spec of `deepspeed`, of one of its submodules or of a watched module, else None."""
+        ours = fullname == "deepspeed" or fullname.startswith("deepspeed.")
+        if not (ours or fullname in WATCHED) or not _is_importable():
             return None
-        from hf_zero.deepspeed.finder import find_spec
+        from hf_zero.deepspeed.finder import alias_is_active, find_spec
 
+        if not alias_is_active():
+            return None
+        from hf_zero.integrations import callers
+
+        if not ours:
+            return callers.find_spec(fullname, path, target)
+        if fullname == "deepspeed":
+            callers.watch()
         return find_spec(fullname)
 
     @staticmethod

@@ -29,11 +29,13 @@ from hf_zero.core.generation import Generation
 from hf_zero.core.model_init import warn_if_built_whole
 from hf_zero.core.optimizer.sharded import ShardedOptimizer, group_of_params
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
-from hf_zero.core.schedule.gradients import BufferPool, GradientPolicy, UnitGradients
+from hf_zero.core.schedule.block import Block
+from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, GradientPolicy, UnitGradients
 from hf_zero.core.schedule.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
-from hf_zero.core.schedule.schedule import Block, UnshardLimits, UnshardSchedule
+from hf_zero.core.schedule.schedule import UnshardSchedule
+from hf_zero.core.schedule.unshard_pass import UnshardLimits
 from hf_zero.core.stages import StagePolicy, stage_policy
 from hf_zero.core.step.loss_scale import LossScaler, NullScaler
 from hf_zero.core.step.precision import PrecisionPolicy, cast_and_move, cast_param
@@ -51,8 +53,9 @@ from hf_zero.memory import heap
 from hf_zero.metrics import build_sinks
 from hf_zero.observe import log_rank0, logger, warn_once
 from hf_zero.offload.policy import Offloading, describe_offload
+from hf_zero.onebit.exchange import OneBitExchange
 from hf_zero.onebit.sharded import OneBitSharded
-from hf_zero.onebit.step import OneBitStepper, check_topology, local_policy, max_norm_of
+from hf_zero.onebit.step import OneBitStepper, check_topology, max_norm_of
 from hf_zero.optim.elementwise import needs_whole_tensors
 from hf_zero.optim.factory import build_optimizer
 from hf_zero.optim.muon import muon_parameters
@@ -257,7 +260,7 @@ class EngineBuilder:
         if optimizer is not None and reducer is not None:
             clipping = max_norm_of(inner, self.config.gradient_clipping)
             everything = not self.config.zero_optimization.ignore_unused_parameters
-            settings = StepSettings(clipping, self.policy.shards_optimizer, self.precision.skips_overflow, everything)
+            settings = StepSettings(clipping, self.policy, self.precision.skips_overflow, everything)
             optimizer.scaler = scaler
             kind = OneBitStepper if isinstance(inner, OneBitAdam) else Stepper
             stepper = kind(runtime, reducer, optimizer, scaler, self.collectives, settings, self.model_collectives)
@@ -392,13 +395,14 @@ class EngineBuilder:
             self.give_back = partial(give_back, collectives.topology)
         sharers = self.slices.axes.sequence.world if self.slices is not None else 1
         policy = gradient_policy(self.config, self.precision, self.policy, self.topology.world, sharers)
+        exchange = GradientExchange(collectives, policy)
         if one_bit:
-            policy = local_policy(policy, self.config.gradient_allreduce_op != "sum", self.topology.world)
+            exchange = OneBitExchange(collectives, policy, averages=self.config.gradient_allreduce_op != "sum")
         overlap = self.config.zero_optimization.overlap_comm is not False
         pool = BufferPool()
         place = self.offloading.gradient_place
-        entries = [UnitGradients(unit, collectives, policy, pool, place(unit)) for unit in units]
-        return Reducer(entries, overlap, partial(self.collectives.any_of, unit="late gradients"))
+        entries = [UnitGradients(unit, exchange, pool, place(unit)) for unit in units]
+        return Reducer(entries, exchange, overlap, partial(self.collectives.any_of, unit="late gradients"))
 
     def _schedule(self, root: Block, blocks: list[Block]) -> UnshardSchedule | None:
         if not any(unit.reshards for block in (root, *blocks) for unit in block.units):
@@ -410,7 +414,7 @@ class EngineBuilder:
             zero.stage3_max_reuse_distance,
             updates_overlap=self.offloading.updates_overlap,
         )
-        return UnshardSchedule(root, blocks, limits, lambda again: self.collectives.any_rank(again, "another round"))
+        return UnshardSchedule(root, blocks, limits, self.collectives)
 
     def _scheduler(self, client: Any, optimizer: ShardedOptimizer | None) -> Any:
         if optimizer is None:

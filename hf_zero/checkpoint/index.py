@@ -128,8 +128,11 @@ class Index:
             raise CheckpointError(f"scheduler is {shown(self.scheduler)}, expected an object or null")
         check_values(decoder.decode(self.scheduler), "scheduler")
         if self.optimizer is not None:
-            for number, group in enumerate(self.optimizer.groups):
-                check_group(decoder.decode(group.values), f"optimizer.groups[{number}]")
+            groups = [decoder.decode(group.values) for group in self.optimizer.groups]
+            for number, values in enumerate(groups):
+                check_group(values, f"optimizer.groups[{number}]")
+                if not values and any(groups):
+                    raise CheckpointError(f"optimizer.groups[{number}] has no hyper-parameters, other groups have")
             states = self.optimizer.scalars
             check_numbers([(f"optimizer.scalars of unit {record.unit!r}", decoder.decode(record.values)) for record in states])
 

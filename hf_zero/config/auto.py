@@ -9,34 +9,6 @@ from typing import Any
 _ZERO = "zero_optimization"
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _pair(first: Any, second: Any) -> list[Any]:
-    return [first, second]
-
-
-def _zero() -> int:
-    return 0
-
-
-def _square(hidden_size: int) -> int:
-    return hidden_size * hidden_size
-
-
-def _prefetch(hidden_size: int) -> int:
-    return int(0.9 * hidden_size * hidden_size)
-
-
-def _persistence(hidden_size: int) -> int:
-    return 10 * hidden_size
-
-
-def _at_least_one(value: int) -> int:
-    return max(1, int(value))
-
-
 @dataclass(frozen=True)
 class AutoRule:
     """How one "auto" is filled.
@@ -48,7 +20,7 @@ class AutoRule:
     """
 
     sources: tuple[str, ...]
-    fill: Callable[..., Any] = _same
+    fill: Callable[..., Any] = lambda value: value
     must_match: bool = False
 
     def value(self, sources: Mapping[str, Any]) -> Any:
@@ -66,18 +38,18 @@ AUTO_RULES: dict[str, AutoRule] = {
     "gradient_accumulation_steps": AutoRule(("gradient_accumulation_steps",), must_match=True),
     "gradient_clipping": AutoRule(("max_grad_norm",), must_match=True),
     "optimizer.params.lr": AutoRule(("learning_rate",), must_match=True),
-    "optimizer.params.betas": AutoRule(("adam_beta1", "adam_beta2"), _pair, must_match=True),
+    "optimizer.params.betas": AutoRule(("adam_beta1", "adam_beta2"), lambda beta1, beta2: [beta1, beta2], must_match=True),
     "optimizer.params.eps": AutoRule(("adam_epsilon",), must_match=True),
     "optimizer.params.weight_decay": AutoRule(("weight_decay",), must_match=True),
-    "scheduler.params.warmup_min_lr": AutoRule((), _zero),
+    "scheduler.params.warmup_min_lr": AutoRule((), lambda: 0),
     "scheduler.params.warmup_max_lr": AutoRule(("learning_rate",), must_match=True),
-    "scheduler.params.warmup_num_steps": AutoRule(("warmup_num_steps",), _at_least_one, must_match=True),
+    "scheduler.params.warmup_num_steps": AutoRule(("warmup_num_steps",), lambda steps: max(1, int(steps)), must_match=True),
     "scheduler.params.total_num_steps": AutoRule(("total_num_steps",), must_match=True),
     "fp16.enabled": AutoRule(("fp16",), bool, must_match=True),
     "bf16.enabled": AutoRule(("bf16",), bool, must_match=True),
-    f"{_ZERO}.reduce_bucket_size": AutoRule(("hidden_size",), _square),
-    f"{_ZERO}.stage3_prefetch_bucket_size": AutoRule(("hidden_size",), _prefetch),
-    f"{_ZERO}.stage3_param_persistence_threshold": AutoRule(("hidden_size",), _persistence),
+    f"{_ZERO}.reduce_bucket_size": AutoRule(("hidden_size",), lambda hidden: hidden * hidden),
+    f"{_ZERO}.stage3_prefetch_bucket_size": AutoRule(("hidden_size",), lambda hidden: int(0.9 * hidden * hidden)),
+    f"{_ZERO}.stage3_param_persistence_threshold": AutoRule(("hidden_size",), lambda hidden: 10 * hidden),
     f"{_ZERO}.stage": AutoRule(("zero_stage",)),
     f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": AutoRule(("zero3_save_16bit_model",), bool),
     f"{_ZERO}.offload_optimizer.device": AutoRule(("offload_optimizer_device",)),

@@ -68,9 +68,9 @@ def default_of(field: FieldInfo) -> Any:
 
 def nested_of(section: type[Section], name: str) -> Nested | None:
     """The section(s) below a field, or None when the field is a plain value."""
-    if name in section.key_models:
-        return Nested("one", section.key_models[name])
-    return _nested(section.model_fields[name].annotation)
+    field = section.model_fields[name]
+    model = extra_of(field).get("model")
+    return Nested("one", model) if model else _nested(field.annotation)
 
 
 def _nested(annotation: Any) -> Nested | None:
@@ -181,18 +181,17 @@ def _walk(section: type[Section], path: str, governor: _Governor) -> Iterator[Ke
     for name, field in section.model_fields.items():
         here = f"{path}.{name}" if path else name
         extra, nested = extra_of(field), nested_of(section, name)
-        text = field.description or ""
         inside = governor if extra["fate"] == "part" else _Governor(here, extra["fate"], extra["effect"])
         if nested:
             inside = _governor_of(nested.section, here, inside)
-        fate, effect = _inherited(extra, inside if nested else governor, text)
+        fate, effect = _inherited(extra, inside if nested else governor, field.description or "")
         passes = tuple(extra.get("passes", ()))
         switch = governor.path if governor.path != here and not nested else ""
         yield Key(
             here,
             type_text(section, name),
             default_of(field),
-            text,
+            field.description or effect,
             fate,
             effect,
             nested is not None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -168,12 +169,13 @@ def reference_page() -> str:
 
 def _section_table(title: str, keys: Sequence[Key]) -> str:
     lines = [f"## {title}\n", "| key | type | default | fate | what it does, or why not |", "|---|---|---|---|---|"]
-    for key in keys:
+    for _, group in groupby(keys, key=lambda key: key.effect if key.effect == key.text and key.fate == "refused" else key.path):
+        key, *others = group
         effect = key.text if key.effect == key.text else f"{key.text}. *{key.fate.capitalize()}:* {key.effect}"
         cells = (
-            f"`{key.path}`" + _also(key),
-            key.type_text.removesuffix(" or null"),
-            "" if key.is_section else f"`{show(key.default)}`",
+            f"`{key.path}`{_also(key)}" + "".join(f", `{other.path}`" for other in others),
+            "" if others else key.type_text.removesuffix(" or null"),
+            "" if key.is_section or others else f"`{show(key.default)}`",
             key.fate,
             effect,
         )

@@ -145,7 +145,7 @@ class Engine(nn.Module):
         if parts.optimizer is not None:
             self._scaled_by_user = False
             # Weak: the module's hooks outlive an engine that is dropped.
-            self.runtime.on_user_backward = WeakMethod(self._begin_user_backward)
+            self.runtime.backward.on_user_backward = WeakMethod(self._begin_user_backward)
             parts.optimizer.connect(
                 self.step, self.zero_grad, offload_states=partial(offload_states, self), reload_states=partial(reload_states, self)
             )
@@ -209,16 +209,16 @@ class Engine(nn.Module):
         scaled = loss if scale == 1.0 else loss.float() * scale
         with self.clock.phase("backward"):
             self._begin_micro_step()
-            self.runtime.begin_backward()
+            self.runtime.backward.begin()
             _running_scales.append(scale)
             try:
                 scaled.backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
             except BaseException:
-                self.runtime.abort()
+                self.runtime.backward.abort()
                 raise
             finally:
                 _running_scales.pop()
-            self.runtime.end_backward()
+            self.runtime.backward.end()
         return loss
 
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
@@ -235,13 +235,9 @@ class Engine(nn.Module):
         return loss if self.scaler.scale == 1.0 else loss.float() * self.scaler.scale
 
     def _begin_micro_step(self, factor: float = 1.0) -> None:
-        """Decides whether the backward that begins completes an optimizer step, and what it reduces, times ``factor``."""
+        """A backward begins whose gradients count, times ``factor``."""
         boundary = self.accumulation.begin(self.runtime.forwards)
-        self.stepper.prepare(boundary)  # type: ignore[union-attr]
-        reducer = self.stepper.reducer  # type: ignore[union-attr]
-        deferred = self.accumulation.in_no_sync and self.policy.allows_deferral
-        reducer.enabled = not (deferred or reducer.local) and (self.policy.reduces_each_micro_step or boundary)
-        reducer.factor = factor
+        self.stepper.begin_micro_step(boundary, self.accumulation.in_no_sync, factor)  # type: ignore[union-attr]
 
     def _begin_user_backward(self) -> None:
         """[Note: a backward the user starts]

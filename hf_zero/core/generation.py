@@ -117,7 +117,7 @@ class Generation:
             for handle in handles:
                 handle.remove()
         while self._collectives.any_rank(False, "another token"):
-            runtime.join_forward()
+            runtime.forward.join()
         return result
 
 

@@ -25,6 +25,10 @@ class StagePolicy:
     reduces_each_micro_step: bool
     allows_deferral: bool
 
+    def reduces(self, boundary: bool, in_no_sync: bool) -> bool:
+        """Whether a micro-step's backward reduces, by whether it completes an optimizer step and runs inside ``no_sync()``."""
+        return (self.reduces_each_micro_step or boundary) and not (in_no_sync and self.allows_deferral)
+
 
 # [Note: when stage 1 reduces] Stage 1 reduces in every backward like stages 2 and 3, because the order of summation is part of
 # the result: ranks first, micro-steps second, in all three, makes them equal bit for bit under accumulation too. As with DDP,

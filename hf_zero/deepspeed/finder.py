@@ -20,7 +20,6 @@ from typing import Any
 
 from hf_zero.deepspeed.table import DEEPSPEED_VERSION, MODULES, PROVIDED, refusal
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
-from hf_zero.launch.placement import export_placement
 
 SWITCH = "HF_ZERO"
 _ON = ("1", "true", "on", "yes")
@@ -175,15 +174,9 @@ def real_deepspeed_importable() -> bool:
 
 
 def find_spec(fullname: str) -> importlib.machinery.ModuleSpec | None:
-    """The spec of one alias module, provided or refused; None when the alias is off or does not know the name.
-
-    [Note: ranks under mpirun] accelerate and transformers ask for `deepspeed` when they are imported, and read RANK and LOCAL_RANK
-    when a state or training arguments are made. So this is the first moment at which a program is known to be one that wants them.
-    """
+    """The spec of one alias module, provided or refused; None when the alias is off or does not know the name."""
     if not alias_is_active() or (fullname not in MODULES and refusal(fullname) is None):
         return None
-    if fullname == "deepspeed":
-        export_placement()
     # Every module is a package, even without submodules: `from deepspeed.x import y` then asks the finder for
     # `deepspeed.x.y` when there is no such attribute, which is where a refused name can say why.
     return importlib.machinery.ModuleSpec(fullname, AliasLoader(), origin="hf_zero", is_package=True)
@@ -216,7 +209,6 @@ def install_as_deepspeed() -> None:
     if _hf_zero_startup.DeepSpeedAliasFinder not in sys.meta_path:
         sys.meta_path.insert(0, _hf_zero_startup.DeepSpeedAliasFinder)  # type: ignore[arg-type]
     _forced = True
-    export_placement()
 
 
 def _refusal_message(full_name: str, reason: str) -> str:

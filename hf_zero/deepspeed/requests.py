@@ -75,10 +75,8 @@ def coalesce_grad_reduction(engine: Any) -> Iterator[None]:
         raise StateError("coalesce_grad_reduction() on an engine without optimizer: there are no gradients to reduce")
     with engine.no_sync():
         yield
-    reducer = engine.stepper.reducer
-    if engine.accumulation.completed() and engine.policy.allows_deferral and not reducer.local:
-        reducer.enabled = True
-        reducer.flush()
+    if engine.accumulation.completed() and engine.policy.allows_deferral:
+        engine.stepper.reducer.reduce_deferred()
 
 
 def set_train_batch_size(engine: Any, train_batch_size: int) -> None:

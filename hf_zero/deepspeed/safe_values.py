@@ -108,7 +108,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     if owner is None:
         return None
     training = _training[owner[0]]
-    if training.gradients.local and training.gradients.has_local:
+    if training.gradients.exchange.keeps_whole and training.gradients.has_local:
         grad = training.gradients.mean_over_ranks(owner[1]).view(owner[0].layout.slots[owner[1]].shape)
         return grad / training.scaler.scale
     held = training.gradients.held()
@@ -126,7 +126,7 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """
     unit, index = _must_find(param, "safe_set_full_grad")
     training = _training[unit]
-    if training.gradients.local:
+    if training.gradients.exchange.keeps_whole:
         slot = unit.layout.slots[index]
         own = training.gradients.reduced()[slot.range.start : slot.range.stop]
         own.copy_((value * training.scaler.scale).reshape(-1))

@@ -49,8 +49,8 @@ _COMM_TORCH = (
     "send",
 )
 _UNIT_TEXTS = ("number_to_string", "flops_to_string", "macs_to_string", "params_to_string", "duration_to_string")
-_GATHERED = "hf_zero.deepspeed.loading:GatheredParameters"
-_INIT = "hf_zero.deepspeed.loading:Init"
+_GATHERED = "hf_zero.integrations.loading:GatheredParameters"
+_INIT = "hf_zero.integrations.loading:Init"
 _ZERO = ("register_external_parameter", "unregister_external_parameter", "ZeroParamStatus")
 _FULL_VALUES = (
     "safe_get_full_fp32_param",
@@ -165,7 +165,7 @@ PROVIDED: Final[dict[str, str]] = {
     **{f"deepspeed.runtime.zero.partition_parameters.{name}": f"hf_zero.zero:{name}" for name in _ZERO},
     **{f"deepspeed.{path}.GatheredParameters": _GATHERED for path in ("zero", "runtime.zero", "runtime.zero.partition_parameters")},
     **{
-        f"deepspeed.runtime.zero.{path}unwrap_model_for_generation": "hf_zero.deepspeed.loading:unwrap_model_for_generation"
+        f"deepspeed.runtime.zero.{path}unwrap_model_for_generation": "hf_zero.integrations.loading:unwrap_model_for_generation"
         for path in ("", "stage3.")
     },
     **{f"deepspeed.{path}.Init": _INIT for path in ("zero", "runtime.zero", "runtime.zero.partition_parameters")},

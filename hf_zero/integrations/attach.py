@@ -5,6 +5,7 @@ from __future__ import annotations
 from hf_zero.build import initialize
 from hf_zero.core import hooks
 from hf_zero.deepspeed.param_attributes import PARAM_ATTRIBUTES
+from hf_zero.integrations import callers
 from hf_zero.integrations.idle_saves import stand_before_saves
 from hf_zero.integrations.metrics_once import count_samples_once
 from hf_zero.integrations.retrain import let_go
@@ -16,3 +17,4 @@ hooks.on_build += [stand_before_saves, count_samples_once]
 hooks.param_listener = PARAM_ATTRIBUTES
 hooks.on_destroy.append(let_go)
 hooks.reasons_to_wait.append(keeps_too_few)
+callers.watch()

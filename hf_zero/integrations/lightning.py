@@ -14,6 +14,7 @@ from typing import Any
 
 from hf_zero.deepspeed import finder, install_as_deepspeed
 from hf_zero.errors import ConfigError, StateError
+from hf_zero.launch.placement import export_placement
 
 __all__ = ["FabricZeroStrategy", "ZeroStrategy"]
 
@@ -57,6 +58,7 @@ class _ZeroArguments:
         config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
+        export_placement()  # Lightning looks at RANK and LOCAL_RANK when its Trainer is made
         offload = {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
         arguments, sections = _arguments(type(self).__name__, stage, offload, nvme_path, config)
         super().__init__(**arguments, **options)

@@ -1,51 +1,93 @@
-"""Metrics under tensor parallelism: accelerate gathers from every rank, and the ranks of a group have computed the same samples."""
+"""Metrics under tensor parallelism: accelerate gathers from every rank, and the ranks of a group have computed the same samples.
+
+[Note: metrics] accelerate divides samples over groups of ranks where the configuration has ``autotp_size``, but ``gather_for_metrics``
+(which Trainer evaluates and predicts with) joins what all ranks have: each sample would come once per rank of its group, and the rows
+that pad the last batch would be cut off at the wrong place. So of an Accelerator that has prepared such an engine, what is gathered for
+metrics is what the first rank of each group has. All else gathers from every rank as before; Trainer reckons with it.
+"""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils import _pytree as pytree
 
 from hf_zero.core.engine import Engine
+from hf_zero.errors import UnsupportedError
+from hf_zero.integrations import callers
 
-_PREPARES = "_prepare_deepspeed"
-_GATHER = ("gather_for_metrics", "evaluation_loop")  # Accelerator's method; Trainer's, whose seq2seq kind gathers by itself
+_sharers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # Accelerator -> ranks that compute the same samples
+_gathers: ContextVar[list[Any] | None] = ContextVar("hf_zero gathers", default=None)  # what gather_for_metrics has gathered so far
 
 
 def count_samples_once(engine: Engine) -> None:
-    """[Note: metrics]
+    """Notes for the Accelerator that is preparing ``engine`` how many ranks share their samples; see [Note: metrics].
 
-    accelerate divides samples over groups of ranks where the configuration has ``autotp_size``, but ``gather_for_metrics`` (which
-    Trainer evaluates and predicts with) joins what all ranks have: each sample would come once per rank of its group, and the rows that
-    pad the last batch would be cut off at the wrong place. So the Accelerator that is preparing an engine gets a ``gather`` that keeps,
-    for those who evaluate, what the first rank of each group has. All else gathers from every rank as before; Trainer reckons with it.
-
-    Looks at the callers' frames, because nothing else leads from an engine to its Accelerator.
+    Raises:
+        UnsupportedError: accelerate or transformers have no method any more without which samples would be counted several times.
     """
     model_axis = engine.collectives.topology.model
     if model_axis is None:
         return
-    group, caller = model_axis.world, sys._getframe(3)
-    accelerator = caller.f_locals.get("self") if caller.f_code.co_name == _PREPARES else None
-    if accelerator is None or "gather" in vars(accelerator):
-        return
-    ranks, every_rank, joined = accelerator.num_processes, accelerator.gather, accelerator.gather_for_metrics
+    callers.require(callers.PREPARE, callers.GATHER, callers.METRICS, callers.EVALUATE)
+    for call in callers.running(callers.PREPARE)[:1]:
+        _sharers.setdefault(call.caller, model_axis.world)
 
-    def gather(tensor: Any) -> Any:
-        found = every_rank(tensor)
-        if sys._getframe(1).f_code.co_name not in _GATHER:
-            return found
-        return pytree.tree_map(lambda leaf: _of_first_ranks(leaf, ranks, group), found)
 
-    def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
-        objects = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(input_data))
-        if objects and isinstance(input_data, (list, tuple)) and accelerator.process_index % group:
-            input_data = input_data[:0]  # lists are joined as long as they are
-        return joined(input_data, use_gather_object=objects)
+def gather(method: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Accelerator.gather``, of every rank; inside ``gather_for_metrics`` of the first rank of each group."""
+    found, gathers = method(accelerator, *args, **kwargs), _gathers.get()
+    if gathers is None:
+        return found
+    gathers.append(found)
+    return _of_groups(accelerator, found)
 
-    accelerator.gather, accelerator.gather_for_metrics = gather, gather_for_metrics
+
+def gather_for_metrics(method: Callable[..., Any], accelerator: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+    """``Accelerator.gather_for_metrics``, each sample once.
+
+    Raises:
+        UnsupportedError: accelerate's method does not gather with ``Accelerator.gather``.
+    """
+    sharers = _sharers.get(accelerator, 1)
+    if sharers == 1:
+        return method(accelerator, input_data, use_gather_object)
+    objects = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(input_data))
+    if objects and isinstance(input_data, (list, tuple)) and accelerator.process_index % sharers:
+        input_data = input_data[:0]  # lists are joined as long as they are
+    gathers: list[Any] = []
+    token = _gathers.set(gathers)
+    try:
+        found = method(accelerator, input_data, use_gather_object=objects)
+    finally:
+        _gathers.reset(token)
+    if not objects and not gathers:
+        raise UnsupportedError("Accelerator.gather_for_metrics no longer calls Accelerator.gather: each sample is counted several times")
+    return found
+
+
+def evaluation_loop(method: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Trainer.evaluation_loop``, whose seq2seq kind gathers with ``Accelerator.gather``; here each sample once too."""
+    accelerator = trainer.accelerator
+    if trainer.gather_function == accelerator.gather:
+        trainer.gather_function = partial(_gather_once, accelerator)  # until the loop ends, which sets it anew
+    return method(trainer, *args, **kwargs)
+
+
+def _gather_once(accelerator: Any, tensor: Any) -> Any:
+    return _of_groups(accelerator, accelerator.gather(tensor))
+
+
+def _of_groups(accelerator: Any, gathered: Any) -> Any:
+    sharers, ranks = _sharers.get(accelerator, 1), accelerator.num_processes
+    if sharers == 1:
+        return gathered
+    return pytree.tree_map(lambda leaf: _of_first_ranks(leaf, ranks, sharers), gathered)
 
 
 def _of_first_ranks(gathered: torch.Tensor, ranks: int, group: int) -> torch.Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError
-from hf_zero.tensor_parallel.make_plan import make_plan
 from hf_zero.tensor_parallel.plan import TpPlan
+from hf_zero.tensor_parallel.planner import make_plan
 
 
 def plan_of_named_model(name: str, ranks: int) -> TpPlan:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hf_zero.config.read import read_config
+from hf_zero.core.engine import Engine
+from hf_zero.integrations import callers
 
-_CALLERS = ("_inner_training_loop", "_hp_search_setup")
-_DEPTH = 4  # frames between destroy() and the training loop, with room for a subclass
 
-
-def let_go(engine: Any) -> None:
+def let_go(engine: Engine) -> None:
     """[Note: training again]
 
     ``Trainer.train()`` begins with ``accelerator.free_memory()``, which destroys the engine of the training (or of the evaluation at stage
@@ -20,20 +18,13 @@ def let_go(engine: Any) -> None:
     gets its plain model back, which it then prepares as it did the first time. The configuration's "auto" values are to be filled
     again too: an evaluation has set the number of steps to 0 and has deleted the optimizer's section, and arguments may have changed.
 
-    Called by ``destroy``. Looks at the callers' frames, because nothing else leads from an engine to its Trainer.
+    Called when an engine is destroyed.
     """
-    frame, module = sys._getframe(2), engine.module
-    for _ in range(_DEPTH):
-        # Reading a frame's variables keeps them alive while it runs (before Python 3.13): the engine, in a caller that deletes it.
-        holder = frame.f_locals.get("self") if frame.f_code.co_name in _CALLERS else None
-        held = getattr(holder, "__dict__", {})
-        if held.get("model", engine) is module and held.get("model_wrapped") is engine:
-            held["model_wrapped"] = module
-            _fill_again(holder)
-            return
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
+    for call in callers.running(callers.TRAIN):
+        trainer = call.caller
+        if trainer.model is engine.module and trainer.model_wrapped is engine:
+            trainer.model_wrapped = engine.module
+            _fill_again(trainer)
 
 
 def _fill_again(trainer: Any) -> None:

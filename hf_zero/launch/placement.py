@@ -1,7 +1,6 @@
 """Which rank this process is when mpirun or srun started it, from the variables they set; no MPI library is asked.
 
-Read by ``init_distributed``, and when a program first asks for `deepspeed` (importing accelerate or transformers' Trainer does), which
-is before either looks at RANK.
+Read by ``init_distributed``, and where a library makes the state that looks at RANK.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
             f"this process was started by {launcher}, but the environment variable {name} is {text!r}; a number is expected. "
             "Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT yourself, or start with torchrun"
         )
-    return int(text)
+    return int(text.strip())
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Placement:
@@ -214,7 +213,7 @@ def _is_launcher(words: list[str]) -> bool:
 
 def _is_here(address: str) -> bool:
     """Whether ``address`` is one of this host's."""
-    import socket  # only here: the module is imported by every program that imports accelerate
+    import socket  # only here: nearly no program needs it
 
     try:
         with socket.socket() as probe:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from hf_zero.comm.topology import Topology
-from hf_zero.core.schedule.gradients import GradientPolicy
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.grad_norm import first_non_finite, global_norm
 from hf_zero.core.step.step import Stepper
@@ -27,8 +25,8 @@ class OneBitStepper(Stepper):
     """
 
     def prepare(self, boundary: bool) -> None:
-        """Before a backward: whether its gradients stay local."""
-        self.reducer.keep_local(self._compresses)
+        """Before a backward: whether its gradients stay whole on each rank."""
+        self.reducer.exchange.keeps_whole = self._compresses
 
     @property
     def _compresses(self) -> bool:
@@ -70,8 +68,3 @@ def max_norm_of(inner: torch.optim.Optimizer | None, gradient_clipping: float) -
     if own and gradient_clipping and own != gradient_clipping:
         raise ConfigError(f"gradient_clipping is {gradient_clipping:g} and optimizer.params.max_grad_norm is {own:g}; give one of them")
     return gradient_clipping or own
-
-
-def local_policy(policy: GradientPolicy, averages: bool, world: int) -> GradientPolicy:
-    """``policy`` for 1-bit Adam: warm-up sums in rank order, local gradients as they are (times ``world`` where ranks are summed)."""
-    return replace(policy, in_rank_order=True, local_scale=1.0 if averages else float(world))

@@ -14,10 +14,10 @@ from hf_zero.core.units.registration import unregister
 from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, tp_shard_of
 from hf_zero.core.units.unit import find_unit, full_shape
 from hf_zero.errors import ConfigError
-from hf_zero.tensor_parallel.borders import ModuleBorder
+from hf_zero.tensor_parallel.boundary_collectives import BoundaryCollectives
 from hf_zero.tensor_parallel.functions import ModelGroup, Part
-from hf_zero.tensor_parallel.numbers import set_attribute
 from hf_zero.tensor_parallel.plan import VOCABULARY, SplitParameter, TpPlan
+from hf_zero.tensor_parallel.tracked_ints import set_attribute
 
 _READ = {"input_ids", "pixel_values"}  # what models are known to read
 _PLAN, _RANKS = "_hf_zero_tp_plan", "_hf_zero_tp_ranks"
@@ -60,7 +60,7 @@ def apply_plan(model: nn.Module, plan: TpPlan, group: ModelGroup) -> nn.Module:
     _set_features(plan, modules, group.rank)
     _sum_gradients(plan, params, group)
     for path in dict.fromkeys((*plan.borders, *plan.rows, *plan.random)):
-        ModuleBorder(modules[path], path, plan, group)
+        BoundaryCollectives(modules[path], path, plan, group)
     setattr(model, _PLAN, plan)
     setattr(model, _RANKS, group.global_ranks)
     return model
@@ -91,10 +91,10 @@ def cut_parameter(param: nn.Parameter, entry: SplitParameter, rank: int) -> None
             part = _part(entry).take(param.detach(), rank).clone(memory_format=torch.contiguous_format)
         unregister(param)
         param.data = part
-    mark_tp_shard(param, param_slice(entry, rank))
+    mark_tp_shard(param, tp_shard(entry, rank))
 
 
-def param_slice(entry: SplitParameter, rank: int) -> TpShard:
+def tp_shard(entry: SplitParameter, rank: int) -> TpShard:
     """What ``rank`` holds, as the engine's slices say it."""
     ranges = tuple(Range(start, stop) for start, stop in entry.ranges[rank])
     counts = _part(entry).holders(rank, torch.device("cpu"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_zero.tensor_parallel.atoms import Atom
+from hf_zero.tensor_parallel.symbolic_dims import SymbolicDim
 
 # How an operation treats a partial sum (a tensor whose values are still to be added up over ranks).
 NONE, UNARY, ADDITIVE, PRODUCT_LIKE = "none", "unary", "additive", "product"
@@ -18,7 +18,7 @@ class Value:
     """One tensor at one time.
 
     Attributes:
-        dims: An atom per dimension.
+        dims: A dim per dimension.
         origin: Where it comes from; ``UNIFORM`` is a tensor filled with one number.
         stack: Module calls that were running when it was made, outermost first.
         needs_grad: A gradient reaches it.
@@ -27,7 +27,7 @@ class Value:
         mask: Its elements are true or false.
     """
 
-    dims: tuple[Atom, ...]
+    dims: tuple[SymbolicDim, ...]
     origin: str
     stack: tuple[Call, ...] = ()
     needs_grad: bool = False
@@ -38,7 +38,7 @@ class Value:
     @property
     def shape(self) -> tuple[int, ...]:
         """Sizes of the dimensions."""
-        return tuple(atom.size for atom in self.dims)
+        return tuple(dim.size for dim in self.dims)
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class Op:
         outputs: Tensors made.
         stack: Module calls running, outermost first.
         partial: What a partial sum among the inputs becomes.
-        contracted: Atoms summed over: where one is split, the output is a partial sum.
+        contracted: Dims summed over: where one is split, the output is a partial sum.
         bias: Index of an input that is added after the contraction.
         random: Draws random numbers.
         gathers: Index of the output dimension that an opaque norm needs whole, or None.
@@ -72,7 +72,7 @@ class Op:
     outputs: list[Value]
     stack: tuple[Call, ...]
     partial: str = NONE
-    contracted: tuple[Atom, ...] = ()
+    contracted: tuple[SymbolicDim, ...] = ()
     bias: int | None = None
     random: bool = False
     gathers: bool = False

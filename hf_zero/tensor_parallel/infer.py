@@ -1,4 +1,4 @@
-"""Finds out how a model can be split: trace, choose, rehearse, until all three agree."""
+"""Finds out how a model can be split: trace, choose, run dry, until all three agree."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from hf_zero.tensor_parallel.alone import Alone, split_alone
-from hf_zero.tensor_parallel.atoms import block, leaves
+from hf_zero.tensor_parallel.dry_run import DryRun, dry_run
 from hf_zero.tensor_parallel.graph import PARAMETER, Graph, Op, Value
-from hf_zero.tensor_parallel.rehearse import Rehearsal, rehearse
+from hf_zero.tensor_parallel.local_split import LocalSplit, split_locally
 from hf_zero.tensor_parallel.solve import Solution, is_linear, solve
+from hf_zero.tensor_parallel.symbolic_dims import block, leaves
 from hf_zero.tensor_parallel.trace import Inputs, skeleton, trace
 
 _MOST_ROUNDS = 12
@@ -25,14 +25,14 @@ class Findings:
         graph: The trace, or None where the model could not be traced.
         solution: What is split together.
         attributes: What the model's code must be told.
-        alone: Layers split by themselves.
+        local_splits: Layers split by themselves.
         reasons: Why linear layers stay whole.
     """
 
     graph: Graph
     solution: Solution
     attributes: dict[str, dict[str, int]] = field(default_factory=dict)
-    alone: dict[str, Alone] = field(default_factory=dict)
+    local_splits: dict[str, LocalSplit] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -60,27 +60,27 @@ def infer(
     for name, value in graph.parameters.items():
         layer = name.rpartition(".")[0]
         if layer in keep_whole or layer in forced:
-            for atom in value.dims:
-                block(atom, "split by itself as the plan says" if layer in forced else "kept whole by the plan")
+            for dim in value.dims:
+                block(dim, "split by itself as the plan says" if layer in forced else "kept whole by the plan")
     for value in unread(graph):
-        for atom in value.dims:
-            block(atom, "not used in the traced forward")
+        for dim in value.dims:
+            block(dim, "not used in the traced forward")
     for op in graph.ops():
         if op.name in _PRODUCTS and any(0 in value.shape for value in op.outputs):
             # Rows that values choose, and made-up values chose none: where the product goes is not known.
-            for atom in (atom for value in op.inputs for atom in value.dims):
-                block(atom, "multiplies rows that values choose")
-    solution, rehearsal = solve(graph, ranks), Rehearsal()
+            for dim in (dim for value in op.inputs for dim in value.dims):
+                block(dim, "multiplies rows that values choose")
+    solution, outcome = solve(graph, ranks), DryRun()
     for attempt in range(_MOST_ROUNDS):
-        rehearsal = rehearse(copy, inputs, graph, solution, ranks)
-        if not rehearsal.failures:
+        outcome = dry_run(copy, inputs, graph, solution, ranks)
+        if not outcome.failures:
             break
-        for atoms, reason in rehearsal.failures:
-            for atom in atoms if attempt < _MOST_ROUNDS - 2 else solution.split:
-                block(atom, reason)
+        for dims, reason in outcome.failures:
+            for dim in dims if attempt < _MOST_ROUNDS - 2 else solution.split:
+                block(dim, reason)
         solution = solve(graph, ranks)
-    alone, reasons = split_alone(graph, solution, copy, ranks, keep_whole, forced)
-    return Findings(graph, solution, rehearsal.attributes, alone, reasons)
+    local_splits, reasons = split_locally(graph, solution, copy, ranks, keep_whole, forced)
+    return Findings(graph, solution, outcome.attributes, local_splits, reasons)
 
 
 def unread(graph: Graph) -> list[Value]:

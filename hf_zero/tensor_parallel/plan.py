@@ -37,13 +37,13 @@ class SplitParameter:
 
 
 @dataclass
-class Border:
+class Boundary:
     """What happens to a tensor where it enters or leaves a module.
 
     Attributes:
         side: "in" or "out".
         key: The tensor's place in the arguments or the result ("hidden_states", "0.1"; empty: the only one).
-        kind: See ``solve.py`` and ``alone.py``.
+        kind: See ``solve.py`` and ``local_split.py``.
         dim: Dimension that is cut or joined.
         ranges: As in ``SplitParameter``.
         full: Size of the whole dimension.
@@ -77,7 +77,7 @@ class TpPlan:
         parameters: By name: what is divided.
         buffers: Likewise.
         summed: Parameters that every rank holds whole and whose gradients are summands.
-        borders: By path of the module.
+        borders: What happens at a module's boundary, by its path.
         rows: Linear layers whose bias is added after the sum over ranks.
         attributes: By path: integer attributes of the module with other values on a part of the model.
         random: Modules that draw random numbers for divided tensors: each rank its own.
@@ -90,7 +90,7 @@ class TpPlan:
     parameters: dict[str, SplitParameter] = field(default_factory=dict)
     buffers: dict[str, SplitParameter] = field(default_factory=dict)
     summed: list[str] = field(default_factory=list)
-    borders: dict[str, list[Border]] = field(default_factory=dict)
+    borders: dict[str, list[Boundary]] = field(default_factory=dict)
     rows: list[str] = field(default_factory=list)
     attributes: dict[str, dict[str, int]] = field(default_factory=dict)
     random: list[str] = field(default_factory=list)
@@ -133,7 +133,7 @@ class TpPlan:
             buffers={name: _split_parameter(entry) for name, entry in data["buffers"].items()},
             summed=list(data["summed"]),
             borders={
-                path: [Border(**{**entry, "ranges": _ranges(entry["ranges"])}) for entry in found]
+                path: [Boundary(**{**entry, "ranges": _ranges(entry["ranges"])}) for entry in found]
                 for path, found in data["borders"].items()
             },
             rows=list(data["rows"]),

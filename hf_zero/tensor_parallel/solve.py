@@ -1,11 +1,11 @@
-"""Which atoms of a traced model to split, and what has to happen where for the result to stay exact.
+"""Which dims of a traced model to split, and what has to happen where for the result to stay exact.
 
-[Note: states] Under a choice of split atoms every tensor of the trace is in one of three states: *whole* (the same on every rank),
-*split* (each rank holds its part of a split atom), or *partial* (each rank holds a summand). Reading the trace forward gives the
+[Note: states] Under a choice of split dims every tensor of the trace is in one of three states: *whole* (the same on every rank),
+*split* (each rank holds its part of a split dim), or *partial* (each rank holds a summand). Reading the trace forward gives the
 states; a partial sum is added up at the end of the module call that returns it. Reading it backward tells what the gradients are: the
 gradient of a whole tensor that is read by split work is partial, so it is added up where the tensor enters a module (the *copy* of
 Megatron-LM, Shoeybi et al. 2019), or, if that is not possible, wherever it comes to rest: at the parameters (norms of queries and keys,
-biases). A choice for which some tensor fits no state is not made: the atoms concerned are dropped, with the reason.
+biases). A choice for which some tensor fits no state is not made: the dims concerned are dropped, with the reason.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from hf_zero.tensor_parallel.atoms import SUM, Atom, block, factors, leaves, local_size
 from hf_zero.tensor_parallel.graph import ADDITIVE, BUFFER, PARAMETER, PRODUCT_LIKE, UNARY, UNIFORM, Call, Graph, Op, Value
+from hf_zero.tensor_parallel.symbolic_dims import SUM, SymbolicDim, block, factors, leaves, local_size
 
 WHOLE, SPLIT, PARTIAL = "whole", "split", "partial"
 COPY, SLICE, REDUCE, REDUCE_BOTH, GATHER, GATHER_BOTH, NORM = "copy", "slice", "reduce", "reduce both", "gather", "gather both", "norm"
@@ -32,30 +32,30 @@ def is_linear(kind: type) -> bool:
     return issubclass(kind, nn.Linear) or kind.__name__ == "Conv1D"
 
 
-Choice = tuple[tuple[Atom, int], ...]
-"""Atoms that are split together, major first, each into so many parts; the product is the number of ranks.
+Choice = tuple[tuple[SymbolicDim, int], ...]
+"""Dims that are split together, major first, each into so many parts; the product is the number of ranks.
 
-[Note: two atoms] Nearly always one atom is split into as many parts as there are ranks. Where 4 ranks share 2 key/value heads of 2 query
+[Note: two dims] Nearly always one dim is split into as many parts as there are ranks. Where 4 ranks share 2 key/value heads of 2 query
 heads each, both are split in two: a rank has one query head, and the key/value head that it shares with its neighbour. What holds only
-some of the atoms is held alike by several ranks: its gradients are summands, added up at the parameters, and nothing may be summed over it.
+some of the dims is held alike by several ranks: its gradients are summands, added up at the parameters, and nothing may be summed over it.
 """
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What happens to one tensor at the border of a module call: ``kind`` at the input or output ``key``.
+    """What happens to one tensor at the boundary of a module call: ``kind`` at the input or output ``key``.
 
     Attributes:
         side: "in" or "out".
         key: Where in the arguments or results the tensor stands.
         kind: One of the constants above.
-        dims: For slices and norms: the atoms of the tensor's dimensions.
+        dims: For slices and norms: the dims of the tensor's dimensions.
     """
 
     side: str
     key: str
     kind: str
-    dims: tuple[Atom, ...] = ()
+    dims: tuple[SymbolicDim, ...] = ()
 
 
 @dataclass
@@ -85,84 +85,84 @@ class Solution:
     random_calls: dict[str, set[bool]] = field(default_factory=lambda: defaultdict(set))
 
     def __post_init__(self) -> None:
-        self.parts = {atom: parts for choice in self.choices for atom, parts in choice}
-        self._choice_of = {atom: choice for choice in self.choices for atom, _ in choice}
+        self.parts = {dim: parts for choice in self.choices for dim, parts in choice}
+        self._choice_of = {dim: choice for choice in self.choices for dim, _ in choice}
 
     @property
-    def split(self) -> set[Atom]:
-        """The atoms that are split."""
+    def split(self) -> set[SymbolicDim]:
+        """The dims that are split."""
         return set(self.parts)
 
-    def shares(self, rank: int) -> dict[Atom, tuple[int, int]]:
-        """Of every split atom, which part ``rank`` has, and of how many."""
+    def shares(self, rank: int) -> dict[SymbolicDim, tuple[int, int]]:
+        """Of every split dim, which part ``rank`` has, and of how many."""
         found = {}
         for choice in self.choices:
             left = rank
-            for atom, parts in reversed(choice):
-                found[atom] = (left % parts, parts)
+            for dim, parts in reversed(choice):
+                found[dim] = (left % parts, parts)
                 left //= parts
         return found
 
-    def held_by_several(self, atoms: set[Atom]) -> bool:
-        """Whether a tensor with these split atoms, and not all of their choices, is the same on several ranks."""
-        return any(other not in atoms for atom in atoms for other, _ in self._choice_of[atom])
+    def held_by_several(self, dims: set[SymbolicDim]) -> bool:
+        """Whether a tensor with these split dims, and not all of their choices, is the same on several ranks."""
+        return any(other not in dims for dim in dims for other, _ in self._choice_of[dim])
 
-    def ambiguous(self, dims: Sequence[Atom]) -> bool:
-        """Whether dimensions hold split atoms so that no rank's part is one block: two choices in a product or in two dimensions."""
-        found = [{leaf for leaf in leaves(atom) if leaf in self.parts} for atom in dims]
-        holders = [atoms for atoms in found if atoms]
+    def ambiguous(self, dims: Sequence[SymbolicDim]) -> bool:
+        """Whether dimensions hold split dims so that no rank's part is one block: two choices in a product or in two dimensions."""
+        found = [{leaf for leaf in leaves(dim) if leaf in self.parts} for dim in dims]
+        holders = [split for split in found if split]
         if len(holders) > 1:
-            choices = {self._choice_of[leaf] for atoms in holders for leaf in atoms}
+            choices = {self._choice_of[leaf] for split in holders for leaf in split}
             if len(choices) > 1 or any(first & second for first, second in zip(holders, holders[1:], strict=False)):
                 return True
-        return any(self._in_products(atom) > 1 for atom in dims)
+        return any(self._in_products(dim) > 1 for dim in dims)
 
-    def _in_products(self, atom: Atom) -> int:
-        """The most choices that meet in one product inside ``atom``."""
+    def _in_products(self, dim: SymbolicDim) -> int:
+        """The most choices that meet in one product inside ``dim``."""
 
-        def walk(atom: Atom) -> list[frozenset[Choice]]:
-            atom = atom.find()
-            if atom.kind is None:
-                return [frozenset([self._choice_of[atom]] if atom in self.parts else [])]
-            below = [walk(part) for part in atom.parts]
-            if atom.kind == SUM:
+        def walk(dim: SymbolicDim) -> list[frozenset[Choice]]:
+            dim = dim.find()
+            if dim.kind is None:
+                return [frozenset([self._choice_of[dim]] if dim in self.parts else [])]
+            below = [walk(part) for part in dim.parts]
+            if dim.kind == SUM:
                 return [found for part in below for found in part]
             return [frozenset().union(*[found for part in below for found in part])]
 
-        return max((len(found) for found in walk(atom)), default=0)
+        return max((len(found) for found in walk(dim)), default=0)
 
 
 def candidates(graph: Graph, ranks: int) -> list[Choice]:
     """What is worth splitting, most weight elements first; no parameter gets two of them in one product."""
-    holders: dict[Atom, list[Value]] = defaultdict(list)
+    holders: dict[SymbolicDim, list[Value]] = defaultdict(list)
     weights: dict[Choice, int] = {}
     for value in graph.parameters.values():
-        for leaf in dict.fromkeys(leaf for atom in value.dims for leaf in leaves(atom)):
+        for leaf in dict.fromkeys(leaf for dim in value.dims for leaf in leaves(dim)):
             holders[leaf].append(value)
         if len(value.dims) > 1:
-            weights.update((choice, 0) for atom in value.dims for choice in _choices(atom, ranks))
+            weights.update((choice, 0) for dim in value.dims for choice in _choices(dim, ranks))
     for choice in weights:
         parts = dict(choice)
-        for value in dict.fromkeys(value for atom in parts for value in holders[atom] if len(value.dims) > 1):
+        for value in dict.fromkeys(value for dim in parts for value in holders[dim] if len(value.dims) > 1):
             numel = math.prod(value.shape)
-            weights[choice] += sum(numel - numel // atom.size * local_size(atom, parts) for atom in value.dims)
+            weights[choice] += sum(numel - numel // dim.size * local_size(dim, parts) for dim in value.dims)
     chosen: list[Choice] = []
     # First what one layer makes and another sums over; of equal weight, the earlier found: heads come before the width of a head.
     pairs = _paired(graph)
-    for choice in sorted(weights, key=lambda choice: (not pairs.issuperset(atom for atom, _ in choice), -weights[choice])):
-        if not _meets(choice, chosen, [value for atom, _ in choice for value in holders[atom]]):
+    for choice in sorted(weights, key=lambda choice: (not pairs.issuperset(dim for dim, _ in choice), -weights[choice])):
+        if not _meets(choice, chosen, [value for dim, _ in choice for value in holders[dim]]):
             chosen.append(choice)
     return chosen
 
 
-def _choices(atom: Atom, ranks: int) -> Iterator[Choice]:
-    """Ways to split one dimension: [Note: two atoms]."""
-    atom = atom.find()
-    if atom.kind == SUM:
-        for part in atom.parts:
+def _choices(dim: SymbolicDim, ranks: int) -> Iterator[Choice]:
+    """Ways to split one dimension: [Note: two dims]."""
+    dim = dim.find()
+    if dim.kind == SUM:
+        for part in dim.parts:
             yield from _choices(part, ranks)
         return
-    found = factors(atom)
+    found = factors(dim)
     for position, factor in enumerate(found):
         if factor.kind == SUM:
             yield from _choices(factor, ranks)
@@ -176,28 +176,28 @@ def _choices(atom: Atom, ranks: int) -> Iterator[Choice]:
                     yield ((factor, parts), (inner, ranks // parts))
 
 
-def _paired(graph: Graph) -> set[Atom]:
-    """Atoms that are outputs of one linear operation on a parameter and are summed over by another."""
-    made: set[Atom] = set()
-    summed: set[Atom] = set()
+def _paired(graph: Graph) -> set[SymbolicDim]:
+    """Dims that are outputs of one linear operation on a parameter and are summed over by another."""
+    made: set[SymbolicDim] = set()
+    summed: set[SymbolicDim] = set()
     for op in graph.ops():
         if op.contracted and any(value.origin == PARAMETER for value in op.inputs):
-            summed.update(leaf for atom in op.contracted for leaf in leaves(atom))
-            made.update(leaf for atom in op.outputs[0].dims[-1:] for leaf in leaves(atom))
+            summed.update(leaf for dim in op.contracted for leaf in leaves(dim))
+            made.update(leaf for dim in op.outputs[0].dims[-1:] for leaf in leaves(dim))
     return made & summed
 
 
 def _meets(choice: Choice, chosen: list[Choice], parameters: list[Value]) -> bool:
-    """Whether ``choice`` shares an atom with one of ``chosen``, or one of its parameters in a way that leaves no rank one block of it.
+    """Whether ``choice`` shares a dim with one of ``chosen``, or one of its parameters in a way that leaves no rank one block of it.
 
-    Split atoms may stand beside each other in the segments of one fused dimension, never in one product or in two dimensions.
+    Split dims may stand beside each other in the segments of one fused dimension, never in one product or in two dimensions.
     """
-    mine = {atom for atom, _ in choice}
-    if any(atom in mine for other in chosen for atom, _ in other):
+    mine = {dim for dim, _ in choice}
+    if any(dim in mine for other in chosen for dim, _ in other):
         return True
     solution = Solution([*chosen, choice])
     for value in parameters:
-        divided = [atom for atom in value.dims if any(leaf in solution.parts for leaf in leaves(atom))]
+        divided = [dim for dim in value.dims if any(leaf in solution.parts for leaf in leaves(dim))]
         if len(divided) > 1 or solution.ambiguous(divided):
             return True
     return False
@@ -211,10 +211,10 @@ def solve(graph: Graph, ranks: int) -> Solution:
         attempt.run()
         if not attempt.conflicts:
             return attempt.solution
-        for atoms, reason in attempt.conflicts:
-            for atom in atoms:
-                block(atom, reason)
-        choices = [choice for choice in choices if not any(atom.blocked for atom, _ in choice)]
+        for dims, reason in attempt.conflicts:
+            for dim in dims:
+                block(dim, reason)
+        choices = [choice for choice in choices if not any(dim.blocked for dim, _ in choice)]
 
 
 class _Attempt:
@@ -224,11 +224,11 @@ class _Attempt:
         self.graph = graph
         self.solution = solution
         self.states = solution.states
-        self.conflicts: list[tuple[set[Atom], str]] = []
+        self.conflicts: list[tuple[set[SymbolicDim], str]] = []
         self.uniform = solution.uniform
         self.slices: dict[Value, list[Op]] = defaultdict(list)
         self.uses: dict[Value, list[Op]] = defaultdict(list)
-        self.blame: dict[Value, set[Atom]] = {}
+        self.blame: dict[Value, set[SymbolicDim]] = {}
         # Whole pieces of a tensor whose other pieces are split: the key and value of multi-query attention behind one projection.
         self.shared_pieces: set[Value] = set()
 
@@ -247,30 +247,30 @@ class _Attempt:
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def atoms(self, value: Value) -> set[Atom]:
-        """The split atoms in the dimensions of ``value``."""
-        return {leaf for atom in value.dims for leaf in leaves(atom) if leaf in self.solution.parts}
+    def split_dims(self, value: Value) -> set[SymbolicDim]:
+        """The split dims in the dimensions of ``value``."""
+        return {leaf for dim in value.dims for leaf in leaves(dim) if leaf in self.solution.parts}
 
-    def _conflict(self, atoms: set[Atom], reason: str) -> None:
-        if atoms:
-            self.conflicts.append((atoms, reason))
+    def _conflict(self, dims: set[SymbolicDim], reason: str) -> None:
+        if dims:
+            self.conflicts.append((dims, reason))
 
     def _sources(self) -> None:
         for value in self.graph.parameters.values():
-            self.states[value] = SPLIT if self.atoms(value) else WHOLE
+            self.states[value] = SPLIT if self.split_dims(value) else WHOLE
 
     def _forward(self, op: Op) -> None:
         inputs = [value for value in op.inputs if value is not None]
         states = [self.states.setdefault(value, WHOLE) for value in inputs]
         for value in op.inputs:
             self.uses[value].append(op)
-        contracted = {leaf for atom in op.contracted for leaf in leaves(atom) if leaf in self.solution.parts}
+        contracted = {leaf for dim in op.contracted for leaf in leaves(dim) if leaf in self.solution.parts}
         if PARTIAL in states:
             self._partial(op, contracted)
             return
         has_split = SPLIT in states
         blame = set().union(
-            *[self.blame.get(value, set()) | self.atoms(value) for value, state in zip(inputs, states, strict=True) if state == SPLIT]
+            *[self.blame.get(value, set()) | self.split_dims(value) for value, state in zip(inputs, states, strict=True) if state == SPLIT]
         )
         if not has_split:
             uniform = op.outputs and (op.outputs[0].origin == UNIFORM or (inputs and all(value in self.uniform for value in inputs)))
@@ -280,12 +280,12 @@ class _Attempt:
                     self.uniform.add(value)
             return
         for value, state in zip(inputs, states, strict=True):
-            if state == WHOLE and self.atoms(value) and value not in self.uniform:
+            if state == WHOLE and self.split_dims(value) and value not in self.uniform:
                 self.slices[value].append(op)
         if op.gathers and any(leaf in self.solution.parts for leaf in leaves(op.inputs[0].dims[-1])):
             self._norm(op)
         for value in op.outputs:
-            found = self.atoms(value)
+            found = self.split_dims(value)
             self.blame[value] = blame
             if contracted:
                 self.states[value] = PARTIAL
@@ -307,7 +307,7 @@ class _Attempt:
                 else:
                     self._conflict(blame, f"{op.name} in {op.place} needs all of it")
 
-    def _bias(self, op: Op, contracted: set[Atom]) -> None:
+    def _bias(self, op: Op, contracted: set[SymbolicDim]) -> None:
         """The bias behind a partial sum must be one that a linear module can add later."""
         if op.bias is None or len(op.inputs) < 3:
             return
@@ -322,7 +322,7 @@ class _Attempt:
         dims = op.inputs[0].dims
         self.solution.conversions[call_path].add(Conversion("in", "", NORM, dims))
 
-    def _partial(self, op: Op, contracted: set[Atom]) -> None:
+    def _partial(self, op: Op, contracted: set[SymbolicDim]) -> None:
         states = [self.states[value] for value in op.inputs]
         blame = set().union(*[self.blame.get(value, set()) for value, state in zip(op.inputs, states, strict=True) if state == PARTIAL])
         partial = [value for value, state in zip(op.inputs, states, strict=True) if state == PARTIAL]
@@ -335,7 +335,7 @@ class _Attempt:
             fits = len(partial) == 1 and op.bias is None
         else:
             fits = op.partial == "divide" and partial == [op.inputs[0]]
-        fits = fits and not contracted and not any(self.atoms(value) for value in (*op.inputs, *op.outputs))
+        fits = fits and not contracted and not any(self.split_dims(value) for value in (*op.inputs, *op.outputs))
         for value in op.outputs:
             self.states[value] = PARTIAL if fits else WHOLE
             self.blame[value] = blame
@@ -352,14 +352,14 @@ class _Attempt:
         root = self.graph.calls[0]
         for key, value in root.outputs.items():
             if self.states.get(value) == SPLIT:
-                self._conflict(self.atoms(value), f"the model returns it ({key or 'output'})")
+                self._conflict(self.split_dims(value), f"the model returns it ({key or 'output'})")
         for value, state in self.states.items():
             if state == PARTIAL and not self.uses[value] and value in root.outputs.values():
                 self._conflict(self.blame.get(value, set()), "the model returns a partial sum")
 
-    # -- borders ------------------------------------------------------------------------------------------------------
+    # -- boundaries ---------------------------------------------------------------------------------------------------
 
-    def _border(self, value: Value, op: Op, others: list[Op]) -> tuple[Call, list[str]] | None:
+    def _boundary(self, value: Value, op: Op, others: list[Op]) -> tuple[Call, list[str]] | None:
         """The outermost module call around ``op`` that ``value`` enters from outside and inside of which none of ``others`` reads it.
 
         With all places where it enters: a tensor may be query, key and value at once.
@@ -375,24 +375,24 @@ class _Attempt:
                 return call, keys
         return None
 
-    def _convert(self, place: tuple[Call, list[str]], kind: str, dims: tuple[Atom, ...] = ()) -> None:
+    def _convert(self, place: tuple[Call, list[str]], kind: str, dims: tuple[SymbolicDim, ...] = ()) -> None:
         for key in place[1]:
             self.solution.conversions[place[0].path].add(Conversion("in", key, kind, dims))
 
     def _place_slices(self) -> None:
         for value, ops in self.slices.items():
             others = [use for use in self.uses[value] if use not in ops]
-            atoms = self.atoms(value)
-            if sum(any(leaf in atoms for leaf in leaves(atom)) for atom in value.dims) > 1:
-                self._conflict(atoms, f"{ops[0].place} reads a part of two dimensions")
+            dims = self.split_dims(value)
+            if sum(any(leaf in dims for leaf in leaves(dim)) for dim in value.dims) > 1:
+                self._conflict(dims, f"{ops[0].place} reads a part of two dimensions")
                 continue
             if value.origin == BUFFER and not others:
                 self.solution.sliced_buffers.add(value.name)
                 continue
             for op in ops:
-                place = self._border(value, op, others)
+                place = self._boundary(value, op, others)
                 if place is None:
-                    self._conflict(atoms, f"{op.place} makes a tensor of all {'/'.join(str(atom.size) for atom in atoms)} and reads a part")
+                    self._conflict(dims, f"{op.place} makes a tensor of all {'/'.join(str(dim.size) for dim in dims)} and reads a part")
                     break
                 self._convert(place, SLICE, value.dims)
 
@@ -442,7 +442,7 @@ class _Attempt:
             if full and value in self.shared_pieces:
                 self._conflict(self.blame[value], f"{full[0].place} reads a piece of a split tensor in whole work")
             return
-        places = [self._border(value, op, full) for op in partial]
+        places = [self._boundary(value, op, full) for op in partial]
         if value in self.shared_pieces:
             places = [None]
         if all(place is not None for place in places):
@@ -452,11 +452,11 @@ class _Attempt:
         elif not full:
             self.solution.partial_gradients.add(value)
         else:
-            atoms = set().union(*[self.atoms(other) for op in partial for other in (*op.inputs, *op.outputs)])
+            dims = set().union(*[self.split_dims(other) for op in partial for other in (*op.inputs, *op.outputs)])
             reason = (
                 f"{partial[0].place} reads a tensor in split work ({partial[0].name}) and in whole work ({full[0].name} in {full[0].place})"
             )
-            self._conflict(atoms or set(self.solution.split), reason)
+            self._conflict(dims or set(self.solution.split), reason)
 
     def _finish_reductions(self) -> None:
         for call in self.graph.calls:

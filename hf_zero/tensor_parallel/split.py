@@ -19,11 +19,11 @@ from hf_zero.memory.host_memory import mapped_files
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.tensor_parallel.apply import apply_plan, plan_of, ranks_of
 from hf_zero.tensor_parallel.functions import ModelGroup
-from hf_zero.tensor_parallel.make_plan import make_plan
+from hf_zero.tensor_parallel.overrides import overrides_of
 from hf_zero.tensor_parallel.plan import WHOLE, TpPlan
+from hf_zero.tensor_parallel.planner import make_plan
 from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
 from hf_zero.tensor_parallel.trace import Inputs
-from hf_zero.tensor_parallel.wishes import wishes_of
 
 _WINDOWS, _WINDOW = 4, 256  # what is looked at of a weight that is still in its file
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -108,7 +108,7 @@ def split_model(
     def make() -> TpPlan:
         if isinstance(plan, TpPlan) and not plan.edited:
             return plan
-        return make_plan(module, axis.world, inputs, wishes_of(section, plan, module))
+        return make_plan(module, axis.world, inputs, overrides_of(section, plan, module))
 
     agreed = _agree(collectives, make)
     if fill is not None:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from hf_zero.tensor_parallel import rules
 from hf_zero.tensor_parallel.graph import BUFFER, CONSTANT, INPUT, PARAMETER, RESULT, UNIFORM, Call, FunctionCall, Graph, Op, Value
+from hf_zero.tensor_parallel.rule import FAKE_COUNT, Rule, Shape, fresh, opaque, values_of
 
 _MASKS = (torch.bool, torch.uint8)
 _WHOLE_FUNCTIONS = {
@@ -86,11 +87,11 @@ class Tracer:
         self._values: dict[int, Value] = {}
         self._alive: list[torch.Tensor] = []
         for name, param in model.named_parameters():
-            value = self._register(param, Value(rules.fresh(param.shape), PARAMETER, (), True, param.is_floating_point(), name))
+            value = self._register(param, Value(fresh(param.shape), PARAMETER, (), True, param.is_floating_point(), name))
             self.graph.parameters[name] = value
         for name, buffer in model.named_buffers():
             value = self._register(
-                buffer, Value(rules.fresh(buffer.shape), BUFFER, (), False, buffer.is_floating_point(), name, buffer.dtype in _MASKS)
+                buffer, Value(fresh(buffer.shape), BUFFER, (), False, buffer.is_floating_point(), name, buffer.dtype in _MASKS)
             )
             self.graph.buffers[name] = value
 
@@ -103,29 +104,29 @@ class Tracer:
         """The value of a tensor; one that nobody has made is a constant."""
         found = self._values.get(id(tensor))
         if found is None or found.shape != tuple(tensor.shape):
-            found = Value(rules.fresh(tensor.shape), CONSTANT, tuple(self.stack), False, tensor.is_floating_point())
+            found = Value(fresh(tensor.shape), CONSTANT, tuple(self.stack), False, tensor.is_floating_point())
             found.mask = tensor.dtype in _MASKS
             self._register(tensor, found)
         return found
 
     def input(self, tensor: torch.Tensor) -> None:
         """Notes an argument of the model."""
-        value = Value(rules.fresh(tensor.shape), INPUT, (), False, tensor.is_floating_point(), mask=tensor.dtype in _MASKS)
+        value = Value(fresh(tensor.shape), INPUT, (), False, tensor.is_floating_point(), mask=tensor.dtype in _MASKS)
         self._register(tensor, value)
 
     def record(self, name: str, args: Any, kwargs: dict[str, Any], outputs: list[torch.Tensor], mutates: bool, pointwise: bool) -> None:
         """Writes down one operation."""
         args = tree_map_only(torch.Tensor, self.value, list(args))
         kwargs = tree_map_only(torch.Tensor, self.value, dict(kwargs))
-        shapes: list[rules.Shape] = [tuple(output.shape) for output in outputs]
-        handler = rules.HANDLERS.get(name) or (rules.pointwise if pointwise else rules.opaque)
+        shapes: list[Shape] = [tuple(output.shape) for output in outputs]
+        handler = rules.HANDLERS.get(name) or (rules.pointwise if pointwise else opaque)
         rule = handler(name, args, kwargs, shapes)
-        inputs = rules.values_of([args, kwargs])
+        inputs = values_of([args, kwargs])
         self._append(name, inputs, outputs, rule)
         if mutates and inputs and outputs:
             self._values[id(outputs[0])] = self.graph.events[-1].outputs[0]  # type: ignore[index]
 
-    def _append(self, name: str, inputs: list[Value], outputs: list[torch.Tensor], rule: rules.Rule, gathers: bool = False) -> None:
+    def _append(self, name: str, inputs: list[Value], outputs: list[torch.Tensor], rule: Rule, gathers: bool = False) -> None:
         needs_grad = any(value.needs_grad for value in inputs) and name != "detach"
         made = []
         for output, dims in zip(outputs, rule.dims, strict=True):
@@ -155,7 +156,7 @@ class Tracer:
             self.silent -= 1
             source = next(iter(call.inputs.values()))
             params = [self.graph.parameters[name] for name, _ in self._own_parameters(path)]
-            self._append(f"norm {path}", [source, *params], [tensors[0][1]], rules.Rule([source.dims]), gathers=True)
+            self._append(f"norm {path}", [source, *params], [tensors[0][1]], Rule([source.dims]), gathers=True)
         for key, tensor in tensors:
             call.outputs[key.removeprefix("out.")] = self.value(tensor)
         self.graph.events.append(call)
@@ -190,7 +191,7 @@ class _Operations(TorchDispatchMode):
         tracer = self.tracer
         if tracer is not None and not tracer.silent:
             outputs = [tensor for _, tensor in tensors_in([result])]
-            if outputs or rules.values_of(args):
+            if outputs or values_of(args):
                 tracer.record(name, args, kwargs, outputs, func._schema.is_mutable, torch.Tag.pointwise in func.tags)
         return result
 
@@ -207,9 +208,7 @@ def _computed(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if name == "nonzero":  # all of a list, such as the experts that were chosen
         source = args[0]
-        return (
-            torch.arange(source.numel())[:, None] if source.dim() == 1 else torch.zeros((rules.FAKE_COUNT, source.dim()), dtype=torch.long)
-        )
+        return torch.arange(source.numel())[:, None] if source.dim() == 1 else torch.zeros((FAKE_COUNT, source.dim()), dtype=torch.long)
     bare_args, bare_kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
     result = _answer(name, func, bare_args, bare_kwargs)
     if name in ("gt", "lt", "ge", "le") and bare_args[0].is_floating_point():
@@ -232,13 +231,13 @@ def _answer(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     if name == "equal":
         return True
     if name == "nonzero":
-        return torch.empty(rules.FAKE_COUNT, max(args[0].dim(), 1), dtype=torch.long, device="meta")
+        return torch.empty(FAKE_COUNT, max(args[0].dim(), 1), dtype=torch.long, device="meta")
     if name == "_grouped_mm":
         rows, weights = args[0], args[1]
         shape = (rows.shape[0], weights.shape[-1]) if weights.dim() == 3 and rows.dim() == 2 else None
         return torch.empty(shape, dtype=rows.dtype, device="meta") if shape else func(*args, **kwargs)
     if name in ("masked_select",):
-        return torch.empty(rules.FAKE_COUNT, dtype=args[0].dtype, device="meta")
+        return torch.empty(FAKE_COUNT, dtype=args[0].dtype, device="meta")
     if name == "bincount":
         return torch.empty(max(kwargs.get("minlength", 0), args[2] if len(args) > 2 else 0, 1), dtype=torch.long, device="meta")
     if name in ("index", "index_put_", "index_put"):
@@ -252,7 +251,7 @@ def _answer(name: str, func: Any, args: Any, kwargs: Any) -> Any:
 def _indices_of(index: torch.Tensor) -> Any:
     if index.dtype not in _MASKS:
         return index
-    return [torch.empty(rules.FAKE_COUNT, dtype=torch.long, device="meta") for _ in range(index.dim())]
+    return [torch.empty(FAKE_COUNT, dtype=torch.long, device="meta") for _ in range(index.dim())]
 
 
 class _Functions(TorchFunctionMode):

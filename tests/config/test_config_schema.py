@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from hf_zero.config import not_yet
 from hf_zero.config.keys import adapter_of, all_keys, default_of, nested_of, spellings_of
 from hf_zero.config.resolve import resolve
 from hf_zero.config.schema import Section, ZeroConfig
-from hf_zero.config.schema.fields import later
 from hf_zero.config.table import reference_page
 from tests.support.rows import each
 
@@ -152,21 +150,6 @@ def test_defaults_ask_for_nothing() -> None:
     assert resolved.config.model_dump(exclude={"zero_optimization": {"overlap_comm"}}) == ZeroConfig(
         train_batch_size=1, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1
     ).model_dump(exclude={"zero_optimization": {"overlap_comm"}})
-
-
-def test_deleting_the_row_of_a_feature_makes_its_keys_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(not_yet.NOT_YET, "some_feature", "not in this version")
-    before = later("none", "Target of the shards", "some_feature")
-    monkeypatch.delitem(not_yet.NOT_YET, "some_feature")
-    after = later("none", "Target of the shards", "some_feature")
-    assert before.json_schema_extra["fate"] == "refused"
-    assert after.json_schema_extra["fate"] == "used"
-
-
-def test_every_row_of_the_feature_table_is_asked_for() -> None:
-    """A row that no key refers to would be dead text."""
-    effects = {key.effect for key in all_keys().values()}
-    assert {name for name, text in not_yet.NOT_YET.items() if text not in effects} == set()
 
 
 def test_sections_are_immutable() -> None:

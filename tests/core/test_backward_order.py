@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_zero.core.schedule.backward_order import BackwardOrder
+from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.reducer import Reducer
-from hf_zero.core.schedule.schedule import Block, UnshardLimits, UnshardSchedule
+from hf_zero.core.schedule.schedule import UnshardSchedule
+from hf_zero.core.schedule.unshard_pass import UnshardLimits
 from hf_zero.core.units.state import UnitState
 
 
@@ -50,8 +52,13 @@ class _Gradients:
     unit: _Unit
     complete: bool = False
     has_local: bool = False
-    sent: bool = False
+    passed: bool = False
+    was_late: bool = False
     pool: Any = field(default_factory=lambda: SimpleNamespace(clear=lambda: None))
+
+    @property
+    def done(self) -> bool:
+        return self.complete or (self.passed and not self.was_late)
 
     def arrive(self) -> None:
         self.complete = True
@@ -64,7 +71,7 @@ class _Gradients:
     def finish_reduce(self) -> None: ...
 
     def begin_backward(self) -> None:
-        self.complete = False
+        self.complete = self.passed = False
 
 
 @dataclass(frozen=True)
@@ -100,18 +107,21 @@ def _backward(model: _Model, ran: list[int], late: list[bool] | None) -> tuple[l
         flags.extend(own)
         return own if late is None else late
 
-    schedule = UnshardSchedule(root, blocks, model.limits, lambda again: False)
-    reducer = Reducer(list(entries.values()), True, agree)  # type: ignore[arg-type]
-    reducer.arrange(schedule.place_in_backward())
+    for block in (root, *blocks):
+        block.gradients = [entries[block.name]]
+    schedule = UnshardSchedule(root, blocks, model.limits, SimpleNamespace())  # type: ignore[arg-type]
+    exchange: Any = SimpleNamespace(keeps_whole=False)
+    reducer = Reducer(list(entries.values()), exchange, True, agree)  # type: ignore[arg-type]
+    reducer.begin_micro_step(True, 1.0)
     for index in ran:
-        blocks[index].pending = 1
+        blocks[index].watched()
     schedule.begin_backward(reducer)
     for index in ran:
         block = blocks[index]
-        block.pending = 0
+        block.backward_began()
         passed = schedule.backward(block)
         assert block.unsharded
-        reducer.close([entries[other.name] for other in passed])
+        reducer.close([entry for other in passed for entry in other.gradients])
         entries[block.name].arrive()
         reducer.proceed()
     entries["root"].arrive()

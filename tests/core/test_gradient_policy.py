@@ -63,7 +63,7 @@ def _near_the_largest_number(stage: int, monkeypatch: pytest.MonkeyPatch) -> tup
     monkeypatch.setattr(build, "open_collectives", NativeCollectives)  # sums in the type of the message, as NCCL does
     extra = {"fp16": {"loss_scale": 1.0}, "gradient_clipping": 0.0}
     engine = initialize(Constant(), Run(stage, "fp16", extra=extra))
-    assert isinstance(engine.stepper.reducer.gradients[0]._collectives, NativeCollectives)
+    assert isinstance(engine.stepper.reducer.exchange.collectives, NativeCollectives)
     engine.backward(engine(torch.full((4,), 20000.0, dtype=torch.float16)))
     engine.step()
     answer = float(engine.get_global_grad_norm()), engine.was_step_applied()

@@ -53,7 +53,7 @@ def _second_step(stage: int) -> tuple[list[str], int, int]:
     zero["stage3_prefetch_bucket_size"] = 1  # one block ahead
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
     engine, *_ = hf_zero.initialize(model=model, model_parameters=model.parameters(), config=config)
-    networks = {id(network): network for network in (engine.collectives, engine.stepper.reducer.gradients[0]._collectives)}
+    networks = {id(network): network for network in (engine.collectives, engine.stepper.reducer.exchange.collectives)}
 
     def sent() -> int:
         return sum(network.sent_bytes for network in networks.values())

@@ -93,7 +93,7 @@ def _copy_is_no_part_of_the_engine(stage: int) -> None:
     loss.backward()
     assert loss.item() == class_loss(MLP.build(), batch).item()
     assert all(param.grad is not None and type(param) is nn.Parameter for param in copied.parameters())
-    assert engine.runtime.forwards == 0 and not engine.runtime.backward_begun
+    assert engine.runtime.forwards == 0 and not engine.runtime.backward.begun
     copied.zero_grad()
     trace = train(engine, MLP.rows, class_loss, run)
     second = initialize(copied, run)

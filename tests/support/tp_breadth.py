@@ -80,8 +80,8 @@ def measure(name: str, changes: dict[str, Any] | None = None, dtype: torch.dtype
     from hf_zero.comm.topology import build_topology
     from hf_zero.tensor_parallel.apply import apply_plan
     from hf_zero.tensor_parallel.functions import ModelGroup, Part
-    from hf_zero.tensor_parallel.make_plan import make_plan
     from hf_zero.tensor_parallel.plan import COLUMN, ROW, TpPlan
+    from hf_zero.tensor_parallel.planner import make_plan
     from hf_zero.tensor_parallel.solve import is_linear
 
     topology = build_topology(model_parallel=ranks.world())

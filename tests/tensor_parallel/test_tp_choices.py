@@ -10,7 +10,7 @@ from hf_zero.comm.collectives import build_collectives
 from hf_zero.comm.topology import build_topology
 from hf_zero.tensor_parallel.apply import apply_plan
 from hf_zero.tensor_parallel.functions import ModelGroup, Part
-from hf_zero.tensor_parallel.make_plan import make_plan
+from hf_zero.tensor_parallel.planner import make_plan
 from tests.support import ranks
 from tests.support.tp_breadth import relative
 

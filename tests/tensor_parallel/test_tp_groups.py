@@ -13,8 +13,8 @@ import torch.distributed as dist
 import hf_zero
 from hf_zero.deepspeed import groups
 from hf_zero.errors import ConfigError
-from hf_zero.tensor_parallel.make_plan import make_plan
 from hf_zero.tensor_parallel.plan import TpPlan
+from hf_zero.tensor_parallel.planner import make_plan
 from hf_zero.tensor_parallel.split import tp_model_init
 from tests.support import ranks
 from tests.support.models import CASES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hf_zero.tensor_parallel.make_plan import make_plan
+from hf_zero.tensor_parallel.planner import make_plan
 from tests.support import ranks, zoo
 from tests.support.tp_breadth import Row, measure
 

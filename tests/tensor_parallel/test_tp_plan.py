@@ -9,9 +9,9 @@ from torch import nn
 
 from hf_zero.cli import main
 from hf_zero.errors import ConfigError
-from hf_zero.tensor_parallel.make_plan import make_plan
+from hf_zero.tensor_parallel.overrides import overrides_of
 from hf_zero.tensor_parallel.plan import TpPlan
-from hf_zero.tensor_parallel.wishes import wishes_of
+from hf_zero.tensor_parallel.planner import make_plan
 from tests.support import zoo
 from tests.support.models import CASES
 
@@ -67,7 +67,7 @@ def test_edited_plan_is_followed() -> None:
     data["modules"]["transformer.h.1.mlp.c_fc"]["split"] = "row"
     edited = TpPlan.from_dict(data)
     assert edited.edited
-    found = make_plan(model, 2, wishes=wishes_of({}, edited, model)).modules
+    found = make_plan(model, 2, overrides=overrides_of({}, edited, model)).modules
     assert found["transformer.h.0.mlp.c_fc"].split == "whole"
     assert found["transformer.h.1.mlp.c_fc"].split == "row, scattered"
     assert found["transformer.h.1.attn.c_attn"].split == "column"
@@ -80,12 +80,12 @@ def test_rules_of_the_configuration() -> None:
     model = CASES["gpt2"].build()
     specs = [{"patterns": [r"\.c_attn\."], "partition_type": "skip"}, {"patterns": [r"mlp\.c_fc\."], "partition_type": "column"}]
     section = {"partition_config": {"layer_specs": specs}}
-    plan = make_plan(model, 2, wishes=wishes_of(section, None, model))
+    plan = make_plan(model, 2, overrides=overrides_of(section, None, model))
     assert plan.modules["transformer.h.0.attn.c_attn"].split == "whole"
     assert plan.modules["transformer.h.0.mlp.c_fc"].split == "column"
     section["partition_config"]["strict_mode"] = True  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="no rule matches the linear layer transformer.h.0.attn.c_proj"):
-        wishes_of(section, None, model)
+        overrides_of(section, None, model)
 
 
 def test_the_models_own_plan_is_checked_against_the_data_flow() -> None:
@@ -106,22 +106,22 @@ def test_the_models_own_plan_is_checked_against_the_data_flow() -> None:
 def test_plan_as_patterns() -> None:
     model = zoo.build("LlamaForCausalLM")
     patterns = {"model.layers.*.mlp.*_proj": "whole", "lm_head": "row", "model.layers.0.self_attn.o_proj": "colwise"}
-    found = make_plan(model, 2, wishes=wishes_of({}, patterns, model)).modules
+    found = make_plan(model, 2, overrides=overrides_of({}, patterns, model)).modules
     assert {found[f"model.layers.1.mlp.{name}"].split for name in ("gate_proj", "up_proj", "down_proj")} == {"whole"}
     assert (found["lm_head"].split, found["lm_head"].source) == ("row, scattered", "patterns")
     assert found["model.layers.0.self_attn.o_proj"].split == "column, gathered"
     assert (found["model.layers.1.self_attn.o_proj"].split, found["model.layers.1.self_attn.o_proj"].source) == ("row", "tp_plan")
     with pytest.raises(ConfigError, match="'model.layers.*.nothing' matches no linear layer of the model, such as model.layers.0"):
-        wishes_of({}, {"model.layers.*.nothing": "row"}, model)
+        overrides_of({}, {"model.layers.*.nothing": "row"}, model)
     with pytest.raises(ConfigError, match="'lm_head' is 'diagonal'"):
-        wishes_of({}, {"lm_head": "diagonal"}, model)
+        overrides_of({}, {"lm_head": "diagonal"}, model)
 
 
 def test_wish_that_does_not_divide_names_layer_size_and_usable_ranks() -> None:
     model = CASES["gpt2"].build()
     section = {"partition_config": {"layer_specs": [{"patterns": ["c_fc"], "partition_type": "column"}]}}
     with pytest.raises(ConfigError, match=r"c_fc cannot be split by column over 3 ranks: its weight is \(16, 64\).*\[2, 4, 8, 16\]"):
-        make_plan(model, 3, wishes=wishes_of(section, None, model))
+        make_plan(model, 3, overrides=overrides_of(section, None, model))
 
 
 def test_layers_that_do_not_divide_are_told_with_usable_numbers_of_ranks() -> None:

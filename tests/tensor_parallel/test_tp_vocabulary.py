@@ -12,9 +12,9 @@ import hf_zero
 from hf_zero.errors import ConfigError
 from hf_zero.tensor_parallel.functions import ModelGroup, Part
 from hf_zero.tensor_parallel.logits import VocabularyLogits
-from hf_zero.tensor_parallel.make_plan import make_plan
+from hf_zero.tensor_parallel.overrides import overrides_of
 from hf_zero.tensor_parallel.plan import TpPlan
-from hf_zero.tensor_parallel.wishes import wishes_of
+from hf_zero.tensor_parallel.planner import make_plan
 from tests.support import ranks, zoo
 from tests.support.parity import Run
 from tests.support.tp_breadth import perturb
@@ -159,20 +159,20 @@ def test_models_compute_their_loss_from_parts(name: str) -> None:
 
 def test_key_finds_the_head_by_its_name() -> None:
     model = zoo.build("LlamaForCausalLM")
-    plan = make_plan(model, 2, wishes=wishes_of({"vocab_parallel_lm_head": True}, None, model))
-    assert plan.to_dict()["borders"] == make_plan(model, 2, wishes=wishes_of(config("lm_head"), None, model)).to_dict()["borders"]
+    plan = make_plan(model, 2, overrides=overrides_of({"vocab_parallel_lm_head": True}, None, model))
+    assert plan.to_dict()["borders"] == make_plan(model, 2, overrides=overrides_of(config("lm_head"), None, model)).to_dict()["borders"]
     assert plan.modules["lm_head"].source == "vocab_parallel_lm_head"
     rules = {"use_default_specs": False, "layer_specs": [{"patterns": ["down_proj"], "partition_type": "row"}]}
-    plan = make_plan(model, 2, wishes=wishes_of({"vocab_parallel_lm_head": True, "partition_config": rules}, None, model))
+    plan = make_plan(model, 2, overrides=overrides_of({"vocab_parallel_lm_head": True, "partition_config": rules}, None, model))
     assert {path for path, entry in plan.modules.items() if entry.split not in ("whole", "vocabulary")} <= {
         f"model.layers.{index}.mlp.down_proj" for index in range(2)
     }
     assert plan.modules["lm_head"].split == "vocabulary"
     encoder = zoo.build("BertForMaskedLM")
     with pytest.raises(ConfigError, match="no linear layer is named lm_head or embed_out; name the head in"):
-        wishes_of({"vocab_parallel_lm_head": True}, None, encoder)
+        overrides_of({"vocab_parallel_lm_head": True}, None, encoder)
     names = {"lm_head_patterns": ["decoder"]}
-    plan = make_plan(encoder, 2, wishes=wishes_of({"vocab_parallel_lm_head": True, "partition_config": names}, None, encoder))
+    plan = make_plan(encoder, 2, overrides=overrides_of({"vocab_parallel_lm_head": True, "partition_config": names}, None, encoder))
     assert plan.modules["cls.predictions.decoder"].split == "vocabulary"
 
 
@@ -181,6 +181,6 @@ def test_plan_says_so() -> None:
     data = make_plan(model, 2).to_dict()
     assert data["modules"]["lm_head"]["split"] == "column, gathered"
     data["modules"]["lm_head"]["split"] = "vocabulary"
-    plan = make_plan(model, 2, wishes=wishes_of({}, TpPlan.from_dict(data), model))
+    plan = make_plan(model, 2, overrides=overrides_of({}, TpPlan.from_dict(data), model))
     assert [border.kind for border in plan.borders["lm_head"]] == ["copy", "logits"]
-    assert plan.to_dict()["borders"] == make_plan(model, 2, wishes=wishes_of(config("lm_head"), None, model)).to_dict()["borders"]
+    assert plan.to_dict()["borders"] == make_plan(model, 2, overrides=overrides_of(config("lm_head"), None, model)).to_dict()["borders"]

@@ -128,6 +128,11 @@ class _Reader:
         """All of it."""
         shared = fields.mapping(self.model.get("shared_params") or {}, "shared_params")
         aliases = {str(alias): str(name) for alias, name in shared.items()}
+        lost = [alias for alias, name in aliases.items() if name in self.module and alias not in self.module]
+        if lost:
+            raise CheckpointError(
+                f"{self.folder}: shared_params lists {lost[0]!r} as {aliases[lost[0]]!r}, but the module has no such tensor"
+            )
         params = [param for group in range(len(self.shapes)) for param in self.trained(group)]
         names = {param.name for param in params}
         params += self.frozen(names | set(aliases))

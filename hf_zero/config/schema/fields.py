@@ -7,7 +7,6 @@ A key is one pydantic field. Its annotation is the type, and the helper that dec
 `mapped`       an old spelling; the reader translates it into the key it names
 `accepted`     has no effect here, for the reason given
 `refused`      raises when it asks for something, and says what to use instead
-`later`        refused as long as its feature has a row in `hf_zero.config.not_yet`, used from then on
 `part`         belongs to a section that is switched on by another key, and shares that key's fate
 =============  ==========================================================================================================
 """
@@ -21,7 +20,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from hf_zero.config.not_yet import NOT_YET
 from hf_zero.system.secrets import hidden_under
 
 Fate = Literal["used", "mapped", "accepted", "refused", "part"]
@@ -84,7 +82,7 @@ def _lower_text(value: Any) -> Any:
 _DTYPE_NAMES = {
     "fp16": "fp16", "float16": "fp16", "half": "fp16",
     "bf16": "bf16", "bfloat16": "bf16", "bfp16": "bf16",
-    "fp32": "fp32", "float32": "fp32", "float": "fp32",
+    "fp32": "fp32", "float32": "fp32", "float": "fp32"
 }  # fmt: skip
 
 
@@ -135,8 +133,10 @@ class Section(BaseModel):
     """Keys beyond the fields are allowed (a client's own section)."""
     rest: ClassVar[FieldInfo | None] = None
     """Fate of those further keys, where the key list has a row for them (`amp.*`)."""
-    key_models: ClassVar[dict[str, SectionClass]] = {}
-    """Fields that stay plain dictionaries for their consumer, with the section that describes the keys inside."""
+
+    def __init_subclass__(cls, switch: str | None = None, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        cls.switch = switch
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """What the repr shows: fields that are no secret, and other texts without credentials."""
@@ -166,7 +166,8 @@ def is_on(value: Any, passes: Iterable[Any] = ()) -> bool:
 def _field(default: Any, text: str, fate: Fate, effect: str, extra: dict[str, Any]) -> Any:
     """The pydantic field behind every helper; a callable default (a section class, `list`) becomes a factory.
 
-    `secret` among the extras marks a value that is never shown: not by `explain`, nor in messages, nor in the section's repr.
+    Among the extras, `secret` marks a value that is never shown: not by `explain`, nor in messages, nor in the section's repr. `model` is
+    the section that describes the keys of a block that stays a plain dictionary.
     """
     extras = {"fate": fate, "effect": effect, **{name: value for name, value in extra.items() if value not in (None, (), {})}}
     shown = not extra.get("secret", False)
@@ -194,13 +195,6 @@ def mapped(default: Any, text: str, into: str, **extra: Any) -> Any:
 def refused(default: Any, text: str, instead: str, **extra: Any) -> Any:
     """A key that raises when it asks for something. `instead` says what to use."""
     return _field(default, text, "refused", instead, extra)
-
-
-def later(default: Any, text: str, feature: str, **extra: Any) -> Any:
-    """A key of a feature: refused while `NOT_YET` has a row for the feature, used afterwards."""
-    if feature in NOT_YET:
-        return _field(default, text, "refused", NOT_YET[feature], {"feature": feature, **extra})
-    return _field(default, text, "used", text, {"feature": feature, **extra})
 
 
 def part(default: Any, text: str, **extra: Any) -> Any:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
 from hf_zero.config.schema.fields import Bool, Count, Section, lower_choice, used
 
 
-class Tensorboard(Section):
+class Tensorboard(Section, switch="enabled"):
     """`tensorboard`. TensorBoard monitor."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Bool = used(False, "Write TensorBoard events")
     output_path: str = used("", "Folder of the events")
     job_name: str = used("DeepSpeedJobName", "Sub-folder name")
 
 
-class Wandb(Section):
+class Wandb(Section, switch="enabled"):
     """`wandb`. Weights & Biases monitor."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Bool = used(False, "Log to Weights & Biases")
     group: str | None = used(None, "Run group")
@@ -30,10 +26,8 @@ class Wandb(Section):
     project: str = used("deepspeed", "Project")
 
 
-class Comet(Section):
+class Comet(Section, switch="enabled"):
     """`comet`. Comet monitor."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Bool = used(False, "Log to Comet")
     samples_log_interval: Count = used(100, "Samples between submissions")
@@ -48,20 +42,16 @@ class Comet(Section):
     )
 
 
-class CsvMonitor(Section):
+class CsvMonitor(Section, switch="enabled"):
     """`csv_monitor`. csv monitor."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Bool = used(False, "Write csv files")
     output_path: str = used("", "Folder of the files")
     job_name: str = used("DeepSpeedJobName", "Sub-folder name")
 
 
-class Trackio(Section):
+class Trackio(Section, switch="enabled"):
     """`trackio`. Trackio monitor."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Bool = used(False, "Log to Trackio")
     project: str = used("deepspeed", "Project")

@@ -16,7 +16,6 @@ from hf_zero.config.schema.fields import (
     Int,
     NonNegative,
     Section,
-    SectionClass,
     Share,
     Size,
     accepted,
@@ -87,8 +86,6 @@ class OptimizerParams(FreeSection):
 class Optimizer(Section):
     """`optimizer`. Optimizer the engine builds itself from model_parameters; absent means a client optimizer or none."""
 
-    key_models: ClassVar[dict[str, SectionClass]] = {"params": OptimizerParams}
-
     type: str | None = used(
         None,
         "Adam, AdamW, Adagrad, Lion, SGD, Lamb, Muon, OneBitAdam or a class of torch.optim; ZeroOneAdam, OneBitLamb and mup are refused",
@@ -96,7 +93,7 @@ class Optimizer(Section):
     legacy_fusion: Bool = accepted(
         False, "Use the older fused fp16 wrapper for a fused optimizer", "there is one fp16 path, over flat units"
     )
-    params: dict[str, Any] | None = used(None, "Keyword arguments of the optimizer constructor")
+    params: dict[str, Any] | None = used(None, "Keyword arguments of the optimizer constructor", model=OptimizerParams)
 
 
 class SchedulerParams(FreeSection):
@@ -131,7 +128,5 @@ class SchedulerParams(FreeSection):
 class Scheduler(Section):
     """`scheduler`. Scheduler the engine builds on engine.optimizer and advances inside step()."""
 
-    key_models: ClassVar[dict[str, SectionClass]] = {"params": SchedulerParams}
-
     type: str | None = used(None, "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR or a torch.optim.lr_scheduler class name")
-    params: dict[str, Any] | None = used(None, "Keyword arguments of the scheduler constructor")
+    params: dict[str, Any] | None = used(None, "Keyword arguments of the scheduler constructor", model=SchedulerParams)

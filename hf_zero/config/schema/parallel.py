@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
-from hf_zero.config.schema.fields import Bool, Float, FreeSection, Int, Section, Size, accepted, later, part, refused, section, used
+from hf_zero.config.schema.fields import Bool, Float, Int, Section, Size, accepted, part, section, used
 
 _FOUND = "found from the model's own data flow"
 
 
-class Pipeline(FreeSection):
-    """`pipeline`. Options of PipelineModule training."""
-
-    stages: Int | str = part("auto", "Number of stages; auto takes it from the module", auto_is_value=True)
-    partition: str = part("best", "How layers are split")
-    seed_layers: Bool = part(False, "Seed each layer separately")
-    activation_checkpoint_interval: Int = part(0, "Layers between checkpoints")
-    pipe_partitioned: Bool = part(True, "Split activations over model-parallel ranks")
-    grad_partitioned: Bool = part(True, "Split activation gradients over model-parallel ranks")
-    use_reentrant: Bool = part(True, "Use the reentrant checkpoint function")
-
-
-class Elasticity(Section):
+class Elasticity(Section, switch="enabled"):
     """`elasticity`. Batch size computed for a range of world sizes; other batch keys then raise. Resuming needs no more: any checkpoint
     loads on any number of ranks."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Bool = used(False, "Compute the three batch keys so that many numbers of ranks share one global batch")
     max_train_batch_size: Int = part(2000, "Largest global batch")
@@ -77,12 +63,10 @@ class TpGroup(Section):
     tp_group: Any = accepted(None, "Process group", "pass mpu= to initialize")
 
 
-class TensorParallel(Section):
+class TensorParallel(Section, switch="autotp_size"):
     """`tensor_parallel`. AutoTP training."""
 
-    switch: ClassVar[str | None] = "autotp_size"
-
-    autotp_size: Size = later(0, "Ranks that hold one model together; 0 and 1 are off", "tensor_parallel", passes=(1,))
+    autotp_size: Size = used(0, "Ranks that hold one model together; 0 and 1 are off", passes=(1,))
     dtype: str = accepted("float16", "Type the model is converted to", "bf16 and fp16 say it")
     tp_overlap_comm: Bool = accepted(False, "Overlap the all-reduce", "collectives are waited for where their result is read")
     vocab_parallel_lm_head: Bool | None = part(
@@ -95,70 +79,3 @@ class TensorParallel(Section):
     injection_policy_tuple: Any = accepted(None, "Explicit injection policy", _FOUND)
     keep_module_on_host: Bool = accepted(False, "Leave loaded weights on the host", "parameters are cut where they are")
     replace_with_kernel_inject: Bool = accepted(False, "Use inference kernels", "the model's own code runs", also=("kernel_inject",))
-
-
-class ExpertParallel(Section):
-    """`expert_parallel`. Expert parallelism."""
-
-    switch: ClassVar[str | None] = "enabled"
-
-    enabled: Bool = refused(
-        False, "Turn AutoEP on", "not supported: experts are sharded by zero_optimization.stage 3 like every other parameter"
-    )
-    autoep_size: Int = part(1, "Expert-parallel degree")
-    expert_tensor_parallel_size: Int = part(1, "Only 1 is accepted")
-    validate_folding_routing: Bool = part(False, "Check routing agreement at run time")
-    preset_model: str | None = part(None, "mixtral qwen3_moe qwen3_5_moe deepseek_v2 deepseek_v3")
-    moe_layer_pattern: str | None = part(None, "Pattern of MoE modules")
-    expert_pattern: str | None = part(None, "Child name of the experts")
-    router_pattern: str | None = part(None, "Child name of the router")
-    use_grouped_mm: Bool = part(True, "Grouped matrix product")
-    disable_triton_grouped_mm: Bool = part(False, "Avoid the Triton kernel")
-    route_norm: Bool | None = part(None, "Normalise router scores")
-    route_scale: Float = part(1.0, "Scale router scores")
-    score_apply: str = part("auto", "pre post or auto", auto_is_value=True)
-    score_func: str = part("auto", "softmax sigmoid or auto", auto_is_value=True)
-    combine_impl: str = part("auto", "How expert outputs are combined", auto_is_value=True)
-    num_expert_groups: Int | None = part(None, "Groups for limited routing")
-    num_limited_groups: Int | None = part(None, "Groups chosen")
-    top_k: Int | str = part("auto", "Experts per token", auto_is_value=True)
-    load_balance_coeff: Any = part(None, "Reserved")
-    routed_scaling_factor: Float | str = part("auto", "Scale of routed output", auto_is_value=True)
-    expert_w1: str | None = part(None, "Name of the gate weight")
-    expert_w2: str | None = part(None, "Name of the down weight")
-    expert_w3: str | None = part(None, "Name of the up weight; null means fused")
-    num_experts_attr: str | None = part(None, "Config attribute with the expert count")
-    top_k_attr: str | None = part(None, "Config attribute with top-k")
-    has_shared_experts: Bool | None = part(None, "Layer has shared experts")
-    shared_experts_pattern: str | None = part(None, "Child name of shared experts")
-    shared_experts_gate_pattern: str | None = part(None, "Child name of their gate")
-
-
-class HybridEngine(Section):
-    """`hybrid_engine`. Training and generation in one engine."""
-
-    switch: ClassVar[str | None] = "enabled"
-
-    enabled: Bool = refused(
-        False,
-        "Train and generate with one engine",
-        "not supported: call generate() on the module, gathered units are released again afterwards",
-    )
-    max_out_tokens: Int = part(512, "Longest generation")
-    inference_tp_size: Int = part(1, "Tensor-parallel degree of generation")
-    release_inference_cache: Bool = part(False, "Free the cache after generation")
-    pin_parameters: Bool = part(True, "Keep parameters in place")
-    tp_gather_partition_size: Int = part(8, "Layers gathered at a time")
-    enable_cuda_graph: Bool = part(False, "Replay generation from graphs")
-
-
-class InferenceTensorParallel(Section):
-    """`inference.tensor_parallel`. Tensor parallelism as transformers reads it."""
-
-    tp_size: Int = accepted(1, "Tensor-parallel degree of inference", "read by transformers only")
-
-
-class Inference(FreeSection):
-    """`inference`. Inference settings that transformers reads."""
-
-    tensor_parallel: InferenceTensorParallel | None = section(None, "Tensor parallelism as transformers reads it")

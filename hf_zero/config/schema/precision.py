@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field
-from pydantic.fields import FieldInfo
 
-from hf_zero.config.schema.fields import (
-    Bool,
-    Count,
-    Dtype,
-    FreeSection,
-    Int,
-    NonNegative,
-    Section,
-    Size,
-    accepted,
-    part,
-    refused,
-    used,
-)
+from hf_zero.config.schema.fields import Bool, Count, Dtype, Int, NonNegative, Section, Size, accepted, used
 
 
-class Fp16(Section):
+class Fp16(Section, switch="enabled"):
     """`fp16`. fp16 weights with loss scaling; exclusive with bf16 and amp."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Bool = used(False, "Turn fp16 on")
     auto_cast: Bool = used(False, "Cast forward inputs to fp16")
@@ -39,10 +23,8 @@ class Fp16(Section):
     fp16_master_weights_and_grads: Bool = used(False, "Keep master weights and gradients in fp16")
 
 
-class Bf16(Section):
+class Bf16(Section, switch="enabled"):
     """`bf16`. bf16 weights without loss scaling; exclusive with fp16 and amp."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Bool = used(False, "Turn bf16 on")
     immediate_grad_update: Bool = accepted(
@@ -55,21 +37,8 @@ class Bf16(Section):
     bf16_optimizer_states: Bool = used(False, "Keep moments in bf16; needs bf16_master_weights_and_grads")
 
 
-class Amp(FreeSection):
-    """`amp`. NVIDIA apex mixed precision."""
-
-    switch: ClassVar[str | None] = "enabled"
-
-    rest: ClassVar[FieldInfo | None] = part(None, "Argument of apex amp.initialize")
-
-    enabled: Bool = refused(False, "Turn apex on", "apex is not supported: use fp16, bf16 or torch_autocast")
-    opt_level: str | None = part(None, "apex level O0-O3")
-
-
-class TorchAutocast(Section):
+class TorchAutocast(Section, switch="enabled"):
     """`torch_autocast`. Run the engine forward under torch.autocast."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Bool = used(False, "Turn it on; when off an outer autocast region is disabled inside the engine forward")
     dtype: Dtype | None = used(None, "bfloat16 or float16 (short names accepted)")
@@ -86,12 +55,3 @@ class DataTypes(Section):
     grad_accum_dtype: Dtype | None = used(None, "Type of gradient accumulation: fp32 fp16 bf16; null follows the model")
     param_dtype: Dtype | None = used(None, "Cast parameters to this type at engine creation")
     buffer_dtype: Dtype | None = used(None, "Cast floating-point buffers to this type; null follows the parameters, rotary tables excepted")
-
-
-class Msamp(FreeSection):
-    """`msamp`. Written by accelerate for MS-AMP."""
-
-    switch: ClassVar[str | None] = "enabled"
-
-    enabled: Bool = refused(True, "Selects msamp.deepspeed.initialize in accelerate", "MS-AMP is not supported: use bf16")
-    opt_level: str = part("O1", "MS-AMP level: O1 or O2")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from hf_zero.config.schema.compression import CompressionTraining, QuantizeTraining, SparseAttention, WeightQuantization
-from hf_zero.config.schema.data import DataEfficiency, LegacyCurriculum, ProgressiveLayerDrop
+from hf_zero.config.schema import unread
 from hf_zero.config.schema.fields import (
     Bool,
     Bound,
@@ -26,10 +25,10 @@ from hf_zero.config.schema.fields import (
 from hf_zero.config.schema.monitors import Comet, CsvMonitor, Tensorboard, Trackio, Wandb
 from hf_zero.config.schema.optimization import Optimizer, Scheduler
 from hf_zero.config.schema.own import OwnSettings
-from hf_zero.config.schema.parallel import Elasticity, ExpertParallel, HybridEngine, Inference, Pipeline, TensorParallel
-from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16, Msamp, TorchAutocast
-from hf_zero.config.schema.storage import ActivationCheckpointing, Aio, Checkpoint, Compile, DataStates, Nebula
-from hf_zero.config.schema.tools import Autotuning, CommsLogger, FlopsProfiler, Timers
+from hf_zero.config.schema.parallel import Elasticity, TensorParallel
+from hf_zero.config.schema.precision import Bf16, DataTypes, Fp16, TorchAutocast
+from hf_zero.config.schema.storage import ActivationCheckpointing, Aio, Checkpoint, Compile, DataStates
+from hf_zero.config.schema.tools import CommsLogger, FlopsProfiler, Timers
 from hf_zero.config.schema.zero import ZeroOptimization
 
 
@@ -98,7 +97,7 @@ class ZeroConfig(Section):
     )
     fp16: Fp16 = section(Fp16, "fp16 weights with loss scaling; exclusive with bf16 and amp")
     bf16: Bf16 = section(Bf16, "bf16 weights without loss scaling; exclusive with fp16 and amp", also=("bfloat16",))
-    amp: Amp | None = section(None, "NVIDIA apex mixed precision")
+    amp: dict[str, Any] | None = section(None, "NVIDIA apex mixed precision", model=unread.AMP)
     torch_autocast: TorchAutocast = section(TorchAutocast, "Run the engine forward under torch.autocast")
     gradient_clipping: Bound = used(1.0, "Clip the global gradient norm to this value; 0 disables")
     zero_optimization: ZeroOptimization = section(
@@ -112,15 +111,22 @@ class ZeroConfig(Section):
         None, "Level of the package logger"
     )
     timers: Timers = accepted(Timers, "Timer section", "samples per second are measured where steps_per_print asks for a line")
-    autotuning: Autotuning | None = section(None, "Search for stage, micro batch and related settings from the launcher")
+    autotuning: dict[str, Any] | None = section(
+        None, "Search for stage, micro batch and related settings from the launcher", model=unread.AUTOTUNING
+    )
     flops_profiler: FlopsProfiler | None = section(None, "Count operations and time of one training step")
     activation_checkpointing: ActivationCheckpointing | None = section(None, "Settings of deepspeed.checkpointing")
-    sparse_attention: SparseAttention | None = refused(
-        None, "Layout of block-sparse attention", "not supported: choose attn_implementation when the model is made"
+    sparse_attention: dict[str, Any] | None = refused(
+        None,
+        "Layout of block-sparse attention",
+        "not supported: choose attn_implementation when the model is made",
+        model=unread.SPARSE_ATTENTION,
     )
-    pipeline: Pipeline | None = accepted(None, "Options of PipelineModule training", "only PipelineModule reads it, which is not provided")
-    data_efficiency: DataEfficiency | None = section(None, "Curriculum sampling and token dropping")
-    curriculum_learning: LegacyCurriculum | None = section(None, "Older curriculum on sequence length")
+    pipeline: dict[str, Any] | None = accepted(
+        None, "Options of PipelineModule training", "only PipelineModule reads it, which is not provided", model=unread.PIPELINE
+    )
+    data_efficiency: dict[str, Any] | None = section(None, "Curriculum sampling and token dropping", model=unread.DATA_EFFICIENCY)
+    curriculum_learning: dict[str, Any] | None = section(None, "Older curriculum on sequence length", model=unread.CURRICULUM_LEARNING)
     tensorboard: Tensorboard = section(Tensorboard, "TensorBoard monitor")
     wandb: Wandb = section(Wandb, "Weights & Biases monitor")
     comet: Comet = section(Comet, "Comet monitor")
@@ -128,21 +134,21 @@ class ZeroConfig(Section):
     trackio: Trackio = section(Trackio, "Trackio monitor")
     elasticity: Elasticity | None = section(None, "Batch size computed for a range of world sizes")
     comms_logger: CommsLogger | None = section(None, "Recorder of collectives")
-    compression_training: CompressionTraining | None = section(None, "Compression techniques")
-    quantize_training: QuantizeTraining | None = section(None, "Old quantization section")
-    weight_quantization: WeightQuantization | None = section(None, "Quantized weights with stage 3")
-    progressive_layer_drop: ProgressiveLayerDrop | None = section(None, "Stochastic depth schedule")
+    compression_training: dict[str, Any] | None = section(None, "Compression techniques", model=unread.COMPRESSION_TRAINING)
+    quantize_training: dict[str, Any] | None = section(None, "Old quantization section", model=unread.QUANTIZE_TRAINING)
+    weight_quantization: dict[str, Any] | None = section(None, "Quantized weights with stage 3", model=unread.WEIGHT_QUANTIZATION)
+    progressive_layer_drop: dict[str, Any] | None = section(None, "Stochastic depth schedule", model=unread.PROGRESSIVE_LAYER_DROP)
     checkpoint: Checkpoint = section(Checkpoint, "Options of save and load")
-    nebula: Nebula | None = section(None, "Azure checkpoint service")
+    nebula: dict[str, Any] | None = section(None, "Azure checkpoint service", model=unread.NEBULA)
     datastates_ckpt: DataStates | None = used(
         None, "Write checkpoints in the background, as checkpoint.writer.decoupled does", bool_ok=True
     )
     data_types: DataTypes = section(DataTypes, "Element types outside the fp16 and bf16 sections")
     tensor_parallel: TensorParallel | None = section(None, "AutoTP training")
-    expert_parallel: ExpertParallel | None = section(None, "Expert parallelism")
-    hybrid_engine: HybridEngine | None = section(None, "Training and generation in one engine")
+    expert_parallel: dict[str, Any] | None = section(None, "Expert parallelism", model=unread.EXPERT_PARALLEL)
+    hybrid_engine: dict[str, Any] | None = section(None, "Training and generation in one engine", model=unread.HYBRID_ENGINE)
     aio: Aio = section(Aio, "How swap files of NVMe offload are accessed")
     compile: Compile | None = section(None, "DeepCompile")
-    msamp: Msamp | None = section(None, "Written by accelerate for MS-AMP")
+    msamp: dict[str, Any] | None = section(None, "Written by accelerate for MS-AMP", model=unread.MSAMP)
     hf_zero: OwnSettings = section(OwnSettings, "What DeepSpeed has no key for; it ignores the section")
-    inference: Inference | None = section(None, "Inference settings that transformers reads")
+    inference: dict[str, Any] | None = section(None, "Inference settings that transformers reads", model=unread.INFERENCE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -50,8 +50,7 @@ class Writer(Section):
     """`checkpoint.writer`. Fast checkpoint writer."""
 
     type: Annotated[Literal["fast", "python", "mock"], BeforeValidator(lower_choice)] = used(
-        "FAST",
-        "`fast` and `mock` write past the page cache where the file system lets them, as without this section; `python` through it",
+        "FAST", "`fast` and `mock` write past the page cache where the file system lets them, as without this section; `python` through it"
     )
     io_buffer_size: Int = accepted(67108864, "Buffer bytes", _OWN_WRITER)
     io_buffer_double: Bool = accepted(True, "Two buffers", _OWN_WRITER)
@@ -76,19 +75,6 @@ class Checkpoint(Section):
     writer: Writer | None = section(None, "Fast checkpoint writer")
 
 
-class Nebula(Section):
-    """`nebula`. Azure checkpoint service."""
-
-    switch: ClassVar[str | None] = "enabled"
-
-    enabled: Bool = refused(False, "Use the Nebula service", "not supported: save to a folder of your storage")
-    enable_nebula_load: Bool = part(True, "Load through the service")
-    nebula_load_path: str | None = part(None, "Load folder")
-    persistent_storage_path: str | None = part(None, "Folder for persistent copies")
-    persistent_time_interval: Int = part(100, "Seconds between persistent copies")
-    num_of_version_in_retention: Int = part(2, "Copies kept")
-
-
 class DataStates(Section):
     """`datastates_ckpt`. Asynchronous engine; any value except false enables it."""
 
@@ -109,10 +95,8 @@ class Aio(Section):
     use_gds: Bool = refused(False, "GPUDirect storage", "not supported: reads and writes pass through page-locked host memory")
 
 
-class Compile(Section):
+class Compile(Section, switch="deepcompile"):
     """`compile`. DeepCompile."""
-
-    switch: ClassVar[str | None] = "deepcompile"
 
     deepcompile: Bool = refused(
         False, "Use the DeepCompile passes", "not supported: call engine.compile() or torch.compile() on the blocks"

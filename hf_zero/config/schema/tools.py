@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
 from pydantic import Field
 
-from hf_zero.config.schema.fields import Bool, Int, NonNegative, Section, Size, later, part, refused, section
+from hf_zero.config.schema.fields import Bool, Int, NonNegative, Section, Size, part, section, used
 
 
 class Throughput(Section):
@@ -22,51 +22,10 @@ class Timers(Section):
     throughput: Throughput = section(Throughput, "Throughput timer")
 
 
-class ModelInfo(Section):
-    """`autotuning.model_info`. Model facts."""
-
-    profile: Bool = part(False, "Collect the facts by profiling")
-    num_params: Int | None = part(None, "Parameter count")
-    hidden_size: Int | None = part(None, "Hidden size")
-    num_layers: Int | None = part(None, "Layer count")
-
-
-class Autotuning(Section):
-    """`autotuning`. Search for stage, micro batch and related settings from the launcher."""
-
-    switch: ClassVar[str | None] = "enabled"
-
-    enabled: Bool = refused(False, "Run the tuner from the launcher", "not supported: remove the section and set the batch size yourself")
-    fast: Bool = part(True, "Tune only stage and micro batch")
-    results_dir: str = part("autotuning_results", "Folder of results")
-    exps_dir: str = part("autotuning_exps", "Folder of experiment descriptions")
-    overwrite: Bool = part(True, "Repeat finished experiments")
-    start_profile_step: Int = part(3, "First profiled step")
-    end_profile_step: Int = part(5, "Last profiled step")
-    metric: str = part("throughput", "latency throughput or flops")
-    metric_path: str | None = part(None, "File that receives the metric")
-    tuner_type: str = part("gridsearch", "gridsearch random or model_based")
-    tuner_early_stopping: Int = part(5, "Experiments without gain before stopping")
-    tuner_num_trials: Int = part(50, "Most experiments per space")
-    arg_mappings: dict[str, Any] | None = part(None, "Map from configuration keys to script arguments")
-    max_train_batch_size: Int | None = part(None, "Upper bound of the global batch")
-    min_train_batch_size: Int = part(1, "Lower bound of the global batch")
-    max_train_micro_batch_size_per_gpu: Int = part(1024, "Upper bound of the micro batch")
-    min_train_micro_batch_size_per_gpu: Int = part(1, "Lower bound of the micro batch")
-    num_tuning_micro_batch_sizes: Int = part(3, "Micro batch sizes tried")
-    mp_size: Int = part(1, "Model parallel degree")
-    model_info_path: str | None = part(None, "File with model facts")
-    model_info: ModelInfo | None = section(None, "Model facts")
-
-
-class FlopsProfiler(Section):
+class FlopsProfiler(Section, switch="enabled"):
     """`flops_profiler`. Count operations and time of one training step."""
 
-    switch: ClassVar[str | None] = "enabled"
-
-    enabled: Bool = later(
-        False, "Count operations and time of one training step on rank 0; wall_clock_breakdown goes on too", "flops_profiler"
-    )
+    enabled: Bool = used(False, "Count operations and time of one training step on rank 0; wall_clock_breakdown goes on too")
     recompute_fwd_factor: NonNegative = part(
         0.0, "Part of forward that activation checkpointing computes again (1 for all): the report tells it apart from what was counted"
     )
@@ -77,14 +36,10 @@ class FlopsProfiler(Section):
     output_file: str | None = part(None, "File that the report is written to; null prints it")
 
 
-class CommsLogger(Section):
+class CommsLogger(Section, switch="enabled"):
     """`comms_logger`. Recorder of collectives."""
 
-    switch: ClassVar[str | None] = "enabled"
-
-    enabled: Bool = later(
-        False, "Count the engine's collectives, their bytes, latency and bandwidth for deepspeed.comm.log_summary()", "comms_logger"
-    )
+    enabled: Bool = used(False, "Count the engine's collectives, their bytes, latency and bandwidth for deepspeed.comm.log_summary()")
     prof_all: Bool = part(True, "Record every operation; false records those of prof_ops")
     prof_ops: list[str] = part(list, "Names of the operations to record where prof_all is false: all_reduce, all_gather, ...")
     verbose: Bool = part(False, "Log each operation on rank 0")

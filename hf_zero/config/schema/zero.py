@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from hf_zero.config.schema.fields import (
-    Bool,
-    Count,
-    Device,
-    Float,
-    Int,
-    Section,
-    Share,
-    Size,
-    accepted,
-    mapped,
-    part,
-    refused,
-    section,
-    used,
-)
+from hf_zero.config.schema import unread
+from hf_zero.config.schema.fields import Bool, Count, Device, Int, Section, Share, Size, accepted, mapped, part, refused, section, used
 
 NO_BUCKETS = "every unit is one flat buffer with one collective, so there are no buckets to size"
 NO_QUANTIZATION = "not supported: set communication_data_type to bf16 for less traffic"
@@ -36,13 +22,6 @@ DEFAULT_LEAF_CLASSES: tuple[str, ...] = (
 """Mixture-of-experts blocks whose experts run or not depending on the data."""
 
 
-class ZeroppLocoParam(Section):
-    """`zero_optimization.zeropp_loco_param`. Error compensation of quantized gradients."""
-
-    err_beta: Float = part(0.8, "Moving average of the quantization error")
-    reset_T: Int = part(1024, "Steps between resets of the error buffer")
-
-
 class LeafModule(Section):
     """`zero_optimization.leaf_module`. Modules fetched as one unit."""
 
@@ -51,10 +30,8 @@ class LeafModule(Section):
     name_suffixes: list[str] = used(list, "Module name endings treated as leaves")
 
 
-class OffloadParam(Section):
+class OffloadParam(Section, switch="device"):
     """`zero_optimization.offload_param`. Keep parameter shards on host or NVMe (stage 3)."""
-
-    switch: ClassVar[str | None] = "device"
 
     device: Device = used("none", "Where parameter shards rest between uses; stage 3 only, a warning says so at other stages")
     nvme_path: str | None = part(None, "Directory for swap files")
@@ -66,10 +43,8 @@ class OffloadParam(Section):
     pin_memory: Bool = part(True, "Use page-locked host memory; ordinary memory, with a warning, where locking fails")
 
 
-class OffloadOptimizer(Section):
+class OffloadOptimizer(Section, switch="device"):
     """`zero_optimization.offload_optimizer`. Keep optimizer states on host or NVMe and update there."""
-
-    switch: ClassVar[str | None] = "device"
 
     device: Device = used("none", "Where masters and optimizer states rest; they are updated on the host")
     nvme_path: str | None = part(None, "Directory for swap files")
@@ -101,21 +76,6 @@ class OffloadOptimizer(Section):
         return self.pipeline_read or self.pipeline_write
 
 
-class Zenflow(Section):
-    """`zero_optimization.zenflow`. Update the most important gradients on the device and the rest later on the host."""
-
-    topk_ratio: Share = part(0.1, "Share of gradients updated immediately")
-    select_strategy: str = part("auto", "auto step or epoch", auto_is_value=True)
-    select_interval: Int | str = part("auto", "How often the selection is renewed", auto_is_value=True)
-    update_interval: Int | str = part("auto", "How often the remaining gradients are applied", auto_is_value=True)
-    overlap_step: Bool = part(False, "Overlap the host update with computation")
-    offload: Bool = part(False, "Keep the states of the selected part on the host")
-    auto_ratio: Share = part(0.99, "Importance threshold of the automatic schedule")
-    full_warm_up_rounds: Int = part(0, "Rounds with full updates at the start")
-    pt_reserved_cores_perc: Share = part(0.5, "Share of cores left to the framework")
-    steps_per_epoch: Int | None = part(None, "Steps per epoch")
-
-
 class ZeroOptimization(Section):
     """`zero_optimization`. What ZeRO shards, offloads and gathers."""
 
@@ -124,15 +84,11 @@ class ZeroOptimization(Section):
         True, "Copy gradients to a contiguous buffer as they appear", "the gradients of a unit are always one flat buffer"
     )
     reduce_scatter: Bool = accepted(
-        True,
-        "Reduce to the owner instead of all-reduce",
-        "a unit is always reduced to the rank that owns the shard; the sums are the same",
+        True, "Reduce to the owner instead of all-reduce", "a unit is always reduced to the rank that owns the shard; the sums are the same"
     )
     reduce_bucket_size: Size = accepted(500000000, "Elements per gradient reduction", NO_BUCKETS)
     use_multi_rank_bucket_allreduce: Bool = accepted(
-        True,
-        "Merge the buckets of several ranks into one all-reduce",
-        "every unit is one collective; there are no buckets to merge",
+        True, "Merge the buckets of several ranks into one all-reduce", "every unit is one collective; there are no buckets to merge"
     )
     allgather_partitions: Bool = accepted(
         True, "All-gather updated weights instead of broadcasts", "updated shards are always all-gathered, one collective per unit"
@@ -161,9 +117,7 @@ class ZeroOptimization(Section):
     cpu_offload: Bool | None = mapped(None, "Old form of offload_optimizer.device cpu", "zero_optimization.offload_optimizer.device: cpu")
     cpu_offload_param: Bool | None = mapped(None, "Old form of offload_param.device cpu", "zero_optimization.offload_param.device: cpu")
     cpu_offload_use_pin_memory: Bool | None = accepted(
-        None,
-        "Old form of pin_memory",
-        "replaced by pin_memory inside offload_optimizer and offload_param; the value is not carried over",
+        None, "Old form of pin_memory", "replaced by pin_memory inside offload_optimizer and offload_param; the value is not carried over"
     )
     stage3_prefetch_bucket_size: Size = used(50000000, "Elements fetched ahead of use")
     stage3_param_persistence_threshold: Size = used(100000, "Parameters smaller than this stay gathered")
@@ -176,9 +130,7 @@ class ZeroOptimization(Section):
         also=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
     )
     stage3_gather_fp16_weights_on_model_save: Bool = mapped(
-        False,
-        "Older name of stage3_gather_16bit_weights_on_model_save",
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        False, "Older name of stage3_gather_16bit_weights_on_model_save", "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     )
     stage3_module_granularity_threshold: Size = accepted(
         0,
@@ -189,9 +141,7 @@ class ZeroOptimization(Section):
         False, "Gather parameters with all-reduce", "a unit is always gathered by one all-gather; the values are the same"
     )
     stage3_allgather_sequential: Bool = accepted(
-        False,
-        "Gather parameters one after another instead of coalesced",
-        "a unit is one collective; gathers follow one fixed order",
+        False, "Gather parameters one after another instead of coalesced", "a unit is one collective; gathers follow one fixed order"
     )
     zero_hpz_partition_size: Count = refused(
         1,
@@ -201,7 +151,9 @@ class ZeroOptimization(Section):
     zero_quantized_weights: Bool = refused(False, "Quantize weights for the all-gather", NO_QUANTIZATION)
     zero_quantized_nontrainable_weights: Bool = refused(False, "Quantize frozen weights for the all-gather", NO_QUANTIZATION)
     zero_quantized_gradients: Bool = refused(False, "Quantize gradients for the reduction", NO_QUANTIZATION)
-    zeropp_loco_param: ZeroppLocoParam | None = refused(None, "Error compensation of quantized gradients", NO_QUANTIZATION)
+    zeropp_loco_param: dict[str, Any] | None = refused(
+        None, "Error compensation of quantized gradients", NO_QUANTIZATION, model=unread.ZEROPP_LOCO_PARAM
+    )
     mics_shard_size: Int = refused(-1, "Ranks per shard group; -1 is off", ALL_RANKS)
     mics_hierarchical_params_gather: Bool = refused(False, "Gather inside and across nodes in two steps", ALL_RANKS)
     memory_efficient_linear: Bool = accepted(
@@ -227,8 +179,9 @@ class ZeroOptimization(Section):
     leaf_module: LeafModule = section(LeafModule, "Modules fetched as one unit")
     offload_param: OffloadParam = section(OffloadParam, "Keep parameter shards on host or NVMe")
     offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "Keep optimizer states on host or NVMe and update there")
-    zenflow: Zenflow | None = refused(
+    zenflow: dict[str, Any] | None = refused(
         None,
         "Update the most important gradients on the device and the rest later on the host",
         "not supported: every gradient is applied in the step it belongs to",
+        model=unread.ZENFLOW,
     )

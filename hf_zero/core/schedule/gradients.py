@@ -25,8 +25,6 @@ class GradientPolicy:
         pre_scale: Factor applied as gradients are copied into the flat buffer, before the reduction.
         post_scale: Factor applied to the reduced sum.
         sharded: Reduce-scatter to the owner (stages 1 to 3), else all-reduce (stage 0).
-        in_rank_order: Sum rank by rank at stage 0 too, where the back end leaves the order to us.
-        local_scale: Factor applied to gradients that stay local, in place of ``pre_scale`` and ``post_scale``.
     """
 
     message_dtype: torch.dtype | None
@@ -34,8 +32,35 @@ class GradientPolicy:
     pre_scale: float
     post_scale: float
     sharded: bool
-    in_rank_order: bool = False
-    local_scale: float = 1.0
+
+
+class GradientExchange:
+    """How a unit's gradients become one over all ranks. An optimizer that communicates itself derives its own.
+
+    Attributes:
+        collectives: Network of the reductions.
+        policy: Element types and factors.
+        keeps_whole: Nothing is reduced: each rank keeps its own gradients, whole, for the optimizer. Changes only between optimizer steps.
+    """
+
+    def __init__(self, collectives: Collectives, policy: GradientPolicy) -> None:
+        self.collectives = collectives
+        self.policy = policy
+        self.keeps_whole = False
+
+    @property
+    def scale(self) -> float:
+        """What gradients are multiplied with as they are copied into the flat buffer."""
+        return self.policy.pre_scale
+
+    def start(self, message: torch.Tensor, unit: str) -> Pending:
+        """Sends ``message`` (padded_numel,) of a unit off; collective.
+
+        The sum is the result of what is returned, (shard_numel,) where gradients are sharded; without a result ``message`` has become it.
+        """
+        if self.policy.sharded and self.collectives.world > 1:
+            return self.collectives.reduce_scatter(message, self.policy.accumulation_dtype, unit)
+        return self.collectives.all_reduce(message, unit)
 
 
 class BufferPool:
@@ -102,24 +127,35 @@ class UnitGradients:
     [Note: kept gradients] Slicing the flat buffer and launching a copy takes the host some 10 us, however small the gradient. So small ones
     are kept as they arrive and copied together, when the last of the unit is there or when they would take more than a few
     bytes; a large one is copied at once. Each is still rounded as often as if it came alone.
+
+    Attributes:
+        unit: The unit.
+        exchange: How gradients become one over ranks.
+        place: Where sums are kept.
+        pool: Of flat buffers.
+        shard: The sum over ranks and micro-steps, (shard_numel,); None before the first reduction.
+        passed: This backward has passed the unit's block; the reducer says.
+        piecemeal: In this backward the block runs several times, and its gradients arrive in pieces; the block says.
+        was_late: Gradients once came when the unit had been sent; the reducer says.
     """
 
-    def __init__(
-        self, unit: Unit, collectives: Collectives, policy: GradientPolicy, pool: BufferPool, place: GradientPlace | None = None
-    ) -> None:
+    def __init__(self, unit: Unit, exchange: GradientExchange, pool: BufferPool, place: GradientPlace | None = None) -> None:
         self.unit = unit
+        self.exchange = exchange
         self.place = place or GradientPlace()
         self.pool = pool
-        self.local = False  # nothing is reduced; set by ``Reducer.keep_local``
-        self.shard: torch.Tensor | None = None  # (shard_numel,) sum over ranks and micro-steps; None before the first reduction
-        self._collectives = collectives
-        self._policy = policy
+        self.shard: torch.Tensor | None = None
+        self.passed = False
+        self.piecemeal = False
+        self.was_late = False
+        self._policy = exchange.policy
+        self._device = exchange.collectives.topology.device
         self._flat: torch.Tensor | None = None  # (padded_numel,); freed when its reduction ends
         self._written = [False] * len(unit.layout.slots)  # what `_flat` holds, over all micro-steps since the last reduction
         self._used = [False] * len(unit.layout.slots)  # whether a gradient came since the last `clear`
         self._kept: dict[int, torch.Tensor] = {}  # gradients by position, on their way into `_flat`
         self._kept_bytes = 0
-        self._most_kept = _KEPT_ON_HOST if collectives.topology.device.type == "cpu" else _KEPT_ON_DEVICE
+        self._most_kept = _KEPT_ON_HOST if self._device.type == "cpu" else _KEPT_ON_DEVICE
         self._factor = 1.0  # of what is kept
         self._places = [_place(slot) for slot in unit.layout.slots]
         self._arrived = 0  # gradients of this backward
@@ -137,6 +173,14 @@ class UnitGradients:
         """Whether every parameter of the unit has handed in a gradient in this backward."""
         return self._arrived >= len(self._written)
 
+    @property
+    def done(self) -> bool:
+        """Whether nothing more is expected in this backward, so that it may be sent off when its turn comes."""
+        if self.piecemeal:
+            return False
+        # What was late once came when backward had passed its block: only its gradients tell.
+        return self._arrived >= len(self._written) or (self.passed and not self.was_late)
+
     def unused(self) -> list[str]:
         """Names of the parameters that require a gradient and had none on this rank since the last step."""
         owners = zip(self.unit.params, self.unit.layout.slots, self._used, strict=True)
@@ -146,6 +190,7 @@ class UnitGradients:
         """A new backward: no gradient has arrived yet."""
         self._write_kept()  # of a unit that the last one did not complete
         self._arrived = 0
+        self.passed = self.piecemeal = False
 
     def collect(self, index: int, deferred: bool, factor: float = 1.0) -> None:
         """Takes the gradient of parameter ``index`` from autograd.
@@ -191,7 +236,7 @@ class UnitGradients:
         flat = self._flat
         if flat is None:
             raise StateError(f"unit {self.unit.name}: gradients without a buffer")
-        scale = (self._policy.local_scale if self.local else self._policy.pre_scale) * self._factor
+        scale = self.exchange.scale * self._factor
         start = flat.storage_offset()
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -219,7 +264,7 @@ class UnitGradients:
             # Empty, not zeroed: gaps and missing parameters are zeroed in start_reduce, everything else is overwritten.
             spare, self._spare = self._spare, None
             if spare is None or spare.dtype != dtype:
-                spare = self.pool.take(layout.padded_numel, dtype, self._collectives.topology.device)
+                spare = self.pool.take(layout.padded_numel, dtype, self._device)
             self._flat = spare
         return self._flat
 
@@ -242,12 +287,7 @@ class UnitGradients:
         # What was summed over micro-steps in the accumulation type travels in it too, unless the configuration names another.
         wanted = self._policy.message_dtype or flat.dtype
         message = flat if flat.dtype == wanted else flat.to(wanted)
-        if not self._policy.sharded and self._policy.in_rank_order:
-            self._pending = self._collectives.all_reduce_in_order(message, self.unit.name)
-        elif self._policy.sharded and self._collectives.world > 1:
-            self._pending = self._collectives.reduce_scatter(message, self._policy.accumulation_dtype, self.unit.name)
-        else:
-            self._pending = self._collectives.all_reduce(message, self.unit.name)
+        self._pending = self.exchange.start(message, self.unit.name)
         self._sent = message
         self._flat = None
         self._written = [False] * len(self._written)
@@ -272,9 +312,9 @@ class UnitGradients:
     def reduced(self) -> torch.Tensor:
         """The reduced gradient of this rank's shard, (shard_numel,); zeros if no backward reached the unit.
 
-        Where gradients stay local, this rank's own of the whole unit, (padded_numel,).
+        Where nothing is reduced, this rank's own of the whole unit, (padded_numel,).
         """
-        if self.local:
+        if self.exchange.keeps_whole:
             self.finish_reduce()
             flat = self._allocate(deferred=True)
             self._write_kept()
@@ -297,21 +337,22 @@ class UnitGradients:
         return self.shard
 
     def mean_over_ranks(self, index: int) -> torch.Tensor:
-        """The gradient of parameter ``index`` averaged over ranks where gradients stay local, 1D; collective, and a copy."""
+        """The gradient of parameter ``index`` averaged over ranks, where nothing is reduced; 1D. Collective, and a copy."""
         slot = self.unit.layout.slots[index]
         own = self.reduced()[slot.range.start : slot.range.stop].clone()
-        self._collectives.all_reduce(own, f"{self.unit.name}: gradient").wait()
-        return own.div_(self._collectives.world)
+        self.exchange.collectives.all_reduce(own, f"{self.unit.name}: gradient").wait()
+        return own.div_(self.exchange.collectives.world)
 
     def clear(self) -> None:
         """Forgets everything accumulated, after a step or to discard a broken one."""
         self.held()
-        if self.local:
+        if self.exchange.keeps_whole:
             self._spare = self._flat
         self.shard = None
         self._flat = None
         self._kept, self._kept_bytes = {}, 0
         self._arrived = 0
+        self.passed = self.piecemeal = False
         self._written = [False] * len(self._written)
         self._used = [False] * len(self._used)
 

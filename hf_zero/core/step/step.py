@@ -13,6 +13,7 @@ from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
+from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.core.step.loss_scale import LossScaler, NullScaler
 from hf_zero.core.step.same_pace import require_same_pace
@@ -27,13 +28,13 @@ class StepSettings:
 
     Attributes:
         max_norm: Clip the global norm to this; 0 is off.
-        sharded: Gradients are divided over ranks (stages 1 to 3).
+        stage: The ZeRO stage.
         skips_overflow: Skip the update when a gradient is not finite.
         wants_all: Every trainable parameter must have had a gradient on every rank.
     """
 
     max_norm: float
-    sharded: bool
+    stage: StagePolicy
     skips_overflow: bool
     wants_all: bool = False
 
@@ -71,15 +72,27 @@ class Stepper:
         # Both in the model's order; the reducer's own order is the model's too.
         self._gradients = {id(entry.unit): entry for entry in reducer.gradients}
 
+    def begin_micro_step(self, boundary: bool, in_no_sync: bool, factor: float) -> None:
+        """Called before each backward; decides whether its gradients are reduced in it.
+
+        Args:
+            boundary: Its gradients complete an optimizer step.
+            in_no_sync: It runs inside ``no_sync()``.
+            factor: What its gradients are multiplied with.
+        """
+        self.prepare(boundary)
+        self.reducer.begin_micro_step(self.settings.stage.reduces(boundary, in_no_sync), factor)
+
     def prepare(self, boundary: bool) -> None:
-        """Called before each backward; ``boundary``: its gradients complete an optimizer step."""
+        """Makes optimizer and units ready for a backward."""
         for unit in self.optimizer.units:
             write_back_assigned(unit)
         self.optimizer.state_store.expect(self.optimizer, self.scaler.scale if boundary else None)
 
     def norm_of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """Norm of all gradients together, with loss scale; 0-dim, the same on every rank. Collective."""
-        return global_norm(shards, self.collectives, self.settings.sharded, self._model, self.optimizer.state_store.threads)
+        stage, store = self.settings.stage, self.optimizer.state_store
+        return global_norm(shards, self.collectives, stage.shards_optimizer, self._model, store.threads)
 
     def culprit_of(self, shards: Sequence[torch.Tensor]) -> str:
         """Name of the first parameter with a gradient that is not finite; collective."""

@@ -12,25 +12,24 @@ from torch import nn
 
 from hf_zero.errors import ConfigError
 from hf_zero.observe import warn_once
-from hf_zero.tensor_parallel.alone import GATHERED, SCATTERED
-from hf_zero.tensor_parallel.own_plan import family as family_of
-from hf_zero.tensor_parallel.plan import COLUMN, ROW, VOCABULARY, WHOLE, TpPlan, starred
+from hf_zero.tensor_parallel.model_plan import family as family_of
+from hf_zero.tensor_parallel.plan import COLUMN, GATHERED, ROW, SCATTERED, VOCABULARY, WHOLE, TpPlan, starred
 from hf_zero.tensor_parallel.solve import is_linear
 
 _FAMILY = {COLUMN: COLUMN, GATHERED: COLUMN, ROW: ROW, SCATTERED: ROW, VOCABULARY: VOCABULARY}
 HEADS = ("lm_head", "embed_out")  # what models call the layer that makes logits
-_ALONE = {COLUMN: GATHERED, ROW: SCATTERED, VOCABULARY: VOCABULARY}
+_LOCAL = {COLUMN: GATHERED, ROW: SCATTERED, VOCABULARY: VOCABULARY}
 
 
 @dataclass
-class Wishes:
-    """Wishes by path of linear layers.
+class Overrides:
+    """Overrides by path of linear layers.
 
     Attributes:
         whole: Layers that stay whole.
         families: Layers that shall be split over their outputs (``COLUMN``) or inputs (``ROW``), or whose outputs shall not be gathered
             before the loss (``VOCABULARY``).
-        source: Who wishes, for the table.
+        source: Who overrides, for the table.
     """
 
     whole: set[str] = field(default_factory=set)
@@ -38,59 +37,59 @@ class Wishes:
     source: str = "inferred"
 
     def unmet(self, plan: TpPlan) -> dict[str, str]:
-        """Layers that ``plan`` splits in another way than wished, with how they can be split alone."""
+        """Layers that ``plan`` splits in another way than the user wants, with how they can be split by themselves."""
         found = {}
         for path, family in self.families.items():
             split = plan.modules[path].split if path in plan.modules else WHOLE
             if _FAMILY.get(split) != family:
-                found[path] = _ALONE[family]
+                found[path] = _LOCAL[family]
         return found
 
 
-def wishes_of(section: Mapping[str, Any], base: TpPlan | Mapping[str, str] | None, module: nn.Module) -> Wishes:
-    """The wishes in an edited plan, in patterns with splits, or in the configuration's ``tensor_parallel`` section."""
+def overrides_of(section: Mapping[str, Any], base: TpPlan | Mapping[str, str] | None, module: nn.Module) -> Overrides:
+    """The overrides in an edited plan, in patterns with splits, or in the configuration's ``tensor_parallel`` section."""
     linear = [path for path, child in module.named_modules() if is_linear(type(child))]
     if isinstance(base, Mapping):
         return _from_patterns(base, linear)
     if base is not None and base.edited:
         return _from_plan(base, linear)
     rules = section.get("partition_config")
-    wishes = Wishes()
+    overrides = Overrides()
     if isinstance(rules, Mapping) and rules.get("layer_specs"):
-        wishes = _from_rules(rules, linear, getattr(getattr(module, "config", None), "model_type", None))
+        overrides = _from_rules(rules, linear, getattr(getattr(module, "config", None), "model_type", None))
     if section.get("vocab_parallel_lm_head"):
-        _ask_for_parts_of_logits(wishes, linear, (rules or {}).get("lm_head_patterns") or HEADS)
-    return wishes
+        _ask_for_parts_of_logits(overrides, linear, (rules or {}).get("lm_head_patterns") or HEADS)
+    return overrides
 
 
-def _ask_for_parts_of_logits(wishes: Wishes, linear: list[str], names: Iterable[str]) -> None:
+def _ask_for_parts_of_logits(overrides: Overrides, linear: list[str], names: Iterable[str]) -> None:
     heads = [path for path in linear if path.rpartition(".")[2] in names]
     if not heads:
         raise ConfigError(
             f"tensor_parallel.vocab_parallel_lm_head is true, and no linear layer is named {' or '.join(names)}; name the head in "
             'tensor_parallel.partition_config.layer_specs with "partition_type": "vocabulary"'
         )
-    wishes.whole.difference_update(heads)
-    wishes.families.update(dict.fromkeys(heads, VOCABULARY))
-    if wishes.source == "inferred":
-        wishes.source = "vocab_parallel_lm_head"
+    overrides.whole.difference_update(heads)
+    overrides.families.update(dict.fromkeys(heads, VOCABULARY))
+    if overrides.source == "inferred":
+        overrides.source = "vocab_parallel_lm_head"
 
 
-def _from_plan(base: TpPlan, linear: list[str]) -> Wishes:
-    wishes = Wishes(source="edited plan")
+def _from_plan(base: TpPlan, linear: list[str]) -> Overrides:
+    overrides = Overrides(source="edited plan")
     for path in linear:
         if path not in base.modules:
             raise ConfigError(f"the plan has no row for the linear layer {path}; add one, or make the plan anew")
         split = base.modules[path].split
         if split == WHOLE:
-            wishes.whole.add(path)
+            overrides.whole.add(path)
         elif split in _FAMILY:
-            wishes.families[path] = _FAMILY[split]
-    return wishes
+            overrides.families[path] = _FAMILY[split]
+    return overrides
 
 
-def _from_patterns(patterns: Mapping[str, str], linear: list[str]) -> Wishes:
-    wishes = Wishes(source="patterns")
+def _from_patterns(patterns: Mapping[str, str], linear: list[str]) -> Overrides:
+    overrides = Overrides(source="patterns")
     for pattern, split in patterns.items():
         kind = WHOLE if split in (WHOLE, "replicated") else split if split == VOCABULARY else _FAMILY.get(split) or family_of(split)
         matching = [path for path in linear if fnmatchcase(path, pattern) or starred(path) == pattern]
@@ -100,14 +99,14 @@ def _from_patterns(patterns: Mapping[str, str], linear: list[str]) -> Wishes:
             raise ConfigError(f"plan: {pattern!r} matches no linear layer of the model, such as {', '.join(linear[:3])}")
         for path in matching:
             if kind == WHOLE:
-                wishes.whole.add(path)
+                overrides.whole.add(path)
             else:
-                wishes.families[path] = kind
-    return wishes
+                overrides.families[path] = kind
+    return overrides
 
 
-def _from_rules(rules: Mapping[str, Any], linear: list[str], model_type: str | None) -> Wishes:
-    wishes = Wishes(source="partition_config")
+def _from_rules(rules: Mapping[str, Any], linear: list[str], model_type: str | None) -> Overrides:
+    overrides = Overrides(source="partition_config")
     key = "tensor_parallel.partition_config.layer_specs"
     parsed = [_rule(f"{key}[{position}]", spec) for position, spec in enumerate(rules["layer_specs"])]
     meant = [(matches, kind) for matches, kind, types in parsed if not types or str(model_type).lower() in types]
@@ -117,12 +116,12 @@ def _from_rules(rules: Mapping[str, Any], linear: list[str], model_type: str | N
     for path in linear:
         found = next((kind for matches, kind in meant if matches(path)), None)
         if found == "skip" or (found is None and rules.get("use_default_specs") is False):
-            wishes.whole.add(path)
+            overrides.whole.add(path)
         elif found is not None:
-            wishes.families[path] = found
+            overrides.families[path] = found
         elif rules.get("strict_mode"):
             raise ConfigError(f"{key}: no rule matches the linear layer {path} and tensor_parallel.partition_config.strict_mode is true")
-    return wishes
+    return overrides
 
 
 def _rule(where: str, spec: Mapping[str, Any]) -> tuple[Callable[[str], bool], str, list[str]]:

@@ -1,4 +1,4 @@
-"""Linear and embedding layers that are split alone: between whole inputs and whole outputs.
+"""Linear and embedding layers that are split by themselves, locally: between whole inputs and whole outputs.
 
 Where no split flows through a layer's surroundings, the layer can still be split by itself: a linear layer over its outputs, which are
 then gathered, or over its inputs, which are cut first and whose products are added up; an embedding over its vocabulary, where each
@@ -13,28 +13,14 @@ from dataclasses import dataclass
 from torch import nn
 
 from hf_zero.tensor_parallel.graph import Graph, Op, Value
+from hf_zero.tensor_parallel.plan import GATHERED, SCATTERED, VOCABULARY
 from hf_zero.tensor_parallel.solve import WHOLE, Solution, is_linear
-
-GATHERED, SCATTERED, VOCABULARY = "column, gathered", "row, scattered", "vocabulary"
 
 # What linear and embedding layers do. A layer that does more (counts positions, quantises) cannot be split from outside.
 _PLAIN = {
-    "linear",
-    "addmm",
-    "mm",
-    "t",
-    "transpose",
-    "permute",
-    "view",
-    "_unsafe_view",
-    "reshape",
-    "add",
-    "embedding",
-    "mul",
-    "_to_copy",
-    "clone",
-    "detach",
-}
+    "linear", "addmm", "mm", "t", "transpose", "permute", "view", "_unsafe_view", "reshape", "add", "embedding", "mul", "_to_copy",
+    "clone", "detach",
+}  # fmt: skip
 
 # Layers smaller than this part of the largest are not worth a collective of their own (routers, gates of single heads).
 _WORTH = 1 / 16
@@ -44,12 +30,12 @@ _WORTH_SHARED = 1 / 4
 
 
 @dataclass(frozen=True)
-class Alone:
+class LocalSplit:
     """One layer split by itself.
 
     Attributes:
         path: The module.
-        how: One of the constants above.
+        how: ``GATHERED``, ``SCATTERED`` or ``VOCABULARY``.
         size: The dimension that is divided.
         partial: The gradient of its output is partial, and so may be that of its input.
         key: Of an embedding: the argument that holds the indices.
@@ -62,9 +48,9 @@ class Alone:
     key: str = ""
 
 
-def split_alone(
+def split_locally(
     graph: Graph, solution: Solution, model: nn.Module, ranks: int, keep_whole: Set[str], forced: Mapping[str, str]
-) -> tuple[dict[str, Alone], dict[str, str]]:
+) -> tuple[dict[str, LocalSplit], dict[str, str]]:
     """Layers to split by themselves, and for linear layers that stay whole the reason.
 
     Args:
@@ -73,7 +59,7 @@ def split_alone(
         model: The traced skeleton.
         ranks: Number of ranks.
         keep_whole: Linear layers that the user wants whole.
-        forced: Linear layers that the user wants split in one of the ways above.
+        forced: Linear layers that the user wants split in one of these ways.
     """
     owners: dict[int, list[str]] = {}
     for path, module in model.named_modules():
@@ -85,20 +71,20 @@ def split_alone(
     uses = _uses(graph)
     modules = dict(model.named_modules())
     largest = max((modules[paths[0]].weight.numel() for paths in owners.values() if is_linear(type(modules[paths[0]]))), default=0)  # type: ignore[union-attr,operator]
-    found: dict[str, Alone] = {}
+    found: dict[str, LocalSplit] = {}
     reasons: dict[str, str] = {}
     for weight_id, paths in owners.items():
         value = values[weight_id]
         if solution.states.get(value, WHOLE) != WHOLE:
             continue
         linear = [path for path in paths if is_linear(type(modules[path]))]
-        wish = next((forced[path] for path in paths if path in forced), None)
-        reason, layers = _judge(value, paths, modules, uses.get(value, []), solution, ranks, wish, graph)
+        override = next((forced[path] for path in paths if path in forced), None)
+        reason, layers = _judge(value, paths, modules, uses.get(value, []), solution, ranks, override, graph)
         if any(path in keep_whole for path in paths):
             reason, layers = "kept whole by the plan", []
-        elif wish is None and layers and layers[0].partial and value.shape[0] * value.shape[1] < largest * _WORTH_SHARED:
+        elif override is None and layers and layers[0].partial and value.shape[0] * value.shape[1] < largest * _WORTH_SHARED:
             reason, layers = "held by every rank: all of them work on its output with their own part", []
-        elif wish is None and value.shape[0] * value.shape[1] < largest * _WORTH:
+        elif override is None and value.shape[0] * value.shape[1] < largest * _WORTH:
             reason, layers = "too small to be worth a collective of its own", []
         for path in linear:
             if not layers:
@@ -128,9 +114,9 @@ def _judge(
     uses: list[Op],
     solution: Solution,
     ranks: int,
-    wish: str | None,
+    override: str | None,
     graph: Graph,
-) -> tuple[str, list[Alone]]:
+) -> tuple[str, list[LocalSplit]]:
     """Why the weight stays whole, or how its layers are split."""
     if not uses:
         return "not used in the traced forward", []
@@ -145,17 +131,17 @@ def _judge(
         return "tied between layers of different layouts", []
     conv1d = kinds == {True}
     outputs, inputs = (value.shape[1], value.shape[0]) if conv1d else (value.shape[0], value.shape[1])
-    if wish == VOCABULARY and partial:
+    if override == VOCABULARY and partial:
         return "its gradient is a partial sum", []
-    if outputs % ranks == 0 and wish != SCATTERED:
+    if outputs % ranks == 0 and override != SCATTERED:
         tables = [path for path in paths if not is_linear(type(modules[path]))]
-        how = {path: VOCABULARY if path in tables or wish == VOCABULARY else GATHERED for path in paths}
+        how = {path: VOCABULARY if path in tables or override == VOCABULARY else GATHERED for path in paths}
         keys = {path: _index_keys(uses, path) for path in tables}
         if any(len(found) > 1 for found in keys.values()):
             return "its indices come in several arguments", []
-        return "", [Alone(path, how[path], outputs, partial, next(iter(keys.get(path) or [""]))) for path in paths]
-    if inputs % ranks == 0 and wish != GATHERED and not partial and len(paths) == 1 and is_linear(type(modules[paths[0]])):
-        return "", [Alone(paths[0], SCATTERED, inputs)]
+        return "", [LocalSplit(path, how[path], outputs, partial, next(iter(keys.get(path) or [""]))) for path in paths]
+    if inputs % ranks == 0 and override != GATHERED and not partial and len(paths) == 1 and is_linear(type(modules[paths[0]])):
+        return "", [LocalSplit(paths[0], SCATTERED, inputs)]
     if inputs % ranks == 0 and len(paths) > 1:
         return f"{outputs} outputs do not divide by {ranks}, and a tied weight is split over outputs only", []
     return f"{outputs} outputs and {inputs} inputs do not divide by {ranks}", []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,20 +14,17 @@ from hf_zero.core.schedule import gathered_parameters as gathered
 from hf_zero.core.units.unit import full_shape
 from hf_zero.deepspeed import zero_init as init
 from hf_zero.errors import StateError
+from hf_zero.integrations import callers
 
 ALLOW_VARIABLE = "HF_ZERO_ALLOW_MISSING_WEIGHTS"
-# The step of from_pretrained, in transformers 4 and 5, that initialises what the checkpoint did not have.
-_CALLER = "_initialize_missing_keys"
 _SHOWN = 5
-# What converts a checkpoint's names, in transformers 5, and refuses to where ``autotp_size`` is more than 1.
-_CONVERTER = "_apply_weight_conversions_to_state_dict"
 _SECTION, _SIZE = "tensor_parallel", "autotp_size"
 
 
 class Init(init.Init):
     """``hf_zero.zero.Init``, which also lets a load under stage 3 and tensor parallelism pass.
 
-    [Note: loading under tensor parallelism] transformers converts no names of a checkpoint when the configuration has ``autotp_size``,
+    [Note: loading under tensor parallelism] transformers 5 converts no names of a checkpoint when the configuration has ``autotp_size``,
     because there the layers would be cut already. Ours are whole until ``initialize``: a load at stage 3 fills shards over all
     ranks, which are split one parameter at a time. So that one function is told 1. The configuration is otherwise what it was.
     """
@@ -45,7 +41,7 @@ class _Section(dict[str, Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         """As a dict's, but for the function that converts names."""
-        if key == _SIZE and sys._getframe(1).f_code.co_name == _CONVERTER:
+        if key == _SIZE and callers.running(callers.CONVERSIONS):
             return 1
         return super().get(key, default)
 
@@ -63,9 +59,8 @@ class GatheredParameters(gathered.GatheredParameters):
     """
 
     def __init__(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
-        caller = sys._getframe(1)
-        model = caller.f_locals.get("self") if caller.f_code.co_name == _CALLER else None
-        if isinstance(model, nn.Module):
+        model = _model_of_load()
+        if model is not None:
             _require_most_weights(model)
             # transformers 4 passes detached copies, which are nobody's parameters; 5 passes a set, whose order differs between the ranks.
             params = [param for param in model.parameters() if not getattr(param, "_is_hf_initialized", False)]
@@ -80,6 +75,15 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     """
     with GatheredParameters(model.parameters()):
         yield model
+
+
+def _model_of_load() -> nn.Module | None:
+    """The model whose missing weights transformers is about to initialise, for the first that asks: what its modules gather is theirs."""
+    call = next(iter(callers.running(callers.MISSING_KEYS)), None)
+    if call is None or call.answered or call.given.get("is_quantized"):
+        return None
+    call.answered = True
+    return call.caller
 
 
 def _require_most_weights(model: nn.Module) -> None:

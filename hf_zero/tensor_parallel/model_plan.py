@@ -14,7 +14,7 @@ from torch import nn
 from hf_zero.tensor_parallel.plan import COLUMN, GATHERED, ROW, SCATTERED, VOCABULARY, ModulePlan, TpPlan, starred
 
 SOURCE = "tp_plan"
-_ALONE = {COLUMN: GATHERED, ROW: SCATTERED}
+_LOCAL = {COLUMN: GATHERED, ROW: SCATTERED}
 
 
 def own_styles(model: nn.Module) -> dict[str, str]:
@@ -37,8 +37,8 @@ def preferences(plan: TpPlan, styles: Mapping[str, str]) -> dict[str, str]:
     """Layers that ``plan`` splits by themselves in another way than the model's own plan, with that way."""
     found = {}
     for path, entry in plan.modules.items():
-        wanted = _ALONE.get(family(styles.get(starred(path), "")))
-        if wanted is not None and entry.split in _ALONE.values() and entry.split != wanted:
+        wanted = _LOCAL.get(family(styles.get(starred(path), "")))
+        if wanted is not None and entry.split in _LOCAL.values() and entry.split != wanted:
             found[path] = wanted
     return found
 

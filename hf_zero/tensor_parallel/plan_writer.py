@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from hf_zero.tensor_parallel import alone as lone
-from hf_zero.tensor_parallel.atoms import Atom, indices, leaves
 from hf_zero.tensor_parallel.graph import Value
 from hf_zero.tensor_parallel.infer import Findings
+from hf_zero.tensor_parallel.local_split import LocalSplit
 from hf_zero.tensor_parallel.plan import (
     COLUMN,
     GATHERED,
@@ -18,7 +17,7 @@ from hf_zero.tensor_parallel.plan import (
     SCATTERED,
     VOCABULARY,
     WHOLE,
-    Border,
+    Boundary,
     ModulePlan,
     Ranges,
     SplitParameter,
@@ -26,8 +25,7 @@ from hf_zero.tensor_parallel.plan import (
     ranges_of,
 )
 from hf_zero.tensor_parallel.solve import COPY, GATHER, GATHER_BOTH, LOGITS, NORM, REDUCE, SLICE, SPLIT, is_linear
-
-SPLITS = {lone.GATHERED: GATHERED, lone.SCATTERED: SCATTERED, lone.VOCABULARY: VOCABULARY}
+from hf_zero.tensor_parallel.symbolic_dims import SymbolicDim, indices, leaves
 
 
 def write_plan(findings: Findings, model: nn.Module, ranks: int, source: str) -> TpPlan:
@@ -35,42 +33,40 @@ def write_plan(findings: Findings, model: nn.Module, ranks: int, source: str) ->
     writer = _Writer(findings, model, ranks)
     plan = TpPlan(ranks, source)
     writer.together(plan)
-    writer.by_themselves(plan)
+    writer.split_locally(plan)
     plan.summed = [name for name in plan.summed if name not in plan.parameters]
     writer.rows_of_table(plan)
     return plan
 
 
-def add_alone(plan: TpPlan, module: nn.Module, layer: lone.Alone, names: Mapping[int, str], ranks: int) -> None:
+def add_local_split(plan: TpPlan, module: nn.Module, layer: LocalSplit, names: Mapping[int, str], ranks: int) -> None:
     """Puts ``module``, a layer that is split by itself, into ``plan``; ``names``: of parameters by their id."""
     conv1d = type(module).__name__ == "Conv1D"
     weight = module.weight
-    dim = int((layer.how == lone.SCATTERED) != conv1d)
+    dim = int((layer.how == SCATTERED) != conv1d)
     width = layer.size // ranks
     ranges: Ranges = [[(rank * width, (rank + 1) * width)] for rank in range(ranks)]
     plan.parameters[names[id(weight)]] = SplitParameter(list(weight.shape), dim, ranges)  # type: ignore[arg-type]
     if conv1d and dim == 1:
-        plan.attributes.setdefault(layer.path, {})["nf"] = width  # Conv1D shapes its result by it
+        plan.attributes.setdefault(layer.path, {})["nf"] = width  # Conv1D gives its result the shape that this attribute says
     bias = getattr(module, "bias", None)
-    head = layer.how == lone.VOCABULARY and is_linear(type(module))
-    if bias is not None and (head or layer.how == lone.GATHERED):
+    head = layer.how == VOCABULARY and is_linear(type(module))
+    if bias is not None and (head or layer.how == GATHERED):
         plan.parameters[names[id(bias)]] = SplitParameter([layer.size], 0, ranges)
-    borders = plan.borders.setdefault(layer.path, [])
-    if layer.how == lone.GATHERED:
+    boundaries = plan.borders.setdefault(layer.path, [])
+    if layer.how == GATHERED:
         if not layer.partial:
-            borders.append(Border("in", "", COPY))
-        borders.append(Border("out", "", GATHER_BOTH if layer.partial else GATHER, -1, ranges, layer.size))
-        if conv1d:  # gives its result the shape that this attribute says
-            plan.attributes.setdefault(layer.path, {})["nf"] = width
+            boundaries.append(Boundary("in", "", COPY))
+        boundaries.append(Boundary("out", "", GATHER_BOTH if layer.partial else GATHER, -1, ranges, layer.size))
     elif head:
-        borders.append(Border("in", "", COPY))
-        borders.append(Border("out", "", LOGITS, -1, ranges, layer.size))
-    elif layer.how == lone.SCATTERED:
-        borders.append(Border("in", "", SLICE, -1, ranges, layer.size))
-        borders.append(Border("out", "", REDUCE))
+        boundaries.append(Boundary("in", "", COPY))
+        boundaries.append(Boundary("out", "", LOGITS, -1, ranges, layer.size))
+    elif layer.how == SCATTERED:
+        boundaries.append(Boundary("in", "", SLICE, -1, ranges, layer.size))
+        boundaries.append(Boundary("out", "", REDUCE))
         plan.rows.append(layer.path)
     else:
-        borders.append(Border("in", layer.key, "vocabulary both" if layer.partial else "vocabulary", 0, ranges, layer.size))
+        boundaries.append(Boundary("in", layer.key, "vocabulary both" if layer.partial else "vocabulary", 0, ranges, layer.size))
 
 
 class _Writer:
@@ -81,11 +77,11 @@ class _Writer:
         self.ranks = ranks
         self.names = {id(param): name for name, param in model.named_parameters()}
 
-    def divide(self, dims: Sequence[Atom]) -> tuple[int, Ranges] | None:
+    def divide(self, dims: Sequence[SymbolicDim]) -> tuple[int, Ranges] | None:
         """Which of ``dims`` is split, and each rank's ranges of it."""
-        for dim, atom in enumerate(dims):
-            if any(leaf in self.solution.parts for leaf in leaves(atom)):
-                return dim, [ranges_of(indices(atom, self.solution.shares(rank))) for rank in range(self.ranks)]
+        for axis, dim in enumerate(dims):
+            if any(leaf in self.solution.parts for leaf in leaves(dim)):
+                return axis, [ranges_of(indices(dim, self.solution.shares(rank))) for rank in range(self.ranks)]
         return None
 
     def together(self, plan: TpPlan) -> None:
@@ -101,14 +97,14 @@ class _Writer:
         plan.attributes = {path: dict(found) for path, found in sorted(self.findings.attributes.items())}
         for path, found in solution.conversions.items():
             for item in sorted(found, key=lambda item: (item.side, item.key, item.kind)):
-                border = Border(item.side, item.key, item.kind)
+                boundary = Boundary(item.side, item.key, item.kind)
                 if item.kind in (SLICE, NORM):
                     divided = self.divide(item.dims)
                     if divided is None:
                         continue
-                    border.dim, border.ranges = divided[0] - len(item.dims), divided[1]
-                    border.full = item.dims[divided[0]].size
-                plan.borders.setdefault(path, []).append(border)
+                    boundary.dim, boundary.ranges = divided[0] - len(item.dims), divided[1]
+                    boundary.full = item.dims[divided[0]].size
+                plan.borders.setdefault(path, []).append(boundary)
         plan.random = sorted(path for path, kinds in solution.random_calls.items() if kinds == {True})
         for path, kinds in solution.random_calls.items():
             if len(kinds) == 2:
@@ -120,10 +116,10 @@ class _Writer:
             raise AssertionError(f"{value.name} is not split")
         return SplitParameter(list(value.shape), *divided)
 
-    def by_themselves(self, plan: TpPlan) -> None:
-        """Layers that are split alone."""
-        for path, layer in self.findings.alone.items():
-            add_alone(plan, self.modules[path], layer, self.names, self.ranks)
+    def split_locally(self, plan: TpPlan) -> None:
+        """Layers that are split a"""
+        for path, layer in self.findings.local_splits.items():
+            add_local_split(plan, self.modules[path], layer, self.names, self.ranks)
 
     def rows_of_table(self, plan: TpPlan) -> None:
         """How each linear, embedding or otherwise divided module is split, and why."""
@@ -137,13 +133,13 @@ class _Writer:
             plan.modules[path] = self._row(plan, path, name)
 
     def _row(self, plan: TpPlan, path: str, name: str) -> ModulePlan:
-        if path in self.findings.alone:
-            layer = self.findings.alone[path]
+        if path in self.findings.local_splits:
+            layer = self.findings.local_splits[path]
             head = "the loss is computed from each rank's part of the logits"
             table = "the tokens are whole on every rank"
             by_rows = head if is_linear(type(self.modules[path])) else table
-            why = by_rows if layer.how == lone.VOCABULARY else self._why_alone(path)
-            return ModulePlan(SPLITS[layer.how], why)
+            why = by_rows if layer.how == VOCABULARY else self._why_local(path)
+            return ModulePlan(layer.how, why)
         module = self.modules[path]
         if not is_linear(type(module)) or not name:
             if name:
@@ -156,7 +152,7 @@ class _Writer:
         fused = "" if len(entry.ranges[0]) == 1 else f", {len(entry.ranges[0])} ranges each"
         return ModulePlan(COLUMN, f"its outputs are worked on part by part{fused}")
 
-    def _why_alone(self, path: str) -> str:
+    def _why_local(self, path: str) -> str:
         module = self.modules[path]
         outputs = self.findings.graph.parameters[self.names[id(module.weight)]].dims[int(type(module).__name__ == "Conv1D")]
         reasons = list(dict.fromkeys(leaf.blocked for leaf in leaves(outputs) if leaf.blocked))

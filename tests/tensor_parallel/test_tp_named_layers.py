@@ -11,10 +11,10 @@ from torch import nn
 import hf_zero
 from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.errors import ConfigError
-from hf_zero.tensor_parallel.make_plan import make_plan
+from hf_zero.tensor_parallel.overrides import overrides_of
 from hf_zero.tensor_parallel.plan import TpPlan
+from hf_zero.tensor_parallel.planner import make_plan
 from hf_zero.tensor_parallel.split import tp_model_init
-from hf_zero.tensor_parallel.wishes import wishes_of
 from tests.support import ranks
 from tests.support.tp_breadth import relative
 
@@ -100,7 +100,7 @@ def test_trains_as_on_one_rank(inputs: bool, stage: int) -> None:
 
 def plan_for(rules: list[dict[str, Any]], world: int = 2, model: nn.Module | None = None) -> TpPlan:
     model = model or built()
-    return make_plan(model, world, wishes=wishes_of({"partition_config": {"layer_specs": rules}}, None, model))
+    return make_plan(model, world, overrides=overrides_of({"partition_config": {"layer_specs": rules}}, None, model))
 
 
 def test_plan_says_what_is_split_and_why() -> None:

@@ -1,8 +1,8 @@
 """Runs one rank's part of a split model on tensors without values: finds the attributes to change, and checks every shape.
 
 The same torch functions must run in the same order as in the whole model, and each result must have the shape that the choice of split
-atoms gives it. Where a result has another shape, the numbers among the arguments (``numbers.py``) are tried with a part of their value.
-What does not come out right names the place, and the atoms concerned are not split.
+dims gives it. Where a result has another shape, the numbers among the arguments (``tracked_ints.py``) are tried with a part of their value.
+What does not come out right names the place, and the dims concerned are not split.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
-from hf_zero.tensor_parallel.atoms import Atom, leaves, local_size
 from hf_zero.tensor_parallel.graph import FunctionCall, Graph, Value
-from hf_zero.tensor_parallel.numbers import Number, Symbol, evaluate, get_attribute, number_attributes, set_attribute
 from hf_zero.tensor_parallel.solve import SLICE, SPLIT, Solution
+from hf_zero.tensor_parallel.symbolic_dims import SymbolicDim, leaves, local_size
 from hf_zero.tensor_parallel.trace import (
     Inputs,
     _without_values,
@@ -33,30 +32,31 @@ from hf_zero.tensor_parallel.trace import (
     tensors_in,
     valueless,
 )
+from hf_zero.tensor_parallel.tracked_ints import Symbol, TrackedInt, evaluate, get_attribute, set_attribute, track_attributes
 
 _MOST_TRIED = 4
 _REPEATING = ("__getitem__", "unsqueeze", "expand", "reshape", "contiguous", "view", "flatten", "clone")
 
 
 @dataclass
-class Rehearsal:
+class DryRun:
     """What a run of one rank's part has shown.
 
     Attributes:
         attributes: New values, by module path and attribute name.
-        failures: Atoms that cannot be split after all, with the reason.
+        failures: Dims that cannot be split after all, with the reason.
     """
 
     attributes: dict[str, dict[str, int]] = field(default_factory=dict)
-    failures: list[tuple[set[Atom], str]] = field(default_factory=list)
+    failures: list[tuple[set[SymbolicDim], str]] = field(default_factory=list)
 
 
 class _Diverged(Exception):
     """The split model runs other functions than the whole one."""
 
 
-def rehearse(model: nn.Module, inputs: Inputs, graph: Graph, solution: Solution, ranks: int) -> Rehearsal:
-    """Rehearses one rank's part of ``model``.
+def dry_run(model: nn.Module, inputs: Inputs, graph: Graph, solution: Solution, ranks: int) -> DryRun:
+    """Runs dry one rank's part of ``model``.
 
     Args:
         model: The model, or a skeleton of it; stays as it is.
@@ -67,32 +67,32 @@ def rehearse(model: nn.Module, inputs: Inputs, graph: Graph, solution: Solution,
     """
     shares = solution.parts
     local = _local_skeleton(model, graph, solution, shares)
-    number_attributes(local)
-    rehearsal = Rehearsal()
-    _run(local, inputs, _Comparison(graph, solution, shares, ranks, rehearsal, dict(local.named_modules())))
-    if rehearsal.failures or not rehearsal.attributes:
-        return rehearsal
+    track_attributes(local)
+    outcome = DryRun()
+    _run(local, inputs, _Comparison(graph, solution, shares, ranks, outcome, dict(local.named_modules())))
+    if outcome.failures or not outcome.attributes:
+        return outcome
     plain = _local_skeleton(model, graph, solution, shares)
     modules = dict(plain.named_modules())
-    for path, changes in rehearsal.attributes.items():
+    for path, changes in outcome.attributes.items():
         for name, value in changes.items():
             set_attribute(modules[path], name, value)
-    _run(plain, inputs, _Comparison(graph, solution, shares, ranks, rehearsal, modules))
-    return rehearsal
+    _run(plain, inputs, _Comparison(graph, solution, shares, ranks, outcome, modules))
+    return outcome
 
 
-def _local_skeleton(model: nn.Module, graph: Graph, solution: Solution, shares: dict[Atom, int]) -> nn.Module:
+def _local_skeleton(model: nn.Module, graph: Graph, solution: Solution, shares: dict[SymbolicDim, int]) -> nn.Module:
     local = skeleton(model)
     for name, tensor in (*local.named_parameters(), *local.named_buffers()):
         value = graph.parameters.get(name) or graph.buffers[name]
         if solution.states.get(value) == SPLIT or name in solution.sliced_buffers:
-            tensor.data = torch.empty([local_size(atom, shares) for atom in value.dims], dtype=tensor.dtype, device="meta")
+            tensor.data = torch.empty([local_size(dim, shares) for dim in value.dims], dtype=tensor.dtype, device="meta")
     return local
 
 
 def _run(local: nn.Module, inputs: Inputs, comparison: _Comparison) -> None:
     try:
-        with _borders(local, comparison), torch.no_grad(), valueless(comparison, None, comparison.graph.values):
+        with _boundaries(local, comparison), torch.no_grad(), valueless(comparison, None, comparison.graph.values):
             local(**inputs)
     except _Diverged as error:
         comparison.fail_place(comparison.place, str(error))
@@ -104,17 +104,17 @@ class _Comparison(TorchFunctionMode):
     """Compares each torch function's result with the shape it must have."""
 
     def __init__(
-        self, graph: Graph, solution: Solution, shares: dict[Atom, int], ranks: int, rehearsal: Rehearsal, modules: dict[str, nn.Module]
+        self, graph: Graph, solution: Solution, shares: dict[SymbolicDim, int], ranks: int, outcome: DryRun, modules: dict[str, nn.Module]
     ) -> None:
         super().__init__()
         self.graph = graph
         self.solution = solution
         self.shares = shares
         self.divisors = sorted({ranks, *shares.values()}, reverse=True)
-        dims = {atom for op in graph.ops() for value in op.outputs if solution.states.get(value) == SPLIT for atom in value.dims}
-        local = {atom: local_size(atom, shares) for atom in dims}
-        self.sizes = {(atom.size, atom.size // size) for atom, size in local.items() if size and atom.size % size == 0}
-        self.rehearsal = rehearsal
+        dims = {dim for op in graph.ops() for value in op.outputs if solution.states.get(value) == SPLIT for dim in value.dims}
+        local = {dim: local_size(dim, shares) for dim in dims}
+        self.sizes = {(dim.size, dim.size // size) for dim, size in local.items() if size and dim.size % size == 0}
+        self.outcome = outcome
         self.modules = modules
         self.position = 0
         self.silent = 0
@@ -126,25 +126,25 @@ class _Comparison(TorchFunctionMode):
         """The module whose code runs."""
         return self.stack[-1]
 
-    def fail(self, atoms: set[Atom], reason: str) -> None:
-        """Notes that ``atoms`` cannot be split."""
-        if atoms:
-            self.rehearsal.failures.append((atoms, reason))
+    def fail(self, dims: set[SymbolicDim], reason: str) -> None:
+        """Notes that ``dims`` cannot be split."""
+        if dims:
+            self.outcome.failures.append((dims, reason))
         else:
             self.fail_place(self.place, reason)
 
     def fail_place(self, place: str, reason: str) -> None:
         """Notes that what is split inside a module cannot be; everything if nothing is."""
-        inside: set[Atom] = set()
+        inside: set[SymbolicDim] = set()
         while True:
             prefix = f"{place}." if place else ""
             for name, value in self.graph.parameters.items():
                 if name.startswith(prefix):
-                    inside |= {leaf for atom in value.dims for leaf in leaves(atom) if leaf in self.solution.parts}
+                    inside |= {leaf for dim in value.dims for leaf in leaves(dim) if leaf in self.solution.parts}
             if inside or not place:
                 break
             place = place.rpartition(".")[0]
-        self.rehearsal.failures.append((inside or set(self.solution.split), reason))
+        self.outcome.failures.append((inside or set(self.solution.split), reason))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -166,11 +166,11 @@ class _Comparison(TorchFunctionMode):
         if error is None and self._matches(result, expected):
             self._pin(args, kwargs, expected)
             return result
-        found = self._try_numbers(func, args, kwargs, lambda found: self._matches(found, expected))
+        found = self._try_ints(func, args, kwargs, lambda found: self._matches(found, expected))
         if found is not None:
             return found[0]
         shapes = [tuple(tensor.shape) for _, tensor in tensors_in([result])] if error is None else str(error).split("\n")[0]
-        self.fail(self._atoms(expected), f"{function_name(func)} in {self.place} gives {shapes}, not {self._shapes(expected)}")
+        self.fail(self._split_dims(expected), f"{function_name(func)} in {self.place} gives {shapes}, not {self._shapes(expected)}")
         return tree_map(lambda leaf: self._empty(leaf) if isinstance(leaf, Value) else leaf, expected.result)
 
     def _call(self, func: Any, args: Any, kwargs: Any, env: Callable[[Symbol], int]) -> tuple[Any, Exception | None]:
@@ -182,7 +182,7 @@ class _Comparison(TorchFunctionMode):
 
     def _without_result(self, func: Any, args: Any, kwargs: Any, error: Exception | None) -> Any:
         """A function without a tensor as result (an assignment) that has failed."""
-        found = self._try_numbers(func, args, kwargs, lambda found: True)
+        found = self._try_ints(func, args, kwargs, lambda found: True)
         if found is not None:
             return found[0]
         self.fail(set(), f"{function_name(func)} in {self.place}: {str(error).splitlines()[0] if error else 'does not fit'}")
@@ -218,7 +218,7 @@ class _Comparison(TorchFunctionMode):
     def _local_shape(self, value: Value) -> tuple[int, ...]:
         if self.solution.states.get(value) != SPLIT:
             return value.shape
-        return tuple(local_size(atom, self.shares) for atom in value.dims)
+        return tuple(local_size(dim, self.shares) for dim in value.dims)
 
     def _matches(self, result: Any, expected: FunctionCall) -> bool:
         tensors = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
@@ -229,7 +229,7 @@ class _Comparison(TorchFunctionMode):
 
     def _allowed(self, value: Value) -> tuple[tuple[int, ...], ...]:
         if value in self.solution.uniform:
-            return (value.shape, tuple(local_size(atom, self.shares) for atom in value.dims))
+            return (value.shape, tuple(local_size(dim, self.shares) for dim in value.dims))
         return (self._local_shape(value),)
 
     def _shapes(self, expected: FunctionCall) -> list[tuple[int, ...]]:
@@ -239,9 +239,9 @@ class _Comparison(TorchFunctionMode):
         dtype = torch.float32 if value.floating else torch.long
         return torch.empty(self._local_shape(value), dtype=dtype, device="meta")
 
-    def _atoms(self, expected: FunctionCall) -> set[Atom]:
+    def _split_dims(self, expected: FunctionCall) -> set[SymbolicDim]:
         values = [leaf for leaf in tree_flatten(expected.result)[0] if isinstance(leaf, Value)]
-        return {leaf for value in values for atom in value.dims for leaf in leaves(atom) if leaf in self.solution.parts}
+        return {leaf for value in values for dim in value.dims for leaf in leaves(dim) if leaf in self.solution.parts}
 
     # -- numbers ------------------------------------------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class _Comparison(TorchFunctionMode):
 
     def _known(self, symbol: Symbol) -> int:
         path, name = self._owner(symbol)
-        found = self.rehearsal.attributes.get(path, {}).get(name)
+        found = self.outcome.attributes.get(path, {}).get(name)
         return found if found is not None else get_attribute(self.modules[path], name)
 
     def _pin(self, args: Any, kwargs: Any, expected: FunctionCall) -> None:
@@ -261,11 +261,11 @@ class _Comparison(TorchFunctionMode):
             self.pinned.add(Symbol(*self._owner(symbol)))
 
     def _open_symbols(self, args: Any, kwargs: Any) -> list[Symbol]:
-        numbers = [leaf for leaf in _plain_leaves((args, kwargs)) if isinstance(leaf, Number)]
+        numbers = [leaf for leaf in _plain_leaves((args, kwargs)) if isinstance(leaf, TrackedInt)]
         symbols = dict.fromkeys(symbol for number in numbers for symbol in number.symbols)
-        return [symbol for symbol in symbols if self._owner(symbol)[1] not in self.rehearsal.attributes.get(self._owner(symbol)[0], {})]
+        return [symbol for symbol in symbols if self._owner(symbol)[1] not in self.outcome.attributes.get(self._owner(symbol)[0], {})]
 
-    def _try_numbers(self, func: Any, args: Any, kwargs: Any, fits: Callable[[Any], bool]) -> tuple[Any] | None:
+    def _try_ints(self, func: Any, args: Any, kwargs: Any, fits: Callable[[Any], bool]) -> tuple[Any] | None:
         """Evaluates the call with parts of some of its numbers; keeps the first choice that fits."""
         symbols = [symbol for symbol in self._open_symbols(args, kwargs) if Symbol(*self._owner(symbol)) not in self.pinned]
         # A pretrained model's own configuration is saved with it, and says what the whole model is.
@@ -277,7 +277,7 @@ class _Comparison(TorchFunctionMode):
             if error is None and fits(result):
                 for symbol, divisor in parts.items():
                     path, name = self._owner(symbol)
-                    self.rehearsal.attributes.setdefault(path, {})[name] = self._known(symbol) // divisor
+                    self.outcome.attributes.setdefault(path, {})[name] = self._known(symbol) // divisor
                 return (result,)
         return None
 
@@ -310,7 +310,7 @@ def _plain_leaves(tree: Any) -> Iterator[Any]:
 
 
 def _evaluated(tree: Any, env: Callable[[Symbol], int]) -> Any:
-    if isinstance(tree, Number):
+    if isinstance(tree, TrackedInt):
         return evaluate(tree, env)
     if isinstance(tree, slice):
         return slice(*[_evaluated(item, env) for item in (tree.start, tree.stop, tree.step)])
@@ -324,7 +324,7 @@ def _evaluated(tree: Any, env: Callable[[Symbol], int]) -> Any:
 
 
 @contextmanager
-def _borders(local: nn.Module, comparison: _Comparison) -> Iterator[None]:
+def _boundaries(local: nn.Module, comparison: _Comparison) -> Iterator[None]:
     """Hooks that keep the stack of running modules and do to shapes what the conversions of the plan do."""
     handles = []
     for path, module in local.named_modules():
@@ -348,7 +348,7 @@ def _borders(local: nn.Module, comparison: _Comparison) -> Iterator[None]:
                 return None
             comparison.silent += 1
             try:
-                shapes = {key: [local_size(atom, comparison.shares) for atom in item.dims] for key, item in slices.items()}
+                shapes = {key: [local_size(dim, comparison.shares) for dim in item.dims] for key, item in slices.items()}
                 return convert_arguments(
                     args, kwargs, names, shapes, lambda tensor, shape: torch.empty(shape, dtype=tensor.dtype, device="meta")
                 )

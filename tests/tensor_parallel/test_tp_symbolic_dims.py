@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_zero.tensor_parallel.atoms import Atom, block, cut, indices, leaves, local_size, product, regroup, total, unify
+from hf_zero.tensor_parallel.symbolic_dims import SymbolicDim, block, cut, indices, leaves, local_size, product, regroup, total, unify
 
 
-def fused(heads: int, width: int) -> tuple[Atom, Atom]:
+def fused(heads: int, width: int) -> tuple[SymbolicDim, SymbolicDim]:
     """A query-key-value dimension cut in three and viewed as heads; with the atom of the heads."""
-    whole = Atom(3 * heads * width)
+    whole = SymbolicDim(3 * heads * width)
     found = None
     for part in range(3):
         piece = cut(whole, part * heads * width, (part + 1) * heads * width)
@@ -32,29 +32,29 @@ def test_fused_projection_gives_each_rank_its_heads_of_all_three() -> None:
 
 
 def test_interleaved_projection() -> None:
-    whole = Atom(24)
+    whole = SymbolicDim(24)
     view = regroup([whole], [4, 3, 2])
     assert view is not None
     assert indices(whole, {view[0].find(): (0, 2)}) == list(range(12))
 
 
 def test_grouped_heads_are_a_factor_of_the_query_heads() -> None:
-    query, key = regroup([Atom(32)], [4, 8]), regroup([Atom(16)], [2, 8])
+    query, key = regroup([SymbolicDim(32)], [4, 8]), regroup([SymbolicDim(16)], [2, 8])
     assert query is not None and key is not None
-    unify(query[0], product([key[0], Atom(2)]))
+    unify(query[0], product([key[0], SymbolicDim(2)]))
     assert key[0].find() in list(leaves(query[0]))
 
 
 def test_views_across_atoms_and_unequal_sizes() -> None:
-    assert regroup([Atom(4), Atom(6)], [8, 3]) is not None
-    assert regroup([product([Atom(4), Atom(6)])], [3, 8]) is None
-    first, second = Atom(4), Atom(6)
+    assert regroup([SymbolicDim(4), SymbolicDim(6)], [8, 3]) is not None
+    assert regroup([product([SymbolicDim(4), SymbolicDim(6)])], [3, 8]) is None
+    first, second = SymbolicDim(4), SymbolicDim(6)
     unify(first, second)
     assert first.blocked and second.blocked
 
 
 def test_what_is_blocked_stays_blocked_when_joined_or_taken_apart() -> None:
-    first, second = Atom(8), Atom(8)
+    first, second = SymbolicDim(8), SymbolicDim(8)
     block(first, "why")
     unify(first, second)
     view = regroup([second], [2, 4])
@@ -63,7 +63,7 @@ def test_what_is_blocked_stays_blocked_when_joined_or_taken_apart() -> None:
 
 
 def test_sums_in_other_orders_join_their_segments() -> None:
-    atom = Atom(8)
+    atom = SymbolicDim(8)
     low, high = cut(atom, 0, 4), cut(atom, 4, 8)
     assert low is not None and high is not None
     unify(atom, total([high, low]))
@@ -78,7 +78,7 @@ def test_parts_of_all_ranks_are_the_whole(sizes: list[int], ranks: int, which: i
     which %= len(sizes)
     sizes[which] *= ranks
     numel = int(torch.tensor(sizes).prod())
-    whole = Atom(numel)
+    whole = SymbolicDim(numel)
     view = regroup([whole], sizes)
     assert view is not None
     if sizes[which] == 1:

@@ -1,4 +1,4 @@
-"""Hooks that do at the borders of modules what a plan says."""
+"""Hooks that do at the boundaries of modules what a plan says."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 from hf_zero.tensor_parallel import functions
+from hf_zero.tensor_parallel.dry_run import convert_arguments, convert_inside
 from hf_zero.tensor_parallel.functions import ModelGroup, Part
 from hf_zero.tensor_parallel.logits import VocabularyLogits
-from hf_zero.tensor_parallel.plan import Border, TpPlan
-from hf_zero.tensor_parallel.rehearse import convert_arguments, convert_inside
+from hf_zero.tensor_parallel.plan import Boundary, TpPlan
 from hf_zero.tensor_parallel.solve import COPY, GATHER, GATHER_BOTH, LOGITS, NORM, REDUCE, REDUCE_BOTH, SLICE
 from hf_zero.tensor_parallel.trace import argument_names
 
 _Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
-class ModuleBorder:
+class BoundaryCollectives:
     """What one module does differently as a part of a split model.
 
     Attributes:
@@ -37,17 +37,17 @@ class ModuleBorder:
         self._bias: list[Any] = []
         self._random: list[Any] = []
         self._masks: list[torch.Tensor] = []
-        for border in plan.borders.get(path, ()):
-            self._add(border)
-        self._only_copies = all(border.kind == COPY for border in plan.borders.get(path, ()) if border.side == "in")
+        for boundary in plan.borders.get(path, ()):
+            self._add(boundary)
+        self._only_copies = all(boundary.kind == COPY for boundary in plan.borders.get(path, ()) if boundary.side == "in")
         module.register_forward_pre_hook(self.before, with_kwargs=True)
         module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
-    def _add(self, border: Border) -> None:
-        group, label, kind = self.group, self.path, border.kind
-        part = Part(border.dim, border.ranges, border.full) if border.ranges else None
-        inputs = self._inputs.setdefault(border.key, []) if border.side == "in" else []
-        outputs = self._outputs.setdefault(border.key, []) if border.side == "out" else []
+    def _add(self, boundary: Boundary) -> None:
+        group, label, kind = self.group, self.path, boundary.kind
+        part = Part(boundary.dim, boundary.ranges, boundary.full) if boundary.ranges else None
+        inputs = self._inputs.setdefault(boundary.key, []) if boundary.side == "in" else []
+        outputs = self._outputs.setdefault(boundary.key, []) if boundary.side == "out" else []
         if kind == COPY:
             inputs.append(lambda tensor: functions.copy(tensor, group, label))
         elif kind in (REDUCE, REDUCE_BOTH):

@@ -1,4 +1,4 @@
-"""Makes the plan for a model: the user's wishes first, then the plan that the model brings, then what its code shows."""
+"""Makes the plan for a model: the user's overrides first, then the plan that the model brings, then what its code shows."""
 
 from __future__ import annotations
 
@@ -9,58 +9,58 @@ from torch import nn
 
 from hf_zero.errors import ConfigError
 from hf_zero.tensor_parallel.apply import example_inputs
-from hf_zero.tensor_parallel.by_name import plan_by_name
 from hf_zero.tensor_parallel.infer import Findings, infer, unread
-from hf_zero.tensor_parallel.own_plan import note_source, own_styles, preferences
+from hf_zero.tensor_parallel.model_plan import note_source, own_styles, preferences
+from hf_zero.tensor_parallel.named_layers import plan_named_layers
+from hf_zero.tensor_parallel.overrides import Overrides
 from hf_zero.tensor_parallel.plan import WHOLE, TpPlan
+from hf_zero.tensor_parallel.plan_writer import write_plan
 from hf_zero.tensor_parallel.solve import is_linear
 from hf_zero.tensor_parallel.trace import Inputs, have_values, skeleton
-from hf_zero.tensor_parallel.wishes import Wishes
-from hf_zero.tensor_parallel.write_plan import write_plan
 
 _USABLE = range(2, 65)  # numbers of ranks that messages try
 _LENGTHS = (16, 64, 512)
 
 
-def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, wishes: Wishes | None = None) -> TpPlan:
+def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, overrides: Overrides | None = None) -> TpPlan:
     """How to split ``model`` over ``ranks``.
 
     Args:
         model: Any model; values and device of its parameters do not matter.
         ranks: Size of a tensor-parallel group.
         inputs: A call that runs all of the model; None makes one up for transformers' models.
-        wishes: What the user wants; a layer that the model's data flow splits otherwise is then split by itself. Of a model that cannot
+        overrides: What the user wants; a layer that the model's data flow splits otherwise is then split by itself. Of a model that cannot
             be traced, what they name is split, each layer by itself.
 
     Raises:
         ConfigError: Nothing of the model can be split over so many ranks, or the model cannot be traced and nothing is named.
     """
-    wishes = wishes or Wishes()
+    overrides = overrides or Overrides()
     copy = skeleton(model).train()
     for module in copy.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]
     forced: dict[str, str] = {}
     try:
-        plan = write_plan(_infer(copy, ranks, inputs, wishes.whole, forced), copy, ranks, wishes.source)
+        plan = write_plan(_infer(copy, ranks, inputs, overrides.whole, forced), copy, ranks, overrides.source)
     except _Untraceable as error:
-        if wishes.families:
-            return plan_by_name(model, ranks, wishes, str(error))
+        if overrides.families:
+            return plan_named_layers(model, ranks, overrides, str(error))
         raise ConfigError(f"{error}. {_remedy(copy, ranks)}") from error.__cause__
     styles = own_styles(model)
-    preferred = {path: how for path, how in preferences(plan, styles).items() if path not in {*wishes.whole, *wishes.families}}
+    preferred = {path: how for path, how in preferences(plan, styles).items() if path not in {*overrides.whole, *overrides.families}}
     if preferred:
-        other = write_plan(_infer(copy, ranks, inputs, wishes.whole, preferred), copy, ranks, wishes.source)
+        other = write_plan(_infer(copy, ranks, inputs, overrides.whole, preferred), copy, ranks, overrides.source)
         if all(other.modules[path].split == how for path, how in preferred.items()):
             plan, forced = other, preferred
-    # A layer that is split by itself takes the flow from its neighbours: their wishes are looked at again.
-    while any(path not in forced for path in wishes.unmet(plan)):
-        forced.update(wishes.unmet(plan))
-        plan = write_plan(_infer(copy, ranks, inputs, wishes.whole, forced), copy, ranks, wishes.source)
-    _require(plan, wishes, copy, ranks)
-    for path in (*wishes.whole, *wishes.families):
+    # A layer that is split by itself takes the flow from its neighbours: their overrides are looked at again.
+    while any(path not in forced for path in overrides.unmet(plan)):
+        forced.update(overrides.unmet(plan))
+        plan = write_plan(_infer(copy, ranks, inputs, overrides.whole, forced), copy, ranks, overrides.source)
+    _require(plan, overrides, copy, ranks)
+    for path in (*overrides.whole, *overrides.families):
         if path in plan.modules:
-            plan.modules[path].source = wishes.source
+            plan.modules[path].source = overrides.source
     note_source(plan, styles)
     _note_undivided(plan, copy, ranks)
     if ranks > 1 and not plan.parameters:
@@ -85,12 +85,12 @@ def _note_undivided(plan: TpPlan, model: nn.Module, ranks: int) -> None:
         )
 
 
-def _require(plan: TpPlan, wishes: Wishes, model: nn.Module, ranks: int) -> None:
-    for path in wishes.unmet(plan):
+def _require(plan: TpPlan, overrides: Overrides, model: nn.Module, ranks: int) -> None:
+    for path in overrides.unmet(plan):
         weight = dict(model.named_parameters(remove_duplicate=False))[f"{path}.weight"]
         sizes = [number for number in _USABLE if all(size % number == 0 for size in weight.shape)]
         raise ConfigError(
-            f"{path} cannot be split by {wishes.families[path]} over {ranks} ranks: its weight is {tuple(weight.shape)} "
+            f"{path} cannot be split by {overrides.families[path]} over {ranks} ranks: its weight is {tuple(weight.shape)} "
             f"({plan.modules[path].reason}); usable numbers of ranks are {sizes}"
         )
 

@@ -1,7 +1,7 @@
 """Integers that remember which attribute of which module they come from.
 
 A model's code says ``x.view(batch, length, self.num_heads, self.head_dim)``. When heads are split, ``self.num_heads`` must become the
-number of this rank's heads. To find out which attributes mean a split dimension, those of the traced copy are replaced by ``Number``,
+number of this rank's heads. To find out which attributes mean a split dimension, those of the traced copy are replaced by ``TrackedInt``,
 an ``int`` that goes through arithmetic with its formula; where one reaches a torch function, the formula can be evaluated again with
 another value of the attribute.
 """
@@ -25,68 +25,68 @@ class Symbol(NamedTuple):
 Formula = Callable[[Callable[[Symbol], int]], int]
 
 
-class Number(int):
+class TrackedInt(int):
     """An ``int`` with the formula that made it."""
 
     formula: Formula
     symbols: tuple[Symbol, ...]
 
-    def __new__(cls, value: int, formula: Formula, symbols: tuple[Symbol, ...]) -> Number:
+    def __new__(cls, value: int, formula: Formula, symbols: tuple[Symbol, ...]) -> TrackedInt:
         self = super().__new__(cls, value)
         self.formula = formula
         self.symbols = symbols
         return self
 
-    def __deepcopy__(self, memo: Any) -> Number:
+    def __deepcopy__(self, memo: Any) -> TrackedInt:
         return self
 
-    def __neg__(self) -> Number:
-        return Number(-int(self), lambda env: -evaluate(self, env), self.symbols)
+    def __neg__(self) -> TrackedInt:
+        return TrackedInt(-int(self), lambda env: -evaluate(self, env), self.symbols)
 
-    def __copy__(self) -> Number:
+    def __copy__(self) -> TrackedInt:
         return self
 
     def __reduce__(self) -> Any:
         return (int, (int(self),))
 
 
-def _binary(function: Callable[[int, int], int], swapped: bool) -> Callable[[Number, Any], Any]:
-    def method(self: Number, other: Any) -> Any:
+def _binary(function: Callable[[int, int], int], swapped: bool) -> Callable[[TrackedInt, Any], Any]:
+    def method(self: TrackedInt, other: Any) -> Any:
         if not isinstance(other, int) or isinstance(other, bool):
             plain = getattr(int, f"__{'r' if swapped else ''}{function.__name__.strip('_')}__")
             return plain(int(self), other)
         left, right = (other, self) if swapped else (self, other)
         value = function(int(left), int(right))
-        symbols = tuple(dict.fromkeys((*self.symbols, *(other.symbols if isinstance(other, Number) else ()))))
-        return Number(value, lambda env: function(evaluate(left, env), evaluate(right, env)), symbols)
+        symbols = tuple(dict.fromkeys((*self.symbols, *(other.symbols if isinstance(other, TrackedInt) else ()))))
+        return TrackedInt(value, lambda env: function(evaluate(left, env), evaluate(right, env)), symbols)
 
     return method
 
 
 for _operation in (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod):
     _stem = _operation.__name__.strip("_")
-    setattr(Number, f"__{_stem}__", _binary(_operation, False))
-    setattr(Number, f"__r{_stem}__", _binary(_operation, True))
+    setattr(TrackedInt, f"__{_stem}__", _binary(_operation, False))
+    setattr(TrackedInt, f"__r{_stem}__", _binary(_operation, True))
 
 
 def evaluate(value: int, env: Callable[[Symbol], int]) -> int:
     """``value`` where ``env`` says what the attributes are."""
-    return value.formula(env) if isinstance(value, Number) else value
+    return value.formula(env) if isinstance(value, TrackedInt) else value
 
 
-def _number(value: int, symbol: Symbol) -> Number:
-    return Number(value, lambda env: env(symbol), (symbol,))
+def _tracked(value: int, symbol: Symbol) -> TrackedInt:
+    return TrackedInt(value, lambda env: env(symbol), (symbol,))
 
 
 def _wrapped(value: Any, path: str | None, name: str) -> Any:
-    if isinstance(value, int) and not isinstance(value, (bool, Number)) and value > 1:
-        return _number(value, Symbol(path, name))
+    if isinstance(value, int) and not isinstance(value, (bool, TrackedInt)) and value > 1:
+        return _tracked(value, Symbol(path, name))
     if type(value) in (tuple, list) and 0 < len(value) <= 8:
         return type(value)(_wrapped(item, path, f"{name}[{position}]") for position, item in enumerate(value))
     return value
 
 
-def number_attributes(model: nn.Module) -> None:
+def track_attributes(model: nn.Module) -> None:
     """Replaces the integer attributes of all modules and of their configurations, in place."""
     configs: dict[int, Any] = {}
     for path, module in model.named_modules():

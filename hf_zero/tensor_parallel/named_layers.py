@@ -9,28 +9,28 @@ from __future__ import annotations
 from torch import nn
 
 from hf_zero.errors import ConfigError
-from hf_zero.tensor_parallel.alone import GATHERED, SCATTERED, VOCABULARY, Alone
-from hf_zero.tensor_parallel.plan import COLUMN, ROW, WHOLE, ModulePlan, TpPlan
+from hf_zero.tensor_parallel.local_split import LocalSplit
+from hf_zero.tensor_parallel.overrides import Overrides
+from hf_zero.tensor_parallel.plan import COLUMN, GATHERED, ROW, SCATTERED, VOCABULARY, WHOLE, ModulePlan, TpPlan
+from hf_zero.tensor_parallel.plan_writer import add_local_split
 from hf_zero.tensor_parallel.solve import is_linear
-from hf_zero.tensor_parallel.wishes import Wishes
-from hf_zero.tensor_parallel.write_plan import SPLITS, add_alone
 
 _HOW = {COLUMN: GATHERED, ROW: SCATTERED, VOCABULARY: VOCABULARY}
 
 
-def plan_by_name(model: nn.Module, ranks: int, wishes: Wishes, untraceable: str) -> TpPlan:
-    """Splits the layers that ``wishes`` names, over ``ranks``.
+def plan_named_layers(model: nn.Module, ranks: int, overrides: Overrides, untraceable: str) -> TpPlan:
+    """Splits the layers that ``overrides`` names, over ``ranks``.
 
     Args:
         model: Any model; only shapes are read.
         ranks: Size of a tensor-parallel group.
-        wishes: Which layers, and whether over outputs or inputs.
+        overrides: Which layers, and whether over outputs or inputs.
         untraceable: Why the model could not be traced.
 
     Raises:
         ConfigError: A layer does not divide, shares its weight with another module, or is no plain linear layer.
     """
-    plan = TpPlan(ranks, wishes.source, notes=[f"split layer by layer: {untraceable}"])
+    plan = TpPlan(ranks, overrides.source, notes=[f"split layer by layer: {untraceable}"])
     modules = dict(model.named_modules())
     names = {id(param): name for name, param in model.named_parameters()}
     owners: dict[int, list[str]] = {}
@@ -39,10 +39,10 @@ def plan_by_name(model: nn.Module, ranks: int, wishes: Wishes, untraceable: str)
     for path, module in modules.items():
         if not is_linear(type(module)):
             continue
-        family = wishes.families.get(path)
+        family = overrides.families.get(path)
         if family is None:
-            reason = "kept whole by the plan" if path in wishes.whole else "not named, and the model cannot be traced"
-            plan.modules[path] = ModulePlan(WHOLE, reason, wishes.source if path in wishes.whole else "inferred")
+            reason = "kept whole by the plan" if path in overrides.whole else "not named, and the model cannot be traced"
+            plan.modules[path] = ModulePlan(WHOLE, reason, overrides.source if path in overrides.whole else "inferred")
             continue
         _require_plain(path, module, owners[id(module.weight)])
         outputs, inputs = module.weight.shape if isinstance(module, nn.Linear) else reversed(module.weight.shape)  # type: ignore[arg-type]
@@ -53,9 +53,9 @@ def plan_by_name(model: nn.Module, ranks: int, wishes: Wishes, untraceable: str)
             raise ConfigError(
                 f"{path} cannot be split by {family} over {ranks} ranks: it has {size} {side}; usable numbers of ranks are {usable}"
             )
-        layer = Alone(path, _HOW[family], int(size))
-        add_alone(plan, module, layer, names, ranks)
-        plan.modules[path] = ModulePlan(SPLITS[layer.how], "named, and the model cannot be traced", wishes.source)
+        layer = LocalSplit(path, _HOW[family], int(size))
+        add_local_split(plan, module, layer, names, ranks)
+        plan.modules[path] = ModulePlan(layer.how, "named, and the model cannot be traced", overrides.source)
     return plan
 
 

@@ -1,0 +1,476 @@
+"""Faults that ``benchmarks/mutants.py`` plants: one line of the package each, and the tests that are asked first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TRACE = "tests/core/test_trace.py"
+MATRIX = "tests/parity/test_parity_matrix.py"
+ACCUMULATION = "tests/parity/test_parity_accumulation.py"
+NORM = "tests/core/test_engine_grad_norm.py"
+ORDER = "tests/core/test_backward_order.py"
+POLICY = "tests/core/test_gradient_policy.py"
+SKIPPED = "tests/parity/test_parity_skipped_block.py"
+SCALE = "tests/core/test_engine_loss_scale.py"
+RESUME = "tests/checkpoint/test_checkpoint_resume.py"
+FILES = "tests/checkpoint/test_checkpoint_files.py"
+GOLDEN = "tests/checkpoint/test_checkpoint_golden.py"
+FAULTY = "tests/checkpoint/test_checkpoint_faults.py"
+RESOLVE = "tests/config/test_config_resolve.py"
+SPELLING = "tests/config/test_config_spelling.py"
+ELASTIC = "tests/config/test_config_elastic.py"
+VALUES = "tests/checkpoint/test_checkpoint_values.py"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One wrong line.
+
+    Attributes:
+        name: What is wrong.
+        file: Module, below ``hf_zero/``.
+        old: Text of the module, there once.
+        new: What stands in its place.
+        tests: Files that are asked, in this order; the first that fails ends it.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def _in(file: str, *faults: tuple[str, str, str, tuple[str, ...]]) -> list[Fault]:
+    return [Fault(name, file, old, new, tests) for name, old, new, tests in faults]
+
+
+FAULTS: tuple[Fault, ...] = (
+    *_in(
+        "core/units/layout.py",
+        (
+            "ranges may be negative",
+            "Range(start, max(start, min(self.stop, other.stop)))",
+            "Range(start, min(self.stop, other.stop))",
+            (NORM, MATRIX),
+        ),
+        (
+            "shards overlap by one",
+            "Range(rank * self.shard_numel, (rank + 1) * self.shard_numel)",
+            "Range(rank * self.shard_numel, (rank + 1) * self.shard_numel + 1)",
+            (TRACE, MATRIX),
+        ),
+        (
+            "frozen parameters are updated",
+            "if slot.group == FROZEN or slot.numel == 0:",
+            "if slot.numel == 0:",
+            ("tests/parity/test_parity_frozen.py",),
+        ),
+        (
+            "groups are not sorted",
+            "key=lambda index: groups[index]))",
+            "key=lambda index: 0))",
+            ("tests/parity/test_parity_groups.py", MATRIX),
+        ),
+        (
+            "shards are not aligned",
+            "padded = max(round_up(offset, world * ALIGNMENT), world * ALIGNMENT)",
+            "padded = max(round_up(offset, world), world)",
+            (TRACE, NORM, RESUME, MATRIX),
+        ),
+    ),
+    *_in(
+        "core/stages.py",
+        (
+            "stage 2 defers",
+            "2: StagePolicy(2, shards_optimizer=True, shards_parameters=False, reduces_each_micro_step=True, allows_deferral=False)",
+            "2: StagePolicy(2, shards_optimizer=True, shards_parameters=False, reduces_each_micro_step=True, allows_deferral=True)",
+            (ACCUMULATION, MATRIX),
+        ),
+        (
+            "stage 1 reduces at the boundary",
+            "1: StagePolicy(1, shards_optimizer=True, shards_parameters=False, reduces_each_micro_step=True,",
+            "1: StagePolicy(1, shards_optimizer=True, shards_parameters=False, reduces_each_micro_step=False,",
+            (ACCUMULATION, TRACE),
+        ),
+        (
+            "stage 3 keeps parameters whole",
+            "3: StagePolicy(3, shards_optimizer=True, shards_parameters=True,",
+            "3: StagePolicy(3, shards_optimizer=True, shards_parameters=False,",
+            (TRACE,),
+        ),
+    ),
+    *_in(
+        "core/step/grad_norm.py",
+        (
+            "norm of this rank only",
+            "    if sharded:\n        collectives.all_reduce",
+            "    if not sharded:\n        collectives.all_reduce",
+            (NORM, MATRIX),
+        ),
+        (
+            "no epsilon in the clip factor",
+            "torch.clamp(max_norm / (norm + _EPSILON), max=1.0)",
+            "torch.clamp(max_norm / norm, max=1.0)",
+            (NORM, MATRIX),
+        ),
+        (
+            "clipping enlarges small gradients",
+            "torch.clamp(max_norm / (norm + _EPSILON), max=1.0)",
+            "max_norm / (norm + _EPSILON)",
+            (NORM, MATRIX),
+        ),
+        (
+            "copies of the model axis count twice",
+            "_sum_of_squares(tensors, device, threads) / count",
+            "_sum_of_squares(tensors, device, threads)",
+            (NORM, "tests/tensor_parallel/test_tp_training.py"),
+        ),
+        (
+            "the rest of a shard is forgotten",
+            "by_count[1] += _rest(shard, [part for part, _ in copies])",
+            "by_count[1] += []",
+            (NORM, "tests/tensor_parallel/test_tp_training.py"),
+        ),
+        (
+            "the last non-finite parameter is named",
+            "return min(everywhere)[1]",
+            "return max(everywhere)[1]",
+            (NORM, "tests/parity/test_parity_overflow.py"),
+        ),
+    ),
+    *_in(
+        "core/step/step.py",
+        (
+            "the loss scale stays in the update",
+            "factor = clip_factor(norm, self.settings.max_norm) / self.scaler.scale",
+            "factor = clip_factor(norm, self.settings.max_norm)",
+            (MATRIX,),
+        ),
+        (
+            "the norm carries the loss scale",
+            "else scaled_norm / self.scaler.scale",
+            "else scaled_norm",
+            (MATRIX, "tests/parity/test_parity_overflow.py"),
+        ),
+        (
+            "an overflow is not noticed",
+            "overflow = self.settings.skips_overflow and not bool(torch.isfinite(scaled_norm))",
+            "overflow = False",
+            ("tests/parity/test_parity_overflow.py",),
+        ),
+        ("gradients are not cleared", "        self.reducer.clear()\n", "", (TRACE, MATRIX)),
+        (
+            "updated shards are not waited for",
+            "                    if spread is not None:\n                        spread.wait()",
+            "                    if spread is None:\n                        break",
+            (TRACE, MATRIX),
+        ),
+        (
+            "whole blocks stay stale over an update",
+            "                self.runtime.reshard_for_update()\n",
+            "",
+            ("tests/parity/test_parity_eval_between.py", MATRIX),
+        ),
+        (
+            "ranks are not compared at a step",
+            "        require_same_pace(self.collectives, self.runtime.micro_steps)\n",
+            "",
+            ("tests/core/test_same_pace.py",),
+        ),
+    ),
+    *_in(
+        "core/step/accumulation.py",
+        ("one micro-step too many", ">= self.steps", "> self.steps", (ACCUMULATION, TRACE)),
+        (
+            "no_sync is ignored",
+            "        if self._no_sync_depth:\n            return False\n",
+            "",
+            (ACCUMULATION, "tests/facade/test_ds_engine_names.py"),
+        ),
+        (
+            "what the caller says is ignored",
+            "            return self._said",
+            "            return True",
+            (ACCUMULATION, "tests/facade/test_ds_engine_names.py"),
+        ),
+        (
+            "a cycle never begins anew",
+            "        self._in_cycle = 0\n        self.boundary = self._awaits_step = False",
+            "        self.boundary = self._awaits_step = False",
+            (ACCUMULATION, TRACE),
+        ),
+    ),
+    *_in(
+        "core/step/loss_scale.py",
+        ("hysteresis counts one more", "if self._tolerance > 1:", "if self._tolerance >= 1:", (SCALE,)),
+        ("the scale grows a step early", "counted = self._good_steps - 1", "counted = self._good_steps", (SCALE,)),
+        ("the scale falls below its least", "max(self.scale / _FACTOR, self.min_scale)", "self.scale / _FACTOR", (SCALE,)),
+    ),
+    *_in(
+        "core/schedule/reducer.py",
+        ("three reductions in flight", "_IN_FLIGHT = 2", "_IN_FLIGHT = 3", (TRACE, ORDER, "tests/comm/test_nccl_order.py")),
+        (
+            "late gradients are forgotten",
+            "            self._send_late()\n",
+            "            pass\n",
+            (ORDER, "tests/parity/test_parity_shared_block.py", SKIPPED),
+        ),
+        (
+            "closed blocks are not sent",
+            "return (gradients.complete or closed) and",
+            "return gradients.complete and",
+            (ORDER, "tests/comm/test_nccl_order.py", SKIPPED),
+        ),
+        (
+            "units go when they are complete, in any order",
+            "if self._order is not None and not self._order.allows(self._sent):",
+            "if False:",
+            (ORDER, "tests/comm/test_nccl_order.py"),
+        ),
+        (
+            "places are not forced",
+            "while self.enabled and self._sent < count:",
+            "while self.enabled and self._sent < count and self._is_done(self._queue[self._sent]):",
+            (ORDER, "tests/comm/test_nccl_order.py"),
+        ),
+        (
+            "reduced first unit first",
+            "self._queue = self.gradients[::-1]\n        self._places",
+            "self._queue = self.gradients[:]\n        self._places",
+            (TRACE, ORDER),
+        ),
+    ),
+    *_in(
+        "core/schedule/backward_order.py",
+        (
+            "a place is one off",
+            "user = position if reach <= 0 else gathers[first - 1] if first else 0",
+            "user = position if reach <= 0 else gathers[first] if first else 0",
+            (ORDER, "tests/comm/test_nccl_order.py", TRACE),
+        ),
+        ("a reduction opens too early", "gathers[passed - 1] + 1 if passed else 0", "gathers[passed - 1] if passed else 0", (ORDER,)),
+    ),
+    *_in(
+        "core/schedule/gradients.py",
+        (
+            "holes keep what was there",
+            "        if not all(self._written):\n",
+            "        if False:\n",
+            (POLICY, SKIPPED, "tests/core/test_unused_parameters.py"),
+        ),
+        (
+            "gaps keep what was there",
+            "        for start, stop in self.unit.layout.gaps:\n            flat[start:stop].zero_()\n",
+            "",
+            (POLICY, TRACE, MATRIX),
+        ),
+        (
+            "a second gradient overwrites",
+            "(added if self._written[index] else copied)",
+            "(copied)",
+            (ACCUMULATION, POLICY, "tests/parity/test_parity_tied.py"),
+        ),
+        ("no division behind the sum", "received.mul_(self._policy.post_scale)", "received.mul_(1.0)", (POLICY, MATRIX)),
+        ("a reduction is not waited for", "        pending.wait()\n        received", "        received", (TRACE, MATRIX)),
+        (
+            "accumulated in the message's type",
+            "dtype = self._policy.accumulation_dtype if keep_wide else",
+            "dtype = layout.dtype if keep_wide else",
+            (ACCUMULATION, POLICY),
+        ),
+        (
+            "kept gradients of an incomplete unit are lost",
+            "        self._write_kept()\n        self._zero_unwritten(flat)\n        # What",
+            "        self._zero_unwritten(flat)\n        # What",
+            (SKIPPED, POLICY, "tests/core/test_unused_parameters.py"),
+        ),
+    ),
+    *_in(
+        "core/schedule/schedule.py",
+        (
+            "skipped blocks are not joined",
+            "        self.finish_round()\n        while self._votes",
+            "        while self._votes",
+            (SKIPPED, ORDER),
+        ),
+        ("nothing is prefetched", "if (first and self._coming) or not self._may_precede(self._cursor):", "if True:", (TRACE,)),
+        (
+            "reuse distance counts half",
+            "near = 2 * behind + block.numel",
+            "near = behind + block.numel",
+            (ORDER, "tests/parity/test_parity_gather_limits.py", TRACE),
+        ),
+        (
+            "prefetch ignores what is live",
+            "or self._live + block.numel > self.limits.max_live_parameters:",
+            "or False:",
+            ("tests/parity/test_parity_gather_limits.py", ORDER),
+        ),
+        (
+            "blocks in use are released",
+            "if not (block.open or block.keep or block.sticky):",
+            "if not (block.keep or block.sticky):",
+            ("tests/parity/test_parity_shared_block.py", SKIPPED, ORDER),
+        ),
+    ),
+    *_in(
+        "core/units/whole_buffer.py",
+        ("tensors taken out of a gather die", "if (leave and self._is_held()) or not", "if not", ("tests/facade/test_ds_gathered.py",)),
+        ("assigned data is lost", "            view.copy_(param.data)\n", "", ("tests/facade/test_param_data.py",)),
+    ),
+    *_in(
+        "comm/collectives.py",
+        (
+            "peers get each other's part",
+            "lambda peer: host[peer * numel : (peer + 1) * numel], lambda peer: parts[peer]",
+            "lambda peer: host[own], lambda peer: parts[peer]",
+            (TRACE, MATRIX),
+        ),
+        (
+            "the last rank is not added",
+            "for part in parts[2:]:",
+            "for part in parts[2:-1]:",
+            ("tests/comm/test_ranks.py", "tests/launch/test_world_sizes.py", MATRIX),
+        ),
+        (
+            "16-bit parts are added in 16 bit",
+            "total = parts[0].to(dtype).add_(parts[1])",
+            "total = parts[0].add(parts[1]).to(dtype)",
+            (MATRIX, "tests/parity/test_parity_precision.py"),
+        ),
+        (
+            "bytes are counted twice",
+            "self.sent_bytes += message.numel() * message.element_size()",
+            "self.sent_bytes += 2 * message.numel() * message.element_size()",
+            (TRACE,),
+        ),
+        (
+            "a vote hears half of the ranks",
+            "            distance *= 2\n",
+            "            distance *= 4\n",
+            ("tests/comm/test_ranks.py", "tests/core/test_same_pace.py", "tests/comm/test_traffic.py"),
+        ),
+    ),
+    *_in(
+        "config/batch.py",
+        ("accumulation ignores the ranks", "max(1, total // (micro * world_size))", "max(1, total // micro)", (RESOLVE,)),
+        ("sizes that do not fit pass", "if batch.total != product:", "if False:", (RESOLVE,)),
+    ),
+    *_in(
+        "config/auto.py",
+        ("prefetch is a tenth", "int(0.9 * hidden_size * hidden_size)", "int(0.09 * hidden_size * hidden_size)", (RESOLVE,)),
+        (
+            "rates may contradict",
+            '"optimizer.params.lr": AutoRule(("learning_rate",), must_match=True)',
+            '"optimizer.params.lr": AutoRule(("learning_rate",))',
+            (RESOLVE,),
+        ),
+    ),
+    *_in(
+        "config/resolve.py",
+        (
+            "overlap_comm is off",
+            'zero["overlap_comm"] = True',
+            'zero["overlap_comm"] = False',
+            (RESOLVE, "tests/config/test_config_schema.py"),
+        ),
+        (
+            "refusals are not looked for",
+            '    check_refusals(data, ZeroConfig, "", problems)\n',
+            "",
+            ("tests/config/test_config_schema.py", RESOLVE),
+        ),
+        ("mismatches are not looked for", "    if match_sources:\n", "    if False:\n", (RESOLVE,)),
+    ),
+    *_in(
+        "config/spelling.py",
+        ("cpu_offload means nothing", 'return block, {"device": "cpu"} if on else None', "return block, None", (SPELLING,)),
+        (
+            "unknown keys pass",
+            "        if guess is None and section.free_keys and arguments is None:",
+            "        if guess is None:",
+            (SPELLING,),
+        ),
+    ),
+    *_in(
+        "config/elastic.py",
+        (
+            "the smaller micro batch",
+            "sorted(section.micro_batch_sizes, reverse=True) if section.prefer_larger_batch",
+            "sorted(section.micro_batch_sizes) if section.prefer_larger_batch",
+            (ELASTIC,),
+        ),
+        ("a divisor is left out", "divisor * divisor != number)", "divisor * divisor < number - 1)", (ELASTIC,)),
+    ),
+    *_in(
+        "checkpoint/catalog.py",
+        (
+            "the last rank's part is left out",
+            "(wanted.stop - 1) // shard_numel + 1)",
+            "(wanted.stop - 1) // shard_numel)",
+            (RESUME, GOLDEN),
+        ),
+        ("parts begin one off", "part.start - rank * shard_numel,", "part.start - rank * shard_numel + 1,", (RESUME, GOLDEN)),
+        ("shapes are not compared", "        if known.shape != part.slice.shape:\n", "        if False:\n", (FAULTY, VALUES, FILES)),
+    ),
+    *_in(
+        "checkpoint/folders.py",
+        (
+            "a folder without marker is complete",
+            "return (folder / INDEX_FILE).is_file() and (folder / MARKER_FILE).is_file()",
+            "return (folder / INDEX_FILE).is_file()",
+            (FAULTY, FILES),
+        ),
+        ("a damaged index passes", "    if digest(text) != expected:\n", "    if False:\n", (FAULTY, FILES)),
+        (
+            "the oldest is the newest",
+            "key=lambda item: int(numbers[item[0]][1]), reverse=True)",
+            "key=lambda item: int(numbers[item[0]][1]))",
+            (FAULTY, FILES),
+        ),
+    ),
+    *_in(
+        "checkpoint/load.py",
+        (
+            "names are not compared",
+            "        if request.strict:\n            self._check_names()\n",
+            "",
+            (RESUME, FAULTY, "tests/checkpoint/test_checkpoint_options.py"),
+        ),
+        ("16-bit shards are not refreshed", "        _spread(state)\n        return", "        return", (RESUME,)),
+        (
+            "the loss scale starts anew",
+            "state.scaler.load_state_dict(self._decoder.decode(self.index.scaler))",
+            "pass",
+            (RESUME, VALUES, "tests/checkpoint/test_checkpoint_options.py"),
+        ),
+        (
+            "the scheduler starts anew",
+            "state.scheduler.load_state_dict(self._scheduler)",
+            "pass",
+            (RESUME, "tests/checkpoint/test_checkpoint_options.py"),
+        ),
+        (
+            "buffers of another shape pass",
+            "if shape != tuple(buffer.shape):",
+            "if False:",
+            (FAULTY, "tests/checkpoint/test_checkpoint_options.py"),
+        ),
+    ),
+    *_in(
+        "checkpoint/tensor_file.py",
+        ("the header's checksum is not compared", "if digits_of(header) != record.header_crc32:", "if False:", (FAULTY, FILES)),
+        ("a short file passes", "    if found != expected:\n", "    if False:\n", (FAULTY, FILES)),
+    ),
+    *_in(
+        "checkpoint/commit.py",
+        (
+            "another process' folder is completed",
+            "    if Process.of_json(writer) != Process.own():\n",
+            "    if False:\n",
+            (FILES, "tests/checkpoint/test_checkpoint_writes.py"),
+        ),
+        ("foreign folders are replaced", "    _refuse_foreign(save_dir / tag)\n", "", (FILES,)),
+    ),
+)

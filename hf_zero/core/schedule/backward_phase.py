@@ -1,0 +1,272 @@
+"""Backwards of one engine's module: makes each block whole before its backward, and sends gradients off as they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+from weakref import WeakMethod, WeakSet
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hf_zero.core.schedule.block import Block
+from hf_zero.core.schedule.gradients import UnitGradients
+from hf_zero.core.schedule.outputs import tensors_in
+from hf_zero.core.schedule.reducer import Reducer
+from hf_zero.core.schedule.schedule import UnshardSchedule
+from hf_zero.core.schedule.torch_internals import call_after_backward, outside_compile, outside_transforms, reaches
+from hf_zero.observe import note, span
+
+
+class BackwardPhase:
+    """What hooks of outputs and gradients do, from the first gradient to the end of a backward.
+
+    Attributes:
+        schedule: Unshards and reshards; None when nothing is ever resharded.
+        reducer: Gradients on their way; None without optimizer.
+        begun: Whether a backward has begun and not ended.
+        micro_steps: Backwards so far that hand gradients to parameters.
+        on_user_backward: Called when one of them begins that the engine did not start.
+
+    Args:
+        root: Block of what belongs to no other block.
+        blocks: The other blocks, in the model's order.
+        schedule: As the attribute.
+        reducer: As the attribute.
+        stack: Blocks whose forward runs now; none does once a backward has begun.
+    """
+
+    def __init__(
+        self, root: Block, blocks: Sequence[Block], schedule: UnshardSchedule | None, reducer: Reducer | None, stack: list[Block]
+    ) -> None:
+        self.schedule = schedule
+        self.reducer = reducer
+        self.begun = False
+        self.micro_steps = 0
+        self.on_user_backward: WeakMethod[Callable[[], None]] | None = None
+        self._root = root
+        self._blocks = (root, *blocks)
+        self._stack = stack
+        self._count = 0  # backwards so far
+        self._collects = False  # whether the backward that runs hands gradients to parameters
+        self._awaited: WeakSet[Callable[..., Any]] = WeakSet()  # hooks of outputs; they live as long as the graph
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Puts hooks on the parameters that are trained; ``detach`` takes them out."""
+        for entry in self.reducer.gradients if self.reducer is not None else ():
+            for index, param in enumerate(entry.unit.params):
+                if param is not None:
+                    self._handles.append(param.register_post_accumulate_grad_hook(self._collector(entry, index)))
+
+    def _collector(self, entry: UnitGradients, index: int) -> Callable[[torch.Tensor], None]:
+        def collect(param: torch.Tensor) -> None:
+            if not self._collects:
+                self._begin_collecting()
+            if not self.begun:
+                self._notice()
+            if self.reducer is not None:
+                self.reducer.collect(entry, index)
+
+        return collect
+
+    def detach(self) -> None:
+        """Takes the hooks of parameters out."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def stop_training(self) -> None:
+        """Lets go of all gradients."""
+        self.detach()
+        if self.reducer is not None:
+            self.reducer.clear()
+        self.reducer = None
+        for block in self._blocks:
+            block.gradients = []
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a backward may still come of the forwards so far."""
+        return bool(self._awaited)
+
+    # -- from forward to backward -------------------------------------------------------------------------------------
+
+    def watch(self, block: Block, output: Any) -> None:
+        """Arranges for ``block`` to be whole when its backward begins: when the first gradient of an output is known."""
+        # A backward that the user starts must be noticed before checkpointing recomputes a block in it.
+        wanted = self.schedule is not None or (block is self._root and self.reducer is not None)
+        if not (wanted and torch.is_grad_enabled()):
+            return
+        fired = 0  # the last backward it was made whole for: with retain_graph there are several
+
+        def pre_backward(grad: torch.Tensor) -> None:
+            nonlocal fired
+            if not self.begun:
+                self._notice()
+            if fired != self._count:
+                fired = self._count
+                self._pre_backward(block)
+
+        hook = outside_compile(pre_backward)
+        watched = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        for tensor in watched:
+            tensor.register_hook(hook)
+        if watched:
+            block.watched()
+            self._awaited.add(hook)
+
+    def begin(self) -> None:
+        """Begins a micro-step that the engine has started."""
+        self._collect()
+        if not self.begun:
+            self._begin()
+
+    def _notice(self) -> None:
+        """[Note: backwards for inputs] ``torch.autograd.grad`` and the transforms of torch.func give no parameter a gradient.
+
+        They unshard as any backward does; they are no micro-step, need no loss scale, and nothing is reduced. Which kind it is must be
+        known before the first block is passed, and all ranks must run the same kind. Where only a recomputation reaches
+        parameters (reentrant checkpointing) the first gradient tells.
+        """
+        trained = self.reducer.gradients if self.reducer is not None and not self._collects else ()
+        if reaches(param for entry in trained for param in entry.unit.params if param is not None):
+            self._begin_collecting()
+        self._begin()
+        call_after_backward(self.end)
+
+    def _begin_collecting(self) -> None:
+        begin = self.on_user_backward() if self.on_user_backward is not None else None
+        if begin is not None and self.reducer is not None:
+            begin()
+        self._collect()
+
+    def _collect(self) -> None:
+        self.micro_steps += not self._collects
+        self._collects = True
+
+    def _begin(self) -> None:
+        self.begun = True
+        self._count += 1
+        self._stack.clear()
+        SharedBackward.begin(self)
+        note("backward")
+        if self.reducer is not None and not self._collects:
+            self.reducer.begin_without_gradients()
+        if self.schedule is not None:
+            self.schedule.begin_backward(self.reducer)
+
+    # -- blocks -------------------------------------------------------------------------------------------------------
+
+    def _pre_backward(self, block: Block) -> None:
+        if block is self._root:
+            SharedBackward.reach(self)
+        if self.schedule is None:
+            return
+        with span("pre_backward", block.name):
+            block.backward_began()
+            if not block.read_in_backward:
+                block.show_placeholders()
+            elif block is not self._root:
+                self.advance(block)
+
+    def recompute(self, block: Block) -> None:
+        """A forward inside backward: activation checkpointing.
+
+        [Note: recomputation] Reentrant checkpointing ran the block without gradient first; its backward follows the recomputation at
+        once. Otherwise the block's outputs were watched in forward. In both cases the block is unsharded here and resharded when
+        backward moves on, never by the recomputation's own end.
+        """
+        if self.schedule is not None:
+            with span("recompute", block.name):
+                self.advance(block)
+        block.recomputed()
+
+    def advance(self, block: Block) -> None:
+        """Backward comes to ``block``: makes it whole, and sends gradients of those it has passed off; collective."""
+        if self.schedule is None:
+            return
+        passed = self.schedule.backward(block)
+        if self.reducer is not None and self._collects:
+            self.reducer.close([entry for done in passed for entry in done.gradients])
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Ends a backward: joins what other ranks unsharded and reduced; collective. Does nothing outside a backward."""
+        if not self.begun:
+            return
+        with span("end_backward"), outside_transforms():
+            SharedBackward.close_all()
+            if self.schedule is not None:
+                self.schedule.end_backward()
+            if self.reducer is not None:
+                self.reducer.flush()
+        self._finish()
+
+    def close(self) -> None:
+        """Issues what is left of this backward's unshards and reductions; collective. See [Note: engines in one backward]."""
+        if self.begun:
+            if self.schedule is not None:
+                self.schedule.finish_pass()
+            if self.reducer is not None:
+                self.reducer.send_all()
+
+    def abort(self) -> None:
+        """Forgets a forward or backward that broke off with an error; local."""
+        if self.schedule is not None:
+            self.schedule.reshard_all()
+        if self.reducer is not None and self._collects:
+            self.reducer.clear()
+        self._finish()
+
+    def _finish(self) -> None:
+        self.begun = self._collects = False
+        SharedBackward.leave(self)
+        self._stack.clear()
+        self._awaited.clear()
+        for block in self._blocks:
+            block.reset()
+
+
+class SharedBackward:
+    """Several engines in one backward, as the two halves of a GAN: one after the other, in the order in which backward reaches them.
+
+    [Note: engines in one backward] A rank that skips blocks of one engine would join their unshards when backward ends, behind those of
+    the engine that comes next; the other ranks issue them before. So an engine is closed when backward reaches another, which is when the
+    gradient of the other's output is known: the same moment on every rank. At the end all are closed before any of them asks for a vote.
+    """
+
+    _begun: ClassVar[list[BackwardPhase]] = []
+    _reached: ClassVar[list[BackwardPhase]] = []
+
+    @classmethod
+    def begin(cls, engine: BackwardPhase) -> None:
+        """``engine`` takes part in the backward that runs."""
+        if engine not in cls._begun:
+            cls._begun.append(engine)
+
+    @classmethod
+    def reach(cls, engine: BackwardPhase) -> None:
+        """Backward comes to ``engine``'s module; collective, if it has been in another's before."""
+        if cls._reached and cls._reached[-1] is engine:
+            return
+        for other in cls._reached:
+            if other is not engine:
+                other.close()
+        if engine in cls._reached:
+            cls._reached.remove(engine)
+        cls._reached.append(engine)
+
+    @classmethod
+    def close_all(cls) -> None:
+        """Backward is over: closes those it has reached, in that order, then the others; collective."""
+        for engine in (*cls._reached, *(other for other in cls._begun if other not in cls._reached)):
+            engine.close()
+
+    @classmethod
+    def leave(cls, engine: BackwardPhase) -> None:
+        """``engine`` has ended its part; local."""
+        for known in (cls._begun, cls._reached):
+            if engine in known:
+                known.remove(engine)

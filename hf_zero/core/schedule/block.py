@@ -1,0 +1,151 @@
+"""A module, the units that must be whole while it runs, and what is still to come of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import nn
+
+from hf_zero.core.schedule.gradients import UnitGradients
+from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.unit import Unit
+from hf_zero.observe import logger
+
+
+@dataclass(eq=False)
+class Block:
+    """A module and its units, with the counts that say whether they are still needed. Only the methods here change the counts.
+
+    Attributes:
+        name: Dotted name of the module.
+        module: The module.
+        units: One per dtype and kind (trainable, frozen).
+        read_in_backward: Whether backward reads the parameters' values.
+        gradients: Of the trainable units; empty where nothing is trained.
+        kept: Stays unsharded from this forward to its backward; the schedule's choice.
+        ran: Has run in the present unshard pass, which sets it.
+        open: Forwards of the module running now.
+        pending: Forwards whose backward is still to come.
+        checkpointed: Forwards without gradient inside a training forward: a recomputation is still to come.
+        read_elsewhere: Other modules read its parameters too: it stays unsharded until the phase ends.
+        read_by_root: The root's own forward reads its parameters, and nothing says when the root's backward will.
+        externals: Other blocks whose parameters this module reads.
+    """
+
+    name: str
+    module: nn.Module
+    units: list[Unit]
+    read_in_backward: bool = True
+    gradients: list[UnitGradients] = field(default_factory=list)
+    kept: bool = False
+    ran: bool = False
+    open: int = field(default=0, init=False)
+    pending: int = field(default=0, init=False)
+    checkpointed: int = field(default=0, init=False)
+    read_elsewhere: bool = field(default=False, init=False)
+    read_by_root: bool = field(default=False, init=False)
+    externals: list[Block] = field(default_factory=list, init=False)
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def entered(self, recomputed_later: bool) -> None:
+        """A forward of the module begins.
+
+        Args:
+            recomputed_later: It is one without gradient that backward will run again.
+        """
+        self.open += 1
+        if recomputed_later:
+            self.checkpointed += 1
+            if self.checkpointed > 1:  # its gradients will come in several pieces
+                for gradients in self.gradients:
+                    gradients.piecemeal = True
+
+    def left(self) -> None:
+        """A forward of the module ends."""
+        self.open = max(0, self.open - 1)
+
+    def broken_off(self) -> None:
+        """No forward of the module runs any more, also where one has not ended."""
+        self.open = 0
+
+    def watched(self) -> None:
+        """A backward of a forward that ends now is to come."""
+        self.pending += 1
+
+    def backward_began(self) -> None:
+        """The first gradient of an output is there."""
+        self.pending = max(0, self.pending - 1)
+
+    def recomputed(self) -> None:
+        """Backward has run a forward again."""
+        self.checkpointed = max(0, self.checkpointed - 1)
+
+    def reset(self) -> None:
+        """The iteration is over: nothing runs, and nothing is to come."""
+        self.open = self.pending = self.checkpointed = 0
+
+    def read_by(self, reader: Block, root: Block) -> None:
+        """``reader``'s module, which does not own them, reads parameters of this block: both are unsharded together from now on."""
+        self.read_elsewhere = True
+        self.read_by_root |= reader is root
+        if self not in reader.externals and reader is not self:
+            logger.debug("parameters of %s are read inside %s", self.name, reader.name)
+            reader.externals.append(self)
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements that unsharding it allocates."""
+        return sum(unit.layout.padded_numel for unit in self.units)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a unit is neither unsharded nor on its way."""
+        for unit in self.units:  # noqa: SIM110 - asked for each block several times a step; any() takes three times as long
+            if unit.state is UnitState.SHARDED:
+                return True
+        return False
+
+    @property
+    def unsharding(self) -> bool:
+        """Whether an unshard of it is under way."""
+        for unit in self.units:  # noqa: SIM110
+            if unit.state is UnitState.UNSHARDING:
+                return True
+        return False
+
+    @property
+    def unsharded(self) -> bool:
+        """Whether all units are whole now."""
+        for unit in self.units:  # noqa: SIM110
+            if unit.state is not UnitState.UNSHARDED:
+                return False
+        return True
+
+    @property
+    def pinned(self) -> bool:
+        """Whether nothing can reshard it now (a ``GatheredParameters`` around a generation)."""
+        return all(unit.pinned or not unit.reshards for unit in self.units)
+
+    def start_unshard(self) -> None:
+        """Starts the all-gathers; collective."""
+        for unit in self.units:
+            unit.start_unshard()
+
+    def unshard(self) -> None:
+        """Makes all units whole; collective unless they are."""
+        for unit in self.units:
+            unit.unshard()
+
+    def reshard(self) -> None:
+        """Drops all units that nobody pins. What autograd saved for the root keeps its memory; else it is filled again in backward."""
+        for unit in self.units:
+            unit.reshard(leave=self.read_by_root)
+
+    def show_placeholders(self) -> None:
+        """Gives sharded parameters their shapes, without values."""
+        for unit in self.units:
+            unit.show_placeholders()

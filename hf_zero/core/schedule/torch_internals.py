@@ -1,0 +1,98 @@
+"""What the hooks need of torch that has no public name; each in one place, and ``tests/core/test_torch_internals.py`` looks at each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.core.units.unprepared import HOOKED_MODULE
+
+# -- torch.func ---------------------------------------------------------------------------------------------------------
+
+
+def transforming() -> bool:
+    """Whether a transform of torch.func (``grad``, ``jacrev``, ``vmap``, ...) runs now."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> AbstractContextManager[None]:
+    """A context in which tensors are plain ones: inside a transform every new tensor is a wrapper without memory of its own."""
+    return torch._C._DisableFuncTorch() if transforming() else nullcontext()
+
+
+# -- autograd -----------------------------------------------------------------------------------------------------------
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a node of a backward now."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Calls ``function`` when the backward that runs has run all its nodes; from inside one of them."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def reaches(params: Iterable[torch.Tensor]) -> bool:
+    """Whether the backward that runs adds to ``param.grad`` of any of ``params``; for hooks of tensors in the graph.
+
+    It does not in ``torch.autograd.grad``, whatever that asks for, nor in a transform of torch.func, nor where the graph has none
+    of them. Parameters inside a module under reentrant checkpointing are not part of the graph yet.
+    """
+    return not transforming() and any(_accumulates(param) for param in params if param.requires_grad)
+
+
+def _accumulates(param: torch.Tensor) -> bool:
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad with respect to this parameter: it goes to the caller
+        return False
+
+
+# -- torch.compile ------------------------------------------------------------------------------------------------------
+
+# What torch.compile does with frames of this thread now: None is nothing. Some versions of torch do not tell.
+_compiling: Callable[[], Any] | None = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+
+
+def outside_compile(function: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
+    """Keeps torch.compile and torch.func out of a hook, without importing torch.compile's machinery for those who do not use it.
+
+    Args:
+        function: The hook.
+        module: The module it is a forward hook of.
+    """
+    wrapped: Callable[..., Any] | None = None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal wrapped
+        # Any fused optimizer imports the machinery. Its wrapper costs more than most hooks, and where nothing compiles, nothing.
+        run = function
+        if "torch._dynamo.eval_frame" in sys.modules and (_compiling is None or _compiling() is not None):
+            run = wrapped = wrapped or torch.compiler.disable(function)
+        if not transforming():  # a context costs a microsecond, and hooks are many
+            return run(*args, **kwargs)
+        with outside_transforms():
+            return run(*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    if module is not None:
+        setattr(call, HOOKED_MODULE, module)
+    # torch.compile of a module that is entered through hooks would compile ``call`` as a frame of its own, once for all closures.
+    frames = torch._C._dynamo.eval_frame
+    frames.set_code_exec_strategy(call.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT))
+    return call
+
+
+# -- modules ------------------------------------------------------------------------------------------------------------
+
+
+def replace_parameters(module: nn.Module, parameters: dict[str, Any]) -> None:
+    """Makes ``parameters`` the dict in which ``module`` looks its own parameters up by name."""
+    module.__dict__["_parameters"] = parameters

@@ -1,0 +1,130 @@
+"""One unshard pass: the unshards of all blocks in one fixed order, each at most once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_zero.core.schedule.block import Block
+from hf_zero.core.schedule.reducer import Reducer
+
+
+@dataclass(frozen=True)
+class UnshardLimits:
+    """How much may be unsharded, in elements; the names are those of the configuration without ``stage3_``.
+
+    Attributes:
+        prefetch_bucket_size: Unsharded ahead of use; at least one block unless 0.
+        max_live_parameters: Unsharded at once, for what is not strictly needed now.
+        max_reuse_distance: A block stays unsharded from forward to backward if fewer elements are used in between.
+        updates_overlap: Updates may go on after a step, in the first forward. An unshard waits for its unit's; so what is prefetched there
+            is asked for behind what is needed now.
+    """
+
+    prefetch_bucket_size: int = 50_000_000
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    updates_overlap: bool = False
+
+
+class UnshardPass:
+    """The unshard order of one pass, and the position it has come to: all blocks before it are unsharded or were.
+
+    Attributes:
+        order: The blocks, in the order in which they are unsharded.
+        live: Elements unsharded now, as far as the schedule has unsharded and resharded them in this pass.
+
+    Args:
+        order: As the attribute.
+        live: Elements unsharded when the pass begins.
+        limits: How much may be unsharded.
+        reducer: Of a backward's pass: reductions that have their place between the unshards, see [Note: one order].
+    """
+
+    def __init__(self, order: Sequence[Block], live: int, limits: UnshardLimits, reducer: Reducer | None = None) -> None:
+        self.order = order
+        self.live = live
+        self._limits = limits
+        self._reducer = reducer
+        self._index = {id(block): index for index, block in enumerate(order)}
+        self._position = 0
+        self._looked_at = 0  # position up to which passed blocks were looked at for resharding
+        self._under_way: list[Block] = []  # blocks whose unshards may be under way
+        for block in order:
+            block.ran = False
+
+    def index_of(self, block: Block) -> int | None:
+        """Where ``block`` stands in the order; None for the root, and in backward for blocks whose values it does not read."""
+        return self._index.get(id(block))
+
+    def has_lost(self, block: Block) -> bool:
+        """Whether the pass is behind ``block`` and it was resharded since: only another pass can unshard it."""
+        return self._index[id(block)] < self._position and block.sharded
+
+    def advance(self, block: Block) -> None:
+        """Issues the unshards up to and including ``block``'s, those of blocks that this rank skips among them; collective."""
+        self._advance(self._index[id(block)])
+
+    def _advance(self, last: int) -> None:
+        reducer = self._reducer
+        while self._position <= last:
+            block = self.order[self._position]
+            if block.sharded:
+                if reducer is not None:
+                    reducer.send_before_unshard(self._position)
+                self.live += block.numel
+                block.start_unshard()
+                self._under_way.append(block)
+            self._position += 1
+        if reducer is not None:
+            reducer.unshards_issued(self._position)
+
+    def unshard(self, block: Block) -> None:
+        """Makes ``block`` whole, wherever it stands in the order; collective."""
+        if block.sharded:
+            self.live += block.numel
+        block.unshard()
+
+    def reshard(self, block: Block) -> None:
+        """Drops what nobody pins of ``block``."""
+        if not block.sharded:
+            block.reshard()
+            if block.sharded:
+                self.live -= block.numel
+
+    def passed(self, block: Block) -> Sequence[Block]:
+        """Blocks that stand before ``block`` and were not yet looked at since the pass last reached this far."""
+        index = self._index.get(id(block))
+        if index is None:
+            return ()
+        start = self._looked_at if self._looked_at <= index else 0
+        self._looked_at = index
+        return self.order[start:index]
+
+    def prefetch(self) -> None:
+        """Issues the next unshards while there is room and none is under way."""
+        room = self._limits.prefetch_bucket_size
+        if self._position >= len(self.order) or room <= 0:
+            return
+        self._under_way = [block for block in self._under_way if block.unsharding]
+        ahead = 0
+        while self._position < len(self.order):
+            block = self.order[self._position]
+            if block.sharded:
+                first, ahead = not ahead, ahead + block.numel
+                if (not first and ahead > room) or self.live + block.numel > self._limits.max_live_parameters:
+                    return
+                if first and self._under_way:
+                    return
+                # Prefetching sends nothing off incomplete.
+                if self._reducer is not None and not self._reducer.is_ready_for_unshard(self._position):
+                    return
+            self._advance(self._position)
+
+    def finish(self) -> None:
+        """Joins the unshards that are left, and reshards what nobody waits for; collective."""
+        while self._position < len(self.order):
+            block = self.order[self._position]
+            self._advance(self._position)
+            if not (block.kept or block.pending or block.read_elsewhere or block.open):
+                self.reshard(block)

@@ -1,0 +1,230 @@
+"""Who is calling: the few methods of accelerate, transformers and Lightning that tell are wrapped, whenever those are imported.
+
+[Note: callers] Some of what an engine must do depends on which library calls it, and no argument says so. The methods below say it while
+they run: ``running`` asks. They are wrapped when their modules are imported (``_hf_zero_startup`` sees to it, while hf_zero answers as
+`deepspeed`), or by ``watch`` where they are imported already. Nothing is imported for it. A method that a library no longer has is
+reported at that moment, and the integration that needs it refuses what would go wrong without (``lost``, ``require``).
+
+Only the standard library is imported here: every program that imports one of the libraries imports this file.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from hf_zero.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class Method:
+    """A function or method of a library.
+
+    Attributes:
+        module: Where the library defines it.
+        name: Its name there, "Class.method" or "function".
+        loss: What no longer works without it, as a clause.
+        around: "module:function" called with the method and its arguments instead of it; "" where it is only to be seen running.
+        since: First version of the library that has it.
+    """
+
+    module: str
+    name: str
+    loss: str
+    around: str = ""
+    since: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a method, while it runs.
+
+    Attributes:
+        method: Which one.
+        caller: The object whose method it is; None for a function without arguments.
+        given: Its arguments by name.
+        answered: For those who ask, so that one call is answered once.
+    """
+
+    method: Method
+    caller: Any
+    given: dict[str, Any] = field(default_factory=dict)
+    answered: bool = False
+
+
+_COUNTED = "each sample would be counted once per rank that shares it (tensor_parallel.autotp_size)"
+_DELETED = "the last complete checkpoint could be deleted while the next is written in the background"
+
+STATE = Method(
+    "accelerate.state",
+    "PartialState.__init__",
+    "ranks that mpirun or srun started are not found (start with torchrun or hf-zero launch)",
+    around="hf_zero.integrations.ranks:start_state",
+)
+PREPARE = Method("accelerate.accelerator", "Accelerator.prepare", _COUNTED)
+GATHER = Method("accelerate.accelerator", "Accelerator.gather", _COUNTED, around="hf_zero.integrations.metrics_once:gather")
+METRICS = Method(
+    "accelerate.accelerator", "Accelerator.gather_for_metrics", _COUNTED, around="hf_zero.integrations.metrics_once:gather_for_metrics"
+)
+SAVE_STATE = Method("accelerate.accelerator", "Accelerator.save_state", _DELETED)
+TRAIN = Method("transformers.trainer", "Trainer.train", f"a Trainer cannot train twice, and {_DELETED}")
+EVALUATE = Method("transformers.trainer", "Trainer.evaluation_loop", _COUNTED, around="hf_zero.integrations.metrics_once:evaluation_loop")
+MISSING_KEYS = Method(
+    "transformers.modeling_utils",
+    "PreTrainedModel._initialize_missing_keys",
+    "from_pretrained at stage 3 does not stop where most weights are missing, and may hang where ranks miss several",
+)
+CONVERSIONS = Method(
+    "transformers.integrations.deepspeed",
+    "_apply_weight_conversions_to_state_dict",
+    "from_pretrained at stage 3 converts no names where tensor_parallel.autotp_size is more than 1",
+    since=(5,),
+)
+LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
+OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
+METHODS = (
+    STATE, PREPARE, GATHER, METRICS, SAVE_STATE, TRAIN, EVALUATE, MISSING_KEYS, CONVERSIONS, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE
+)  # fmt: skip
+
+_calls: ContextVar[tuple[Call, ...]] = ContextVar("hf_zero calls", default=())
+_lost: dict[Method, str] = {}
+_looked_for: set[str] = set()  # modules whose specification is being asked for
+
+
+def running(*methods: Method) -> list[Call]:
+    """The calls of ``methods`` that have led here, in this thread or task; the innermost first."""
+    return [call for call in reversed(_calls.get()) if call.method in methods]
+
+
+def lost(method: Method) -> str:
+    """What is to be said of a method that its imported library no longer has; "" of every other."""
+    return _lost.get(method, "")
+
+
+def require(*methods: Method) -> None:
+    """Refuses to go on without methods whose absence would give wrong numbers.
+
+    Raises:
+        UnsupportedError: A library that is imported does not have one of them.
+    """
+    watch()
+    for method in methods:
+        if method.module.partition(".")[0] in sys.modules and importlib.util.find_spec(method.module) is None:
+            _report(method)
+        if method in _lost:
+            raise UnsupportedError(_lost[method])
+
+
+def watch() -> None:
+    """Wraps the methods of every library that is imported already."""
+    for name in {method.module for method in METHODS}:
+        module = sys.modules.get(name)
+        if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+            attach(module)
+
+
+def find_spec(fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+    """The specification that the other finders have of one of the modules, with a loader that also wraps its methods."""
+    if fullname in _looked_for:
+        return None
+    _looked_for.add(fullname)
+    try:
+        found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in found if spec is not None), None)
+    finally:
+        _looked_for.discard(fullname)
+    if spec is None or spec.loader is None:
+        return spec
+    execute = spec.loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        attach(module)
+
+    spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # the loader stays what it is for those who look at it
+    return spec
+
+
+def attach(module: ModuleType) -> None:
+    """Wraps the methods of one imported module, those that are not wrapped yet."""
+    for method in METHODS:
+        if method.module != module.__name__:
+            continue
+        *path, name = method.name.split(".")
+        owner = functools.reduce(lambda owner, part: getattr(owner, part, None), path, module)
+        function = inspect.getattr_static(owner, name, None)
+        if not inspect.isfunction(function):
+            _report(method)
+        elif function.__dict__.get("hf_zero_method") is not method:
+            wrapped = _replaced(method, function) if method.around else _seen(method, function)
+            wrapped.__dict__["hf_zero_method"] = method
+            setattr(owner, name, wrapped)
+
+
+def _seen(method: Method, function: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        call = Call(method, args[0] if args else None, dict(signature.bind_partial(*args, **kwargs).arguments))
+        token = _calls.set((*_calls.get(), call))
+        try:
+            found = function(*args, **kwargs)
+        finally:
+            _calls.reset(token)
+        return _resumed(found, call) if inspect.isgenerator(found) else found
+
+    return seen
+
+
+def _resumed(generator: Generator[Any], call: Call) -> Generator[Any]:
+    """A generator whose call runs whenever its body does, and not in between."""
+    with_end = object()
+    try:
+        while True:
+            token = _calls.set((*_calls.get(), call))
+            try:
+                value = next(generator, with_end)
+            finally:
+                _calls.reset(token)
+            if value is with_end:
+                return
+            yield value
+    finally:
+        generator.close()
+
+
+def _replaced(method: Method, function: Callable[..., Any]) -> Callable[..., Any]:
+    module, _, name = method.around.partition(":")
+
+    @functools.wraps(function)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(function, *args, **kwargs)
+
+    return replaced
+
+
+def _report(method: Method) -> None:
+    library = method.module.partition(".")[0]
+    try:
+        version = importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        version = "(of unknown version)"
+    if method.since and tuple(map(int, re.findall("[0-9]+", version)[: len(method.since)])) < method.since:
+        return
+    if method not in _lost:
+        from hf_zero.observe import warn_once  # imports torch, as the library has
+
+        _lost[method] = f"{library} {version} has no {method.module}.{method.name}, which hf_zero needs: without it {method.loss}"
+        warn_once(_lost[method])
