@@ -17,11 +17,12 @@ BENCH_ARGS ?=
 GPU_ARGS ?= --out results-gpu
 GPU_PYTHON ?=
 
-.PHONY: help demo test test-all lint format audit advisories bench gpu venv kernels clean
+.PHONY: help demo test test-quick test-all lint format audit advisories bench gpu venv kernels clean
 
 help:
 	@echo "make demo      train, evaluate, save and reload a small GPT-2 with ZeRO-3 on 2 ranks (DEMO_ARGS)"
 	@echo "make test      run the fast tests (TEST_ARGS='-k alias')"
+	@echo "make test-quick  run what a minute allows, after every edit: configuration, imports, traces, one row of the parity matrix per stage"
 	@echo "make test-all  run every test"
 	@echo "make lint      check format, style, types and spelling; make format repairs the first two"
 	@echo "make audit     scan the sources for unsafe code and secrets, check the dependencies, run every fuzzer (SECURITY.md)"
@@ -37,6 +38,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+test-quick: $(READY)
+	$(BIN)/python -m pytest -m quick $(TEST_ARGS)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest --slow $(TEST_ARGS)

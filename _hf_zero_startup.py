@@ -1,7 +1,7 @@
 """Start-up hook of the `deepspeed` alias: ``hf_zero.pth`` imports this file in every Python process.
 
 It must cost next to nothing there, so it imports only ``sys`` (no ``__future__`` even) and puts one finder on
-``sys.meta_path``. Everything else happens in :mod:`hf_zero.deepspeed.finder`, on the first question about `deepspeed`, and in
+``sys.meta_path``. Everything else happens in :mod:`hf_zero.deepspeed.alias.finder`, on the first question about `deepspeed`, and in
 :mod:`hf_zero.integrations.callers`, when a module is imported whose methods say who is calling.
 """
 
@@ -26,7 +26,7 @@ def _is_importable():  # type: ignore[no-untyped-def]
 
     Nothing is imported to find out: the user's file may be the script that is running.
     """
-    if "hf_zero.deepspeed.finder" in sys.modules:
+    if "hf_zero.deepspeed.alias.finder" in sys.modules:
         return True
     from importlib.machinery import PathFinder
 
@@ -55,7 +55,7 @@ class DeepSpeedAliasFinder:
 
     It stands first on ``sys.meta_path`` because a bare folder named ``deepspeed`` (of JSON files, say) in the working
     directory is a namespace package to the path finder and would hide us. A real DeepSpeed still wins, see
-    :func:`hf_zero.deepspeed.finder.alias_is_active`.
+    :func:`hf_zero.deepspeed.alias.finder.alias_is_active`.
     """
 
     @staticmethod
@@ -64,7 +64,7 @@ class DeepSpeedAliasFinder:
         ours = fullname == "deepspeed" or fullname.startswith("deepspeed.")
         if not (ours or fullname in WATCHED) or not _is_importable():
             return None
-        from hf_zero.deepspeed.finder import alias_is_active, find_spec
+        from hf_zero.deepspeed.alias.finder import alias_is_active, find_spec
 
         if not alias_is_active():
             return None
@@ -85,7 +85,7 @@ class DeepSpeedAliasFinder:
         name = getattr(context, "name", None)
         if name is None or name.lower() != "deepspeed" or not _is_importable():
             return iter(())
-        from hf_zero.deepspeed.finder import find_distributions
+        from hf_zero.deepspeed.alias.finder import find_distributions
 
         return find_distributions()
 

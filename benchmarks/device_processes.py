@@ -68,7 +68,7 @@ def add_peer(parser: argparse.ArgumentParser) -> None:
 
 def peer_of(arguments: argparse.Namespace) -> str:
     """The Python that runs DeepSpeed, "" where there is none."""
-    from hf_zero.deepspeed.finder import real_deepspeed_importable
+    from hf_zero.deepspeed.alias.finder import real_deepspeed_importable
 
     return arguments.peer_python or (sys.executable if arguments.peer_path or real_deepspeed_importable() else "")
 

@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "initialize": "hf_zero.integrations.attach",
-    "Engine": "hf_zero.core.engine",
+    "Engine": "hf_zero.deepspeed.engine",
     "init_distributed": "hf_zero.comm.topology",
     "install_as_deepspeed": "hf_zero.deepspeed",
     "ZeroPlugin": "hf_zero.integrations.accelerate_plugin",

@@ -111,13 +111,13 @@ def _host_memory_bytes() -> int:
 
 def who_answers_as_deepspeed() -> str:
     """What ``import deepspeed`` finds: "hf_zero", "DeepSpeed" or "nothing"."""
-    from hf_zero.deepspeed.finder import alias_is_active, real_deepspeed_importable
+    from hf_zero.deepspeed.alias.finder import alias_is_active, real_deepspeed_importable
 
     return "hf_zero" if alias_is_active() else "DeepSpeed" if real_deepspeed_importable() else "nothing"
 
 
 def _deepspeed_facts() -> dict[str, str]:
-    from hf_zero.deepspeed.finder import real_deepspeed_importable
+    from hf_zero.deepspeed.alias.finder import real_deepspeed_importable
 
     facts = {
         "real DeepSpeed installed": "yes" if real_deepspeed_importable() else "no",

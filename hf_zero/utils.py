@@ -1,7 +1,7 @@
 """The public helpers that ``deepspeed.utils`` has."""
 
 from hf_zero.checkpoint.trainer_folders import newest_trainer_checkpoint
-from hf_zero.core.schedule.leaf_modules import (
+from hf_zero.deepspeed.leaf_modules import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,

@@ -27,6 +27,13 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("explore" if config.getoption("--slow") else "repeat")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """``-m quick`` reads only the files that mark something so: importing all others would take longer than the tests."""
+    if config.option.markexpr == "quick" and collection_path.name.startswith("test_"):
+        return "mark.quick" not in collection_path.read_text(encoding="utf-8") or None
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--slow") and "slow" not in config.option.markexpr:
         slow = [item for item in items if item.get_closest_marker("slow")]

@@ -15,8 +15,9 @@ from hf_zero.checkpoint.param_states import param_states
 from hf_zero.checkpoint.rank_state import rank_states
 from hf_zero.checkpoint.records import LooseRecord, ParamRecord, ParamStateRecord, UnitRecord
 from hf_zero.checkpoint.slices import Slice
-from hf_zero.checkpoint.state import TrainingState
+from hf_zero.checkpoint.state import TrainingState, values_of
 from hf_zero.checkpoint.tensor_file import Entry, cut, whole
+from hf_zero.core.optimizer.owners import share_out
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.layout import ALIGNMENT, round_up
 from hf_zero.core.units.unit import Unit
@@ -56,16 +57,16 @@ def contents_of(state: TrainingState, exclude_frozen: bool) -> Contents:
     files: dict[str, list[Entry]] = {}
     kept = [unit for unit in state.units if unit.master is not None or not exclude_frozen]
     for unit in kept:
-        row = state.arrays.values(unit)
+        row = values_of(unit)
         _add(files, state, unit, _kind(unit), Entry(unit.name, row.dtype, (row.numel(),), (row,)))
     states, scalars = [], []
     params: tuple[ParamStateRecord, ...] = ()
     if state.optimizer is not None:
         by_name = {unit.name: unit for unit in kept}
-        states = optimizer_state.flat_states(state.optimizer, state.arrays)
-        scalars = optimizer_state.scalars(state.optimizer, state.arrays)
+        states = optimizer_state.flat_states(state.optimizer)
+        scalars = optimizer_state.scalars(state.optimizer)
         for name in states:
-            for entry in optimizer_state.state_entries(state.optimizer, state.arrays, name):
+            for entry in optimizer_state.state_entries(state.optimizer, name):
                 _add(files, state, by_name[entry.name], state_kind(name), entry)
         for kind, entries in rank_states(state.optimizer).items():
             files[_own_file(state, kind)] = entries
@@ -115,21 +116,15 @@ def _unit_record(state: TrainingState, unit: Unit) -> UnitRecord:
 def _add_loose(
     files: dict[str, list[Entry]], state: TrainingState, params: Iterable[tuple[str, torch.Tensor]]
 ) -> tuple[tuple[LooseRecord, ...], dict[str, str]]:
-    """Gives each tensor that every data-parallel rank holds to one of them, largest first to the one with least so far."""
+    """Shares the tensors that every data-parallel rank holds out among them."""
     tensor, rank, world = state.tensor, state.collectives.rank, state.collectives.world
     slices = {name: tensor.slice_of(name, param.shape) for name, param in params}
     mine = [(name, param) for name, param in params if slices[name].dim is not None or tensor.rank == 0]
     buffers = dict(state.buffers()) if tensor.rank == 0 else {}
     tensors: list[tuple[str, torch.Tensor]] = [*mine, *buffers.items()]
-    loads = [0] * world
     name_of_file = _own_file(state, MODULE)
-    chosen = []
-    for name, value in sorted(tensors, key=lambda item: -item[1].nbytes):
-        owner = loads.index(min(loads))
-        loads[owner] += value.nbytes
-        if owner == rank:
-            chosen.append(name)
-    held = [(name, value) for name, value in tensors if name in set(chosen)]
+    owners = share_out([value.nbytes for _, value in tensors], world)
+    held = [entry for entry, owner in zip(tensors, owners, strict=True) if owner == rank]
     files[name_of_file] = [whole(name, value.detach()) for name, value in held]
     records = [_loose_record(name, name_of_file, slices[name]) for name, _ in held if name in slices]
     return tuple(records), {name: name_of_file for name, _ in held if name in buffers}

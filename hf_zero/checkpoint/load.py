@@ -22,7 +22,7 @@ from hf_zero.checkpoint.param_states import ParamStatesPlan
 from hf_zero.checkpoint.plausible import check_alike, check_values, missing_settings
 from hf_zero.checkpoint.rank_state import restore_rank_states
 from hf_zero.checkpoint.slices import Slice
-from hf_zero.checkpoint.state import Loaded, TrainingState
+from hf_zero.checkpoint.state import Loaded, TrainingState, values_of
 from hf_zero.checkpoint.tensor_file import Copy, RangeReader
 from hf_zero.checkpoint.values import Decoder
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
@@ -147,7 +147,7 @@ class _Plan:
         if wants_optimizer and isinstance(state.optimizer, WholeTensorOptimizer):
             self._optimizer = ParamStatesPlan(state.optimizer, self.catalog, decoder, self.reader)
         elif wants_optimizer and state.optimizer is not None:
-            self._optimizer = OptimizerPlan(state.optimizer, (state.arrays, state.tensor), self.catalog, decoder)
+            self._optimizer = OptimizerPlan(state.optimizer, state.tensor, self.catalog, decoder)
 
     # -- planning
 
@@ -185,7 +185,7 @@ class _Plan:
         return found
 
     def _plan_unit(self, unit: Unit) -> None:
-        target = self.state.arrays.values(unit)
+        target = values_of(unit)
         for slot in unit.layout.slots:
             wanted = self.state.tensor.slice_of(slot.name, slot.shape)
             found = self._located(slot.name, wanted)
@@ -237,8 +237,8 @@ class _Plan:
 
     def files(self) -> set[str]:
         """Names of the files that hold the model and the optimizer state of this rank."""
-        whole = self._optimizer.files() if isinstance(self._optimizer, ParamStatesPlan) else set()
-        return whole | {copy.file for copy in self._copies + (self._optimizer.copies if self._optimizer is not None else [])}
+        states = self._optimizer.files() if self._optimizer is not None else set()
+        return states | {copy.file for copy in self._copies + (self._optimizer.copies if self._optimizer is not None else [])}
 
     def read(self) -> None:
         """Reads all this rank needs and installs it; local.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import TypeIs
 
-from hf_zero.checkpoint.arrays import Arrays, is_row
 from hf_zero.checkpoint.catalog import Catalog, Located
 from hf_zero.checkpoint.element_types import DTYPES
 from hf_zero.checkpoint.format import state_kind
@@ -16,14 +16,15 @@ from hf_zero.checkpoint.plausible import check_alike, check_group, missing_setti
 from hf_zero.checkpoint.records import GroupRecord, OptimizerRecord, ScalarRecord
 from hf_zero.checkpoint.state import TensorAxis
 from hf_zero.checkpoint.takeover import Takeover
-from hf_zero.checkpoint.tensor_file import Copy, Entry, Piece, Row
+from hf_zero.checkpoint.tensor_file import Copy, Entry, Piece
 from hf_zero.checkpoint.values import Decoder, Encoder, encode_scalar
-from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
+from hf_zero.core.optimizer.clones import state_at_start
+from hf_zero.core.optimizer.segments import OwnedSegment
+from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.layout import ParamSlot
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import warn_once
-from hf_zero.optim.elementwise import state_at_start
 
 # How the present optimizer computes, not what: kept as it is, so that a run can move between devices.
 _EXECUTION_KEYS = frozenset({"params", "fused", "foreach", "capturable"})
@@ -32,13 +33,13 @@ _EXECUTION_KEYS = frozenset({"params", "fused", "foreach", "capturable"})
 # -- to files ---------------------------------------------------------------------------------------------------------
 
 
-def flat_states(optimizer: ShardedOptimizer, arrays: Arrays) -> list[str]:
+def flat_states(optimizer: ShardedOptimizer) -> list[str]:
     """Names of this rank's states that have an element per parameter element, in a fixed order."""
-    names = {name for segment in optimizer.segments for name, value in arrays.states(optimizer, segment).items() if is_row(value)}
+    names = {name for segment in optimizer.segments for name, value in _states(optimizer, segment).items() if _is_row(value)}
     return sorted(names)
 
 
-def state_entries(optimizer: ShardedOptimizer, arrays: Arrays, state: str) -> list[Entry]:
+def state_entries(optimizer: ShardedOptimizer, state: str) -> list[Entry]:
     """``state`` laid out like the master shards, one entry per unit that has it on this rank; gaps are zeros.
 
     Raises:
@@ -48,15 +49,14 @@ def state_entries(optimizer: ShardedOptimizer, arrays: Arrays, state: str) -> li
     for unit in optimizer.units:
         pieces: list[Piece] = []
         end, dtype = 0, None
-        for segment in sorted(optimizer.segments_of(unit), key=lambda segment: segment.range.start):
-            value = arrays.states(optimizer, segment).get(state)
-            if not is_row(value):
+        for segment in sorted(optimizer.segments.of(unit), key=lambda segment: segment.range.start):
+            value = _states(optimizer, segment).get(state)
+            if not _is_row(value):
                 continue
             count = segment.range.numel
-            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else (value.numel(),)
-            if shape != (count,):
+            if value.shape != (count,):
                 raise CheckpointError(
-                    f"the optimizer state {state!r} of unit {unit.name} has shape {shape} for "
+                    f"the optimizer state {state!r} of unit {unit.name} has shape {tuple(value.shape)} for "
                     f"{count} elements; only states with one number per element, or one number in all, can be saved"
                 )
             if dtype not in (None, value.dtype):
@@ -72,13 +72,13 @@ def state_entries(optimizer: ShardedOptimizer, arrays: Arrays, state: str) -> li
     return entries
 
 
-def scalars(optimizer: ShardedOptimizer, arrays: Arrays) -> list[dict[str, Any]]:
+def scalars(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
     """This rank's states of one number each, per segment: unit, group and encoded values."""
     found = []
     for segment in optimizer.segments:
         what = f"the optimizer state of unit {segment.unit.name}, group {segment.group}"
-        states = arrays.states(optimizer, segment)
-        values = {name: encode_scalar(value, f"{what}, {name!r}") for name, value in states.items() if not is_row(value)}
+        states = _states(optimizer, segment)
+        values = {name: encode_scalar(value, f"{what}, {name!r}") for name, value in states.items() if not _is_row(value)}
         if states:
             found.append({"unit": segment.unit.name, "group": segment.group, "values": values})
     return found
@@ -101,6 +101,17 @@ def merge_scalars(by_rank: Sequence[Sequence[dict[str, Any]]]) -> tuple[ScalarRe
                     "rank; a state that differs between the shards of one parameter cannot be saved"
                 )
     return tuple(ScalarRecord(unit, group, values) for (unit, group), values in merged.items())
+
+
+def _states(optimizer: ShardedOptimizer, segment: OwnedSegment) -> Mapping[str, Any]:
+    """The states of a segment when no update is under way: rows of its length, and single numbers; empty before the first step."""
+    optimizer.state_store.settle()
+    return segment.state
+
+
+def _is_row(value: Any) -> TypeIs[torch.Tensor]:
+    """Whether an optimizer state has a number per element."""
+    return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 def group_records(optimizer: ShardedOptimizer, encoder: Encoder) -> tuple[GroupRecord, ...]:
@@ -134,7 +145,7 @@ class SegmentPlan:
     """
 
     segment: OwnedSegment
-    flat: dict[str, Row]
+    flat: dict[str, torch.Tensor]
     numbers: dict[str, Any]
 
 
@@ -199,6 +210,10 @@ class GroupsPlan:
             raise CheckpointError(f"param group {index}: the checkpoint lacks its {', '.join(lost)}; found are {sorted(values)}")
         return taken
 
+    def files(self) -> set[str]:
+        """Files that this rank needs beside those of ``copies``."""
+        return set()
+
     def apply(self) -> None:
         """Installs the groups' values; local."""
         for group, values in zip(self.optimizer.param_groups, self._groups, strict=True):
@@ -210,7 +225,7 @@ class OptimizerPlan(GroupsPlan):
 
     Args:
         optimizer: Whose state is restored.
-        place: Where its arrays are, and this rank's place on the tensor-parallel axis.
+        tensor: This rank's place on the tensor-parallel axis.
         catalog: What the checkpoint holds.
         decoder: For values in the index.
 
@@ -218,9 +233,9 @@ class OptimizerPlan(GroupsPlan):
         CheckpointError: The checkpoint has no optimizer, or its groups cannot be matched.
     """
 
-    def __init__(self, optimizer: ShardedOptimizer, place: tuple[Arrays, TensorAxis], catalog: Catalog, decoder: Decoder) -> None:
+    def __init__(self, optimizer: ShardedOptimizer, tensor: TensorAxis, catalog: Catalog, decoder: Decoder) -> None:
         super().__init__(optimizer, catalog, decoder)
-        self._arrays, self._tensor = place
+        self._tensor = tensor
         self._segments = [self._plan(segment) for segment in optimizer.segments]
         names = [name for index in range(len(optimizer.param_groups)) for name in _names(optimizer.units, index)]
         self.warn_of_fresh([name for name in names if not self._trained(name)])
@@ -234,12 +249,12 @@ class OptimizerPlan(GroupsPlan):
     def _plan(self, segment: OwnedSegment) -> SegmentPlan:
         located = [(slot, found) for slot in _slots_in(segment) if (found := self._catalog.find(slot.name)) is not None]
         trained = [(slot, found) for slot, found in located if found.trained and self._takeover.takes(slot.name)]
-        flat: dict[str, Row] = {}
+        flat: dict[str, torch.Tensor] = {}
         for state in self._record.states:
             dtypes = {dtype for _, found in trained if (dtype := self._catalog.dtype(found, state_kind(state))) is not None}
             if dtypes:
                 whole = len(trained) == len(_slots_in(segment))
-                flat[state] = self._arrays.place(self.optimizer, segment, state, DTYPES[sorted(dtypes)[0]], whole)
+                flat[state] = self._room(segment, state, DTYPES[sorted(dtypes)[0]], whole)
                 for slot, found in trained:
                     self._copy(segment, slot, found, state, flat[state])
         numbers = self._numbers_of(trained)
@@ -248,7 +263,14 @@ class OptimizerPlan(GroupsPlan):
             raise CheckpointError(f"the optimizer state of {trained[0][0].name} lacks {', '.join(sorted(lost))}: the index was changed")
         return SegmentPlan(segment, flat, numbers)
 
-    def _copy(self, segment: OwnedSegment, slot: ParamSlot, found: Located, state: str, target: Row) -> None:
+    def _room(self, segment: OwnedSegment, state: str, dtype: torch.dtype, whole: bool) -> torch.Tensor:
+        """Where a saved state is to be read into, until ``apply``; zeros unless ``whole``: every element will be written."""
+        # The present tensor where possible: moments are not held twice.
+        present = _states(self.optimizer, segment).get(state)
+        fits = isinstance(present, torch.Tensor) and present.shape == segment.tensor.shape and present.dtype == dtype
+        return present if whole and fits and present is not None else self.optimizer.state_store.new_state(segment, state, dtype)
+
+    def _copy(self, segment: OwnedSegment, slot: ParamSlot, found: Located, state: str, target: torch.Tensor) -> None:
         start = segment.unit.owned.start + segment.range.start  # of the segment, inside the unit
         part = slot.range.intersect(segment.range.shift(segment.unit.owned.start))
         if self._catalog.dtype(found, state_kind(state)) is not None:
@@ -274,13 +296,14 @@ class OptimizerPlan(GroupsPlan):
     def apply(self) -> None:
         """Installs groups and states; local."""
         super().apply()
+        self.optimizer.state_store.settle()
         for plan in self._segments:
-            group = self.optimizer.param_groups[plan.segment.group]
+            segment, group = plan.segment, self.optimizer.param_groups[plan.segment.group]
             on_device = bool(group.get("capturable") or group.get("fused"))
-            numbers = {name: _placed(value, plan.segment.tensor, on_device) for name, value in plan.numbers.items()}
-            fresh = {} if numbers or plan.flat else state_at_start(self.optimizer.inner, plan.segment.group, plan.segment.tensor)
-            self._arrays.install(self.optimizer, plan.segment, {**fresh, **numbers, **plan.flat})
-        self._arrays.settle(self.optimizer)
+            numbers = {name: _placed(value, segment.tensor, on_device) for name, value in plan.numbers.items()}
+            fresh = {} if numbers or plan.flat else state_at_start(segment.inner, segment.group, segment.tensor)
+            segment.install({**fresh, **numbers, **plan.flat})
+        self.optimizer.state_store.adopt_states()
 
 
 def _slots_in(segment: OwnedSegment) -> list[ParamSlot]:

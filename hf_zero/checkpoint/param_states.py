@@ -13,8 +13,9 @@ from hf_zero.checkpoint.optimizer_state import GroupsPlan
 from hf_zero.checkpoint.records import ParamStateRecord
 from hf_zero.checkpoint.tensor_file import Entry, RangeReader, whole
 from hf_zero.checkpoint.values import Decoder, Encoder
-from hf_zero.core.optimizer.whole_tensors import WholeParam, WholeTensorOptimizer
-from hf_zero.optim.elementwise import state_at_start
+from hf_zero.core.optimizer.clones import state_at_start
+from hf_zero.core.optimizer.owner_states import WholeParam
+from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 
 
 def param_states(optimizer: WholeTensorOptimizer, file: str) -> tuple[tuple[ParamStateRecord, ...], list[Entry]]:
@@ -26,9 +27,8 @@ def param_states(optimizer: WholeTensorOptimizer, file: str) -> tuple[tuple[Para
     encoder = Encoder()
     records = []
     for entry in optimizer.whole:
-        state = optimizer.state_of(entry.slot.name)
-        if entry.writes and state:
-            values = encoder.encode(dict(state), f"optimizer.state[{entry.slot.name}]")
+        if entry.writes and entry.state:
+            values = encoder.encode(dict(entry.state), f"optimizer.state[{entry.slot.name}]")
             records.append(ParamStateRecord(entry.slot.name, file, values))
     return tuple(records), [whole(name, tensor) for name, tensor in encoder.tensors.items()]
 
@@ -97,7 +97,7 @@ class ParamStatesPlan(GroupsPlan):
             name = entry.slot.name
             group = self.optimizer.param_groups[entry.slot.group]
             state = self._state(name) or state_at_start(self.optimizer.inner, entry.slot.group, entry.param)
-            self.optimizer.install(name, _placed(state, entry.param.device, bool(group.get("capturable") or group.get("fused"))))
+            entry.install(_placed(state, entry.param.device, bool(group.get("capturable") or group.get("fused"))))
 
     def _state(self, name: str) -> dict[str, Any]:
         record = self._whole.get(name)

@@ -185,9 +185,9 @@ def _check(state: TrainingState, request: SaveRequest, values: _Values) -> dict[
     if twice:
         raise CheckpointError(f"several units are named {', '.join(twice)}")
     if state.optimizer is not None:
-        optimizer_state.scalars(state.optimizer, state.arrays)
-        for name in optimizer_state.flat_states(state.optimizer, state.arrays):
-            dtypes = [entry.dtype for entry in optimizer_state.state_entries(state.optimizer, state.arrays, name)]
+        optimizer_state.scalars(state.optimizer)
+        for name in optimizer_state.flat_states(state.optimizer):
+            dtypes = [entry.dtype for entry in optimizer_state.state_entries(state.optimizer, name)]
             for dtype in dtypes:
                 dtype_name(dtype, f"{state_kind(name)}")
     for name, tensor in (*state.loose_params(), *state.buffers().items()):

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hf_zero.checkpoint.arrays import Arrays
 from hf_zero.checkpoint.slices import Slice
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
@@ -46,6 +45,11 @@ class TensorAxis:
         return self.slices.get(name) or Slice(tuple(shape))
 
 
+def values_of(unit: Unit) -> torch.Tensor:
+    """(shard_numel,): the master of a trained unit, else its shard in the training type."""
+    return unit.master if unit.master is not None else unit.shard
+
+
 @dataclass(frozen=True)
 class TrainingState:
     """The parts of an engine that a checkpoint holds.
@@ -56,7 +60,6 @@ class TrainingState:
         collectives: The axis they are divided over.
         everyone: All ranks that save and load together; ``collectives`` unless there is a tensor-parallel axis.
         tensor: The tensor-parallel axis.
-        arrays: Where the flat arrays are.
         stage: ZeRO stage, for information.
         optimizer: None for an engine that only runs forward.
         scheduler: The engine's scheduler, or None.
@@ -74,7 +77,6 @@ class TrainingState:
     counters: Mapping[str, int]
     everyone: Collectives
     tensor: TensorAxis = field(default_factory=TensorAxis)
-    arrays: Arrays = field(default_factory=Arrays)
 
     def loose_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters that no unit holds: frozen ones at stages 0 to 2, and those that are not floating point."""

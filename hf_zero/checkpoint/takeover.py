@@ -9,11 +9,11 @@ from typing import Any
 from hf_zero.checkpoint.catalog import Catalog
 from hf_zero.checkpoint.format import CONVERTED, state_kind
 from hf_zero.checkpoint.records import OptimizerRecord
+from hf_zero.core.optimizer.clones import state_names
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.layout import FROZEN, ParamSlot
 from hf_zero.observe import warn_once
-from hf_zero.optim.elementwise import state_names
 
 # Classes whose states have the same names and meaning, lower-case: which of them trains depends on the machine (native kernels or not).
 _ALIKE = {

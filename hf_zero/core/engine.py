@@ -1,73 +1,74 @@
-"""The engine users hold: a module whose ``backward`` and ``step`` train a sharded model."""
+"""The engine: a module whose ``backward`` and ``step`` train a sharded model."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 from weakref import WeakMethod
 
 import torch
 from torch import nn
 
-from hf_zero.checkpoint import engine_checkpoints as checkpoints
-from hf_zero.checkpoint.export import consolidated_state_dict
-from hf_zero.checkpoint.model_files import MAX_SHARD_SIZE
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core import hooks
-from hf_zero.core.offloaded_states import Storages, offload_states, reload_states, require_states
-from hf_zero.core.optimizer.readable import learning_rates
+from hf_zero.core.offloaded_states import OffloadedStates
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.accumulation import Accumulation
-from hf_zero.core.step.loss_scale import LossScaler, NullScaler
+from hf_zero.core.step.clock import Clock
+from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.precision import PrecisionPolicy
-from hf_zero.core.step.step import Stepper, StepResult
+from hf_zero.core.step.progress import Progress, Reports
+from hf_zero.core.step.step import Stepper
 from hf_zero.core.units.unit import Unit
-from hf_zero.deepspeed import getters, requests
-from hf_zero.deepspeed.offload_handle import OffloadHandle
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.memory.buffers import HostPool
-from hf_zero.observe import log_rank0, warn_once
-from hf_zero.profiling.step_profile import build_clock
-from hf_zero.sequence_parallel.state import SequenceParallel
-
-if TYPE_CHECKING:  # pydantic costs 0.1 s, and every accelerate program imports this file for an isinstance
-    from hf_zero.config.resolve import ResolvedConfig
-    from hf_zero.config.schema.root import ZeroConfig
-    from hf_zero.metrics import Sink
+from hf_zero.observe import warn_once
 
 _running_scales: list[float] = []  # loss scales of the ``Engine.backward`` calls that run now, innermost last
 
 
-@dataclass
-class Progress:
-    """Counters of one engine.
+@dataclass(frozen=True)
+class Restored:
+    """What a load leaves to the engine.
 
     Attributes:
-        global_steps: Optimizer steps taken, skipped ones included.
-        skipped_steps: Steps skipped for a gradient that is not finite.
-        global_samples: Samples of all ranks seen at the boundaries.
-        last_step_applied: Whether the last call of ``step`` updated the weights: not off the boundary, not on overflow.
-        last_norm: Gradient norm of the last boundary, before clipping, inf if it was skipped; 0-dim tensor, or None before the first.
-        last_loss: Loss given to the last backward, detached; on the device.
+        path: Folder of the checkpoint.
+        client_state: What was given to the save.
+        counters: Those of the engine; None when only the module was wanted.
     """
 
-    global_steps: int = 0
-    skipped_steps: int = 0
-    global_samples: int = 0
-    last_step_applied: bool = False
-    last_norm: torch.Tensor | None = None
-    last_loss: torch.Tensor | None = None
+    path: str
+    client_state: Any
+    counters: Mapping[str, int] | None
+
+
+class Checkpoints(Protocol):
+    """What writes and reads the checkpoints of an engine."""
+
+    def save(
+        self, engine: Engine, save_dir: str | os.PathLike[str], tag: Any, client_state: Mapping[str, Any], latest: bool, trained: bool
+    ) -> None:
+        """Writes one, of trained parameters only if ``trained``; collective."""
+
+    def load(
+        self, engine: Engine, load_dir: str | os.PathLike[str], tag: Any, custom: Callable[..., Any] | None, **wanted: bool
+    ) -> Restored | None:
+        """Reads one into the engine's parts; None when no tag is given and there is none. Collective."""
+
+    def wait(self) -> None:
+        """Returns when what is written in the background is complete; collective."""
+
+    def close(self) -> None:
+        """Lets go of what writes in the background; local."""
 
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What ``build`` has made for an engine.
+    """What an engine is made of.
 
     Attributes:
         runtime: Hooks on the module.
@@ -76,11 +77,15 @@ class EngineParts:
         policy: The ZeRO stage.
         precision: Element types.
         scaler: Loss scale.
+        accumulation: Which backward is the last of a step.
+        samples_per_step: Samples of all ranks in an optimizer step.
+        progress: Counters.
+        clock: Times the phases.
+        reports: Log lines and monitors.
+        checkpoints: Writes and reads checkpoints.
         optimizer: None for an engine that only runs forward.
         stepper: None likewise.
         scheduler: Stepped by the engine; None when the caller steps his own.
-        sinks: Monitors of the configuration, on rank 0.
-        slices: Groups of ranks that share their samples; None where sequences are whole.
         give_back: Lets go of the process groups that only training needs; every rank calls it.
     """
 
@@ -89,83 +94,73 @@ class EngineParts:
     collectives: Collectives
     policy: StagePolicy
     precision: PrecisionPolicy
-    scaler: LossScaler | NullScaler
+    scaler: LossScaler
+    accumulation: Accumulation
+    samples_per_step: int
+    progress: Progress
+    clock: Clock
+    reports: Reports
+    checkpoints: Checkpoints
     optimizer: ShardedOptimizer | None = None
     stepper: Stepper | None = None
     scheduler: Any = None
-    sinks: list[Sink] = field(default_factory=list)
-    slices: SequenceParallel | None = None
     give_back: Callable[[], None] | None = None
 
 
 class Engine(nn.Module):
-    """Trains ``module`` with ZeRO; what ``hf_zero.initialize`` returns first.
-
-    DeepSpeed's read-only methods and counters (``global_steps``, ``train_batch_size()``, ``get_lr()``, ...) are served from the
-    table in ``getters.py``, those that change something from ``requests.py``; any other unknown name is looked up on the wrapped module.
+    """Trains ``module`` with ZeRO.
 
     Attributes:
         module: The user's module, the same object.
-        optimizer: ``ShardedOptimizer``, or at stage 3 without optimizer a handle for libraries that expect one, or None.
+        optimizer: None for an engine that only runs forward, and after ``destroy``.
         lr_scheduler: Stepped inside ``step``; may be set to None.
-        training_dataloader: Loader of ``training_data``, if that was given.
         units: The flat buffers.
+        samples_per_step: Samples of all ranks in an optimizer step.
+        offloaded_states: What waits on the host while the engine is idle.
         destroyed: Whether ``destroy`` was called.
-        resolved: The configuration with the source of every value.
     """
 
-    def __init__(self, module: nn.Module, resolved: ResolvedConfig, parts: EngineParts) -> None:
+    _after_destroy: ClassVar[str] = ": initialize the module again"
+
+    def __init__(self, module: nn.Module, parts: EngineParts) -> None:
         super().__init__()
         self.module = module
-        self.resolved = resolved
-        self.settings: ZeroConfig = resolved.config
         self.runtime = parts.runtime
         self.units = parts.units
         self.collectives = parts.collectives
         self.policy = parts.policy
         self.precision = parts.precision
         self.scaler = parts.scaler
+        self.accumulation = parts.accumulation
+        self.samples_per_step = parts.samples_per_step
+        self.progress = parts.progress
+        self.clock = parts.clock
+        self.reports = parts.reports
+        self.checkpoints = parts.checkpoints
+        self.optimizer: Any = parts.optimizer
         self.stepper = parts.stepper
         self.lr_scheduler = parts.scheduler
-        self.sinks = parts.sinks
-        self.slices = parts.slices
         self._give_back = parts.give_back
-        self.training_dataloader: Any = None
-        self.collate_fn: Callable[[Any], Any] | None = None
-        self.background = checkpoints.background_of(self.settings, parts.collectives)
-        self.progress = Progress()
         self.destroyed = False
-        self.aside: list[Storages] = []
-        self.aside_pool: HostPool | None = None  # where they wait
-        self.aside_guards: list[Any] = []  # handles of hooks
-        self.accumulation = Accumulation(resolved.batch.accumulation, self.settings.managed_gradient_accumulation)
-        self.clock = build_clock(self.settings, parts.collectives, module, self.progress)
-        handle = OffloadHandle(module)
-        self.optimizer: Any = parts.optimizer
+        gradients = parts.stepper.reducer.gradients if parts.stepper is not None else ()
+        device = parts.collectives.topology.device
+        self.offloaded_states = OffloadedStates(parts.runtime, parts.units, device, parts.optimizer, gradients)
         if parts.optimizer is not None:
             self._scaled_by_user = False
             # Weak: the module's hooks outlive an engine that is dropped.
             self.runtime.backward.on_user_backward = WeakMethod(self._begin_user_backward)
-            parts.optimizer.connect(
-                self.step, self.zero_grad, offload_states=partial(offload_states, self), reload_states=partial(reload_states, self)
-            )
-            parts.optimizer.parameter_offload = handle
-        elif self.policy.shards_parameters:
-            self.optimizer = handle
+            parts.optimizer.connect(self.step, self.zero_grad)
 
     # -- forward, backward, step ----------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module; its hooks gather and release.
+        """Calls the module; its hooks unshard and reshard.
 
         Raises:
             StateError: The engine was destroyed and is asked to train.
         """
         if self.destroyed and self.training and torch.is_grad_enabled():
-            raise StateError(
-                "a forward for training on an engine that was destroyed (accelerator.free_memory() does that): prepare or initialize the "
-                "module again. With Trainer, write trainer.model_wrapped = trainer.model before the next trainer.train()"
-            )
+            raise StateError(f"a forward for training on an engine that was destroyed{self._after_destroy}")
         if self.precision.casts_inputs and self.precision.param_dtype is not None:
             args, kwargs = _cast_floating((args, kwargs), self.precision.param_dtype)
         with self.clock.phase("forward"), self._autocast():
@@ -177,8 +172,8 @@ class Engine(nn.Module):
             return torch.autocast(device_type, dtype=self.precision.autocast_dtype)
         if torch.is_autocast_enabled(device_type):
             warn_once(
-                "torch.autocast is on around the engine but torch_autocast.enabled is not set: it is switched off inside forward, as "
-                'DeepSpeed does. Write "torch_autocast": {"enabled": true, "dtype": "bfloat16"} to have it'
+                "torch.autocast is on around the engine but torch_autocast.enabled is not set: it is switched off inside forward. "
+                'Write "torch_autocast": {"enabled": true, "dtype": "bfloat16"} to have it'
             )
             return torch.autocast(device_type, enabled=False)
         return nullcontext()
@@ -224,7 +219,7 @@ class Engine(nn.Module):
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Multiplies ``loss`` with the loss scale, for callers who write ``engine.scale(loss).backward()`` themselves.
 
-        ``retain_graph`` changes nothing: a second backward over the graph gathers again.
+        ``retain_graph`` changes nothing: a second backward over the graph unshards again.
 
         Raises:
             StateError: The engine has no optimizer, or another engine has taken its module.
@@ -260,7 +255,7 @@ class Engine(nn.Module):
         self._begin_micro_step(1.0 / self.accumulation.steps)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """At a boundary: clips, updates, spreads the new weights and steps the scheduler; otherwise nothing. Collective.
+        """At a boundary: clips, updates, all-gathers updated parameters and steps the scheduler; otherwise nothing. Collective.
 
         Args:
             lr_kwargs: Keyword arguments for the scheduler's ``step``.
@@ -278,55 +273,25 @@ class Engine(nn.Module):
             result = self.stepper.take()  # type: ignore[union-attr]
         self.accumulation.stepped()
         progress = self.progress
-        progress.global_steps += 1
-        progress.global_samples += self.resolved.batch.total
-        progress.skipped_steps += result.skipped
-        progress.last_step_applied = not result.skipped
-        progress.last_norm = result.norm
+        progress.count_step(self.samples_per_step, result.norm, result.skipped)
         if self.lr_scheduler is not None and not result.skipped:
             self.lr_scheduler.step(**(lr_kwargs or {}))
-        self._report(result)
+        offloaded = self.optimizer.offloaded() if self.clock.memory else {}
+        self.clock.end_step(progress.global_steps, self.samples_per_step, offloaded)
+        self.reports.tell(progress, self.optimizer.param_groups, self.scaler.scale)
 
     def _warn_of_gradients_by_hand(self) -> None:
         name = next((name for name, param in self.module.named_parameters() if param.grad is not None), None)
         if name is not None:
             warn_once(
                 f"step() without a backward, while {name}.grad is there: gradients written to parameters are not read. Call "
-                "engine.backward(loss), and change gradients between it and step() with deepspeed.utils.safe_set_full_grad"
+                "engine.backward(loss), and change gradients between it and step() with hf_zero.utils.safe_set_full_grad"
             )
-
-    def _report(self, result: StepResult) -> None:
-        progress = self.progress
-        offloaded = self.optimizer.state_store.tiers(self.optimizer) if self.clock.memory else {}
-        self.clock.end_step(progress.global_steps, self.resolved.batch.total, offloaded)
-        every = self.settings.steps_per_print
-        print_line = bool(every) and progress.global_steps % every == 0  # type: ignore[operator]
-        if not (print_line or self.sinks):
-            return
-        rates = learning_rates(self.optimizer.param_groups)
-        loss = float(progress.last_loss) if progress.last_loss is not None else float("nan")
-        if print_line:
-            log_rank0(
-                "step=%d, skipped=%d, lr=%s, loss=%.6g, grad_norm=%.6g, samples/s=%.2f",
-                progress.global_steps,
-                progress.skipped_steps,
-                rates,
-                loss,
-                float(result.norm),
-                self.clock.samples_per_second(),
-            )
-        # DeepSpeed's names, so that dashboards made for it go on working.
-        record = {"Train/Samples/train_loss": loss, "Train/Samples/lr": rates[0] if rates else 0.0}
-        record["Train/Samples/grad_norm"] = float(result.norm)
-        if self.scaler.scale != 1.0:
-            record["Train/Samples/loss_scale"] = self.scaler.scale
-        for sink in self.sinks:
-            sink.write(record, progress.global_samples)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients that wait for ``step``, and ``param.grad`` of parameters that no unit trains; every rank must call it.
 
-        In the middle of an accumulation the gradients so far are kept, as in DeepSpeed: scripts call this after every micro-step.
+        In the middle of an accumulation the gradients so far are kept: scripts call this after every micro-step.
         """
         if self.accumulation.awaits_update:
             self.discard_gradients()
@@ -341,10 +306,6 @@ class Engine(nn.Module):
 
     # -- accumulation -------------------------------------------------------------------------------------------------
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Says whether the coming backward completes an optimizer step; the engine's own count is not asked from then on."""
-        self.accumulation.say(is_boundary)
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Micro-steps inside are not the last of an optimizer step.
@@ -357,14 +318,6 @@ class Engine(nn.Module):
             yield
         finally:
             self.accumulation.leave_no_sync()
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of all gradients at the last boundary, before clipping and without loss scale; None before the first.
-
-        A step that was skipped for gradients that are not finite has the norm inf, those that are NaN included, as in DeepSpeed. Where
-        such steps are taken (fp32, and bf16 without ``check_grad_overflow``) the norm is what it is, nan included.
-        """
-        return None if self.progress.last_norm is None else float(self.progress.last_norm)
 
     # -- saving and loading -------------------------------------------------------------------------------------------
 
@@ -388,7 +341,8 @@ class Engine(nn.Module):
         Raises:
             CheckpointError: On every rank, when it cannot be written; earlier checkpoints stay as they are.
         """
-        return checkpoints.save(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        self.checkpoints.save(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        return True
 
     def load_checkpoint(
         self,
@@ -409,7 +363,7 @@ class Engine(nn.Module):
             load_optimizer_states: Restore moments, param groups and loss scale; without, masters come from the weights.
             load_lr_scheduler_states: Restore the engine's scheduler.
             load_module_only: Restore parameters and buffers alone.
-            custom_load_fn: Called with ``src=`` whole state dict and ``dst=`` module, gathered, to load the parameters.
+            custom_load_fn: Called with ``src=`` whole state dict and ``dst=`` module, unsharded, to load the parameters.
 
         Returns:
             The folder and the client state; (None, None) when no tag is given and there is no ``latest``.
@@ -417,7 +371,9 @@ class Engine(nn.Module):
         Raises:
             CheckpointError: On every rank, naming the file or parameter that does not fit.
         """
-        return checkpoints.load(
+        self.checkpoints.wait()
+        self.runtime.reshard_for_update()
+        restored = self.checkpoints.load(
             self,
             load_dir,
             tag,
@@ -427,49 +383,15 @@ class Engine(nn.Module):
             scheduler_states=load_lr_scheduler_states,
             module_only=load_module_only,
         )
-
-    def save_16bit_model(
-        self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-        max_shard_size: int | str = MAX_SHARD_SIZE,
-    ) -> bool:
-        """Writes the whole weights of the training type as safetensors (``pytorch_model.bin`` becomes ``model.safetensors``); collective.
-
-        No rank holds more than its shards and one unit: each unit goes from its gather to its place in the file. ``max_shard_size``
-        (bytes, or text like "5GB") divides a larger model into numbered files with the index that ``from_pretrained`` reads.
-
-        Returns:
-            False when ``stage3_gather_16bit_weights_on_model_save`` forbids it at stage 3.
-
-        Raises:
-            CheckpointError: On every rank, when a file cannot be written.
-            ConfigError: ``max_shard_size`` is no size.
-        """
-        return checkpoints.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters, max_shard_size)
-
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
-        """Whole weights of the training type: a dict on rank 0, None elsewhere; collective."""
-        require_states(self, "gathering the weights")
-        return consolidated_state_dict(self.module, self.collectives, exclude_frozen_parameters)
-
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
-        """As ``_consolidated_16bit_state_dict``, for callers that know it under this name.
-
-        Raises:
-            ValueError: The stage is not 3; a plain ``state_dict()`` serves there.
-        """
-        if not self.policy.shards_parameters:
-            raise ValueError(f"parameters are not sharded at zero_optimization.stage {self.policy.stage}; use module.state_dict()")
-        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        if restored is None:
+            return None, None
+        self.discard_gradients()
+        if restored.counters is not None:
+            self.progress.restore(restored.counters)
+            self.accumulation.micro_steps = restored.counters.get("micro_steps", 0)
+        return restored.path, restored.client_state
 
     # -- life ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The configuration as the user gave it, a plain dict."""
-        return self.resolved.raw
 
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:  # type: ignore[override]
         """Compiles every block in place with torch.compile (the whole module when no block was found)."""
@@ -494,15 +416,12 @@ class Engine(nn.Module):
         return self
 
     def destroy(self) -> None:
-        """Frees gradients, masters and optimizer state. The module stays usable: whole at stages 0 to 2, gathered by its hooks at 3."""
+        """Frees gradients, masters and optimizer state. The module stays usable: whole at stages 0 to 2, unsharded by its hooks at 3."""
         self.destroyed = True
         for hook in hooks.on_destroy:
             hook(self)
-        if self.background is not None:
-            self.background.close()
-        for sink in self.sinks:
-            sink.close()
-        self.sinks = []
+        self.checkpoints.close()
+        self.reports.close()
         if self.stepper is not None:
             self.runtime.stop_training()
             self.optimizer.dismiss()  # first: it waits for updates under way, failed ones too
@@ -513,37 +432,16 @@ class Engine(nn.Module):
         self.stepper = None
         self.optimizer = None
         self.lr_scheduler = None
-        self.aside_pool = None
+        self.offloaded_states.close()
 
     def _require_optimizer(self, what: str) -> None:
         if self.stepper is None:
             raise StateError(
                 f"{what}() on an engine without optimizer; pass optimizer= to initialize(), or an optimizer section with model_parameters="
             )
-        require_states(self, f"{what}()")
+        self.offloaded_states.require_none(f"{what}()")
         if not self.runtime.attached:
             raise StateError(f"{what}() on an engine whose module was given to another initialize(); use the newer engine")
-
-    def __getattr__(self, name: str) -> Any:
-        if name in getters.METHODS:
-            return _bind(getters.METHODS[name], self)
-        if name in requests.METHODS:
-            return partial(requests.METHODS[name], self)
-        if name in getters.VALUES:
-            return getters.VALUES[name](self)
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module" or name.startswith("__"):
-                raise
-            return getattr(super().__getattr__("module"), name)
-
-
-def _bind(getter: Callable[[Engine], Any], engine: Engine) -> Callable[[], Any]:
-    def method() -> Any:
-        return getter(engine)
-
-    return method
 
 
 def _cast_floating(value: Any, dtype: torch.dtype) -> Any:

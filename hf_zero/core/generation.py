@@ -1,4 +1,4 @@
-"""``generate()`` of a model whose parameters are sharded: gathered once for the whole call, or block by block."""
+"""``generate()`` of a model whose parameters are sharded: unsharded once for the whole call, or block by block."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SHARE_OF_FREE_MEMORY = 0.6
 
 
 class Generation:
-    """Stands in front of the ``generate`` methods inside a module whose parameters stage 3 releases.
+    """Stands in front of the ``generate`` methods inside a module whose parameters stage 3 reshards between uses.
 
-    [Note: generation] A model is asked for one token at a time, so gathering block by block moves the whole model per token.
-    Where the whole model fits it is gathered once around the call, and ranks generate independently. Else each forward is a round
-    ([Note: rounds]) that begins with a vote; a rank that has its tokens goes on answering the votes and joining the gathers, without
-    computing anything, until no rank needs another forward. In neither case need ranks stop at the same length, so transformers'
-    ``synced_gpus``, with which finished ranks run whole forwards, is switched off.
+    [Note: generation] A model is asked for one token at a time, so unsharding block by block moves the whole model per token.
+    Where the whole model fits it is unsharded once around the call, and ranks generate independently. Else each forward is an unshard
+    pass ([Note: unshard passes]) that begins with a vote; a rank that has its tokens goes on answering the votes and joining the
+    all-gathers, without computing anything, until no rank needs another forward. In neither case need ranks stop at the same length, so
+    the option ``synced_gpus``, with which finished ranks run whole forwards, is switched off.
 
     Args:
         runtime: The hooks of the engine.
@@ -63,11 +63,11 @@ class Generation:
         if all(unit.pinned for unit in self._units):  # somebody holds the model whole: the caller, or an outer generate()
             return generate()
         if self._decide():
-            return self._gathered(generate)
+            return self._unsharded(generate)
         return self._by_blocks(module, generate)
 
     def _decide(self) -> bool:
-        """Whether to gather the whole model; the same on every rank, and logged when it is news."""
+        """Whether to unshard the whole model at once; the same on every rank, and logged when it is news."""
         if self.gather != "auto":
             return self.gather
         topology = self._collectives.topology
@@ -85,7 +85,7 @@ class Generation:
             self._told.add(gather)
             log_rank0("generate() %s: %s (hf_zero.gather_for_generation in the configuration decides it)", what, seen)
 
-    def _gathered(self, generate: Callable[[], Any]) -> Any:
+    def _unsharded(self, generate: Callable[[], Any]) -> Any:
         for unit in self._units:
             unit.start_unshard()
         pinned: list[Unit] = []
@@ -103,7 +103,7 @@ class Generation:
 
         def before(*_: Any) -> None:
             self._collectives.any_rank(True, "another token")
-            if module is not root.module:  # a wrapper's inner model: its forwards are the rounds
+            if module is not root.module:  # a wrapper's inner model: each of its forwards is an unshard pass
                 runtime.enter(root)
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:

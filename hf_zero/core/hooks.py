@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from hf_zero.core.units.listener import ParamListener
-
 if TYPE_CHECKING:
     from hf_zero.core.engine import Engine
 
 on_build: list[Callable[[Engine], None]] = []  # the engine is complete
 on_destroy: list[Callable[[Engine], None]] = []  # it is about to free what it trained with
-param_listener = ParamListener()  # is told what happens to the parameters of engines at stage 3
 reasons_to_wait: list[Callable[[], str]] = []  # why a checkpoint must be complete before its save returns; "" where it need not

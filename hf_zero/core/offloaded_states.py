@@ -1,25 +1,28 @@
-"""`engine.offload_states()`: an idle engine's tensors wait in host memory, so that something else can have the device.
+"""State of an idle engine that waits in host memory, so that something else can have the device.
 
-Who alternates training with generation (an actor and vLLM on one GPU) calls it between the two. It has nothing to do with the
-`offload_*` sections of the configuration, whose state rests on the host all the time.
+Who alternates training with generation (an actor and an inference engine on one GPU) moves it between the two. It has nothing to do with
+the ``offload_*`` sections of a configuration, whose state rests on the host all the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from hf_zero.core.schedule.outputs import tensors_in
+from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.schedule.gradients import UnitGradients
+from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.units.own_part import has_memory
+from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import write_back_assigned
-from hf_zero.errors import ConfigError, StateError
+from hf_zero.errors import StateError
 from hf_zero.memory.buffers import HostMemory, HostPool
-from hf_zero.observe import warn_once
 
 KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
-"""DeepSpeed's names: moments, fp32 masters, parameters, gradients accumulated so far, buffers of gradients on their way."""
+"""Moments, fp32 masters, parameters, gradients accumulated so far, buffers of gradients on their way."""
 
 
 class Storages:
@@ -58,101 +61,115 @@ class Storages:
         self._copies.clear()
 
 
-def offload_states(
-    engine: Any, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
-) -> None:
-    """Moves state of an idle engine to host memory; local. Until ``reload_states`` it can neither train nor be saved.
+class OffloadedStates:
+    """What of one engine's state waits on the host. Until it is brought back, the engine can neither train nor be saved.
 
     A forward, ``GatheredParameters`` and the like go on working while the parameters stay where they are: without "lp_params" and, where
     the masters are the parameters themselves (fp32), without "hp_params".
 
-    On a machine without accelerator, and for state that the configuration offloads, there is nothing to move.
-
     Args:
-        engine: The engine.
-        include: ``OffloadStateTypeEnum`` members or their names; None is everything.
-        device: Only the host: ``OffloadDeviceEnum.cpu``, "cpu" or "none" (nothing is moved).
-        pin_memory: Page-lock the copies. That memory stays with the engine for the next time, until ``destroy``.
-        non_blocking: Changes nothing: copies to page-locked memory never wait.
-
-    Raises:
-        ConfigError: An unknown kind or device.
-        StateError: The engine is in the middle of a forward or a backward, or of a forward whose backward may still come.
+        runtime: Hooks of the engine.
+        units: All units.
+        device: Where the engine lives.
+        optimizer: None for an engine that only runs forward.
+        gradients: Of each trainable unit.
     """
-    kinds = KINDS if include is None else tuple(getattr(kind, "value", kind) for kind in include)
-    for kind in kinds:
-        if kind not in KINDS:
-            raise ConfigError(f"offload_states(include=...): {kind!r} is no kind of state; there are {', '.join(KINDS)}")
-    where = str(getattr(device, "value", device))
-    if where == "none":
-        return
-    if where != "cpu":
-        raise ConfigError(f"offload_states(device={where!r}): state of an idle engine goes to 'cpu' only")
-    if not engine.runtime.idle:
-        raise StateError(
-            "offload_states() in the middle of a forward or a backward, or between them: call it after backward() and step(), and run "
-            "forwards without a backward under torch.no_grad() or let go of what they returned"
-        )
-    if engine.collectives.topology.device.type == "cpu":
-        warn_once("offload_states(): nothing to move, the engine lives in host memory already")
-        return
-    set_aside(engine, kinds, pin_memory)
 
+    def __init__(
+        self,
+        runtime: Runtime,
+        units: Sequence[Unit],
+        device: torch.device,
+        optimizer: ShardedOptimizer | None,
+        gradients: Sequence[UnitGradients],
+    ) -> None:
+        self._runtime = runtime
+        self._units = units
+        self._device = device
+        self._optimizer = optimizer
+        self._gradients = gradients
+        self._moved: list[Storages] = []
+        self._pool: HostPool | None = None  # where they wait
+        self._guards: list[Any] = []  # handles of hooks
 
-def set_aside(engine: Any, kinds: Iterable[str], pin_memory: bool) -> None:
-    """As ``offload_states``, for kinds known to be right; whatever device the engine lives on."""
-    here = engine.collectives.topology.device.type
-    engine.empty_partition_cache()
-    for unit in engine.units:
-        if all(has_memory(tensor) for tensor in unit.own.tensors()):
-            write_back_assigned(unit)
-    tensors = [tensor for kind in kinds for tensor in _TENSORS[kind](engine) if tensor.device.type == here]
-    if engine.aside_pool is None or engine.aside_pool.memory.pin != pin_memory:
-        engine.aside_pool = HostPool(HostMemory(engine.collectives.topology.device, pin_memory))
-    aside = Storages(tensors, engine.aside_pool)
-    if "contiguous_grad_buffer" in kinds and engine.stepper is not None:
-        for gradients in engine.stepper.reducer.gradients:
-            gradients.pool.clear()
-    engine.aside.append(aside)
-    for unit in engine.units:
-        unit.set_offloaded(True)
-    _guard(engine)
+    @property
+    def nbytes(self) -> int:
+        """Bytes that wait on the host."""
+        return sum(moved.nbytes for moved in self._moved)
 
+    def move(self, kinds: Sequence[str], pin_memory: bool) -> None:
+        """Moves state of ``kinds`` to the host; local. What waits there already stays as it is.
 
-def reload_states(engine: Any, non_blocking: bool = False) -> None:
-    """Brings back what ``offload_states`` moved; local. Does nothing when nothing was moved."""
-    for aside in engine.aside:
-        aside.bring_back(non_blocking)
-    engine.aside.clear()
-    for unit in engine.units:
-        unit.set_offloaded(False)
-    for guard in engine.aside_guards:
-        guard.remove()
-    engine.aside_guards.clear()
+        Args:
+            kinds: Of ``KINDS``.
+            pin_memory: Page-lock the copies. That memory stays for the next time, until ``close``.
+        """
+        self._runtime.reshard_for_update()
+        for unit in self._units:
+            if all(has_memory(tensor) for tensor in unit.own.tensors()):
+                write_back_assigned(unit)
+        tensors = [tensor for kind in kinds for tensor in self._tensors(kind) if tensor.device.type == self._device.type]
+        if self._pool is None or self._pool.memory.pin != pin_memory:
+            self._pool = HostPool(HostMemory(self._device, pin_memory))
+        moved = Storages(tensors, self._pool)
+        if "contiguous_grad_buffer" in kinds:
+            for gradients in self._gradients:
+                gradients.pool.clear()
+        self._moved.append(moved)
+        for unit in self._units:
+            unit.set_offloaded(True)
+        self._guard()
 
+    def bring_back(self, non_blocking: bool = False) -> None:
+        """Brings back all that waits on the host; local. Does nothing when nothing does."""
+        for moved in self._moved:
+            moved.bring_back(non_blocking)
+        self._moved.clear()
+        for unit in self._units:
+            unit.set_offloaded(False)
+        self._unguard()
 
-def require_states(engine: Any, what: str) -> None:
-    """Raises where state that ``what`` needs waits on the host.
+    def require_none(self, what: str) -> None:
+        """Raises where state that ``what`` needs waits on the host.
 
-    Raises:
-        StateError: ``offload_states`` was called last.
-    """
-    if engine.aside:
-        raise StateError(f"{what} while state of the engine waits on the host; call engine.reload_states() first")
+        Raises:
+            StateError: Something was moved and not brought back.
+        """
+        if self._moved:
+            raise StateError(f"{what} while state of the engine waits on the host; call engine.reload_states() first")
 
+    def close(self) -> None:
+        """Lets go of the optimizer, the gradients and the memory for copies."""
+        self._optimizer, self._gradients, self._pool = None, (), None
 
-def _guard(engine: Any) -> None:
-    """Puts hooks where values are read without asking the engine: modules, all of them, and the optimizer's own state dict."""
-    for guard in engine.aside_guards:
-        guard.remove()
-    engine.aside_guards.clear()
-    if not all(has_memory(tensor) for unit in engine.units for tensor in unit.own.tensors()[:1]):
-        for module in engine.module.modules():
-            engine.aside_guards.append(module.register_forward_pre_hook(_refuse("the model was called"), prepend=True))
-            engine.aside_guards.append(module.register_state_dict_pre_hook(_refuse("the model's state_dict() was called")))
-    if engine.stepper is not None:
-        inner, refuse = engine.optimizer.inner, _refuse("the optimizer's state was saved or loaded")
-        engine.aside_guards += [inner.register_state_dict_pre_hook(refuse), inner.register_load_state_dict_pre_hook(refuse)]
+    def _tensors(self, kind: str) -> Iterator[torch.Tensor]:
+        if kind == "optim_states":
+            for state in self._optimizer.state.values() if self._optimizer is not None else ():
+                yield from (value for value in tree_leaves(state) if isinstance(value, torch.Tensor) and value.dim() > 0)
+        elif kind == "hp_params":
+            yield from (tensor for unit in self._units for tensor in unit.own.tensors()[1:])
+        elif kind == "lp_params":
+            for unit in self._units:
+                yield unit.own.tensors()[0]
+                yield from (param.data for param in unit.params if param is not None)
+        elif kind == "lp_grads":
+            yield from (gradients.shard for gradients in self._gradients if gradients.shard is not None)
+
+    def _guard(self) -> None:
+        """Puts hooks where values are read without asking the engine: modules, all of them, and the optimizer's own state dict."""
+        self._unguard()
+        if not all(has_memory(tensor) for unit in self._units for tensor in unit.own.tensors()[:1]):
+            for module in self._runtime.module.modules():
+                self._guards.append(module.register_forward_pre_hook(_refuse("the model was called"), prepend=True))
+                self._guards.append(module.register_state_dict_pre_hook(_refuse("the model's state_dict() was called")))
+        if self._optimizer is not None:
+            inner, refuse = self._optimizer.inner, _refuse("the optimizer's state was saved or loaded")
+            self._guards += [inner.register_state_dict_pre_hook(refuse), inner.register_load_state_dict_pre_hook(refuse)]
+
+    def _unguard(self) -> None:
+        for guard in self._guards:
+            guard.remove()
+        self._guards.clear()
 
 
 def _refuse(what: str) -> Callable[..., None]:
@@ -164,32 +181,3 @@ def _refuse(what: str) -> Callable[..., None]:
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
-
-
-def _moments(engine: Any) -> Iterator[torch.Tensor]:
-    for state in engine.optimizer.state.values() if engine.stepper is not None else ():
-        yield from (value for value in tensors_in(state) if value.dim() > 0)
-
-
-def _masters(engine: Any) -> Iterator[torch.Tensor]:
-    return (tensor for unit in engine.units for tensor in unit.own.tensors()[1:])
-
-
-def _parameters(engine: Any) -> Iterator[torch.Tensor]:
-    for unit in engine.units:
-        yield unit.own.tensors()[0]
-        yield from (param.data for param in unit.params if param is not None)
-
-
-def _gradients(engine: Any) -> Iterator[torch.Tensor]:
-    found = engine.stepper.reducer.gradients if engine.stepper is not None else ()
-    return (gradients.shard for gradients in found if gradients.shard is not None)
-
-
-_TENSORS: dict[str, Callable[[Any], Iterator[torch.Tensor]]] = {
-    "optim_states": _moments,
-    "hp_params": _masters,
-    "lp_params": _parameters,
-    "lp_grads": _gradients,
-    "contiguous_grad_buffer": lambda engine: iter(()),
-}

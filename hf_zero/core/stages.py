@@ -14,7 +14,7 @@ class StagePolicy:
     Attributes:
         stage: Its number, for messages.
         shards_optimizer: Each rank keeps and updates masters and moments of its own shard only.
-        shards_parameters: Units are released between uses and gathered for them.
+        shards_parameters: Units are resharded between uses and unsharded for them.
         reduces_each_micro_step: Gradients are reduced in every backward; otherwise at the boundary only.
         allows_deferral: ``no_sync()`` may postpone the reduction to a later micro-step.
     """
@@ -32,7 +32,7 @@ class StagePolicy:
 
 # [Note: when stage 1 reduces] Stage 1 reduces in every backward like stages 2 and 3, because the order of summation is part of
 # the result: ranks first, micro-steps second, in all three, makes them equal bit for bit under accumulation too. As with DDP,
-# ``no_sync()`` (which accelerate's ``accumulate()`` enters at stages 0 and 1) postpones it to the boundary and saves the traffic.
+# ``no_sync()`` postpones it to the boundary and saves the traffic.
 _STAGES = {
     0: StagePolicy(0, shards_optimizer=False, shards_parameters=False, reduces_each_micro_step=False, allows_deferral=True),
     1: StagePolicy(1, shards_optimizer=True, shards_parameters=False, reduces_each_micro_step=True, allows_deferral=True),

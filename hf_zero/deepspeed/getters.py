@@ -1,4 +1,4 @@
-"""DeepSpeed's read-only engine methods, as a table over our own values: name -> function of the engine."""
+"""DeepSpeed's read-only engine methods and values, as tables over our own: name -> function of the engine."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.optimizer.readable import learning_rates
+from hf_zero.core.optimizer.param_groups import learning_rates
+from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.timers import SynchronizedWallClockTimer
 from hf_zero.metrics import EventWriter
 
-# The engine's type is not named here: engine.py imports this table, and imports go one way.
-Getter = Callable[[Any], Any]
+Getter = Callable[[ConfiguredEngine], Any]
 
 
-def _groups(engine: Any) -> list[dict[str, Any]]:
+def _groups(engine: ConfiguredEngine) -> list[dict[str, Any]]:
     # Without optimizer there is None, or at stage 3 a handle that has no groups.
     return getattr(engine.optimizer, "param_groups", [])
 
 
-def _rates(engine: Any) -> list[float]:
+def _rates(engine: ConfiguredEngine) -> list[float]:
     return learning_rates(_groups(engine))
 
 
@@ -30,7 +30,7 @@ def _zero(key: str) -> Getter:
 
 
 def _profiler(key: str) -> Getter:
-    def get(engine: Any) -> Any:
+    def get(engine: ConfiguredEngine) -> Any:
         from hf_zero.config.schema.tools import FlopsProfiler  # pydantic, which an engine has loaded and an isinstance need not
 
         return getattr(engine.settings.flops_profiler or FlopsProfiler(), key)
@@ -38,26 +38,26 @@ def _profiler(key: str) -> Getter:
     return get
 
 
-def _dtype(engine: Any) -> torch.dtype:
+def _dtype(engine: ConfiguredEngine) -> torch.dtype:
     return engine.precision.param_dtype or next((param.dtype for param in engine.module.parameters()), torch.float32)
 
 
-def _groups_of_ranks(engine: Any) -> int:
-    return int(engine.slices.axes.groups) if engine.slices is not None else int(engine.collectives.world)
+def _groups_of_ranks(engine: ConfiguredEngine) -> int:
+    return int(engine.sequence_parallel.axes.groups) if engine.sequence_parallel is not None else int(engine.collectives.world)
 
 
-def _batch_info(engine: Any) -> tuple[int, int, int]:
+def _batch_info(engine: ConfiguredEngine) -> tuple[int, int, int]:
     batch = engine.resolved.batch
     return batch.total, batch.micro, batch.accumulation
 
 
-def _config_view(engine: Any) -> Any:
+def _config_view(engine: ConfiguredEngine) -> Any:
     from hf_zero.config.view import ConfigView  # pydantic
 
     return ConfigView(engine.resolved)
 
 
-def _timers(engine: Any) -> SynchronizedWallClockTimer:
+def _timers(engine: ConfiguredEngine) -> SynchronizedWallClockTimer:
     # Kept from the first look on: a script starts and reads stopwatches at different places.
     timers: SynchronizedWallClockTimer = engine.__dict__.setdefault("timers", SynchronizedWallClockTimer())
     return timers
@@ -113,7 +113,7 @@ METHODS: dict[str, Getter] = {
     "get_data_parallel_rank": lambda engine: engine.collectives.rank,
     "get_model_parallel_rank": lambda engine: engine.collectives.topology.model.rank if engine.collectives.topology.model else 0,
     "get_tensor_parallel_rank": lambda engine: engine.collectives.topology.model.rank if engine.collectives.topology.model else 0,
-    "get_wall_clock_timers": lambda engine: {name: timer.elapsed(reset=False) for name, timer in engine.timers.get_timers().items()},
+    "get_wall_clock_timers": lambda engine: {name: timer.elapsed(reset=False) for name, timer in _timers(engine).get_timers().items()},
     "train_batch_size": lambda engine: engine.resolved.batch.total,
     "train_micro_batch_size_per_gpu": lambda engine: engine.resolved.batch.micro,
     "gradient_accumulation_steps": lambda engine: engine.accumulation.steps,
@@ -171,7 +171,9 @@ METHODS: dict[str, Getter] = {
     "optimizer_params": lambda engine: (engine.resolved.resolved.get("optimizer") or {}).get("params"),
     "scheduler_name": lambda engine: engine.settings.scheduler.type if engine.settings.scheduler else None,
     "scheduler_params": lambda engine: (engine.resolved.resolved.get("scheduler") or {}).get("params"),
-    "get_sequence_parallel_group": lambda engine: engine.slices.axes.sequence.group if engine.slices is not None else None,
+    "get_sequence_parallel_group": lambda engine: (
+        engine.sequence_parallel.axes.sequence.group if engine.sequence_parallel is not None else None
+    ),
     "get_lr": _rates,
     "get_mom": lambda engine: [group.get("betas", group.get("momentum")) for group in _groups(engine)],
     "get_data_types": lambda engine: (_dtype(engine), engine.precision.accumulation_dtype),
@@ -190,8 +192,8 @@ VALUES: dict[str, Getter] = {
     "device": lambda engine: engine.collectives.topology.device,
     "dp_world_size": _groups_of_ranks,
     "seq_dp_world_size": lambda engine: engine.collectives.world,
-    "sequence_parallel_size": lambda engine: engine.slices.axes.sequence.world if engine.slices is not None else 1,
-    "seq_parallel_group": lambda engine: engine.slices.axes.sequence.group if engine.slices is not None else None,
+    "sequence_parallel_size": lambda engine: engine.sequence_parallel.axes.sequence.world if engine.sequence_parallel is not None else 1,
+    "seq_parallel_group": lambda engine: engine.sequence_parallel.axes.sequence.group if engine.sequence_parallel is not None else None,
     "world_size": lambda engine: torch.distributed.get_world_size(),
     "mp_world_size": lambda engine: engine.collectives.topology.model.world if engine.collectives.topology.model else 1,
     "global_rank": lambda engine: torch.distributed.get_rank(),
@@ -206,8 +208,38 @@ VALUES: dict[str, Getter] = {
     "client_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),
     "tput_timer": lambda engine: engine.clock,
     "timers": _timers,
-    "monitor": lambda engine: EventWriter(engine.sinks),
+    "monitor": lambda engine: EventWriter(engine.reports.sinks),
     "_config": _config_view,
     "flops_profiler": lambda engine: getattr(engine.clock, "profiler", None),
     "dist_backend": lambda engine: torch.distributed.get_backend(engine.collectives.topology.public_group),
 }
+
+
+class Value:
+    """A value that is read off an engine and computed each time; what a script assigns to the name on its engine takes its place.
+
+    Args:
+        getter: What computes it.
+    """
+
+    def __init__(self, getter: Getter) -> None:
+        self._getter = getter
+
+    def __get__(self, engine: ConfiguredEngine | None, owner: type) -> Any:
+        return self if engine is None else self._getter(engine)
+
+
+def bind(engine_class: type[ConfiguredEngine]) -> None:
+    """Gives ``engine_class`` all methods and values of the tables."""
+    for name, getter in METHODS.items():
+        setattr(engine_class, name, _method(name, getter))
+    for name, getter in VALUES.items():
+        setattr(engine_class, name, Value(getter))
+
+
+def _method(name: str, getter: Getter) -> Callable[[ConfiguredEngine], Any]:
+    def method(self: ConfiguredEngine) -> Any:
+        return getter(self)
+
+    method.__name__ = name
+    return method

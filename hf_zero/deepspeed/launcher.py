@@ -1,16 +1,20 @@
-"""The `deepspeed` command: `hf-zero launch` under the name that scripts and accelerate call, or a real DeepSpeed's where there is one."""
+"""The `deepspeed` command, which is `hf-zero launch` or a real DeepSpeed's, and what DeepSpeed gives to command lines of scripts."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
-from hf_zero.cli import main as hf_zero_main
-from hf_zero.deepspeed.finder import SWITCH, alias_is_active
+from hf_zero.deepspeed.alias.finder import SWITCH, alias_is_active
 from hf_zero.errors import HfZeroError
+from hf_zero.launch.command import add_arguments, launch
 
 _RUNNER = "deepspeed.launcher.runner"
+# accelerate imports this name on every `accelerate launch` with DeepSpeed and appends to the file on several nodes only.
+DEEPSPEED_ENVIRONMENT_NAME: str = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"deepspeed: {error}", file=sys.stderr)
         return 1
     if ours:
-        return hf_zero_main(["launch", *words])
+        return _launch(words)
     try:
         runner = importlib.import_module(_RUNNER)
     except ImportError as error:
@@ -37,3 +41,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     runner.main(words)
     return 0
+
+
+def _launch(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="hf-zero launch")
+    add_arguments(parser)
+    try:
+        return launch(parser.parse_args(words))
+    except HfZeroError as error:
+        print(f"hf-zero: {error}", file=sys.stderr)
+        return 1
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds ``--deepspeed`` and ``--deepspeed_config`` to ``parser``, for scripts that call ``initialize(args=args)``.
+
+    Args:
+        parser: The script's parser; it is changed.
+
+    Returns:
+        The same parser.
+    """
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations, served by hf_zero")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="Use the engine (the script decides what that means)")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="Path of the DeepSpeed JSON file")
+    return parser

@@ -1,4 +1,4 @@
-"""DeepSpeed's loss scalers for scripts that scale by hand, and that unpickle DeepSpeed's files; an engine has its own."""
+"""DeepSpeed's loss scalers: for scripts that scale by hand, for its pickled files, and its names on an engine's own."""
 
 from __future__ import annotations
 
@@ -9,11 +9,50 @@ from typing import Any
 import torch
 
 from hf_zero.core.step import loss_scale as own
-from hf_zero.deepspeed.norms import CheckOverflow
+from hf_zero.deepspeed.served.norms import CheckOverflow
 from hf_zero.errors import ConfigError
 
 INITIAL_LOSS_SCALE, SCALE_WINDOW, DELAYED_SHIFT = "init_scale", "scale_window", "delayed_shift"
 CONSECUTIVE_HYSTERESIS, MIN_LOSS_SCALE = "consecutive_hysteresis", "min_scale"
+
+
+class EngineLossScaler(own.LossScaler):
+    """An engine's loss scale with the names of DeepSpeed's scalers, and of its configurations of them."""
+
+    @property
+    def cur_scale(self) -> float:
+        """As ``scale``."""
+        return self.scale
+
+    @property
+    def loss_scale(self) -> float:
+        """As ``scale``."""
+        return self.scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """As ``dynamic``."""
+        return self.dynamic
+
+    @property
+    def scale_window(self) -> int:
+        """As ``window``."""
+        return self.window
+
+    @property
+    def scale_factor(self) -> float:
+        """What the scale is multiplied with, or divided by."""
+        return own.FACTOR
+
+    @property
+    def min_loss_scale(self) -> float:
+        """As ``min_scale``."""
+        return self.min_scale
+
+    @property
+    def cur_hysteresis(self) -> int:
+        """As ``overflows_left``."""
+        return self.overflows_left
 
 
 class LossScalerBase:

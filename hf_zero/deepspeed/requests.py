@@ -1,8 +1,8 @@
-"""DeepSpeed's engine methods that take arguments or change something, as a table: name -> function of the engine and its arguments."""
+"""DeepSpeed's engine methods that take arguments or change something, as functions of the engine; its class binds them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,22 +10,23 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from hf_zero.checkpoint import engine_checkpoints as checkpoints
-from hf_zero.core.offloaded_states import offload_states, reload_states, require_states
+from hf_zero.core.offloaded_states import KINDS
 from hf_zero.core.schedule.gathered_parameters import GatheredParameters
+from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.errors import ConfigError, StateError
+from hf_zero.observe import warn_once
 
 
-def empty_partition_cache(engine: Any) -> None:
+def empty_partition_cache(engine: ConfiguredEngine) -> None:
     """Releases what is gathered between forwards; parameters small enough to stay gathered for good do."""
     engine.runtime.reshard_for_update()
 
 
-def allreduce_gradients(engine: Any, *_args: Any, **_kwargs: Any) -> None:
+def allreduce_gradients(engine: ConfiguredEngine, *_args: Any, **_kwargs: Any) -> None:
     """Nothing to do: backward reduces."""
 
 
-def module_state_dict(engine: Any, *args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any) -> dict[str, Any]:
+def module_state_dict(engine: ConfiguredEngine, *args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any) -> dict[str, Any]:
     """The wrapped module's ``state_dict``: at stage 3 of empty tensors, unless called inside ``GatheredParameters``."""
     state: dict[str, Any] = engine.module.state_dict(*args, **kwargs)
     if exclude_frozen_parameters:
@@ -37,7 +38,11 @@ def module_state_dict(engine: Any, *args: Any, exclude_frozen_parameters: bool =
 
 
 def load_module_state_dict(
-    engine: Any, state_dict: dict[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None, **kwargs: Any
+    engine: ConfiguredEngine,
+    state_dict: dict[str, Any],
+    strict: bool = True,
+    custom_load_fn: Callable[..., Any] | None = None,
+    **kwargs: Any,
 ) -> None:
     """Loads whole weights into the module; collective at stage 3, where rank 0's values count. Masters follow.
 
@@ -51,7 +56,7 @@ def load_module_state_dict(
     Raises:
         StateError: State of the engine waits on the host.
     """
-    require_states(engine, "load_module_state_dict()")
+    engine.offloaded_states.require_none("load_module_state_dict()")
     with GatheredParameters(list(engine.module.parameters()), modifier_rank=0, enabled=engine.policy.shards_parameters):
         if custom_load_fn is not None:
             custom_load_fn(src=state_dict, dst=engine.module)
@@ -62,7 +67,7 @@ def load_module_state_dict(
 
 
 @contextmanager
-def coalesce_grad_reduction(engine: Any) -> Iterator[None]:
+def coalesce_grad_reduction(engine: ConfiguredEngine) -> Iterator[None]:
     """All backwards inside are one optimizer step's, whatever ``gradient_accumulation_steps`` says; ``step`` comes after.
 
     At stages 0 and 1 gradients stay whole and local inside, and are reduced once at the end. At stages 2 and 3 each backward reduces,
@@ -79,7 +84,7 @@ def coalesce_grad_reduction(engine: Any) -> Iterator[None]:
         engine.stepper.reducer.reduce_deferred()
 
 
-def set_train_batch_size(engine: Any, train_batch_size: int) -> None:
+def set_train_batch_size(engine: ConfiguredEngine, train_batch_size: int) -> None:
     """Changes the number of micro-steps per optimizer step, so that a step sees ``train_batch_size`` samples from the next one on.
 
     Raises:
@@ -95,7 +100,7 @@ def set_train_batch_size(engine: Any, train_batch_size: int) -> None:
     _set_batch(engine, total=train_batch_size, accumulation=train_batch_size // per_micro_step)
 
 
-def set_train_micro_batch_size(engine: Any, micro_batch_size: int) -> None:
+def set_train_micro_batch_size(engine: ConfiguredEngine, micro_batch_size: int) -> None:
     """Says how many samples a micro-step of one rank has from now on; the number of micro-steps stays.
 
     Raises:
@@ -107,13 +112,14 @@ def set_train_micro_batch_size(engine: Any, micro_batch_size: int) -> None:
     _set_batch(engine, micro=micro_batch_size, total=micro_batch_size * batch.accumulation * batch.world_size)
 
 
-def _set_batch(engine: Any, **sizes: int) -> None:
+def _set_batch(engine: ConfiguredEngine, **sizes: int) -> None:
     engine.resolved = replace(engine.resolved, batch=replace(engine.resolved.batch, **sizes))
     engine.accumulation.steps = engine.resolved.batch.accumulation
+    engine.samples_per_step = engine.resolved.batch.total
 
 
 def deepspeed_io(
-    engine: Any,
+    engine: ConfiguredEngine,
     dataset: Any,
     batch_size: int | None = None,
     route: str = "train",
@@ -137,8 +143,8 @@ def deepspeed_io(
     batch = batch_size if batch_size is not None else engine.resolved.batch.micro
     drop_last = engine.settings.dataloader_drop_last
     if data_sampler is None and hasattr(dataset, "__len__") and not isinstance(dataset, torch.utils.data.IterableDataset):
-        axis, slices = engine.collectives, engine.slices
-        groups, place = (axis.world, axis.rank) if slices is None else (slices.axes.groups, slices.axes.place)
+        axis, sequence = engine.collectives, engine.sequence_parallel
+        groups, place = (axis.world, axis.rank) if sequence is None else (sequence.axes.groups, sequence.axes.place)
         data_sampler = torch.utils.data.DistributedSampler(dataset, groups, place, shuffle=route == "train", drop_last=drop_last)
     return DataLoader(
         dataset,
@@ -151,34 +157,47 @@ def deepspeed_io(
     )
 
 
-def refuse_copy(engine: Any, memo: dict[int, Any]) -> Any:
-    """``copy.deepcopy`` of an engine.
+def offload_states(
+    engine: ConfiguredEngine, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+) -> None:
+    """Moves state of an idle engine to host memory; local. Until ``reload_states`` it can neither train nor be saved.
+
+    A forward, ``GatheredParameters`` and the like go on working while the parameters stay where they are: without "lp_params" and, where
+    the masters are the parameters themselves (fp32), without "hp_params".
+
+    On a machine without accelerator, and for state that the configuration offloads, there is nothing to move.
+
+    Args:
+        engine: The engine.
+        include: ``OffloadStateTypeEnum`` members or their names; None is everything.
+        device: Only the host: ``OffloadDeviceEnum.cpu``, "cpu" or "none" (nothing is moved).
+        pin_memory: Page-lock the copies. That memory stays with the engine for the next time, until ``destroy``.
+        non_blocking: Changes nothing: copies to page-locked memory never wait.
 
     Raises:
-        StateError: Always; its process groups, hooks and optimizer belong to one module.
+        ConfigError: An unknown kind or device.
+        StateError: The engine is in the middle of a forward or a backward, or of a forward whose backward may still come.
     """
-    raise StateError(
-        "copy.deepcopy of an engine: its hooks, process groups and optimizer belong to one module. Copy the module, "
-        "copy.deepcopy(engine.module), and give the copy to deepspeed.initialize or accelerator.prepare; to have whole weights, copy it "
-        "inside `with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):`"
-    )
+    kinds = KINDS if include is None else tuple(getattr(kind, "value", kind) for kind in include)
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ConfigError(f"offload_states(include=...): {kind!r} is no kind of state; there are {', '.join(KINDS)}")
+    where = str(getattr(device, "value", device))
+    if where == "none":
+        return
+    if where != "cpu":
+        raise ConfigError(f"offload_states(device={where!r}): state of an idle engine goes to 'cpu' only")
+    if not engine.runtime.idle:
+        raise StateError(
+            "offload_states() in the middle of a forward or a backward, or between them: call it after backward() and step(), and run "
+            "forwards without a backward under torch.no_grad() or let go of what they returned"
+        )
+    if engine.collectives.topology.device.type == "cpu":
+        warn_once("offload_states(): nothing to move, the engine lives in host memory already")
+        return
+    engine.offloaded_states.move(kinds, pin_memory)
 
 
-METHODS: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        allreduce_gradients,
-        coalesce_grad_reduction,
-        deepspeed_io,
-        empty_partition_cache,
-        load_module_state_dict,
-        module_state_dict,
-        offload_states,
-        reload_states,
-        set_train_batch_size,
-        set_train_micro_batch_size,
-    )
-}
-METHODS["wait_for_checkpoint"] = checkpoints.wait
-METHODS["__deepcopy__"] = refuse_copy
-METHODS["save_fp16_model"] = lambda engine, *args, **kwargs: engine.save_16bit_model(*args, **kwargs)
+def reload_states(engine: ConfiguredEngine, non_blocking: bool = False) -> None:
+    """Brings back what ``offload_states`` moved; local. Does nothing when nothing was moved."""
+    engine.offloaded_states.bring_back(non_blocking)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.build import precision_policy
+from hf_zero.build.policies import precision_policy
 from hf_zero.comm.topology import default_device, init_distributed
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve

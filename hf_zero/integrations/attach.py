@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from hf_zero.build import initialize
 from hf_zero.core import hooks
-from hf_zero.deepspeed.param_attributes import PARAM_ATTRIBUTES
+from hf_zero.deepspeed.initialize import initialize
 from hf_zero.integrations import callers
 from hf_zero.integrations.idle_saves import stand_before_saves
 from hf_zero.integrations.metrics_once import count_samples_once
@@ -14,7 +13,6 @@ from hf_zero.integrations.rotation import keeps_too_few
 __all__ = ["initialize"]
 
 hooks.on_build += [stand_before_saves, count_samples_once]
-hooks.param_listener = PARAM_ATTRIBUTES
 hooks.on_destroy.append(let_go)
 hooks.reasons_to_wait.append(keeps_too_few)
 callers.watch()

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from hf_zero.deepspeed import finder, install_as_deepspeed
+from hf_zero.deepspeed import install_as_deepspeed
+from hf_zero.deepspeed.alias import finder
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.launch.placement import export_placement
 

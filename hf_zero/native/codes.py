@@ -16,7 +16,7 @@ from hf_zero.native import codes_reference, triton_codes
 from hf_zero.native.chunks import CHUNK_NUMEL, ChunkTable, Fresh, MoveRule, Sent, Target
 from hf_zero.native.library import Library, announce, library
 from hf_zero.native.passes import address, floats
-from hf_zero.native.slices import for_slices
+from hf_zero.native.thread_ranges import for_thread_ranges
 
 
 class _Rule(ctypes.Structure):
@@ -142,7 +142,7 @@ def move(master: torch.Tensor, momentum: torch.Tensor, variance: torch.Tensor, r
         places = (address(tensor, start) for tensor in (master, momentum, variance))
         native.call("hfz_move", ctypes.c_int64(stop - start), *places, ctypes.byref(numbers))
 
-    for_slices(master.numel(), threads, work)
+    for_thread_ranges(master.numel(), threads, work)
 
 
 def take(
@@ -197,7 +197,7 @@ def _for_chunks(first: int, last: int, threads: int, work: Callable[[int, int], 
     def part(start: int, stop: int) -> None:  # in elements, as if all chunks were full
         work(first + start // CHUNK_NUMEL, first + -(-stop // CHUNK_NUMEL))
 
-    for_slices((last - first) * CHUNK_NUMEL, threads, part, step=CHUNK_NUMEL)
+    for_thread_ranges((last - first) * CHUNK_NUMEL, threads, part, step=CHUNK_NUMEL)
 
 
 def _native(tensor: torch.Tensor) -> Library | None:

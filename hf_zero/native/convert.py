@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_zero.errors import HfZeroError
 from hf_zero.native.library import ELEMENT_TYPES, announce, library
 from hf_zero.native.passes import address
-from hf_zero.native.slices import for_slices
+from hf_zero.native.thread_ranges import for_thread_ranges
 
 _PAIRS = {
     (torch.float32, torch.bfloat16),
@@ -50,4 +50,4 @@ def convert(source: Tensor, target: Tensor, *, threads: int = 1) -> None:
         types = ELEMENT_TYPES[source.dtype], ELEMENT_TYPES[target.dtype]
         native.call("hfz_convert", ctypes.c_int64(stop - start), address(source, start), types[0], address(target, start), types[1])
 
-    for_slices(source.numel(), threads, work)
+    for_thread_ranges(source.numel(), threads, work)

@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_zero.errors import HfZeroError
 from hf_zero.native.library import ELEMENT_TYPES, announce, library
 from hf_zero.native.passes import address
-from hf_zero.native.slices import for_slices
+from hf_zero.native.thread_ranges import for_thread_ranges
 
 # As HFZ_BLOCK: every block has a sum of its own, so threads do not change the result.
 BLOCK_NUMEL = 65536
@@ -46,7 +46,7 @@ def squared_norm(values: Tensor, *, threads: int = 1) -> float:
         blocks = address(sums, start // BLOCK_NUMEL)
         native.call("hfz_squared_norm", ctypes.c_int64(stop - start), address(values, start), ELEMENT_TYPES[values.dtype], blocks)
 
-    for_slices(count, threads, work, step=BLOCK_NUMEL)
+    for_thread_ranges(count, threads, work, step=BLOCK_NUMEL)
     return total_of(sums)
 
 

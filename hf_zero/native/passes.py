@@ -1,4 +1,4 @@
-"""What the optimizer passes share: which tensors fit together, and the call of a kernel slice by slice."""
+"""What the optimizer passes share: which tensors fit together, and the call of a kernel over thread ranges."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_zero.errors import HfZeroError
 from hf_zero.native.library import ELEMENT_TYPES, announce, library
-from hf_zero.native.slices import for_slices
+from hf_zero.native.thread_ranges import for_thread_ranges
 
 _STATE_TYPES = (torch.float32, torch.bfloat16)
 LOW_TYPES = (torch.bfloat16, torch.float16)
@@ -79,7 +79,7 @@ class PassTensors:
                 ctypes.byref(rule),
             )
 
-        for_slices(self.master.numel(), threads, work)
+        for_thread_ranges(self.master.numel(), threads, work)
         return True
 
     def flat_gradient(self, grad_factor: float) -> Tensor:

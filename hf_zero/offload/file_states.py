@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
+from hf_zero.core.optimizer.segments import OwnedSegment
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
 from hf_zero.memory.buffers import ALIGNMENT, HostMemory
 from hf_zero.offload.files import SwapFile, SwapFolder, Transfer
-from hf_zero.offload.host_states import HostStates, SubGroup, elementwise_states
+from hf_zero.offload.host_states import HostStates, SubGroup
 
 MASTER = "master"
 
@@ -186,22 +186,22 @@ class FileStates(HostStates):
     def _regions_of(self, unit: Unit) -> list[tuple[str, _Region]]:
         return [(name, region) for (unit_id, name), region in self._regions.items() if unit_id == id(unit)]
 
-    def open(self, optimizer: ShardedOptimizer, sub_group: SubGroup) -> None:
+    def open(self, sub_group: SubGroup) -> None:
         frame = next((frame for frame in self._frames if frame.sub_group is sub_group), None) or self._read(sub_group)
         frame.settle()
         for segment in sub_group.segments:
-            for name, value in _tensors(optimizer, segment):
+            for name, value in _tensors(segment):
                 if name in frame.loaded:
                     value.data = _part(frame.view(name, sub_group.range.numel, value.dtype), segment, sub_group)
 
-    def close(self, optimizer: ShardedOptimizer, sub_group: SubGroup) -> None:
+    def close(self, sub_group: SubGroup) -> None:
         frame = next((frame for frame in self._frames if frame.sub_group is sub_group), None)
         if frame is None:
             raise StateError(f"unit {sub_group.unit.name}: a sub-group was closed that is not open")
         frame.sub_group = None
         self._fresh.clear()
         for segment in sub_group.segments:
-            for name, value in elementwise_states(optimizer, segment):
+            for name, value in segment.elementwise():
                 if not frame.holds(name, value):  # the inner optimizer has made or replaced it
                     self._copy_in(frame, sub_group, segment, name, value)
         for name, region in self._regions_of(sub_group.unit):
@@ -209,9 +209,9 @@ class FileStates(HostStates):
                 slot = self._slot(frame, name, sub_group.range.numel * region.dtype.itemsize)
                 frame.transfers.append(self.file.write(region.place(sub_group), slot))
         for segment in sub_group.segments:
-            for name, value in _tensors(optimizer, segment):
+            for name, value in _tensors(segment):
                 if name in frame.loaded:
-                    value.data = self._regions[id(sub_group.unit), name].mapped[segment.range.start : segment.range.stop]
+                    value.data = segment.within(self._regions[id(sub_group.unit), name].mapped)
         if not self.plan.pipeline_write:
             frame.settle()
 
@@ -240,19 +240,19 @@ class FileStates(HostStates):
         if key in self._regions and key not in self._fresh:  # it holds values that count until others are installed
             return super().new_state(segment, name, dtype)
         self._fresh.add(key)
-        return self._region(segment.unit, name, dtype).mapped[segment.range.start : segment.range.stop]
+        return segment.within(self._region(segment.unit, name, dtype).mapped)
 
-    def adopt(self, optimizer: ShardedOptimizer, sub_groups: Sequence[SubGroup]) -> None:
+    def adopt(self, sub_groups: Sequence[SubGroup]) -> None:
         self._fresh.clear()
         for sub_group in sub_groups:
             for segment in sub_group.segments:
-                for name, value in elementwise_states(optimizer, segment):
-                    place = self._region(sub_group.unit, name, value.dtype).mapped[segment.range.start : segment.range.stop]
+                for name, value in segment.elementwise():
+                    place = segment.within(self._region(sub_group.unit, name, value.dtype).mapped)
                     if value.data_ptr() != place.data_ptr():
                         place.copy_(value)
                         value.data = place
 
-    def nbytes(self, optimizer: ShardedOptimizer, sub_groups: Sequence[SubGroup]) -> int:
+    def nbytes(self, kept: int) -> int:
         return self.file.nbytes
 
     def close_all(self) -> None:
@@ -264,10 +264,10 @@ class FileStates(HostStates):
         self._folder.remove()
 
 
-def _tensors(optimizer: ShardedOptimizer, segment: OwnedSegment) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(segment: OwnedSegment) -> Iterator[tuple[str, torch.Tensor]]:
     """Master and states of a segment."""
     yield MASTER, segment.tensor
-    yield from elementwise_states(optimizer, segment)
+    yield from segment.elementwise()
 
 
 def _cut(numel: int, step: int) -> list[Range]:

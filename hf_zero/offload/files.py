@@ -48,7 +48,7 @@ class IoSettings:
 class SwapFolder:
     """A folder of this process below ``nvme_path``, removed with all it holds at exit, after an exception too.
 
-    [Note: what a killed process leaves] Nobody can clean up after SIGKILL. So each folder holds a lock that the kernel drops with its
+    [Note: what a killed process leaves] Nothing can clean up after SIGKILL. So each folder holds a lock that the kernel drops with its
     process, and whoever makes a folder beside it first removes those of the same machine whose lock is free. A folder has no name by which
     it is looked for before its lock is held.
 
@@ -84,7 +84,7 @@ class SwapFolder:
 
 
 class _Lock(enum.Enum):
-    """How an attempt to lock a file ended. Where there are no locks nobody can tell, so nothing is ever called abandoned."""
+    """How an attempt to lock a file ended. Without locks it cannot be known, so nothing is ever called abandoned."""
 
     HELD = enum.auto()
     TAKEN = enum.auto()
@@ -238,7 +238,7 @@ class SwapFile:
 
         [Note: mapped and direct access] Linux keeps both coherent: unbuffered reads write changed pages back first, unbuffered writes drop
         pages. A tensor that is not in a buffer rests as a mapped one: it costs no memory, and whoever needs its value (a
-        checkpoint, ``safe_get_full_fp32_param``) just reads it. Between steps nothing is in flight, so nobody sees half of a write.
+        checkpoint, ``safe_get_full_fp32_param``) just reads it. Between steps nothing is in flight, so no reader sees half of a write.
         """
         nbytes = numel * dtype.itemsize
         if not nbytes:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
+from hf_zero.core.optimizer.segments import OwnedSegment
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
 from hf_zero.memory.buffers import HostMemory
@@ -38,7 +37,7 @@ class HostStates:
         self._apart = apart
 
     def rest(self, unit: Unit) -> None:
-        """Takes the master of a new unit."""
+        """Moves the master of a new unit here."""
         if unit.master is not None and self._apart:
             master = self._memory.empty(unit.master.numel(), unit.master.dtype)
             master.copy_(unit.master)
@@ -49,13 +48,13 @@ class HostStates:
         return [Range(0, unit.layout.shard_numel)]
 
     def prepare(self, sub_group: SubGroup) -> None:
-        """``sub_group`` comes next: starts bringing it."""
+        """``sub_group`` is updated next: starts reading it."""
 
-    def open(self, optimizer: ShardedOptimizer, sub_group: SubGroup) -> None:
+    def open(self, sub_group: SubGroup) -> None:
         """Makes masters and states of ``sub_group``'s segments memory that can be written to."""
 
-    def close(self, optimizer: ShardedOptimizer, sub_group: SubGroup) -> None:
-        """``sub_group`` is updated: takes it back."""
+    def close(self, sub_group: SubGroup) -> None:
+        """``sub_group`` is updated: starts writing it back."""
 
     def flush(self) -> None:
         """Waits for what is being written: masters and states can be read."""
@@ -67,27 +66,12 @@ class HostStates:
         """Zeros of the segment's shape for its state ``name``, where such states rest."""
         return torch.zeros(segment.range.numel, dtype=dtype)
 
-    def adopt(self, optimizer: ShardedOptimizer, sub_groups: Sequence[SubGroup]) -> None:
-        """Takes in states that somebody else has put into the inner optimizer."""
+    def adopt(self, sub_groups: Sequence[SubGroup]) -> None:
+        """Moves states that were put into the inner optimizer from outside to where they rest."""
 
-    def nbytes(self, optimizer: ShardedOptimizer, sub_groups: Sequence[SubGroup]) -> int:
-        """Bytes of masters and states that rest here."""
-        units = {id(sub_group.unit): sub_group.unit for sub_group in sub_groups}.values()
-        masters = sum(unit.master.nbytes for unit in units if unit.master is not None and unit.master is not unit.shard)
-        return masters + sum(
-            value.nbytes
-            for sub_group in sub_groups
-            for segment in sub_group.segments
-            for _, value in elementwise_states(optimizer, segment)
-        )
+    def nbytes(self, kept: int) -> int:
+        """Bytes of masters and states that rest here; ``kept``: the sum of their sizes."""
+        return kept
 
     def close_all(self) -> None:
-        """Lets go of everything."""
-
-
-def elementwise_states(optimizer: ShardedOptimizer, segment: OwnedSegment) -> Iterator[tuple[str, torch.Tensor]]:
-    """The states of a segment that have one number per element."""
-    state: Mapping[str, Any] = optimizer.inner.state.get(segment.tensor, {})
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.ndim and value.shape == segment.tensor.shape:
-            yield name, value
+        """Frees everything."""

@@ -1,18 +1,20 @@
-"""The sections ``offload_optimizer``, ``offload_param`` and ``aio`` as storages of shards and a store of optimizer state."""
+"""What rests off the device, as storages of shards and a store of optimizer state."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.free_memory import free_bytes, ranks_on_this_host
-from hf_zero.core.optimizer.sub_groups import state_types
+from hf_zero.core.optimizer.clones import state_types
 from hf_zero.core.schedule.gradients import GradientPlace
+from hf_zero.core.stages import StagePolicy
+from hf_zero.core.step.precision import PrecisionPolicy
 from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import OffloadError
@@ -21,17 +23,13 @@ from hf_zero.memory.buffers import HostMemory
 from hf_zero.memory.copies import CopyLane
 from hf_zero.observe import warn_once
 from hf_zero.offload.file_states import BufferPlan, FileStates
-from hf_zero.offload.files import IoSettings, SwapFile, SwapFolder
+from hf_zero.offload.files import SwapFile, SwapFolder
 from hf_zero.offload.host_gradients import HostGradients
 from hf_zero.offload.host_states import HostStates
+from hf_zero.offload.settings import OffloadSettings
 from hf_zero.offload.shards import FileStorage, HostStorage, ReturningStorage
 from hf_zero.offload.state_store import OffloadedStateStore, OverlapPolicy
 from hf_zero.ops.host_optimizer import HostOptimizer
-
-if TYPE_CHECKING:
-    from hf_zero.config.schema.root import ZeroConfig
-    from hf_zero.config.schema.zero import ZeroOptimization
-    from hf_zero.core.step.precision import PrecisionPolicy
 
 T = TypeVar("T")
 _REMEDY = "Use more ranks or machines, set device to nvme, lower zero_optimization.offload_optimizer.ratio, or give the job more memory"
@@ -42,10 +40,10 @@ def trains_on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def describe_offload(zero: ZeroOptimization) -> str:
+def describe_offload(settings: OffloadSettings, stage: StagePolicy) -> str:
     """What rests elsewhere, as the end of a line; empty when nothing does."""
-    parts = [("optimizer states", zero.offload_optimizer.device), ("parameters", zero.offload_param.device)]
-    return "".join(f", {name} on {device}" for name, device in parts if device != "none" and (name[0] == "o" or zero.stage == 3))
+    parts = [("optimizer states", settings.optimizer.device, True), ("parameters", settings.param.device, stage.shards_parameters)]
+    return "".join(f", {name} on {device}" for name, device, moves in parts if moves and device != "none")
 
 
 def init_shard_storage(device: torch.device, pin_memory: bool) -> ShardStorage:
@@ -60,23 +58,22 @@ class Offloading:
         state_store: Where masters and moments live; None when the optimizer is not offloaded.
 
     Args:
-        config: The configuration.
+        settings: What rests where.
         precision: Element types.
         collectives: The data-parallel axis.
-        shards_parameters: The stage shards them (3); ``offload_param`` means something then only.
+        stage: ``offload_param`` means something only where it shards parameters (3).
     """
 
-    def __init__(self, config: ZeroConfig, precision: PrecisionPolicy, collectives: Collectives, shards_parameters: bool) -> None:
-        zero = config.zero_optimization
-        self._optimizer, self._param = zero.offload_optimizer, zero.offload_param
-        self._config, self._precision, self._collectives = config, precision, collectives
+    def __init__(self, settings: OffloadSettings, precision: PrecisionPolicy, collectives: Collectives, stage: StagePolicy) -> None:
+        self._optimizer, self._param = settings.optimizer, settings.param
+        self._settings, self._precision, self._collectives = settings, precision, collectives
         self._device = collectives.topology.device
         self._apart = not trains_on_host(self._device)
-        self._offloads_param = shards_parameters and self._param.device != "none"
-        if self._param.device != "none" and not shards_parameters:
+        self._offloads_param = stage.shards_parameters and self._param.device != "none"
+        if self._param.device != "none" and not stage.shards_parameters:
             warn_once(
                 f"zero_optimization.offload_param.device is {self._param.device!r}, which has an effect at stage 3 only; "
-                f"this is stage {zero.stage}"
+                f"this is stage {stage.stage}"
             )
         self.state_store: OffloadedStateStore | None = None
         self._gradients: GradientPlace | None = None
@@ -160,7 +157,7 @@ class Offloading:
 
     def _choose_mode(self, inner: torch.optim.Optimizer | None) -> str:
         """What `offload_overlap` comes to here: none, forward or full."""
-        wish = self._config.hf_zero.offload_overlap
+        wish = self._settings.overlap
         if not isinstance(inner, HostOptimizer) or (self._offloads_param and self._param.device == "nvme"):
             return "none"
         if wish == "auto":
@@ -173,19 +170,19 @@ class Offloading:
         threads, free = None, None
         if self._apart:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            threads = max(int(self._optimizer.cpuadam_cores_perc * cores / ranks), torch.get_num_threads())
+            threads = max(int(self._optimizer.cores * cores / ranks), torch.get_num_threads())
         if self._mode == "full":
             free = free_bytes(torch.device("cpu"), ranks)
         return OverlapPolicy(self._mode != "none", max(0, (free or 0) - need) // 2, threads)
 
     def _open_state_store(self, types: dict[str, torch.dtype], share: int, overlap: OverlapPolicy) -> None:
-        section, zero = self._optimizer, self._config.zero_optimization
+        section = self._optimizer
         memory = HostMemory(self._device, section.pin_memory)
         states: HostStates
         if section.device == "nvme":
-            plan = BufferPlan(section.buffer_count, section.pipeline_read, section.pipeline_write, zero.sub_group_size)
+            plan = BufferPlan(section.buffer_count, section.pipeline_read, section.pipeline_write, section.sub_group_size)
             itemsizes = sum(dtype.itemsize for dtype in types.values()) + self._master_dtype().itemsize
-            folder, file = self._on_all(lambda: self._make_file(section.nvme_path, "optimizer", int(share * section.ratio) * itemsizes))
+            folder, file = self._on_all(lambda: self._make_file(section.folder, "optimizer", int(share * section.ratio) * itemsizes))
             states = FileStates(folder, file, memory, plan, types, self._apart)
         else:
             states = HostStates(memory, self._apart)
@@ -205,13 +202,12 @@ class Offloading:
         if section.device == "nvme":
             itemsize = (self._precision.param_dtype or torch.float32).itemsize
             nbytes = max(0, share - section.max_in_cpu) * itemsize
-            folder, file = self._on_all(lambda: self._make_file(section.nvme_path, "parameters", nbytes))
+            folder, file = self._on_all(lambda: self._make_file(section.folder, "parameters", nbytes))
             self._in_file = FileStorage(folder, file, memory, self._inward, section.buffer_count)
 
     def _make_file(self, path: str | None, name: str, nbytes: int) -> tuple[SwapFolder, SwapFile]:
-        aio = self._config.aio
         folder = SwapFolder(Path(path or "."), self._collectives.rank)
-        file = SwapFile(folder.path / f"{name}.bin", IoSettings(aio.block_size, aio.queue_depth))
+        file = SwapFile(folder.path / f"{name}.bin", self._settings.io)
         file.make_room(nbytes)
         return folder, file
 

@@ -30,7 +30,7 @@ class _Frame:
         return self.memory[: unit.shard.nbytes].view(unit.shard.dtype)
 
     def settle(self) -> None:
-        """Waits until nobody reads or writes the buffer."""
+        """Waits until no copy reads or writes the buffer."""
         transfer, mark = self.transfer, self.mark
         self.transfer = self.mark = None
         if transfer is not None:
@@ -120,10 +120,10 @@ class ReturningStorage(ShardStorage):
 
 
 class HostStorage(ShardStorage):
-    """Shards rest in page-locked host memory and go to the device when their unit is gathered.
+    """Shards rest in page-locked host memory and go to the device when their unit is unsharded.
 
-    A unit frees the buffer that the lane fills only after it has waited for the gather, ``arrive`` included, so nothing else keeps
-    it alive ([Note: device memory in a lane]).
+    A unit frees the buffer that the lane fills only after it has waited for the all-gather, ``arrive`` included, so nothing else
+    keeps it alive ([Note: device memory in a lane]).
 
     Args:
         memory: Of the shards.

@@ -1,4 +1,4 @@
-"""Steps taken during backward, on copies, before anybody knows whether they are the ones that ``step`` will ask for."""
+"""Steps taken during backward, on copies, before it is known whether ``step`` will ask for the same."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
-from hf_zero.core.optimizer.sub_groups import SubGroupStepper, clone, update_with_lows
+from hf_zero.core.optimizer.clones import clone
+from hf_zero.core.optimizer.segments import OwnedSegment, Segments
+from hf_zero.core.optimizer.sub_groups import SubGroupStepper, update_with_lows
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
 from hf_zero.memory.buffers import HostMemory
-from hf_zero.native.slices import for_slices
+from hf_zero.native.thread_ranges import for_thread_ranges
 from hf_zero.observe import span
 from hf_zero.offload.host_states import SubGroup
 from hf_zero.offload.updates import UnitUpdate, UpdateThread, zero_gaps
@@ -55,7 +56,7 @@ class Spares:
         return found
 
     def give(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Takes back what nobody reads any more."""
+        """Takes back tensors that are read no more."""
         for tensor in tensors:
             self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
 
@@ -104,25 +105,23 @@ class Speculation:
         unit: The unit.
         grad: Its gradient on the host.
         factor: What the gradient is multiplied with first.
-        values: Hyper-parameters by group.
+        stepper: Has the optimizer, its hyper-parameters by group, and the most threads to use.
         master: (shard_numel,) copy.
         low: (shard_numel,): takes the new shard; None where the master is the shard.
-        own_low: ``low`` is a spare, not what the unit's home has for new shards.
+        own_low: ``low`` is a spare, not what the unit's shard storage has for new shards.
         shadows: The copies of its segments.
-        threads: The most threads to use.
+        spares: Where the copies' memory comes from.
         future: The step.
     """
 
     unit: Unit
-    optimizer: torch.optim.Optimizer
     grad: torch.Tensor
     factor: float
-    values: list[dict[str, Any]]
+    stepper: SubGroupStepper
     master: torch.Tensor
     low: torch.Tensor | None
     own_low: bool
     shadows: list[_Shadow]
-    threads: int
     spares: Spares
     future: Future[None] | None = None
     _read: list[tuple[torch.Tensor, int]] = field(init=False)  # what it is computed from, and its version
@@ -139,36 +138,35 @@ class Speculation:
         Args:
             settle: Waits until the gradient can be read.
         """
+        threads = self.stepper.threads
         with span("speculate", self.unit.name):
             settle(self.unit)
-            _copy(self.master, self._read[1][0], self.threads)
-            groups: list[dict[str, Any]] = [{**values, "params": []} for values in self.values]
+            _copy(self.master, self._read[1][0], threads)
+            groups: list[dict[str, Any]] = [{**values, "params": []} for values in self.stepper.values]
             for shadow in self.shadows:
-                shadow.fill(self.threads)
+                shadow.fill(threads)
                 groups[shadow.segment.group]["params"].append(shadow.tensor)
-            ranges = [shadow.segment.range for shadow in self.shadows]
-            other: Any = clone(self.optimizer, groups, {shadow.tensor: shadow.state for shadow in self.shadows})
+            other: Any = clone(self.stepper.optimizer, groups, {shadow.tensor: shadow.state for shadow in self.shadows})
             update_with_lows(
                 other,
                 [shadow.tensor for shadow in self.shadows],
-                [self.grad[part.start : part.stop] for part in ranges],
-                [None if self.low is None else self.low[part.start : part.stop] for part in ranges],
+                [shadow.segment.within(self.grad) for shadow in self.shadows],
+                [None if self.low is None else shadow.segment.within(self.low) for shadow in self.shadows],
                 self.factor,
-                self.threads,
+                threads,
             )
 
     def fits(self, update: UnitUpdate) -> bool:
         """Whether it is what ``update`` would compute."""
-        states = self.optimizer.state
         return (
             update.grad is self.grad
             and update.factor == self.factor
-            and update.stepper.values == self.values
+            and update.stepper.values == self.stepper.values
             and self.unit.master is self._read[1][0]
             and all(tensor._version == version for tensor, version in self._read)
             and all(
-                states[shadow.segment.tensor].keys() == shadow.present.keys()
-                and all(states[shadow.segment.tensor][name] is value for name, value in shadow.present.items())
+                (states := shadow.segment.state).keys() == shadow.present.keys()
+                and all(states[name] is value for name, value in shadow.present.items())
                 for shadow in self.shadows
             )
         )
@@ -182,12 +180,12 @@ class Speculation:
         assert self.future is not None
         self.future.result()
         if self.low is None:  # the master is the shard, which stays where it is
-            _copy(self._read[1][0], self.master, self.threads)
+            _copy(self._read[1][0], self.master, self.stepper.threads)
         elif self._target is not None:
             sub_group = SubGroup(self.unit, Range(0, self.unit.layout.shard_numel), tuple(shadow.segment for shadow in self.shadows))
             zero_gaps(self.low, sub_group)
             if self.own_low:
-                _copy(self._target, self.low, self.threads)
+                _copy(self._target, self.low, self.stepper.threads)
 
     def finish(self) -> None:
         unit, old = self.unit, [self.master]
@@ -222,19 +220,19 @@ class Speculator:
         self._thread = thread
         self._spares = spares
         self._stepper: SubGroupStepper | None = None  # None: this backward completes no step
-        self._optimizer: ShardedOptimizer | None = None
+        self._segments = Segments()
         self._factor = 1.0
         self._speculations: dict[int, Speculation] = {}
 
-    def expect(self, optimizer: ShardedOptimizer, stepper: SubGroupStepper | None, scale: float) -> None:
+    def expect(self, segments: Segments, stepper: SubGroupStepper | None, scale: float) -> None:
         """A backward begins.
 
         Args:
-            optimizer: Which steps after it.
+            segments: What the step after it updates.
             stepper: Hyper-parameters of that step; None if another backward comes before it.
             scale: Loss scale that the gradients carry.
         """
-        self._optimizer, self._stepper = optimizer, stepper
+        self._segments, self._stepper = segments, stepper
         self._factor = float(torch.ones(()) / scale)  # to the bit what the step divides by where nothing is clipped
 
     def arrived(self, unit: Unit, grad: torch.Tensor, settle: Callable[[Unit], None]) -> None:
@@ -248,10 +246,10 @@ class Speculator:
             self._speculations[id(unit)] = speculation
 
     def _make(self, unit: Unit, grad: torch.Tensor) -> Speculation | None:
-        stepper, optimizer, master = self._stepper, self._optimizer, unit.master
-        if stepper is None or optimizer is None or master is None:
+        stepper, master = self._stepper, unit.master
+        if stepper is None or master is None:
             return None
-        present = {segment: optimizer.inner.state.get(segment.tensor, {}) for segment in optimizer.segments_of(unit)}
+        present = {segment: segment.state for segment in self._segments.of(unit)}
         if not present or not all(_can_be_copied(state) for state in present.values()):
             return None
         low = None if master is unit.shard else unit.shard_storage.outgoing(unit)
@@ -264,15 +262,14 @@ class Speculator:
         shadows = [
             _Shadow(
                 segment,
-                torch.nn.Parameter(copy[segment.range.start : segment.range.stop], requires_grad=False),
+                torch.nn.Parameter(segment.within(copy), requires_grad=False),
                 dict(state),
                 {name: next(rest) if value.ndim else value for name, value in state.items()},
             )
             for segment, state in present.items()
         ]
         low = next(rest) if own_low else low
-        inner, values, threads = optimizer.inner, stepper.values, stepper.threads
-        return Speculation(unit, inner, grad, self._factor, values, copy, low, own_low, shadows, threads, self._spares)
+        return Speculation(unit, grad, self._factor, stepper, copy, low, own_low, shadows, self._spares)
 
     def take(self, update: UnitUpdate) -> Speculation | None:
         """The speculation that computes what ``update`` would, if there is one that has begun."""
@@ -280,7 +277,7 @@ class Speculator:
         if speculation is None:
             return None
         assert speculation.future is not None
-        # One that waits its turn is worth nothing: in place the same takes less memory traffic.
+        # One that has not begun is dropped: updating in place moves less memory.
         if speculation.fits(update) and not speculation.future.cancel():
             return speculation
         self._drop(speculation)
@@ -291,10 +288,10 @@ class Speculator:
         for speculation in self._speculations.values():
             self._drop(speculation)
         self._speculations.clear()
-        self._stepper = None
+        self._segments, self._stepper = Segments(), None
 
     def _drop(self, speculation: Speculation) -> None:
-        """Its memory may be used again at once: the one thread that writes to it takes whatever comes next after it."""
+        """Its memory may be used again at once: the one thread that writes to it begins the next work when this has ended."""
         assert speculation.future is not None
         speculation.future.cancel()
         self._spares.give(speculation.spare_tensors())
@@ -312,4 +309,4 @@ def _copy(target: torch.Tensor, source: torch.Tensor, threads: int) -> None:
     def work(start: int, stop: int) -> None:
         ctypes.memmove(target.data_ptr() + start * size, source.data_ptr() + start * size, (stop - start) * size)
 
-    for_slices(source.numel(), threads, work)
+    for_thread_ranges(source.numel(), threads, work)

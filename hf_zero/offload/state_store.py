@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
-from hf_zero.core.optimizer.state_store import StateStore, as_gradient, move_to_huge_pages, scale_
+from hf_zero.core.optimizer.segments import OwnedSegment
+from hf_zero.core.optimizer.state_store import StateStore, scale_
 from hf_zero.core.optimizer.sub_groups import SubGroupStepper
-from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.unit import Unit
@@ -30,8 +28,9 @@ class OverlapPolicy:
     """When units are updated; what is computed is the same.
 
     Attributes:
-        forward: Updates of units that are not gathered go on after ``step``, while the next forward runs. Only for optimizers whose
-            step changes nothing but tensors of its own unit (``HostOptimizer``), and homes whose ``outgoing`` is each unit's own.
+        forward: Updates of sharded units go on after ``step``, while the next forward runs. Only for optimizers whose
+            step changes nothing but tensors of its own unit (``HostOptimizer``), and shard storages whose ``outgoing`` is each
+            unit's own.
         spare_bytes: Host memory for steps on copies during backward; 0 for none.
         threads: As in ``StateStore``.
     """
@@ -78,44 +77,41 @@ class OffloadedStateStore(StateStore):
 
     # -- updates ------------------------------------------------------------------------------------------------------
 
-    def expect(self, optimizer: ShardedOptimizer, scale: float | None) -> None:
+    def expect(self, scale: float | None) -> None:
         if self._speculator is not None:
-            steps = scale is not None and self._overlaps(optimizer)
-            self._speculator.expect(optimizer, self._stepper(optimizer) if steps else None, scale or 1.0)
+            steps = scale is not None and self._overlaps()
+            self._speculator.expect(self.segments, self._stepper() if steps else None, scale or 1.0)
 
     def arrived(self, unit: Unit, grad: torch.Tensor, settle: Callable[[Unit], None]) -> None:
         """``unit``'s gradient is reduced; a ``Listener``."""
         if self._speculator is not None:
             self._speculator.arrived(unit, grad, settle)
 
-    def _stepper(self, optimizer: ShardedOptimizer) -> SubGroupStepper:
-        return SubGroupStepper(optimizer.inner, self._accumulation_dtype, self.threads)
+    def _stepper(self) -> SubGroupStepper:
+        return SubGroupStepper(self.inner, self._accumulation_dtype, self.threads)
 
-    def _overlaps(self, optimizer: ShardedOptimizer) -> bool:
+    def _overlaps(self) -> bool:
         """Whether this step's updates may run in the other thread: not the first, which makes the states, nor one with a rate in a tensor,
         which a scheduler changes in place."""
-        inner = optimizer.inner
-        in_tensors = any(isinstance(value, torch.Tensor) for group in inner.param_groups for value in group.values())
-        return self.policy.forward and bool(inner.state) and not in_tensors
+        in_tensors = any(isinstance(value, torch.Tensor) for group in self.inner.param_groups for value in group.values())
+        return self.policy.forward and bool(self.inner.state) and not in_tensors
 
-    def update(
-        self, optimizer: ShardedOptimizer, grads: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]
-    ) -> None:
-        self._update(optimizer, grads, factor)
-        for unit in optimizer.units:
+    def update(self, grads: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
+        self._update(grads, factor)
+        for unit in self.units:
             if not self.holds(unit):
                 publish([unit])
             elif unit.state is UnitState.UNSHARDED:
                 unit.own.settle()
             updated(unit)
 
-    def _update(self, optimizer: ShardedOptimizer, grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    def _update(self, grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         self.settle()
-        by_unit = {id(unit): grad for unit, grad in zip(optimizer.units, grads, strict=True)}
-        stepper, fresh = self._stepper(optimizer), not optimizer.inner.state
-        self._update_device(optimizer, stepper, by_unit, factor)
-        updates = self._updates(optimizer, stepper, by_unit, float(factor))
-        if self._overlaps(optimizer):
+        by_unit = {id(unit): grad for unit, grad in zip(self.units, grads, strict=True)}
+        stepper, fresh = self._stepper(), not self.inner.state
+        self._update_device(stepper, by_unit, factor)
+        updates = self._updates(stepper, by_unit, float(factor))
+        if self._overlaps():
             self._start(updates)
             return
         for update in updates:
@@ -125,26 +121,23 @@ class OffloadedStateStore(StateStore):
         self.states.settle()
         stepper.finish()
         if fresh and self.states.tier == "host":
-            move_to_huge_pages(optimizer)
-        for unit in optimizer.units:
+            self.move_to_huge_pages()
+        for unit in self.units:
             unit.shard_storage.flush()
 
-    def _updates(
-        self, optimizer: ShardedOptimizer, stepper: SubGroupStepper, by_unit: Mapping[int, torch.Tensor], factor: float
-    ) -> list[UnitUpdate]:
-        """In the order of forward, but first those of gathered units, for which ``step`` waits."""
-        by_id = self._sub_groups_by_unit(optimizer)
-        units = [unit for unit in optimizer.units if id(unit) in by_id]
+    def _updates(self, stepper: SubGroupStepper, by_unit: Mapping[int, torch.Tensor], factor: float) -> list[UnitUpdate]:
+        """In the order of forward, but first those of unsharded units, for which ``step`` waits."""
+        by_id = self._sub_groups_by_unit()
+        units = [unit for unit in self.units if id(unit) in by_id]
         units.sort(key=lambda unit: unit.state is UnitState.SHARDED)  # stable
         sub_groups = [sub_group for unit in units for sub_group in by_id[id(unit)]]
-        behind = {id(sub_group): upcoming for sub_group, upcoming in zip(sub_groups, [*sub_groups[1:], None], strict=True)}
+        following = {id(sub_group): upcoming for sub_group, upcoming in zip(sub_groups, [*sub_groups[1:], None], strict=True)}
         return [
             UnitUpdate(
                 unit,
-                [(sub_group, behind[id(sub_group)]) for sub_group in by_id[id(unit)]],
+                [(sub_group, following[id(sub_group)]) for sub_group in by_id[id(unit)]],
                 by_unit[id(unit)],
                 factor,
-                optimizer,
                 stepper,
                 self.states,
             )
@@ -172,46 +165,35 @@ class OffloadedStateStore(StateStore):
         if last is not None:
             last.result()
 
-    def _update_device(
-        self, optimizer: ShardedOptimizer, stepper: SubGroupStepper, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor
-    ) -> None:
-        segments = [segment for segment in optimizer.segments if not self.holds(segment.unit)]
+    def _update_device(self, stepper: SubGroupStepper, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor) -> None:
+        segments = [segment for segment in self.segments if not self.holds(segment.unit)]
         if segments:
-            scale_([by_unit[id(unit)] for unit in optimizer.units if not self.holds(unit)], factor)
-            stepper.step(segments, [as_gradient(by_unit[id(segment.unit)], segment) for segment in segments])
+            scale_([by_unit[id(unit)] for unit in self.units if not self.holds(unit)], factor)
+            stepper.step(segments, [segment.gradient(by_unit[id(segment.unit)]) for segment in segments])
 
-    def _sub_groups_by_unit(self, optimizer: ShardedOptimizer) -> dict[int, list[SubGroup]]:
+    def _sub_groups_by_unit(self) -> dict[int, list[SubGroup]]:
         """What is updated at a time, by id of the unit in the order of forward; units without a segment on this rank are left out."""
         if self._sub_groups is None:
-            self._sub_groups = {}
-            for unit in optimizer.units:
-                segments = optimizer.segments_of(unit) if self.holds(unit) else []
-                if segments:
-                    self._sub_groups[id(unit)] = [_sub_group(unit, part, segments) for part in self.ranges(unit)]
+            self._sub_groups = {
+                id(unit): [_sub_group(unit, part, segments) for part in self.ranges(unit)]
+                for unit in self.units
+                if self.holds(unit) and (segments := self.segments.of(unit))
+            }
         return self._sub_groups
-
-    def sub_groups(self, optimizer: ShardedOptimizer) -> list[SubGroup]:
-        """What is updated at a time, in the order of forward."""
-        return [sub_group for sub_groups in self._sub_groups_by_unit(optimizer).values() for sub_group in sub_groups]
 
     # -- state from outside -------------------------------------------------------------------------------------------
 
     def new_state(self, segment: OwnedSegment, name: str, dtype: torch.dtype) -> torch.Tensor:
         return self.states.new_state(segment, name, dtype) if self.holds(segment.unit) else super().new_state(segment, name, dtype)
 
-    def adopt_states(self, optimizer: ShardedOptimizer) -> None:
-        self.states.adopt(optimizer, self.sub_groups(optimizer))
+    def adopt_states(self) -> None:
+        self.states.adopt([sub_group for sub_groups in self._sub_groups_by_unit().values() for sub_group in sub_groups])
 
-    def tiers(self, optimizer: ShardedOptimizer) -> Mapping[str, int]:
-        if isinstance(optimizer, WholeTensorOptimizer):
-            return {self.states.tier: self._whole_nbytes(optimizer)}
-        return {self.states.tier: self.states.nbytes(optimizer, self.sub_groups(optimizer)) + self._spares.nbytes}
-
-    def _whole_nbytes(self, optimizer: WholeTensorOptimizer) -> int:
-        """Bytes of offloaded masters, and of the tensors that this rank keeps for the parameters it owns."""
-        masters = [unit.master for unit in optimizer.units if self.holds(unit) and unit.master is not unit.shard]
-        kept = [optimizer.state_of(entry.slot.name) for entry in optimizer.whole if self.holds(entry.unit)]
-        return sum(tensor.nbytes for tensor in tree_leaves([masters, kept]) if isinstance(tensor, torch.Tensor))
+    def tiers(self, kept: Callable[[Unit], Sequence[torch.Tensor]]) -> Mapping[str, int]:
+        held = [unit for unit in self.units if self.holds(unit)]
+        tensors = [tensor for unit in held for tensor in kept(unit)]
+        tensors += [unit.master for unit in held if unit.master is not None and unit.master is not unit.shard]
+        return {self.states.tier: self.states.nbytes(sum(tensor.nbytes for tensor in tensors)) + self._spares.nbytes}
 
     def close(self) -> None:
         waits = [unit.own.settle for unit in self._underway] + ([self._last.result] if self._last is not None else [])
@@ -220,7 +202,7 @@ class OffloadedStateStore(StateStore):
         for wait in waits:
             try:
                 wait()
-            except Exception as error:  # nobody needs the states any more, and an engine must go whatever has happened
+            except Exception as error:  # the states are needed no more, and destroy() must not fail
                 failures.append(error)
         if failures:
             logger.warning("an update that was under way has failed: %s", failures[0])
@@ -229,8 +211,8 @@ class OffloadedStateStore(StateStore):
         self._thread.close()
         self._sub_groups = None
         self.states.close_all()
+        super().close()
 
 
 def _sub_group(unit: Unit, part: Range, segments: Sequence[OwnedSegment]) -> SubGroup:
-    inside = tuple(segment for segment in segments if segment.range.intersect(part).numel)
-    return SubGroup(unit, part, inside)
+    return SubGroup(unit, part, tuple(segment for segment in segments if segment.range.intersect(part).numel))

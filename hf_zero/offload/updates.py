@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 
-from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.optimizer.sub_groups import SubGroupStepper
 from hf_zero.core.units.unit import Unit
 from hf_zero.observe import span
@@ -40,7 +39,6 @@ class UnitUpdate:
         sub_groups: What it is cut into, each with the sub-group that follows it.
         grad: (shard_numel,), in host memory.
         factor: What the gradient is multiplied with first.
-        optimizer: Whose states they are.
         stepper: Steps a sub-group.
         states: Where masters and moments rest.
     """
@@ -49,7 +47,6 @@ class UnitUpdate:
     sub_groups: Sequence[tuple[SubGroup, SubGroup | None]]
     grad: torch.Tensor
     factor: float
-    optimizer: ShardedOptimizer
     stepper: SubGroupStepper
     states: HostStates
     _target: torch.Tensor | None = field(default=None, init=False)  # (shard_numel,): where the new shard goes; None: it is the master
@@ -64,13 +61,13 @@ class UnitUpdate:
 
     def _step(self, sub_group: SubGroup, upcoming: SubGroup | None) -> None:
         target = self._target
-        self.states.open(self.optimizer, sub_group)
+        self.states.open(sub_group)
         if upcoming is not None:
             self.states.prepare(upcoming)
-        grads = [self.grad[segment.range.start : segment.range.stop] for segment in sub_group.segments]
-        lows = [None if target is None else target[segment.range.start : segment.range.stop] for segment in sub_group.segments]
+        grads = [segment.within(self.grad) for segment in sub_group.segments]
+        lows = [None if target is None else segment.within(target) for segment in sub_group.segments]
         self.stepper.step(sub_group.segments, grads, self.factor, lows)
-        self.states.close(self.optimizer, sub_group)
+        self.states.close(sub_group)
         if target is not None:
             zero_gaps(target, sub_group)
 

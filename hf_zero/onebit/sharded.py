@@ -101,7 +101,7 @@ class OneBitSharded(ShardedOptimizer):
         """Three moves per unit, each unit's messages on the wire while the next one is coded."""
         units, step = self._units(), self.one_bit.steps_taken() + 1
         scattering: deque[tuple[CompressedUnit, Pending]] = deque()
-        gathering: deque[tuple[CompressedUnit, Pending, torch.Tensor]] = deque()
+        averages: deque[tuple[CompressedUnit, Pending, torch.Tensor]] = deque()
 
         def serve() -> None:
             compressed, pending = scattering.popleft()
@@ -111,10 +111,10 @@ class OneBitSharded(ShardedOptimizer):
                 with span("average", name):
                     message = compressed.serve(pending.result)
                 full = message.new_empty(self._collectives.world * message.numel())
-                gathering.append((compressed, self._collectives.all_gather(full, message, f"{name}: momentum"), full))
+                averages.append((compressed, self._collectives.all_gather(full, message, f"{name}: momentum"), full))
 
         def finish() -> None:
-            compressed, pending, full = gathering.popleft()
+            compressed, pending, full = averages.popleft()
             pending.wait()
             with span("move", compressed.unit.name):
                 compressed.finish(full.view(self._collectives.world, -1), step)
@@ -126,11 +126,11 @@ class OneBitSharded(ShardedOptimizer):
                 scattering.append((compressed, self._collectives.exchange(messages, f"{compressed.unit.name}: momentum")))
                 if len(scattering) > 1:
                     serve()
-                if len(gathering) > 1:
+                if len(averages) > 1:
                     finish()
             while scattering:
                 serve()
-            while gathering:
+            while averages:
                 finish()
         for group in self.param_groups:
             group["step_count"] = step
@@ -139,7 +139,7 @@ class OneBitSharded(ShardedOptimizer):
     def _units(self) -> list[CompressedUnit]:
         if self._compressed is not None and all(compressed.holds_state() for compressed in self._compressed):
             return self._compressed
-        self._compressed = [CompressedUnit(unit, self.segments_of(unit), self.one_bit, self._collectives) for unit in self.units]
+        self._compressed = [CompressedUnit(unit, self.segments.of(unit), self.one_bit, self._collectives) for unit in self.units]
         for compressed in self._compressed:
             for name, target in ((WORKER_ERROR, compressed.worker_error), (SERVER_ERROR, compressed.server_error)):
                 saved = self._loaded.get(name, {}).get(compressed.unit.name)
@@ -167,7 +167,7 @@ class OneBitSharded(ShardedOptimizer):
         }
 
     def load_rank_states(self, states: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Takes what ``rank_states`` gave, for this rank at this number of ranks; without any, errors start from zero."""
+        """Restores what ``rank_states`` returned, for this rank at this number of ranks; without any, errors start from zero."""
         self._compressed = None
         self._loaded = dict(states)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.optimizer.sharded import OwnedSegment
+from hf_zero.core.optimizer.segments import OwnedSegment
 from hf_zero.core.units.layout import ALIGNMENT, Range, UnitLayout, round_up
 from hf_zero.core.units.unit import Unit
 from hf_zero.memory import host_memory
@@ -106,7 +106,7 @@ class CompressedUnit:
         """Which elements have a variance; None when all of them have.
 
         [Note: elements without variance] An element that saw no gradient in the warm-up has no variance to be scaled by: a bit of
-        its chunk's scale, divided by ``eps``, would throw it out of the model. It takes no part in the compressed phase.
+        its chunk's scale, divided by ``eps``, would move it far away. It takes no part in the compressed phase.
         """
         alive = self._whole("exp_avg_sq") > 0
         return None if int(alive.sum()) == sum(int(table.counts.sum()) for table in self._tables) else alive

@@ -7,16 +7,15 @@ One that looks at all tensors together needs them on one rank, which is so at st
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_zero.core.optimizer.clones import TRIAL_STEPS, CollectiveError, options_of, trial_data, try_steps
 from hf_zero.errors import UnsupportedError
 from hf_zero.observe import warn_once
 from hf_zero.ops import HostAdagrad, HostAdam, HostLion, HostSGD
@@ -25,8 +24,6 @@ from hf_zero.optim.onebit_adam import OneBitAdam
 from hf_zero.optim.uncorrected_adam import UncorrectedAdam
 
 _ALLOW_KEY = "zero_allow_untested_optimizer"
-_PROBE_SHAPE = (4, 6)
-_PROBE_STEPS = 3
 # Relative to the largest update. Element-wise kernels differ by rounding only (1e-6 for those that compute in fp32);
 # norms and factored moments of halves differ by tens of percent.
 _PROBE_TOLERANCE = 1e-4
@@ -126,43 +123,13 @@ def needs_whole_tensors(
     if _named(kind, WHOLE_TENSOR) is not None:
         if not kind.__module__.startswith(("torch.optim", "hf_zero.")):
             for group in _distinct_groups(optimizer):
-                _refuse_talkative(optimizer, group)
+                _refuse_collectives(optimizer, group)
         return True
     if whole_tensor_reason(kind) is not None or getattr(getattr(optimizer, "args", None), "optim_bits", 32) < 32:
         return True  # bitsandbytes: tensors as small as a probe's would stay 32-bit
     untold = _Untold(kind, allow_untested, shards_only)
     answers = [_probe(optimizer, group, untold, all_here) for group in _distinct_groups(optimizer)]
     return any(answers)
-
-
-def state_names(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> frozenset[str] | None:
-    """Names of what the optimizer keeps for a parameter of ``ndim`` dimensions in its group ``group``, by trying it on a small one.
-
-    Returns:
-        None where the class cannot be tried. The optimizer itself and the global random state stay untouched.
-    """
-    start, grads = _probe_data(optimizer)
-    shape = (*[1] * (ndim - 2), *_PROBE_SHAPE) if ndim >= 2 else (-1,)
-    values = [value.float().view(shape) if ndim else value.float().flatten()[0] for value in (start, *grads)]
-    with torch.random.fork_rng(devices=[]):
-        try:
-            twin, param = _stepped(optimizer, _options(optimizer.param_groups[group]), values[:1], [values[1:]])
-        except Exception:  # whatever a foreign constructor or step raises
-            return None
-    return frozenset(twin.state.get(param, {}))
-
-
-def state_at_start(optimizer: torch.optim.Optimizer, group: int, param: Tensor) -> dict[str, Any]:
-    """What the optimizer keeps for ``param`` before the first step; empty for nearly all, not so for Adagrad."""
-    with torch.random.fork_rng(devices=[]):
-        try:
-            return dict(_twin(optimizer, copy.deepcopy(_options(optimizer.param_groups[group])), [param]).state.get(param, {}))
-        except Exception:  # whatever a foreign constructor raises
-            return {}
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def whole_tensor_reason(kind: type) -> str | None:
@@ -196,7 +163,7 @@ def _distinct_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The groups' options without parameters, each different set once: options can switch the algorithm (GaLore's do)."""
     distinct: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
-        options = _options(group)
+        options = options_of(group)
         # The rate does not change the algorithm, but one of 0 (a warm-up that has begun) would make every probe pass.
         for key in ("lr", "initial_lr"):
             if isinstance(options.get(key), (int, float, Tensor)) and float(options[key]) == 0.0:
@@ -205,16 +172,25 @@ def _distinct_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return list(distinct.values())
 
 
-def _refuse_talkative(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
-    """Refuses a known class whose step exchanges tensors between ranks itself; what else it raises on a small matrix is no matter."""
-    start, grads = _probe_data(optimizer)
+@contextmanager
+def _trial(kind: type) -> Iterator[None]:
+    """Restores the global random state, and refuses a class whose step exchanges tensors between ranks itself."""
     with torch.random.fork_rng(devices=[]):
         try:
-            _run(optimizer, options, [start], [grads])
-        except _Talks:
-            raise _talkative(type(optimizer)) from None
-        except Exception:  # it may want a device, a dtype or a size that the probe does not have
-            return
+            yield
+        except CollectiveError:
+            raise UnsupportedError(
+                f"optimizer {kind.__name__} exchanges tensors between ranks inside its step, which divides the work a second time. Use its "
+                "version for a single device (SingleDeviceMuon, SingleDeviceMuonWithAuxAdam, ...): the engine divides parameters over ranks"
+            ) from None
+
+
+def _refuse_collectives(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
+    """Refuses a known class that communicates; what else it raises on a small matrix is no matter."""
+    start, grads = trial_data(optimizer)
+    # It may want a device, a dtype or a size that the trial does not have.
+    with _trial(type(optimizer)), suppress(Exception):
+        _result(optimizer, options, [start], [grads])
 
 
 def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], untold: _Untold, all_here: bool) -> bool:
@@ -226,56 +202,46 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], untold: _U
     Raises:
         UnsupportedError: It cannot be built or stepped here, or needs more than one tensor at a time.
     """
-    kind = type(optimizer)
-    start, grads = _probe_data(optimizer)
-    with torch.random.fork_rng(devices=[]):
+    start, grads = trial_data(optimizer)
+    with _trial(type(optimizer)):
         try:
-            whole = _run(optimizer, options, [start], [grads])
-        except _Talks:
-            raise _talkative(kind) from None
+            whole = _result(optimizer, options, [start], [grads])
         except Exception:  # whatever a foreign constructor or step raises; perhaps at float64
             start, grads, options = start.float(), [grad.float() for grad in grads], _large_rate(options)
             try:
-                whole = _run(optimizer, options, [start], [grads])
-            except _Talks:
-                raise _talkative(kind) from None
+                whole = _result(optimizer, options, [start], [grads])
             except Exception as error:
                 return untold(f"could not be tried on a small matrix: {type(error).__name__}: {error}", error)
-        middle = start.numel() // 2
-        flat, flat_grads = start.flatten(), [grad.flatten() for grad in grads]
-        update = whole - start
-        largest = update.abs().max().item()
+        largest = (whole - start).abs().max().item()
         if largest == 0.0:
-            return untold(f"did not move a small matrix in {_PROBE_STEPS} steps")
-        try:
-            first = _run(optimizer, options, [flat[:middle]], [[grad[:middle] for grad in flat_grads]])
-            second = _run(optimizer, options, [flat[middle:]], [[grad[middle:] for grad in flat_grads]])
-            difference = (whole.flatten() - torch.cat([first, second])).abs().max().item()
-        except _Talks:
-            raise _talkative(kind) from None
-        except Exception:  # it fails on a flat part of a matrix
-            difference = float("inf")
-        if difference <= _PROBE_TOLERANCE * largest:  # a NaN is not
+            return untold(f"did not move a small matrix in {TRIAL_STEPS} steps")
+        if _halves_differ_by(optimizer, options, start, grads, whole) <= _PROBE_TOLERANCE * largest:  # a NaN is not
             return False
         if all_here:
             return True
         other, other_grads = 3.0 * start.flip(0), [7.0 * grad.flip(0) for grad in grads]
         try:
-            together = _run(optimizer, options, [start, other], [grads, other_grads])
-        except _Talks:
-            raise _talkative(kind) from None
+            together = _result(optimizer, options, [start, other], [grads, other_grads])
         except Exception as error:
             return untold(f"could not be tried on two small matrices: {type(error).__name__}: {error}", error)
     difference = (whole - together).abs().max().item()
     if not difference <= _PROBE_TOLERANCE * largest:
-        problem = (
-            f"after {_PROBE_STEPS} steps a matrix beside another one differs by {difference:.3g} from the matrix alone (update "
-            f"{largest:.3g}), so it looks at all parameters together"
-        )
-        if not untold.allowed:
-            raise _refusal(kind, problem)
-        warn_once(f"optimizer {kind.__name__}: {problem}; with {_ALLOW_KEY} it runs on each rank's parameters by themselves")
+        untold.looks_at_all(difference, largest)
     return True
+
+
+def _halves_differ_by(
+    optimizer: torch.optim.Optimizer, options: dict[str, Any], start: Tensor, grads: Sequence[Tensor], whole: Tensor
+) -> float:
+    """How far the flattened matrix' halves, stepped as two instances, come out from ``whole``; inf where they cannot be stepped."""
+    middle = start.numel() // 2
+    flat, flat_grads = start.flatten(), [grad.flatten() for grad in grads]
+    try:
+        first = _result(optimizer, options, [flat[:middle]], [[grad[:middle] for grad in flat_grads]])
+        second = _result(optimizer, options, [flat[middle:]], [[grad[middle:] for grad in flat_grads]])
+    except Exception:  # it fails on a flat part of a matrix
+        return float("inf")
+    return (whole.flatten() - torch.cat([first, second])).abs().max().item()
 
 
 def _large_rate(options: dict[str, Any]) -> dict[str, Any]:
@@ -315,79 +281,23 @@ class _Untold:
             warn_once(f"optimizer {name} {problem}; each parameter is updated whole, by one rank")
         return not self.shards_only
 
+    def looks_at_all(self, difference: float, update: float) -> None:
+        """A matrix beside another one came out ``difference`` from the matrix alone, whose largest update is ``update``.
 
-class _Talks(Exception):
-    """A collective was issued inside a probe."""
-
-
-class _Silence(TorchDispatchMode):
-    """Stops collectives: a probe runs on one rank, perhaps on not all of them, and the others would not join."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            raise _Talks
-        return func(*args, **(kwargs or {}))
-
-
-def _talkative(kind: type) -> UnsupportedError:
-    return UnsupportedError(
-        f"optimizer {kind.__name__} exchanges tensors between ranks inside its step, which divides the work a second time. Use its "
-        "version for a single device (SingleDeviceMuon, SingleDeviceMuonWithAuxAdam, ...): the engine divides parameters over ranks"
-    )
+        Raises:
+            UnsupportedError: It may not run.
+        """
+        problem = (
+            f"after {TRIAL_STEPS} steps a matrix beside another one differs by {difference:.3g} from the matrix alone (update "
+            f"{update:.3g}), so it looks at all parameters together"
+        )
+        if not self.allowed:
+            raise _refusal(self.kind, problem)
+        warn_once(f"optimizer {self.kind.__name__}: {problem}; with {_ALLOW_KEY} it runs on each rank's parameters by themselves")
 
 
-def _probe_data(optimizer: torch.optim.Optimizer) -> tuple[Tensor, list[Tensor]]:
-    """A small matrix (float64, on the optimizer's device) and one gradient per step, whose halves differ in size."""
-    device = next((param.device for group in optimizer.param_groups for param in group["params"]), torch.device("cpu"))
-    if device.type == "meta":
-        device = torch.device("cpu")
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(_PROBE_SHAPE, generator=generator, dtype=torch.float64)
-    grads = [torch.randn(_PROBE_SHAPE, generator=generator, dtype=torch.float64) for _ in range(_PROBE_STEPS)]
-    for grad in grads:
-        grad[_PROBE_SHAPE[0] // 2 :] *= 10.0  # so that a norm over everything differs from the halves' norms
-    return start.to(device), [grad.to(device) for grad in grads]
-
-
-def _run(optimizer: torch.optim.Optimizer, options: dict[str, Any], starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Steps a new optimizer of the same class over copies of ``starts``, one gradient each per step; returns the first one's result."""
-    return _stepped(optimizer, options, starts, grads)[1].detach()
-
-
-def _stepped(
+def _result(
     optimizer: torch.optim.Optimizer, options: dict[str, Any], starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
-) -> tuple[torch.optim.Optimizer, Tensor]:
-    """As ``_run``; returns the new optimizer and its first parameter."""
-    params = [torch.nn.Parameter(start.clone()) for start in starts]
-    own = copy.deepcopy(options)
-    with _Silence():
-        twin = _twin(optimizer, own, params)
-        train = getattr(twin, "train", None)
-        if callable(train):
-            train()  # schedule-free optimizers refuse to step before
-        for step in range(_PROBE_STEPS):
-            torch.default_generator.manual_seed(step)  # for those that draw numbers; the caller restores the state
-            for param, own_grads in zip(params, grads, strict=True):
-                param.grad = own_grads[step].clone()
-            twin.step()
-    return twin, params[0]
-
-
-def _twin(optimizer: torch.optim.Optimizer, options: dict[str, Any], params: Sequence[Tensor]) -> torch.optim.Optimizer:
-    """A new optimizer of the same class with one group."""
-    make: Any = type(optimizer)
-    twin: torch.optim.Optimizer = make([{"params": params, **options}], **_constructor_arguments(make, optimizer.defaults))
-    return twin
-
-
-def _constructor_arguments(kind: type, defaults: dict[str, Any]) -> dict[str, Any]:
-    """The part of ``defaults`` that the constructor names; behind ``**kwargs``, what its base classes name."""
-    names: set[str] = set()
-    for ancestor in kind.__mro__:
-        if "__init__" not in vars(ancestor):
-            continue
-        parameters = inspect.signature(vars(ancestor)["__init__"]).parameters.values()
-        names |= {arg.name for arg in parameters if arg.kind in (arg.POSITIONAL_OR_KEYWORD, arg.KEYWORD_ONLY)}
-        if not any(arg.kind is arg.VAR_KEYWORD for arg in parameters):
-            break
-    return {key: copy.deepcopy(value) for key, value in defaults.items() if key in names}
+) -> Tensor:
+    """What the first of ``starts`` becomes in a trial."""
+    return try_steps(optimizer, options, starts, grads)[1].detach()

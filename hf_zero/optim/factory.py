@@ -91,7 +91,23 @@ def build_optimizer(
         raise ConfigError(f"optimizer.type {type!r} got no parameters: every parameter of the model is frozen.")
     name = str(type).lower()
     _refuse_type(type)
-    given = {key: value for key, value in (params or {}).items() if value is not None}
+    values = _plain(name, params or {})
+    chosen_torch = boolean(f"{_SECTION}.torch_adam", values.get("torch_adam", False))
+    if name == "muon":
+        return _build_muon(values, groups, matrices())
+    kind, values = _resolve(type, values)
+    allowed = _keywords(kind)
+    for key in values:
+        if key not in allowed:
+            raise unknown_key(_SECTION, key, _allowed_names(name, allowed), str(type))
+    if (offloaded or device_type == "cpu") and not chosen_torch:
+        kind, values = _native_kind(kind, values, groups, anywhere=offloaded)
+    return _construct(kind, values | _fast_path(kind, values, groups, device_type), groups)
+
+
+def _plain(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that are given, with numbers and booleans made of text."""
+    given = {key: value for key, value in params.items() if value is not None}
     # "auto" is a value of this one key: it must not be taken for a gap.
     by_itself = name == "onebitadam" and given.get("freeze_step") in BY_ITSELF
     chosen = {"freeze_step": given.pop("freeze_step")} if by_itself else {}
@@ -101,25 +117,20 @@ def build_optimizer(
             f"{_SECTION}.max_grad_norm is not a parameter of any optimizer; write "
             f'"gradient_clipping": {values["max_grad_norm"]!r} at the top level instead.'
         )
-    chosen_torch = boolean(f"{_SECTION}.torch_adam", values.get("torch_adam", False))
+    return values
+
+
+def _resolve(type: str, values: dict[str, Any]) -> tuple[OptimizerClass, dict[str, Any]]:
+    """The class that a type names, and its keywords."""
+    name = str(type).lower()
     if name in ("adam", "adamw"):
-        kind, values = _resolve_adam(type, values)
-    elif name == "onebitadam":
-        kind = OneBitAdam
-    elif name in ("lion", "lamb"):
-        kind, values = (Lion if name == "lion" else Lamb), _drop_without_effect(values)
-    elif name == "muon":
-        return _build_muon(values, groups, matrices())
-    else:
-        kind = _find_torch_class(type)
-        values = _resolve_adagrad(values) if kind is torch.optim.Adagrad else values
-    allowed = _keywords(kind)
-    for key in values:
-        if key not in allowed:
-            raise unknown_key(_SECTION, key, _allowed_names(name, allowed), str(type))
-    if (offloaded or device_type == "cpu") and not chosen_torch:
-        kind, values = _native_kind(kind, values, groups, anywhere=offloaded)
-    return _construct(kind, values | _fast_path(kind, values, groups, device_type), groups)
+        return _resolve_adam(type, values)
+    if name == "onebitadam":
+        return OneBitAdam, values
+    if name in ("lion", "lamb"):
+        return (Lion if name == "lion" else Lamb), _drop_without_effect(values)
+    kind = _find_torch_class(type)
+    return kind, _resolve_adagrad(values) if kind is torch.optim.Adagrad else values
 
 
 def _resolve_adam(type_name: str, values: dict[str, Any]) -> tuple[OptimizerClass, dict[str, Any]]:

@@ -7,22 +7,19 @@ step runs at the rate of iteration -1. Parameter names, defaults and numbers are
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.optim import lr_scheduler as torch_schedules
 from torch.optim.lr_scheduler import LRScheduler
 
-from hf_zero.errors import CheckpointError, ConfigError, StateError, UnsupportedError
+from hf_zero.errors import CheckpointError, ConfigError, StateError
 from hf_zero.observe import warn_once
-from hf_zero.optim.keywords import at_least, boolean, nearest, number, per_group, plain_values, unknown_key
+from hf_zero.optim.keywords import at_least, boolean, nearest, number, per_group
 
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 
-_SECTION = "scheduler.params"
+SECTION = "scheduler.params"
 _WARMUP_TYPES = ("log", "linear")
 
 
@@ -53,7 +50,7 @@ class IterationSchedule(LRScheduler):
         # Twice the same numbers: torch declares base_lrs as float or tensor, the formulas below need floats.
         self._peaks = [_as_float(group["initial_lr"]) for group in groups]
         self.base_lrs = list(self._peaks)
-        self.last_batch_iteration = int(at_least(f"{_SECTION}.last_batch_iteration", last_batch_iteration, -1))
+        self.last_batch_iteration = int(at_least(f"{SECTION}.last_batch_iteration", last_batch_iteration, -1))
         self._step_count = 1
         self._last_lr: list[float | torch.Tensor] = []
 
@@ -162,8 +159,8 @@ class WarmupLR(IterationSchedule):
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         groups = len(self.base_lrs)
-        self.min_lrs = per_group(f"{_SECTION}.warmup_min_lr", warmup_min_lr, groups)
-        self.max_lrs = self._peaks if warmup_max_lr is None else per_group(f"{_SECTION}.warmup_max_lr", warmup_max_lr, groups)
+        self.min_lrs = per_group(f"{SECTION}.warmup_min_lr", warmup_min_lr, groups)
+        self.max_lrs = self._peaks if warmup_max_lr is None else per_group(f"{SECTION}.warmup_max_lr", warmup_max_lr, groups)
         self.warmup_num_steps, self.warmup_type = _read_warmup(warmup_num_steps, warmup_type)
         self._apply()
 
@@ -204,7 +201,7 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration: int = -1,
     ) -> None:
         # Before the base class, whose constructor already asks for a rate.
-        self.total_num_steps = at_least(f"{_SECTION}.total_num_steps", total_num_steps, 0)
+        self.total_num_steps = at_least(f"{SECTION}.total_num_steps", total_num_steps, 0)
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
         _warn_short(self.total_num_steps, self.warmup_num_steps)
 
@@ -244,9 +241,9 @@ class WarmupCosineLR(IterationSchedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self.total_num_steps = at_least(f"{_SECTION}.total_num_steps", total_num_steps, 0)
-        self.warmup_min_ratio = number(f"{_SECTION}.warmup_min_ratio", warmup_min_ratio)
-        self.cos_min_ratio = number(f"{_SECTION}.cos_min_ratio", cos_min_ratio)
+        self.total_num_steps = at_least(f"{SECTION}.total_num_steps", total_num_steps, 0)
+        self.warmup_min_ratio = number(f"{SECTION}.warmup_min_ratio", warmup_min_ratio)
+        self.cos_min_ratio = number(f"{SECTION}.cos_min_ratio", cos_min_ratio)
         self.warmup_num_steps, self.warmup_type = _read_warmup(warmup_num_steps, warmup_type)
         _warn_short(self.total_num_steps, self.warmup_num_steps)
         self._apply()
@@ -317,20 +314,20 @@ class OneCycle(IterationSchedule):
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         groups = len(self.base_lrs)
-        self.min_lrs = per_group(f"{_SECTION}.cycle_min_lr", cycle_min_lr, groups)
-        self.max_lrs = per_group(f"{_SECTION}.cycle_max_lr", cycle_max_lr, groups)
-        self.decay_lr_rate = number(f"{_SECTION}.decay_lr_rate", decay_lr_rate)
-        self.decay_mom_rate = number(f"{_SECTION}.decay_mom_rate", decay_mom_rate)
-        self.decay_step_size = at_least(f"{_SECTION}.decay_step_size", decay_step_size, 0)
-        self.rise_steps = at_least(f"{_SECTION}.cycle_first_step_size", cycle_first_step_size, 1)
+        self.min_lrs = per_group(f"{SECTION}.cycle_min_lr", cycle_min_lr, groups)
+        self.max_lrs = per_group(f"{SECTION}.cycle_max_lr", cycle_max_lr, groups)
+        self.decay_lr_rate = number(f"{SECTION}.decay_lr_rate", decay_lr_rate)
+        self.decay_mom_rate = number(f"{SECTION}.decay_mom_rate", decay_mom_rate)
+        self.decay_step_size = at_least(f"{SECTION}.decay_step_size", decay_step_size, 0)
+        self.rise_steps = at_least(f"{SECTION}.cycle_first_step_size", cycle_first_step_size, 1)
         fall_steps = self.rise_steps if cycle_second_step_size is None else cycle_second_step_size
-        self.fall_steps = at_least(f"{_SECTION}.cycle_second_step_size", fall_steps, 0)
-        self.rise_stairs = at_least(f"{_SECTION}.cycle_first_stair_count", cycle_first_stair_count, 0)
+        self.fall_steps = at_least(f"{SECTION}.cycle_second_step_size", fall_steps, 0)
+        self.rise_stairs = at_least(f"{SECTION}.cycle_first_stair_count", cycle_first_stair_count, 0)
         fall_stairs = self.rise_stairs if cycle_second_stair_count is None else cycle_second_stair_count
-        self.fall_stairs = at_least(f"{_SECTION}.cycle_second_stair_count", fall_stairs, 0)
-        self.min_mom = number(f"{_SECTION}.cycle_min_mom", cycle_min_mom)
-        self.max_mom = number(f"{_SECTION}.cycle_max_mom", cycle_max_mom)
-        self.cycle_momentum = boolean(f"{_SECTION}.cycle_momentum", cycle_momentum) and self._has_betas()
+        self.fall_stairs = at_least(f"{SECTION}.cycle_second_stair_count", fall_stairs, 0)
+        self.min_mom = number(f"{SECTION}.cycle_min_mom", cycle_min_mom)
+        self.max_mom = number(f"{SECTION}.cycle_max_mom", cycle_max_mom)
+        self.cycle_momentum = boolean(f"{SECTION}.cycle_momentum", cycle_momentum) and self._has_betas()
         self._apply()
 
     @property
@@ -377,7 +374,7 @@ class OneCycle(IterationSchedule):
         if all("betas" in group for group in self.optimizer.param_groups):
             return True
         warn_once(
-            f"{_SECTION}.cycle_momentum has no effect: {type(self.optimizer).__name__} has no betas to cycle. "
+            f"{SECTION}.cycle_momentum has no effect: {type(self.optimizer).__name__} has no betas to cycle. "
             "Set it to false to silence this."
         )
         return False
@@ -414,10 +411,10 @@ class LRRangeTest(IterationSchedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self.min_lrs = per_group(f"{_SECTION}.lr_range_test_min_lr", lr_range_test_min_lr, len(self.base_lrs))
-        self.step_size = at_least(f"{_SECTION}.lr_range_test_step_size", lr_range_test_step_size, 1)
-        self.step_rate = number(f"{_SECTION}.lr_range_test_step_rate", lr_range_test_step_rate)
-        self.staircase = boolean(f"{_SECTION}.lr_range_test_staircase", lr_range_test_staircase)
+        self.min_lrs = per_group(f"{SECTION}.lr_range_test_min_lr", lr_range_test_min_lr, len(self.base_lrs))
+        self.step_size = at_least(f"{SECTION}.lr_range_test_step_size", lr_range_test_step_size, 1)
+        self.step_rate = number(f"{SECTION}.lr_range_test_step_rate", lr_range_test_step_rate)
+        self.staircase = boolean(f"{SECTION}.lr_range_test_staircase", lr_range_test_staircase)
         self._apply()
 
     def rates(self, iteration: int) -> list[float]:
@@ -435,11 +432,11 @@ def _as_float(rate: float | torch.Tensor) -> float:
 
 def _read_warmup(num_steps: object, kind: object) -> tuple[float, str]:
     """Checks the two warm-up parameters; the length comes out as at least 2, so that its logarithm divides."""
-    steps = at_least(f"{_SECTION}.warmup_num_steps", num_steps, 0)
+    steps = at_least(f"{SECTION}.warmup_num_steps", num_steps, 0)
     if kind not in _WARMUP_TYPES:
         near = nearest(str(kind), _WARMUP_TYPES)
         hint = f" Did you mean {near!r}?" if near else ""
-        raise ConfigError(f"{_SECTION}.warmup_type is {kind!r}; allowed: {', '.join(_WARMUP_TYPES)}.{hint}")
+        raise ConfigError(f"{SECTION}.warmup_type is {kind!r}; allowed: {', '.join(_WARMUP_TYPES)}.{hint}")
     return max(2, steps), str(kind)
 
 
@@ -456,71 +453,6 @@ def _warn_short(total: float, warmup: float) -> None:
     """Warns about a schedule that ends before its warm-up does."""
     if total < warmup:
         warn_once(
-            f"{_SECTION}.total_num_steps is {total:g}, less than warmup_num_steps {warmup:g}: the rate drops to its "
+            f"{SECTION}.total_num_steps is {total:g}, less than warmup_num_steps {warmup:g}: the rate drops to its "
             "minimum right after the warm-up."
         )
-
-
-_OWN: dict[str, type[IterationSchedule]] = {
-    kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
-}
-_NOT_FROM_JSON = {
-    "LRScheduler": "it is a base class",
-    "_LRScheduler": "it is a base class",
-    "LambdaLR": "its lambda cannot be written in JSON",
-    "MultiplicativeLR": "its lambda cannot be written in JSON",
-    "SequentialLR": "its schedulers cannot be written in JSON",
-    "ChainedScheduler": "its schedulers cannot be written in JSON",
-    "ReduceLROnPlateau": "the engine steps schedulers without a metric",
-}
-
-
-def build_scheduler(type: str, params: Mapping[str, Any] | None, optimizer: Any) -> LRScheduler:
-    """Builds the scheduler that the ``scheduler`` section asks for.
-
-    Args:
-        type: one of ``VALID_LR_SCHEDULES`` or a class of ``torch.optim.lr_scheduler``; letter case is ignored.
-        params: ``scheduler.params``; numbers may be text.
-        optimizer: for our schedules anything with live ``param_groups``; torch's need a ``torch.optim.Optimizer``.
-
-    Raises:
-        ConfigError: for an unknown type, an unknown or missing parameter, or a value out of its range.
-        UnsupportedError: for a torch class that JSON cannot describe.
-    """
-    kind = _find_class(type)
-    values = dict(params or {})
-    signature = inspect.signature(kind)
-    allowed = {name: arg for name, arg in signature.parameters.items() if name != "optimizer"}
-    for key in values:
-        if key not in allowed:
-            raise unknown_key(_SECTION, key, allowed, kind.__name__)
-    required = [name for name, arg in allowed.items() if arg.default is inspect.Parameter.empty]
-    missing = [name for name in required if name not in values]
-    if missing:
-        raise ConfigError(f"{kind.__name__} needs {', '.join(f'{_SECTION}.{name}' for name in missing)}; give a value.")
-    try:
-        return kind(optimizer, **plain_values(_SECTION, values))
-    except (TypeError, ValueError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{_SECTION} {values!r} does not fit {kind.__name__}: {error}") from error
-
-
-def _find_class(name: str) -> Callable[..., LRScheduler]:
-    """Looks a type up among ours, then torch's, letter case ignored."""
-    torch_names = [key for key in torch_schedules.__all__ if key not in _NOT_FROM_JSON]
-    for refused, reason in _NOT_FROM_JSON.items():
-        if str(name).lower() == refused.lower():
-            raise UnsupportedError(
-                f"scheduler.type {name!r} cannot be built from the config: {reason}. Build it in code and pass it as "
-                f"lr_scheduler, or use one of: {', '.join(VALID_LR_SCHEDULES)}."
-            )
-    for known in [*_OWN, *torch_names]:
-        if str(name).lower() == known.lower():
-            return _OWN.get(known) or getattr(torch_schedules, known)
-    near = nearest(str(name), [*_OWN, *torch_names])
-    hint = f" Did you mean {near!r}?" if near else ""
-    raise ConfigError(
-        f"scheduler.type is {name!r}, which is no known scheduler.{hint} Allowed: {', '.join(VALID_LR_SCHEDULES)}, or a "
-        f"class of torch.optim.lr_scheduler: {', '.join(sorted(torch_names))}."
-    )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hf_zero.profiling.costs import ModuleCost
-from hf_zero.profiling.units import duration_to_string, flops_to_string, macs_to_string, number_to_string, params_to_string
+from hf_zero.profiling.readable_numbers import duration_to_string, flops_to_string, macs_to_string, number_to_string, params_to_string
 
 _LINE = "-" * 100
 

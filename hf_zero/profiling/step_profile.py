@@ -1,11 +1,11 @@
-"""The `flops_profiler` section: a clock that counts the operations of one optimizer step and prints them when the step is done."""
+"""A clock that counts the operations of one optimizer step and prints them when the step is done."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -14,12 +14,8 @@ from hf_zero.core.step.clock import Clock
 from hf_zero.observe import global_rank
 from hf_zero.profiling.costs import OperationCounter, count_params
 from hf_zero.profiling.flops_profiler import FlopsProfiler
+from hf_zero.profiling.readable_numbers import duration_to_string, params_to_string
 from hf_zero.profiling.report import ReportOptions, flops_text, rate_text, report_text, write_report
-from hf_zero.profiling.units import duration_to_string, params_to_string
-
-if TYPE_CHECKING:
-    from hf_zero.comm.collectives import Collectives
-    from hf_zero.config.schema.root import ZeroConfig
 
 
 class StepCount(Protocol):
@@ -143,20 +139,3 @@ class ProfilingClock(Clock):
         if recomputed:
             figures.append(("the same without what is recomputed", rate_text(forward + backward - recomputed, whole)))
         return [*figures, ("samples of all ranks per second", f"{samples / whole:.4g}")]
-
-
-def build_clock(config: ZeroConfig, collectives: Collectives, module: nn.Module, count: StepCount) -> Clock:
-    """The clock that the configuration asks for.
-
-    Args:
-        config: Sections wall_clock_breakdown, memory_breakdown and flops_profiler are read.
-        collectives: The data-parallel axis.
-        module: The user's module.
-        count: Counts the engine's optimizer steps.
-    """
-    device, section = collectives.topology.device, config.flops_profiler
-    if section is None or not section.enabled:
-        return Clock(device, config.wall_clock_breakdown, config.memory_breakdown)
-    options = ReportOptions(section.module_depth, section.top_modules, section.detailed, section.output_file)
-    settings = ProfileSettings(section.profile_step, section.recompute_fwd_factor, options)
-    return ProfilingClock(device, config.memory_breakdown, settings, module, count, collectives.world)

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from hf_zero.comm.mpu import model_parallel_group
 from hf_zero.comm.recorded import open_collectives
 from hf_zero.comm.topology import SequenceAxes, join_sequence, sequence_axes
 from hf_zero.errors import ConfigError, UnsupportedError
@@ -136,12 +137,10 @@ def _from_mpu(mpu: Any) -> SequenceParallel | None:
         return None
     sequence = mpu.get_sequence_parallel_group()
     joint: Any = mpu.get_sequence_data_parallel_group() if hasattr(mpu, "get_sequence_data_parallel_group") else dist.group.WORLD
-    for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
-        if hasattr(mpu, name):
-            model = dist.get_process_group_ranks(getattr(mpu, name)())
-            if len(model) > 1 and model != dist.get_process_group_ranks(sequence):  # DeepSpeed's own object names one group twice
-                raise UnsupportedError("the mpu object has model-parallel and sequence-parallel groups: the two cannot be combined")
-            break
+    model = model_parallel_group(mpu)
+    # DeepSpeed's own object names one group twice.
+    if model is not None and model.size() > 1 and dist.get_process_group_ranks(model) != dist.get_process_group_ranks(sequence):
+        raise UnsupportedError("the mpu object has model-parallel and sequence-parallel groups: the two cannot be combined")
     return SequenceParallel(join_sequence(sequence, joint))
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +17,6 @@ from hf_zero.tensor_parallel.functions import ModelGroup, Part
 from hf_zero.tensor_parallel.plan import VOCABULARY, SplitParameter, TpPlan
 from hf_zero.tensor_parallel.tracked_ints import set_attribute
 
-_READ = {"input_ids", "pixel_values"}  # what models are known to read
 _PLAN, _RANKS = "_hf_zero_tp_plan", "_hf_zero_tp_ranks"
 
 
@@ -152,47 +149,3 @@ def _summing_shared(group: ModelGroup, name: str, entry: SplitParameter) -> Call
         return grad.clone().index_copy_(entry.dim, here, total.index_select(entry.dim, there))
 
     return add
-
-
-def example_inputs(model: nn.Module, length: int = 16, values: bool = False) -> dict[str, torch.Tensor]:
-    """A call that runs a transformers model: on tensors without values, or (``values``) with tokens on the host.
-
-    Raises:
-        ConfigError: The model's inputs are not known.
-    """
-    config: Any = getattr(model, "config", None)
-    names = set(_argument_names(model))
-    inputs: dict[str, torch.Tensor] = {}
-    device = "cpu" if values else "meta"
-    if "input_ids" in names:
-        rows = 2 * (getattr(config, "num_codebooks", 1) if values else 1)
-        tokens = [_plain_token(config)] * (length - 1) + [_first(getattr(config, "eos_token_id", None)) or 0]
-        inputs["input_ids"] = torch.tensor([tokens] * rows) if values else torch.zeros((rows, length), dtype=torch.long, device=device)
-        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
-            inputs["decoder_input_ids"] = inputs["input_ids"].clone()
-    elif "pixel_values" in names and getattr(config, "image_size", None):
-        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
-        inputs["pixel_values"] = torch.zeros((2, getattr(config, "num_channels", 3), *size), device=device)
-    if not inputs:
-        raise ConfigError(f"{type(model).__name__}.forward takes neither input_ids nor pixel_values, so no call that runs it is known")
-    return inputs
-
-
-def _first(value: Any) -> Any:
-    return value[0] if isinstance(value, (list, tuple)) and value else value
-
-
-def _plain_token(config: Any) -> int:
-    """The first token that the configuration gives no meaning to."""
-    special = {_first(value) for name, value in vars(config).items() if name.endswith(("token_id", "token_index"))} if config else set()
-    return next(token for token in range(len(special) + 1) if token not in special)
-
-
-def _argument_names(model: nn.Module) -> list[str]:
-    """What ``model.forward`` takes by name; of a wrapper that hands on all keywords (PEFT's), what the model in it takes."""
-    for module in model.modules():
-        parameters = inspect.signature(module.forward).parameters.values()
-        names = [item.name for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
-        if _READ.intersection(names) or not any(item.kind is item.VAR_KEYWORD for item in parameters):
-            return names
-    return []

@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from hf_zero.tensor_parallel import functions
-from hf_zero.tensor_parallel.dry_run import convert_arguments, convert_inside
+from hf_zero.tensor_parallel.call_arguments import argument_names, convert_arguments, convert_inside
 from hf_zero.tensor_parallel.functions import ModelGroup, Part
 from hf_zero.tensor_parallel.logits import VocabularyLogits
 from hf_zero.tensor_parallel.plan import Boundary, TpPlan
 from hf_zero.tensor_parallel.solve import COPY, GATHER, GATHER_BOTH, LOGITS, NORM, REDUCE, REDUCE_BOTH, SLICE
-from hf_zero.tensor_parallel.trace import argument_names
 
 _Convert = Callable[[torch.Tensor], torch.Tensor]
 

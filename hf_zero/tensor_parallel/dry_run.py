@@ -18,19 +18,18 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
+from hf_zero.tensor_parallel.call_arguments import argument_names, convert_arguments, tensors_in
 from hf_zero.tensor_parallel.graph import FunctionCall, Graph, Value
 from hf_zero.tensor_parallel.solve import SLICE, SPLIT, Solution
 from hf_zero.tensor_parallel.symbolic_dims import SymbolicDim, leaves, local_size
 from hf_zero.tensor_parallel.trace import (
     Inputs,
-    _without_values,
     answer_function,
-    argument_names,
     function_name,
     plain_index,
     skeleton,
-    tensors_in,
     valueless,
+    without_values,
 )
 from hf_zero.tensor_parallel.tracked_ints import Symbol, TrackedInt, evaluate, get_attribute, set_attribute, track_attributes
 
@@ -153,7 +152,7 @@ class _Comparison(TorchFunctionMode):
             return made_up[0]
         args = plain_index(func, args)
         if not self.graph.values:
-            args, kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
+            args, kwargs = tree_map_only(torch.Tensor, without_values, (args, kwargs))
         if self.silent:
             return func(*args, **kwargs)
         result, error = self._call(func, args, kwargs, self._known)
@@ -368,31 +367,3 @@ def _boundaries(local: nn.Module, comparison: _Comparison) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def convert_arguments(args: Any, kwargs: Any, names: list[str], work: dict[str, Any], convert: Callable[[torch.Tensor, Any], Any]) -> Any:
-    """The arguments of a call, with ``convert(tensor, work[key])`` in place of the tensors that ``work`` names; absent ones are skipped."""
-    args, kwargs = list(args), dict(kwargs)
-    for key, item in work.items():
-        head, _, rest = key.partition(".")
-        if head in kwargs:
-            kwargs[head] = convert_inside(kwargs[head], rest, item, convert)
-            continue
-        position = names.index(head) if head in names else int(head) if head.isdigit() else 0 if not head else -1
-        if 0 <= position < len(args):
-            args[position] = convert_inside(args[position], rest, item, convert)
-    return tuple(args), kwargs
-
-
-def convert_inside(tree: Any, key: str, item: Any, convert: Callable[[torch.Tensor, Any], Any]) -> Any:
-    """``tree`` with the tensor at ``key`` converted; what is not there stays."""
-    if not key:
-        return convert(tree, item) if isinstance(tree, torch.Tensor) else tree
-    head, _, rest = key.partition(".")
-    if isinstance(tree, (list, tuple)) and head.isdigit() and int(head) < len(tree):
-        items = list(tree)
-        items[int(head)] = convert_inside(items[int(head)], rest, item, convert)
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if isinstance(tree, dict) and head in tree:
-        tree[head] = convert_inside(tree[head], rest, item, convert)
-    return tree

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from hf_zero.errors import StateError
 from hf_zero.tensor_parallel.graph import Value
 from hf_zero.tensor_parallel.infer import Findings
 from hf_zero.tensor_parallel.local_split import LocalSplit
@@ -113,7 +114,7 @@ class _Writer:
     def _parameter(self, value: Value) -> SplitParameter:
         divided = self.divide(value.dims)
         if divided is None:
-            raise AssertionError(f"{value.name} is not split")
+            raise StateError(f"tensor parallelism: {value.name} was found to be split, and none of its dimensions is")
         return SplitParameter(list(value.shape), *divided)
 
     def split_locally(self, plan: TpPlan) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError
-from hf_zero.tensor_parallel.apply import example_inputs
+from hf_zero.tensor_parallel.example_inputs import example_inputs
 from hf_zero.tensor_parallel.infer import Findings, infer, unread
 from hf_zero.tensor_parallel.model_plan import note_source, own_styles, preferences
 from hf_zero.tensor_parallel.named_layers import plan_named_layers

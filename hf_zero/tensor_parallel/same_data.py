@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import StateError
-from hf_zero.tensor_parallel.trace import named_arguments
+from hf_zero.tensor_parallel.call_arguments import named_arguments
 
 
 class SameData:

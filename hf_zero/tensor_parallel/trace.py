@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from hf_zero.tensor_parallel import rules
+from hf_zero.tensor_parallel.call_arguments import named_arguments, tensors_in
 from hf_zero.tensor_parallel.graph import BUFFER, CONSTANT, INPUT, PARAMETER, RESULT, UNIFORM, Call, FunctionCall, Graph, Op, Value
 from hf_zero.tensor_parallel.rule import FAKE_COUNT, Rule, Shape, fresh, opaque, values_of
 
@@ -38,36 +38,6 @@ def skeleton(model: nn.Module) -> nn.Module:
 def full_shape(param: torch.Tensor) -> torch.Size:
     """The shape of a parameter, also while ``zero.Init`` keeps it sharded."""
     return torch.Size(getattr(param, "ds_shape", param.shape))
-
-
-def tensors_in(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in nested containers with their keys ("0", "1.mask"); other objects (caches) are not opened."""
-    if isinstance(tree, torch.Tensor):
-        yield prefix, tree
-    elif isinstance(tree, Mapping):
-        for key, item in tree.items():
-            yield from tensors_in(item, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(tree, (list, tuple)):
-        for key, item in enumerate(tree):
-            yield from tensors_in(item, f"{prefix}.{key}" if prefix else str(key))
-
-
-def argument_names(module: nn.Module) -> list[str]:
-    """Names of the positional arguments of ``module.forward``."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    try:
-        signature = inspect.signature(module.forward)
-    except (TypeError, ValueError):
-        return []
-    return [name for name, parameter in signature.parameters.items() if parameter.kind in kinds]
-
-
-def named_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors among the arguments of a module call, under the argument's name however it was passed."""
-    names = argument_names(module) if args else []
-    for position, item in enumerate(args):
-        yield from tensors_in(item, names[position] if position < len(names) else str(position))
-    yield from tensors_in(kwargs)
 
 
 class Tracer:
@@ -184,7 +154,7 @@ class _Operations(TorchDispatchMode):
         if self.values:
             result = _computed(name, func, args, kwargs)
         else:
-            args, kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
+            args, kwargs = tree_map_only(torch.Tensor, without_values, (args, kwargs))
             if kwargs.get("device") is not None:
                 kwargs["device"] = torch.device("meta")
             result = _answer(name, func, args, kwargs)
@@ -209,7 +179,7 @@ def _computed(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name == "nonzero":  # all of a list, such as the experts that were chosen
         source = args[0]
         return torch.arange(source.numel())[:, None] if source.dim() == 1 else torch.zeros((FAKE_COUNT, source.dim()), dtype=torch.long)
-    bare_args, bare_kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
+    bare_args, bare_kwargs = tree_map_only(torch.Tensor, without_values, (args, kwargs))
     result = _answer(name, func, bare_args, bare_kwargs)
     if name in ("gt", "lt", "ge", "le") and bare_args[0].is_floating_point():
         # Every value is past the threshold: code that counts them goes on with numbers that agree.
@@ -217,7 +187,8 @@ def _computed(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return args[0] if result is bare_args[0] and isinstance(result, torch.Tensor) else result
 
 
-def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+def without_values(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape and dtype on the device "meta"; a single number stays as it is."""
     if tensor.device.type == "meta" or tensor.dim() == 0:
         return tensor
     return torch.empty_like(tensor, device="meta")
@@ -271,7 +242,7 @@ class _Functions(TorchFunctionMode):
         name = _WHOLE_FUNCTIONS.get(func)
         if name is not None and not tracer.silent:
             if not tracer.graph.values:
-                args, kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
+                args, kwargs = tree_map_only(torch.Tensor, without_values, (args, kwargs))
             tracer.silent += 1
             try:
                 result = func(*args, **kwargs)

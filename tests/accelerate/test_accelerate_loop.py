@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from hf_zero.optim.schedules import build_scheduler
+from hf_zero.optim.scheduler_factory import build_scheduler
 from tests.support import accelerate_loop as script
 from tests.support.processes import run
 

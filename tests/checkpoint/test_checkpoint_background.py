@@ -77,7 +77,7 @@ def _groups_go_first(folder: str) -> None:
         ranks_rank, ranks.rank = ranks.rank, lambda: rank
         try:
             dist.destroy_process_group()  # what scripts do at their end
-            engine.background.close()
+            engine.checkpoints.background.close()
         finally:
             ranks.rank = ranks_rank
 

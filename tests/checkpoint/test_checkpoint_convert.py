@@ -190,6 +190,18 @@ def test_missing_files_of_deepspeed_are_named(tmp_path: Path, lost: str, message
     assert not (tmp_path / "out").exists()
 
 
+def test_a_tied_name_that_the_module_lacks_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(GOLDEN / "deepspeed_stage1_fp32_2", folder)
+    path = next((folder / f"global_step{SAVED_STEPS}").glob("mp_rank_00_model_states.pt"))
+    state = torch.load(path, weights_only=False)
+    alias = next(iter(state["shared_params"]))
+    state["module"][f"{alias}x"] = state["module"].pop(alias)
+    torch.save(state, path)
+    with pytest.raises(CheckpointError, match=f"shared_params lists '{alias}'"):
+        convert(Conversion(folder, tmp_path / "out", trust_pickle=True, quiet=True))
+
+
 # -- between ours and the others ------------------------------------------------------------------------------------------
 
 

@@ -91,6 +91,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "other version": (lambda folder: _edit_index(folder, lambda data: data.update(version=9)), ("index.json", "version 9")),
     "renamed parameter": (lambda folder: _edit_index(folder, _rename_parameter), ("lacks", "entry.weight", "renamed.weight")),
     "other shape": (lambda folder: _edit_index(folder, _reshape_parameter), ("shape (10, 10)", "(100, 1)", "frozen.weight")),
+    "lost rates": (
+        lambda folder: _edit_index(folder, lambda data: data["optimizer"]["groups"][1].update(values={})),
+        ("optimizer.groups[1]", "no hyper-parameters"),
+    ),
     "lost shard": (lambda folder: _edit_index(folder, lambda data: data["files"].pop(MASTER)), (MASTER, "lacks")),
 }
 

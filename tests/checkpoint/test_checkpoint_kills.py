@@ -139,7 +139,7 @@ def _kill(plan: Plan) -> None:
     assert any(outcome.status == "died" for outcome in outcomes), [outcome.text for outcome in outcomes]
 
 
-QUICK = {("checkpoint_file", False), ("checkpoint_sealed", False), ("checkpoint_latest", False), ("checkpoint_file", True)}
+QUICK = {("checkpoint_file", True), ("checkpoint_latest", False)}
 
 
 def _cases() -> list[Any]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_zero.errors import CheckpointError
-from hf_zero.integrations import rotation
+from hf_zero.integrations import callers, rotation
 from hf_zero.utils import newest_trainer_checkpoint
 from tests.support import ranks, trainers
 from tests.support.checkpoints import IN_BACKGROUND
@@ -232,33 +232,26 @@ def test_rotation_of_accelerate_never_deletes_the_last_complete_checkpoint(tmp_p
     assert deleted == ["checkpoint_0", "checkpoint_1"]
 
 
-class Caller:
-    """A library whose save leads to the engine's."""
-
-    def __init__(self, **attributes: Any) -> None:
-        vars(self).update(attributes)
-
-    def _save_checkpoint(self) -> str:
-        return rotation.keeps_too_few()
-
-    def save_state(self) -> str:
-        return rotation.keeps_too_few()
+def _of(**attributes: Any) -> Any:
+    """The object whose save leads to the engine's."""
+    return SimpleNamespace(**attributes)
 
 
 @pytest.mark.parametrize(
-    ("caller", "function", "setting"),
+    ("method", "caller", "setting"),
     [
-        (Caller(args=SimpleNamespace(save_total_limit=1)), "_save_checkpoint", "save_total_limit"),
-        (Caller(args=SimpleNamespace(save_total_limit=2)), "_save_checkpoint", ""),
-        (Caller(args=SimpleNamespace(save_total_limit=None)), "_save_checkpoint", ""),
-        (Caller(save_top_k=1), "_save_checkpoint", "save_top_k"),
-        (Caller(save_top_k=-1), "_save_checkpoint", ""),
-        (Caller(project_configuration=SimpleNamespace(total_limit=2, automatic_checkpoint_naming=True)), "save_state", "total_limit"),
-        (Caller(project_configuration=SimpleNamespace(total_limit=2, automatic_checkpoint_naming=False)), "save_state", ""),
-        (Caller(project_configuration=SimpleNamespace(total_limit=3, automatic_checkpoint_naming=True)), "save_state", ""),
-        (Caller(), "_save_checkpoint", ""),
+        (callers.TRAIN, _of(args=_of(save_total_limit=1)), "save_total_limit"),
+        (callers.TRAIN, _of(args=_of(save_total_limit=2)), ""),
+        (callers.TRAIN, _of(args=_of(save_total_limit=None)), ""),
+        (callers.LIGHTNING_SAVE, _of(save_top_k=1), "save_top_k"),
+        (callers.OLD_LIGHTNING_SAVE, _of(save_top_k=-1), ""),
+        (callers.SAVE_STATE, _of(project_configuration=_of(total_limit=2, automatic_checkpoint_naming=True)), "total_limit"),
+        (callers.SAVE_STATE, _of(project_configuration=_of(total_limit=2, automatic_checkpoint_naming=False)), ""),
+        (callers.SAVE_STATE, _of(project_configuration=_of(total_limit=3, automatic_checkpoint_naming=True)), ""),
+        (callers.EVALUATE, _of(args=_of(save_total_limit=1)), ""),
     ],
 )
-def test_who_rotates_is_found_out(caller: Any, function: str, setting: str) -> None:
-    reason = getattr(caller, function)()
+def test_who_rotates_is_found_out(method: callers.Method, caller: Any, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callers, "running", lambda *methods: [callers.Call(method, caller)] if method in methods else [])
+    reason = rotation.keeps_too_few()
     assert reason.startswith(setting) if setting else reason == ""

@@ -15,6 +15,7 @@ import torch
 from hf_zero.errors import CheckpointError
 from tests.support import ranks
 from tests.support.checkpoints import differences, full_state, start, steps
+from tests.support.rows import slow_but
 
 LOCAL = {"checkpoint": {"use_node_local_storage": True}}
 
@@ -58,7 +59,7 @@ def _load_together(folder: str, stage: int, expected: dict[str, Any]) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", slow_but([1, 3], 3))
 def test_every_node_keeps_its_part_and_all_parts_are_a_checkpoint(tmp_path: Path, stage: int) -> None:
     saved = ranks.run_ranks(_save_and_load, 4, str(tmp_path), stage)[0]
     nodes = [tmp_path / f"node{node}" / "run" / "global_step2" for node in range(2)]

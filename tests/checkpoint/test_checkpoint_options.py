@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tests.support import ranks
 from tests.support.checkpoints import build, differences, full_state, start, steps
 from tests.support.models import CASES
+from tests.support.rows import slow_but
 
 CLIENT_STATE = {
     "epoch": 3,
@@ -141,7 +142,7 @@ def _partial_loads(folder: str, stage: int) -> None:
             assert torch.equal(value, saved[name.replace("master", "weight")].float()), name
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", slow_but([1, 3], 3))
 def test_parts_of_a_checkpoint(tmp_path: Path, stage: int) -> None:
     ranks.run_ranks(_partial_loads, 2, str(tmp_path), stage)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from tests.support import ranks
 from tests.support.checkpoints import differences, full_state, start, steps
+from tests.support.rows import thinned
 
 STAGES = (0, 1, 2, 3)
 
@@ -36,8 +38,7 @@ def _interrupted(folder: str, stage: int, dtype: str, optimizer: Any, extra: dic
     engine.destroy()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, dtype=["fp32", "bf16", "fp16"])
 def test_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stage: int, dtype: str) -> None:
     ranks.run_ranks(_interrupted, 2, str(tmp_path), stage, dtype, torch.optim.AdamW)
 
@@ -78,19 +79,19 @@ def _load_at_all_stages(folder: str, dtype: str, expected: dict[str, Any]) -> li
     return wrong
 
 
-def _worlds() -> list[Any]:
-    quick = [(2, 1), (2, 3), (3, 2), (1, 2)]
-    slow = [(before, after) for before in (1, 2, 3, 4, 8) for after in (1, 2, 3, 4, 8) if (before, after) not in quick]
-    return [pytest.param(world, id=f"{world[0]}to{world[1]}") for world in quick] + [
-        pytest.param(world, id=f"{world[0]}to{world[1]}", marks=pytest.mark.slow) for world in slow
-    ]
+QUICK = {(0, 1, 2), (1, 2, 3), (2, 3, 2), (3, 2, 1), (3, 2, 3), (3, 1, 2)}  # stage that saves, ranks before and after
 
 
-@pytest.mark.parametrize("world", _worlds())
-@pytest.mark.parametrize("stage", STAGES)
-def test_full_state_at_every_other_stage_and_number_of_ranks(tmp_path: Path, stage: int, world: tuple[int, int]) -> None:
-    expected = ranks.run_ranks(_save, world[0], str(tmp_path), stage, "bf16")[0]
-    for wrong in ranks.run_ranks(_load_at_all_stages, world[1], str(tmp_path), "bf16", expected):
+@pytest.mark.parametrize(
+    ("stage", "before", "after"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(STAGES, (1, 2, 3, 4, 8), (1, 2, 3, 4, 8))
+    ],
+)
+def test_full_state_at_every_other_stage_and_number_of_ranks(tmp_path: Path, stage: int, before: int, after: int) -> None:
+    expected = ranks.run_ranks(_save, before, str(tmp_path), stage, "bf16")[0]
+    for wrong in ranks.run_ranks(_load_at_all_stages, after, str(tmp_path), "bf16", expected):
         assert wrong == []
 
 
@@ -151,7 +152,6 @@ def test_checkpoint_before_the_first_step_takes_back_later_moments(tmp_path: Pat
 
 def _bytes_read(folder: str, world_before: int) -> tuple[int, int]:
     import hf_zero
-    from hf_zero.checkpoint.engine_checkpoints import _training_state
     from hf_zero.checkpoint.load import LoadRequest, load_checkpoint
 
     torch.manual_seed(0)
@@ -164,7 +164,7 @@ def _bytes_read(folder: str, world_before: int) -> tuple[int, int]:
         engine.backward(engine(torch.ones(1, 1024, dtype=torch.bfloat16)).float().sum())
         engine.step()
         engine.save_checkpoint(folder, "t")
-    loaded = load_checkpoint(_training_state(engine), LoadRequest(folder, "t"))
+    loaded = load_checkpoint(engine.checkpoints.state_of(engine), LoadRequest(folder, "t"))
     share = sum(3 * unit.master.nbytes for unit in engine.units)
     engine.destroy()
     return loaded.bytes_read, share

@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from hf_zero.checkpoint.values import Decoder, Encoder, encode_scalar
 from hf_zero.errors import CheckpointError
 
+pytestmark = pytest.mark.quick
+
 
 def round_trip(value: Any) -> Any:
     encoder = Encoder()

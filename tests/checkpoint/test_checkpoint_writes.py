@@ -15,6 +15,8 @@ from hf_zero.checkpoint import disk as disks
 from hf_zero.checkpoint.disk import Disk
 from hf_zero.checkpoint.tensor_file import Copy, RangeReader, whole, write_tensor_file
 
+pytestmark = pytest.mark.quick
+
 # Around blocks, buffers and windows.
 SIZES = [0, 1, 4000, 4096, 100_003, (4 << 20) - 90, 4 << 20, (8 << 20) + 4096, (9 << 20) + 13]
 

@@ -14,6 +14,8 @@ from hf_zero.checkpoint.zero_to_fp32 import CHUNK_BYTES as CHUNK_BYTES_OF_SCRIPT
 from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.support.make_golden_checkpoint import FOLDERS, TAG
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 @pytest.mark.parametrize("chunk_bytes", [-1, 0, 1 << 40, "65536", None])

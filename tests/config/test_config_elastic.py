@@ -49,6 +49,14 @@ def test_ranks_are_all_that_fit(micro: list[int], largest: int, fewest: int, mos
         assert micro_now in micro and total % (micro_now * count) == 0
 
 
+@pytest.mark.parametrize(("larger", "expected"), [(True, 4), (False, 2)])
+def test_of_two_micro_batches_that_fit_the_preferred_one_is_taken(larger: bool, expected: int) -> None:
+    nodes = config(version=0.2, num_gpus_per_node=8, max_train_batch_size=64, micro_batch_sizes=[2, 4], min_gpus=8, max_gpus=16)
+    nodes["elasticity"]["prefer_larger_batch"] = larger
+    total, ranks, micro = compute_elastic_config(nodes, world_size=16)
+    assert 16 in ranks and total // 16 % 4 == 0 and micro == expected
+
+
 def test_whole_nodes_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = config(version=0.2, num_gpus_per_node=8, model_parallel_size=4)
     monkeypatch.setenv("WORLD_SIZE", "64")

@@ -17,6 +17,8 @@ from hf_zero.config.resolve import resolve
 from hf_zero.errors import ConfigError
 from tests.support.rows import each
 
+pytestmark = pytest.mark.quick
+
 MEGABYTE = 2**20
 # Texts on which a pattern that tries again at every character needs time with the square of the length.
 SLOW = {

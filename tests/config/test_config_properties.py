@@ -15,7 +15,8 @@ from hf_zero.config.checks import ONLY_OF
 from hf_zero.config.keys import adapter_of, all_keys, nested_of, spellings_of
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
-from hf_zero.config.schema import Section, ZeroConfig
+from hf_zero.config.schema.fields import Section
+from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.errors import ConfigError
 
 PATHS = [path for path, key in all_keys().items() if not any(mark in path for mark in ("*", "<", "[]"))]

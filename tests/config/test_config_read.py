@@ -13,6 +13,8 @@ import pytest
 from hf_zero.config.read import read_config
 from hf_zero.errors import ConfigError
 
+pytestmark = pytest.mark.quick
+
 CONFIG = {"train_batch_size": 8, "zero_optimization": {"stage": 2, "reduce_bucket_size": 2e8}, "name": "größe?>~"}
 
 

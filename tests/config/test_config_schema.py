@@ -12,9 +12,12 @@ from pydantic import ValidationError
 
 from hf_zero.config.keys import adapter_of, all_keys, default_of, nested_of, spellings_of
 from hf_zero.config.resolve import resolve
-from hf_zero.config.schema import Section, ZeroConfig
+from hf_zero.config.schema.fields import Section
+from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.config.table import reference_page
 from tests.support.rows import each
+
+pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 with (ROOT / "tests/data/config_keys.csv").open(encoding="utf-8") as _file:

@@ -11,6 +11,8 @@ from hf_zero.config.problems import RefusedKeyError
 from hf_zero.config.resolve import ResolvedConfig, resolve
 from hf_zero.errors import ConfigError, UnsupportedError
 
+pytestmark = pytest.mark.quick
+
 # ------------------------------------------------------------------------------------------------------------ unknown keys
 
 

@@ -6,9 +6,13 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 import hf_zero
 from hf_zero.config.keys import all_keys
 from tests.support.rows import each
+
+pytestmark = pytest.mark.quick
 
 PACKAGE = Path(hf_zero.__file__).parent
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if "config" not in path.relative_to(PACKAGE).parts]

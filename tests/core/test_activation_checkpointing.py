@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_zero.activation_checkpointing import CheckpointSettings, checkpoint, random_states, recompute, seed_model_parallel
 from hf_zero.activation_checkpointing.saved_inputs import HostInputs, SavedOnHost
-from hf_zero.deepspeed import checkpointing
+from hf_zero.deepspeed.served import checkpointing
 from hf_zero.errors import StateError
 from tests.support import ranks
 from tests.support.models import CASES, Mlp, class_loss

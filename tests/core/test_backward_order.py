@@ -6,15 +6,17 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_zero.core.schedule.backward_order import BackwardOrder
 from hf_zero.core.schedule.block import Block
-from hf_zero.core.schedule.reducer import Reducer
+from hf_zero.core.schedule.reducer import BackwardOrder, Reducer
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.schedule.unshard_pass import UnshardLimits
 from hf_zero.core.units.state import UnitState
+
+pytestmark = pytest.mark.quick
 
 
 @dataclass(eq=False)
@@ -112,7 +114,7 @@ def _backward(model: _Model, ran: list[int], late: list[bool] | None) -> tuple[l
     schedule = UnshardSchedule(root, blocks, model.limits, SimpleNamespace())  # type: ignore[arg-type]
     exchange: Any = SimpleNamespace(keeps_whole=False)
     reducer = Reducer(list(entries.values()), exchange, True, agree)  # type: ignore[arg-type]
-    reducer.begin_micro_step(True, 1.0)
+    reducer.begin(reduces=True)
     for index in ran:
         blocks[index].watched()
     schedule.begin_backward(reducer)

@@ -7,8 +7,10 @@ import math
 
 import pytest
 
-from hf_zero.core.step.loss_scale import LossScaler, NullScaler
+from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.errors import CheckpointError, ConfigError, StateError
+
+pytestmark = pytest.mark.quick
 
 
 def scales(scaler: LossScaler, overflows: str) -> list[float]:
@@ -32,8 +34,8 @@ def test_static_scale_never_moves(pattern: str) -> None:
     assert scales(LossScaler(loss_scale=128), pattern) == [128.0] * 4
 
 
-def test_null_scaler_is_one_and_static() -> None:
-    scaler = NullScaler()
+def test_a_scale_of_one_is_static() -> None:
+    scaler = LossScaler(loss_scale=1.0)
     assert not scaler.dynamic
     assert scales(scaler, "x.x.") == [1.0] * 4
 
@@ -59,6 +61,10 @@ def test_null_scaler_is_one_and_static() -> None:
 )
 def test_dynamic_scale(options: dict, pattern: str, expected: list[int]) -> None:
     assert scales(LossScaler(initial_scale_power=4, **options), pattern) == expected
+
+
+def test_the_scale_never_falls_below_its_minimum() -> None:
+    assert scales(LossScaler(initial_scale_power=3, hysteresis=1, min_loss_scale=3), "xx") == [4.0, 3.0]
 
 
 def test_overflow_at_the_minimum_is_an_error() -> None:

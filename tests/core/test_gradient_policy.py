@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero import build
+from hf_zero.build import parts
+from hf_zero.build.policies import gradient_policy, precision_policy
 from hf_zero.comm.collectives import NativeCollectives
 from hf_zero.config.resolve import resolve
 from hf_zero.core.stages import stage_policy
@@ -22,7 +23,7 @@ HEADROOM = {1: 1, 2: 2, 3: 2, 4: 2, 5: 4, 6: 4, 8: 4, 12: 4, 16: 4, 17: 8, 64: 8
 
 def _scales(world: int, sharers: int = 1, stage: int = 2, **keys: Any) -> tuple[float, float]:
     config = resolve({"train_micro_batch_size_per_gpu": 1, **keys}, world_size=world).config
-    policy = build.gradient_policy(config, build.precision_policy(config), stage_policy(stage), world, sharers)
+    policy = gradient_policy(config, precision_policy(config), stage_policy(stage), world, sharers)
     return policy.pre_scale, policy.post_scale
 
 
@@ -60,7 +61,7 @@ class Constant(nn.Module):
 
 def _near_the_largest_number(stage: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, bool]:
     """Every rank's gradient is 20000: their plain sum in fp16 overflows at 4 ranks, their mean does not."""
-    monkeypatch.setattr(build, "open_collectives", NativeCollectives)  # sums in the type of the message, as NCCL does
+    monkeypatch.setattr(parts, "open_collectives", NativeCollectives)  # sums in the type of the message, as NCCL does
     extra = {"fp16": {"loss_scale": 1.0}, "gradient_clipping": 0.0}
     engine = initialize(Constant(), Run(stage, "fp16", extra=extra))
     assert isinstance(engine.stepper.reducer.exchange.collectives, NativeCollectives)

@@ -12,6 +12,7 @@ from tests.support import ranks
 from tests.support.memory import live_bytes
 from tests.support.models import CLASSES, LENGTH, Batch, Block, Mlp, class_loss
 from tests.support.parity import Run, initialize
+from tests.support.rows import thinned
 
 STAGES = (0, 1, 2, 3)
 WIDTH = 192
@@ -118,9 +119,7 @@ def _zero_init() -> tuple[int, int]:
     return held, sum(2 * parameter.ds_numel for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, dtype=["fp32", "bf16", "fp16"], world_size=[2, 3])
 def test_model_state_bytes_follow_the_table(stage: int, dtype: str, world_size: int) -> None:
     every_rank, divided = BYTES[dtype][stage]
     for held, numel, padding in ranks.run_ranks(_measure, world_size, stage, dtype, 1):

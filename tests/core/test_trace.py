@@ -10,6 +10,8 @@ import torch
 from tests.support import ranks
 from tests.support.models import TwoBlocks
 
+pytestmark = pytest.mark.quick
+
 _FORWARD = ["pre_forward (root)", "pre_forward (layers.0)", "pre_forward (layers.1)", "backward"]
 _STEP = ["all_reduce (micro-steps)", "finish_reduce", "norm"]
 _NORM = ["all_reduce (gradient norm)"]

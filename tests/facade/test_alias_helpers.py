@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from hf_zero import observe
-from hf_zero.deepspeed import builders, helpers, logs, norms
-from hf_zero.deepspeed.accelerator import get_accelerator
 from hf_zero.deepspeed.loss_scalers import CreateLossScaler, DynamicLossScaler, LossScaler
+from hf_zero.deepspeed.served import builders, helpers, logs, norms
+from hf_zero.deepspeed.served.accelerator import get_accelerator
 from hf_zero.deepspeed.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, instrument_w_nvtx, trim_mean
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.utils import (

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.deepspeed.finder import AliasModule, find_spec, load_target
-from hf_zero.deepspeed.table import MODULES, PROVIDED, REFUSED, refusal
+from hf_zero.deepspeed.alias.finder import AliasModule, find_spec, load_target
+from hf_zero.deepspeed.alias.table import MODULES, PROVIDED, REFUSED, refusal
 from tests.support.rows import each
+
+pytestmark = pytest.mark.quick
 
 LIBRARIES = ("accelerate", "transformers", "peft", "trl")
 

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_zero.deepspeed import comm, groups
-from hf_zero.deepspeed.accelerator import get_accelerator
-from hf_zero.deepspeed.command_line import add_config_arguments
-from hf_zero.deepspeed.constructors import zero_wrapper_for_fp_tensor_constructor
-from hf_zero.deepspeed.ops import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLion
-from hf_zero.deepspeed.tensors import clone_tensors_for_torch_save
+from hf_zero.deepspeed.launcher import add_config_arguments
+from hf_zero.deepspeed.served import comm, groups
+from hf_zero.deepspeed.served.accelerator import get_accelerator
+from hf_zero.deepspeed.served.construction import zero_wrapper_for_fp_tensor_constructor
+from hf_zero.deepspeed.served.helpers import clone_tensors_for_torch_save
+from hf_zero.deepspeed.served.ops import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLion
 from hf_zero.errors import StateError, UnsupportedError
 
 
@@ -218,13 +218,13 @@ def test_script_arguments_are_those_of_deepspeed() -> None:
 def test_scripts_ask_for_the_file_operator_and_for_the_kind_of_optimizer() -> None:
     """As transformers' own tests and Lightning's do; a name that stands for nothing here is refused all the same."""
     import hf_zero.deepspeed
-    from hf_zero.core.optimizer.sharded import ShardedOptimizer
+    from hf_zero.deepspeed.optimizer import DeepSpeedOptimizer
 
     hf_zero.deepspeed.install_as_deepspeed()
     aio = importlib.import_module("deepspeed.ops.aio")
     assert importlib.import_module("deepspeed.ops").__compatible_ops__[aio.AsyncIOBuilder.NAME] and aio.AsyncIOBuilder().is_compatible()
-    assert importlib.import_module("deepspeed.runtime.zero.stage_1_and_2").DeepSpeedZeroOptimizer is ShardedOptimizer
-    assert importlib.import_module("deepspeed.runtime.zero.stage3").DeepSpeedZeroOptimizer_Stage3 is ShardedOptimizer
+    assert importlib.import_module("deepspeed.runtime.zero.stage_1_and_2").DeepSpeedZeroOptimizer is DeepSpeedOptimizer
+    assert importlib.import_module("deepspeed.runtime.zero.stage3").DeepSpeedZeroOptimizer_Stage3 is DeepSpeedOptimizer
     with pytest.raises(UnsupportedError, match="not a public interface"):
         _ = aio.aio_handle
 

@@ -11,6 +11,8 @@ import pytest
 import hf_zero.deepspeed
 from hf_zero.errors import UnsupportedError
 
+pytestmark = pytest.mark.quick
+
 hf_zero.deepspeed.install_as_deepspeed()
 deepspeed = importlib.import_module("deepspeed")
 

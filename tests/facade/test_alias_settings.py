@@ -12,9 +12,9 @@ import pytest
 
 from hf_zero.config.resolve import resolve
 from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam
-from hf_zero.deepspeed.monitors import MonitorMaster, TensorBoardMonitor, TrackioMonitor, csvMonitor
-from hf_zero.deepspeed.schedule_names import add_tuning_arguments
-from hf_zero.deepspeed.settings import (
+from hf_zero.deepspeed.served.monitors import MonitorMaster, TensorBoardMonitor, TrackioMonitor, csvMonitor
+from hf_zero.deepspeed.served.schedule_names import add_tuning_arguments
+from hf_zero.deepspeed.served.settings import (
     DeepSpeedConfig,
     DeepSpeedMonitorConfig,
     DeepSpeedZeroConfig,
@@ -22,6 +22,8 @@ from hf_zero.deepspeed.settings import (
     get_monitor_config,
 )
 from hf_zero.errors import ConfigError
+
+pytestmark = pytest.mark.quick
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "lots of no size": {"zero_optimization": {"stage": 3, "sub_group_size": 0, "max_live_parameters": 0, "max_reuse_distance": 0}},

@@ -17,7 +17,7 @@ MLP = CASES["mlp"]
 
 
 def test_repeating_loader_starts_again_and_tells_the_sampler() -> None:
-    from hf_zero.deepspeed.loaders import RepeatingLoader
+    from hf_zero.deepspeed.served.helpers import RepeatingLoader
 
     data = list(range(8))
     sampler: DistributedSampler[int] = DistributedSampler(data, num_replicas=1, rank=0)  # type: ignore[arg-type]
@@ -31,7 +31,7 @@ def test_repeating_loader_starts_again_and_tells_the_sampler() -> None:
 
 
 def test_memory_is_logged_when_forced(caplog: pytest.LogCaptureFixture) -> None:
-    from hf_zero.deepspeed.logs import see_memory_usage
+    from hf_zero.deepspeed.served.logs import see_memory_usage
     from hf_zero.observe import logger
 
     logger.addHandler(caplog.handler)

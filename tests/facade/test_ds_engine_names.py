@@ -252,6 +252,20 @@ def test_the_loss_scale_has_deepspeeds_names() -> None:
     ranks.run_ranks(_scale_names, 1)
 
 
+def _assigned() -> None:
+    engine = initialize(MLP.build(), Run(0))
+    kept = engine.timers
+    assert engine.timers is kept, "stopwatches are kept from the first look on"
+    engine.global_steps = 7
+    engine.get_lr = lambda: "mine"
+    assert (engine.global_steps, engine.progress.global_steps, engine.get_lr()) == (7, 0, "mine")
+    assert initialize(MLP.build(), Run(0)).global_steps == 0
+
+
+def test_what_a_script_assigns_to_a_name_takes_its_place() -> None:
+    ranks.run_ranks(_assigned, 1)
+
+
 def _gradients_by_hand() -> list[str]:
     import logging
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.deepspeed import memory_needs as needs
-from hf_zero.deepspeed.on_device import OnDevice
+from hf_zero.deepspeed.served import memory_needs as needs
+from hf_zero.deepspeed.served.construction import OnDevice
 from hf_zero.errors import ConfigError
 from tests.support import ranks
 

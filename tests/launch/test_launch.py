@@ -110,6 +110,8 @@ def test_several_hosts_without_an_address_are_refused() -> None:
 def test_broken_variables_are_named() -> None:
     with pytest.raises(ConfigError, match="MPI_LOCALNRANKS is None"):
         find_placement({name: value for name, value in MPICH.items() if name != "MPI_LOCALNRANKS"})
+    separated = find_placement({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "\x1c1"})  # str.strip takes it for a space, int does not
+    assert separated is not None and separated.rank == 1
     with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_RANK is 'one'"):
         find_placement({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "one"})
     for wrong in ("\u00b2", "1" * 5000):  # both are digits, and no numbers to Python

@@ -15,6 +15,8 @@ from hf_zero.memory import budget
 from hf_zero.memory.budget import FreeMemory, free_memory, require_host_memory
 from hf_zero.memory.buffers import ALIGNMENT, HostMemory
 
+pytestmark = pytest.mark.quick
+
 GIB = 2**30
 
 

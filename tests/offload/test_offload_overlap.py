@@ -14,7 +14,7 @@ import torch
 
 from hf_zero.memory.buffers import HostMemory
 from hf_zero.observe import record_labels
-from hf_zero.offload import speculation, states, updates
+from hf_zero.offload import host_states, speculation, updates
 from hf_zero.ops import HostAdam
 from tests.support import ranks
 from tests.support.models import CASES, Batch
@@ -335,7 +335,7 @@ def _failure(forward: bool) -> str:
         backward(engine, run, 0)
         engine.step()
         backward(engine, run, 1)
-        with mock.patch.object(states.HostStates, "open", side_effect=OSError("the disk is gone")):
+        with mock.patch.object(host_states.HostStates, "open", side_effect=OSError("the disk is gone")):
             engine.step()
             try:
                 if forward:

@@ -16,6 +16,8 @@ from hf_zero.optim.factory import build_optimizer
 from hf_zero.optim.lion import Lion
 from hf_zero.optim.uncorrected_adam import UncorrectedAdam
 
+pytestmark = pytest.mark.quick
+
 SHAPES = ((3, 4), (5,), ())
 
 

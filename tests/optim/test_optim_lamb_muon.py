@@ -14,6 +14,8 @@ from hf_zero.optim.factory import build_optimizer
 from hf_zero.optim.lamb import Lamb
 from hf_zero.optim.muon import MuonWithAuxAdam, muon_parameters, orthogonal
 
+pytestmark = pytest.mark.quick
+
 SHAPES = ((6, 4), (3, 8), (5,))
 
 

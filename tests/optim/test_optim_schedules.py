@@ -1,4 +1,4 @@
-"""Twin of ``hf_zero/optim/schedules.py``: rates against formulas written out here. Run: ``pytest tests/optim/test_optim_schedules.py``."""
+"""Tests of ``hf_zero/optim/schedules.py``: rates against formulas written out here. Run: ``pytest tests/optim/test_optim_schedules.py``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from hf_zero.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from hf_zero.optim import schedules
+from hf_zero.optim.scheduler_factory import build_scheduler
 from hf_zero.optim.schedules import (
     VALID_LR_SCHEDULES,
     LRRangeTest,
@@ -20,8 +21,9 @@ from hf_zero.optim.schedules import (
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
-    build_scheduler,
 )
+
+pytestmark = pytest.mark.quick
 
 
 def adam(*rates: float) -> torch.optim.Adam:

@@ -10,6 +10,7 @@ import pytest
 from tests.support import ranks
 from tests.support.models import CASES, Batch
 from tests.support.parity import Forward, Run, check, initialize, reference_case, train
+from tests.support.rows import thinned
 
 STAGES = (0, 1, 2, 3)
 STEPS = 3  # micro-steps per update
@@ -155,9 +156,7 @@ def test_protocols_give_one_update_per_boundary(stage: int, protocol: str) -> No
     ranks.run_ranks(_protocol, 2, Run(stage=stage, accumulation=STEPS, clip=0.1), protocol)
 
 
-@pytest.mark.parametrize("protocol", list(PROTOCOLS))
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@thinned(None, stage=[0, 2, 3], dtype=["bf16", "fp16"], protocol=list(PROTOCOLS))
 def test_protocols_in_16_bit(stage: int, dtype: str, protocol: str) -> None:
     ranks.run_ranks(_protocol, 2, Run(stage=stage, dtype=dtype, accumulation=STEPS), protocol)
 

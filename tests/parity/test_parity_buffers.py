@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tests.support import ranks
 from tests.support.models import CASES, Mlp, class_loss
 from tests.support.parity import Run, check, check_training, initialize, reference, train
+from tests.support.rows import thinned
 
 STAGES = (0, 1, 2, 3)
 
@@ -89,14 +90,12 @@ def _rotary_table_stays_fp32(stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, dtype=["fp32", "bf16"])
 def test_weights_and_buffers_come_from_rank_zero(stage: int, dtype: str) -> None:
     ranks.run_ranks(_rank_zero_wins, 3, Run(stage=stage, dtype=dtype, accumulation=2))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, world_size=[2, 3, 4])
 def test_parameters_of_size_zero_and_one(stage: int, world_size: int) -> None:
     ranks.run_ranks(_odd_sizes, world_size, Run(stage=stage, accumulation=2, clip=0.1))
 

@@ -10,6 +10,7 @@ from tests.support import ranks
 from tests.support.models import CASES
 from tests.support.parity import Run, check, check_bitwise, initialize, reference_case, train
 from tests.support.recomputation import check_recomputation, train_transformers
+from tests.support.rows import thinned
 
 STAGES = (0, 1, 2, 3)
 
@@ -40,15 +41,12 @@ def _input_gradients(run: Run) -> None:
     check_bitwise(traces[1], traces[0], "frozen model with reentrant checkpointing")
 
 
-@pytest.mark.parametrize("mode", ["reentrant", "not reentrant", "nested"])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, mode=["reentrant", "not reentrant", "nested"])
 def test_plain_checkpointing_is_bitwise_the_same(stage: int, mode: str) -> None:
     ranks.run_ranks(check_recomputation, 2, Run(stage=stage, accumulation=2), mode)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bart"])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, name=["gpt2", "llama", "bart"], reentrant=[True, False])
 def test_transformers_checkpointing_is_bitwise_the_same(stage: int, name: str, reentrant: bool) -> None:
     ranks.run_ranks(_transformers, 2, name, Run(stage=stage, accumulation=2, clip=0.1), reentrant)
 

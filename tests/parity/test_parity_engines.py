@@ -24,6 +24,7 @@ from tests.support.parity import (
     reference_case,
     train,
 )
+from tests.support.rows import thinned
 
 STAGES = (0, 1, 2, 3)
 CASE = CASES["gpt2"]
@@ -152,8 +153,7 @@ def _destroy_leaves_a_usable_module(stage: int) -> None:
     again.destroy()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, dtype=["fp32", "bf16"])
 def test_engine_without_optimizer(stage: int, dtype: str) -> None:
     ranks.run_ranks(_no_optimizer, 2, stage, dtype)
 

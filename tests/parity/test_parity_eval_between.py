@@ -11,6 +11,7 @@ import torch
 from tests.support import ranks
 from tests.support.models import CASES, Batch
 from tests.support.parity import Forward, Run, Trace, check, check_bitwise, initialize, micro_step, reference_case, train
+from tests.support.rows import thinned
 
 STAGES = (0, 1, 2, 3)
 CASE = CASES["gpt2"]
@@ -119,14 +120,12 @@ def _evaluation_sees_the_new_weights(stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("interruption", list(INTERRUPTIONS))
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, interruption=list(INTERRUPTIONS))
 def test_training_does_not_notice(stage: int, interruption: str) -> None:
     ranks.run_ranks(_interrupted, 2, Run(stage=stage, accumulation=2, clip=0.1), interruption, timeout=60, group_timeout=20)
 
 
-@pytest.mark.parametrize("interruption", ["evaluate_before", "generate_before"])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, interruption=["evaluate_before", "generate_before"])
 def test_training_does_not_notice_in_bf16(stage: int, interruption: str) -> None:
     ranks.run_ranks(_interrupted, 3, Run(stage=stage, dtype="bf16", accumulation=2), interruption, timeout=60, group_timeout=20)
 

@@ -10,6 +10,7 @@ from torch.nn import functional
 from tests.support import ranks
 from tests.support.models import CASES, CLASSES, LENGTH, Block, class_loss
 from tests.support.parity import Run, check_training, initialize
+from tests.support.rows import thinned
 
 STAGES = (0, 1, 2, 3)
 
@@ -91,8 +92,7 @@ def _not_declared(stage: int) -> str:
     return "right"
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, dtype=["fp32", "bf16"])
 def test_declared_external_parameter(stage: int, dtype: str) -> None:
     ranks.run_ranks(_declared, 2, Run(stage=stage, dtype=dtype, accumulation=2))
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tests.support import ranks
 from tests.support.models import CASES, Mlp, class_loss
 from tests.support.parity import Run, Trace, check_training, initialize, train
+from tests.support.rows import thinned
 
 STAGES = (0, 1, 2, 3)
 FROZEN = {
@@ -105,21 +106,17 @@ def _frozen_base_has_no_state(stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("which", list(FROZEN))
+@thinned(stage=STAGES, which=list(FROZEN), dtype=["fp32", "bf16"])
 def test_frozen_parts_of_a_model(which: str, stage: int, dtype: str) -> None:
     ranks.run_ranks(_freeze, 2, which, Run(stage=stage, dtype=dtype, accumulation=2, clip=0.1))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, dtype=["fp32", "bf16", "fp16"])
 def test_lora_by_hand(stage: int, dtype: str) -> None:
     ranks.run_ranks(_lora_by_hand, 3, Run(stage=stage, dtype=dtype, accumulation=2))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, dtype=["fp32", "bf16"])
 def test_peft_lora(stage: int, dtype: str) -> None:
     pytest.importorskip("peft")
     ranks.run_ranks(_peft, 2, Run(stage=stage, dtype=dtype, accumulation=2))

@@ -12,6 +12,7 @@ from torch import nn
 from tests.support import ranks
 from tests.support.models import CASES, concatenate
 from tests.support.parity import Run, Trace, check, collect, initialize, mean_over_ranks, micro_step
+from tests.support.rows import thinned
 
 STAGES = (0, 1, 2, 3)
 CASE = CASES["gpt2"]
@@ -23,7 +24,7 @@ OPTIMIZERS: Optimizers = {
     "AdamW fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, fused=True),
     "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1),
     "SGD momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, eps=1e-3),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, eps=1e-3, initial_accumulator_value=0.1),
     "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3, eps=1e-3, momentum=0.9, centered=True),
     "Adamax": lambda groups: torch.optim.Adamax(groups, lr=1e-2, eps=1e-3),
     "NAdam": lambda groups: torch.optim.NAdam(groups, lr=1e-2, eps=1e-3),
@@ -162,15 +163,12 @@ def _refused(name: str, stage: int) -> str:
     return "accepted"
 
 
-@pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_client_optimizers(name: str, groups: bool) -> None:
-    for stage in (1, 3):
-        ranks.run_ranks(_client_optimizer, 2, name, Run(stage=stage, clip=0.1), groups)
+@thinned(None, stage=[3, 1, 2], groups=[False, True], name=list(OPTIMIZERS))
+def test_client_optimizers(stage: int, groups: bool, name: str) -> None:
+    ranks.run_ranks(_client_optimizer, 2, name, Run(stage=stage, clip=0.1), groups)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD momentum"])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, name=["AdamW", "SGD momentum"])
 def test_groups_that_split_every_block_on_three_ranks(stage: int, name: str) -> None:
     ranks.run_ranks(_client_optimizer, 3, name, Run(stage=stage, clip=0.1), True)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tests.support import ranks
 from tests.support.models import CASES, Batch, ModelCase, class_loss
 from tests.support.parity import DTYPES, Run, check, initialize, micro_step, reference, train
+from tests.support.rows import slow_but, thinned
 from tests.support.zero3 import transformers_zero3, whole_parameters
 
 STAGES = (0, 1, 2, 3)
@@ -384,8 +385,7 @@ def _every_parameter_has_deepspeed_attributes() -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["mlp", "conv", "tied_coder", "odd_mlp"])
+@thinned("mlp", name=["mlp", "conv", "tied_coder", "odd_mlp"], dtype=["fp32", "bf16"])
 def test_zero_init(name: str, dtype: str) -> None:
     ranks.run_ranks(_init_then_train, 3, Run(stage=3, dtype=dtype, accumulation=2), name)
 
@@ -400,12 +400,12 @@ def test_transformers_initialises_a_sharded_model_as_a_plain_one(name: str) -> N
     ranks.run_ranks(_initial_values, 2, name)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(MODELS, "gpt2", "t5", "mixtral", "deberta_v2"))
 def test_transformers_from_config_under_zero3(name: str) -> None:
     ranks.run_ranks(_from_config, 2, Run(stage=3, dtype="bf16", accumulation=2), name)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bart", "albert", "mixtral"])
+@pytest.mark.parametrize("name", slow_but(MODELS[:6], "gpt2", "t5", "mixtral"))
 def test_transformers_from_pretrained_under_zero3(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ranks.run_ranks(_from_pretrained, 2, Run(stage=3, dtype="fp32"), name, folder)
@@ -441,8 +441,7 @@ def test_modifier_rank_before_initialize(dtype: str) -> None:
     ranks.run_ranks(_modifier_rank_before_initialize, 2, Run(stage=3, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, dtype=["fp32", "bf16"])
 def test_modifier_rank_after_initialize(stage: int, dtype: str) -> None:
     ranks.run_ranks(_modifier_rank_after_initialize, 2, Run(stage=stage, dtype=dtype))
 
@@ -452,14 +451,12 @@ def test_deep_copy_inside_a_gather(stage: int) -> None:
     ranks.run_ranks(_deep_copy_inside_a_gather, 2, stage)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, world_size=[1, 3])
 def test_full_values_equal_plain_pytorch(stage: int, world_size: int) -> None:
     ranks.run_ranks(_full_values_against_plain, world_size, Run(stage=stage))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, dtype=["fp32", "bf16"])
 def test_values_can_be_set_whole(stage: int, dtype: str) -> None:
     ranks.run_ranks(_set_full_values, 2, Run(stage=stage, dtype=dtype))
 

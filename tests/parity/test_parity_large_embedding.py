@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -11,6 +10,7 @@ from hf_zero import observe
 from tests.support import ranks
 from tests.support.models import Batch, Block
 from tests.support.parity import Run, check_training, initialize
+from tests.support.rows import thinned
 
 VOCABULARY, WIDTH = 70_000, 16  # more than grouping.LARGE_MODULE_NUMEL elements
 # So small that nothing stays gathered between forward and backward.
@@ -70,10 +70,9 @@ def _trains(kind: str, limits: dict[str, int]) -> None:
     check_training(lambda: Tall(kind), _rows, _loss, run, label=kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("limits", [TIGHT, ROOMY], ids=["tight", "roomy"])
-def test_large_embedding_trains(kind: str, limits: dict[str, int]) -> None:
-    ranks.run_ranks(_trains, 2, kind, limits)
+@thinned("tight", limits=["tight", "roomy"], kind=KINDS)
+def test_large_embedding_trains(limits: str, kind: str) -> None:
+    ranks.run_ranks(_trains, 2, kind, {"tight": TIGHT, "roomy": ROOMY}[limits])
 
 
 def _gathers(kind: str) -> list[str]:

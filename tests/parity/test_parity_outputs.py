@@ -13,6 +13,7 @@ from torch.nn import functional
 from tests.support import ranks
 from tests.support.models import CASES, CLASSES, LENGTH, Batch, Block, Mlp, class_loss
 from tests.support.parity import Run, check_training
+from tests.support.rows import thinned
 
 STAGES = (0, 1, 2, 3)
 
@@ -159,15 +160,12 @@ def _no_loss_from_one_rank(run: Run) -> None:
     check_training(CASES["mlp"].build, feed, forward, run, label="masked rank")
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("kind", list(BLOCKS))
+@thinned(stage=STAGES, kind=list(BLOCKS))
 def test_what_blocks_return_and_take(kind: str, stage: int) -> None:
     ranks.run_ranks(_structured, 2, kind, Run(stage=stage, accumulation=2, clip=0.1))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("kind", [NoInputGradient, PartOfTheOutput])
+@thinned(stage=STAGES, kind=[NoInputGradient, PartOfTheOutput], dtype=["fp32", "bf16"])
 def test_blocks_without_input_or_output_gradient(kind: type[nn.Module], stage: int, dtype: str) -> None:
     ranks.run_ranks(_model, 2, kind, Run(stage=stage, dtype=dtype, accumulation=2))
 

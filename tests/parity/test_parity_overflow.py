@@ -11,6 +11,7 @@ import torch
 from tests.support import ranks
 from tests.support.models import CASES, Batch, class_loss
 from tests.support.parity import Run, check_training, initialize
+from tests.support.rows import thinned
 
 STAGES = (0, 1, 2, 3)
 SCHEDULE = {
@@ -108,8 +109,7 @@ def test_too_large_initial_scale_falls_until_it_fits(stage: int) -> None:
     ranks.run_ranks(_initial_scale_too_large, 2, Run(stage=stage, dtype="fp16", steps=4, scale_power=18))
 
 
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, static=[False, True])
 def test_a_skipped_step_moves_nothing_and_names_a_parameter(stage: int, static: bool) -> None:
     ranks.run_ranks(_skip_moves_nothing, 2, stage, static)
 

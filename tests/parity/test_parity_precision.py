@@ -24,6 +24,7 @@ from tests.support.parity import (
     reference_case,
     train,
 )
+from tests.support.rows import thinned
 
 STAGES = (0, 1, 2, 3)
 CASE = CASES["gpt2"]
@@ -160,8 +161,7 @@ def _parameters_read_right_after_a_step(stage: int) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, dtype=["bfloat16", "float16"])
 def test_torch_autocast(stage: int, dtype: str) -> None:
     ranks.run_ranks(_autocast, 2, stage, dtype)
 
@@ -171,8 +171,7 @@ def test_autocast_around_the_engine_is_ignored(stage: int) -> None:
     ranks.run_ranks(_outer_autocast_is_ignored, 2, stage)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, dtype=["fp32", "bf16"])
 def test_communication_data_type(stage: int, dtype: str) -> None:
     ranks.run_ranks(_wire, 3, stage, dtype)
 
@@ -182,8 +181,7 @@ def test_gradients_accumulate_in_fp32(stage: int) -> None:
     ranks.run_ranks(_accumulation_dtype, 2, stage)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, dtype=["fp32", "bf16"])
 def test_prescaled_gradients(stage: int, dtype: str) -> None:
     ranks.run_ranks(_prescale, 2, stage, dtype)
 

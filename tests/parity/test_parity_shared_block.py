@@ -12,6 +12,7 @@ from torch.nn import functional
 from tests.support import ranks
 from tests.support.models import CASES, LENGTH, Batch, Mlp, class_loss
 from tests.support.parity import Forward, Run, check_training
+from tests.support.rows import thinned
 
 STAGES = (0, 1, 2, 3)
 
@@ -95,8 +96,7 @@ def _two_backwards(run: Run, graphs_first: bool) -> None:
     check_training(case.build, case.rows, both_halves, run, micro_step=micro_step, label="two backwards, one step")
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, dtype=["fp32", "bf16"])
 def test_blocks_that_run_twice_in_a_forward(stage: int, dtype: str) -> None:
     ranks.run_ranks(_repeated, 2, Run(stage=stage, dtype=dtype, accumulation=2))
 
@@ -111,7 +111,6 @@ def test_two_forwards_before_one_backward(stage: int) -> None:
     ranks.run_ranks(_two_forwards, 2, Run(stage=stage, accumulation=2))
 
 
-@pytest.mark.parametrize("graphs_first", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, graphs_first=[False, True])
 def test_two_backwards_before_a_step(stage: int, graphs_first: bool) -> None:
     ranks.run_ranks(_two_backwards, 2, Run(stage=stage), graphs_first)

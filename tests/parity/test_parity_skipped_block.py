@@ -9,6 +9,7 @@ from torch import nn
 from tests.support import ranks
 from tests.support.models import CASES, Batch
 from tests.support.parity import Run, check_training
+from tests.support.rows import thinned
 from tests.support.skipped_blocks import Chosen, TwoTowers, loss_of_choice
 
 STAGES = (0, 1, 2, 3)
@@ -66,14 +67,12 @@ def _check(kind: str, choice: str, run: Run) -> None:
     check_training(build, feed, loss_of_choice, run, label=f"{kind} {choice}")
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("choice", list(CHOICES))
+@thinned(stage=STAGES, choice=list(CHOICES))
 def test_blocks_skipped_by_some_ranks(choice: str, stage: int) -> None:
     ranks.run_ranks(_check, 2, "blocks", choice, Run(stage=stage, accumulation=2, clip=0.1), timeout=40, group_timeout=15)
 
 
-@pytest.mark.parametrize("choice", ["expert_per_rank", "layer_drop"])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, choice=["expert_per_rank", "layer_drop"])
 def test_skipped_blocks_on_three_ranks_in_16_bit(stage: int, choice: str) -> None:
     ranks.run_ranks(_check, 3, "blocks", choice, Run(stage=stage, dtype="bf16", accumulation=2), timeout=40, group_timeout=15)
 

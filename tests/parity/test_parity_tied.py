@@ -10,6 +10,7 @@ from torch.nn import functional
 from tests.support import ranks
 from tests.support.models import CASES, CLASSES, LENGTH, Batch, Block, class_loss
 from tests.support.parity import Run, check_training, initialize
+from tests.support.rows import thinned
 
 STAGES = (0, 1, 2, 3)
 
@@ -82,14 +83,12 @@ def _tied_to_frozen(stage: int) -> None:
     check_training(build, CASES["tied_coder"].rows, forward, Run(stage=stage), label="tied to frozen")
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["gpt2", "bart", "t5", "tied_coder"])
+@thinned(stage=STAGES, name=["gpt2", "bart", "t5", "tied_coder"])
 def test_tied_models_in_16_bit_with_accumulation(name: str, stage: int) -> None:
     ranks.run_ranks(_tied_case, 2, name, Run(stage=stage, dtype="bf16", accumulation=2, clip=0.1))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-@pytest.mark.parametrize("stage", STAGES)
+@thinned(stage=STAGES, dtype=["fp32", "fp16"])
 def test_weight_shared_by_two_blocks(stage: int, dtype: str) -> None:
     ranks.run_ranks(_tied_blocks, 3, Run(stage=stage, dtype=dtype, accumulation=2))
 

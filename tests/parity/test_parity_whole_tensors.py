@@ -258,7 +258,7 @@ def _host_bytes() -> tuple[int, int]:
     batch = {key: value.bfloat16() if value.is_floating_point() else value for key, value in CASES["mlp"].rows(0, 0, ranks.rank()).items()}
     micro_step(engine, batch, CASES["mlp"].forward, 0)
     masters = sum(unit.master.nbytes for unit in engine.units)
-    found = engine.optimizer.state_store.tiers(engine.optimizer)["host"]
+    found = engine.optimizer.offloaded()["host"]
     owned = sum(entry.param.numel() for entry in engine.optimizer.whole)
     engine.destroy()
     return found, masters + 4 * owned

@@ -195,7 +195,7 @@ def test_public_interface(backend: str) -> None:
 
 
 def _facts() -> None:
-    from hf_zero.deepspeed.logs import see_memory_usage
+    from hf_zero.deepspeed.served.logs import see_memory_usage
     from hf_zero.environment import environment_facts
     from hf_zero.launch.command import _devices
 

@@ -192,14 +192,14 @@ def test_saves_in_the_background_use_one_block_of_their_size(tmp_path: Path) -> 
     on_devices(_saves, str(tmp_path))
 
 
-def _aside() -> None:
+def _waiting_states() -> None:
     engine = start(config("bf16"))
     train(engine, 1)
     pretend.reset_counters()
     base, locked, size = pretend.locked_bytes(), [], 0
     for _ in range(3):
         engine.offload_states()
-        size = sum(aside.nbytes for aside in engine.aside)
+        size = engine.offloaded_states.nbytes
         locked.append(pretend.locked_bytes() - base)
         engine.reload_states(non_blocking=True)
         train(engine, 1)
@@ -211,7 +211,7 @@ def _aside() -> None:
 
 
 def test_states_that_wait_on_the_host_use_the_same_memory_each_time() -> None:
-    on_devices(_aside)
+    on_devices(_waiting_states)
 
 
 def _inputs() -> None:

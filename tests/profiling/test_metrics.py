@@ -14,6 +14,8 @@ from hf_zero.config.resolve import resolve
 from hf_zero.errors import ConfigError
 from hf_zero.metrics import CsvSink, Sink, build_sinks
 
+pytestmark = pytest.mark.quick
+
 RECORD = {"Train/Samples/train_loss": 2.5, "Train/Samples/lr": 1e-4}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hf_zero
-from hf_zero.deepspeed import groups, sequence_state
+from hf_zero.deepspeed.served import groups, sequence_state
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
 from hf_zero.sequence_parallel.batches import UlyssesSPDataLoaderAdapter, prepare

@@ -82,7 +82,7 @@ class _HostInputs(nn.Module):
         self.head = nn.Linear(16, CLASSES)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        from hf_zero.deepspeed import checkpointing
+        from hf_zero.deepspeed.served import checkpointing
 
         hidden = self.entry(inputs)
         for block in self.blocks:
@@ -92,7 +92,7 @@ class _HostInputs(nn.Module):
 
 def cpu_checkpointing() -> None:
     """Inputs of blocks rest in page-locked memory: the same bits, dropout too, with copies beside the computation."""
-    from hf_zero.deepspeed import checkpointing
+    from hf_zero.deepspeed.served import checkpointing
 
     found: list[tuple[Any, int]] = []
     for host in (False, True):

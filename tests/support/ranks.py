@@ -1,7 +1,7 @@
 """Run a function on N gloo ranks under a time limit.
 
 Importing torch and transformers costs seconds, so ranks are processes that live on between calls: one pool per world
-size, forked from a server that imported both once. Every call gets a fresh process group, fresh seeds and its own
+size, forked from a server that imported both, and this package, once. Every call gets a fresh process group, fresh seeds and its own
 launcher environment; a call that fails, hangs or loses a rank raises ``RankError`` with the text of every rank and
 throws its pool away.
 """
@@ -34,9 +34,13 @@ from typing import Any, Literal
 from tests import pretend
 from tests.support import collective_order
 
-PRELOAD = ("tests.support.alias_first", "torch", "torch.distributed", "numpy", "transformers.modeling_utils") + tuple(
-    f"transformers.models.{name}.modeling_{name}"
-    for name in ("gpt2", "llama", "t5", "bart", "albert", "mixtral", "deberta_v2", "blenderbot", "vit")
+PRELOAD = (
+    *("tests.support.alias_first", "torch", "torch.distributed", "numpy", "transformers.modeling_utils"),
+    *(
+        f"transformers.models.{name}.modeling_{name}"
+        for name in ("gpt2", "llama", "t5", "bart", "albert", "mixtral", "deberta_v2", "blenderbot", "vit")
+    ),
+    *("tests.support.parity", "tests.support.preloaded"),
 )
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GRACE_SECONDS = 5.0  # what the other ranks get to report after one rank has failed

@@ -1,7 +1,8 @@
-"""Tables of many small rows checked in one test: a test case of its own for each of thousands would cost more than the check."""
+"""Tables of rows: many small ones checked in one test, and the cells of a large one that the fast run takes."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,3 +20,24 @@ def each(rows: Iterable[Any], check: Callable[[Any], None]) -> None:
             wrong.append(f"{row!r}: {type(error).__name__}: {error}")
     assert count, "the table is empty"
     assert not wrong, f"{len(wrong)} of {count} rows failed:\n" + "\n".join(wrong[:20])
+
+
+def thinned(whole: Any = 3, /, **axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrises a test over all combinations; most of them are slow.
+
+    The fast run takes every combination of one value of the first axis, ``whole`` (of stages the one that does most), and a
+    diagonal through the rest: every value of every axis at least once.
+    """
+    values = [list(axis) for axis in axes.values()]
+    first, *others = values
+    rest = [value for value in first if value != whole] or first
+    diagonal = [tuple(axis[i % len(axis)] for axis in (rest, *others)) for i in range(max(map(len, (rest, *others))))]
+    cells = [
+        pytest.param(*cell, marks=() if cell[0] == whole or cell in diagonal else pytest.mark.slow) for cell in itertools.product(*values)
+    ]
+    return pytest.mark.parametrize(list(axes), cells)
+
+
+def slow_but(values: Iterable[Any], *fast: Any) -> list[Any]:
+    """The values for ``parametrize``, all slow but those in ``fast``."""
+    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]

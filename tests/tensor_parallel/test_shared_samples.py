@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.build import gradient_policy, precision_policy
+from hf_zero.build.policies import gradient_policy, precision_policy
 from hf_zero.config.resolve import resolve
 from hf_zero.core.stages import stage_policy
-from hf_zero.deepspeed import groups
-from hf_zero.deepspeed.settings import DeepSpeedConfig
+from hf_zero.deepspeed.served import groups
+from hf_zero.deepspeed.served.settings import DeepSpeedConfig
 from hf_zero.sequence_parallel.state import count_slices_once
 from hf_zero.tensor_parallel.split import count_groups_once
 from tests.support import ranks

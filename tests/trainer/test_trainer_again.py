@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support import ranks, trainers
+from tests.support.rows import slow_but
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
 SCHEDULER = {
@@ -110,6 +111,6 @@ def _search(models: Path, folder: Path, stage: int) -> None:
                 trainer.accelerator.clear()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", slow_but([2, 3], 3))
 def test_hyperparameter_search(stage: int, trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_search, 2, trainer_models, tmp_path, stage)

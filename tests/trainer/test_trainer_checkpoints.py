@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support import ranks, trainers
+from tests.support.rows import slow_but, thinned
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
 SCHEDULER = {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}}
@@ -83,7 +84,7 @@ def _best_model(models: Path, folder: Path, stage: int) -> None:
         assert not trainer.state.best_model_checkpoint.endswith("checkpoint-4")
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", slow_but([2, 3], 3))
 def test_load_best_model_at_end(stage: int, trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_best_model, 2, trainer_models, tmp_path, stage)
 
@@ -140,9 +141,7 @@ def _check_saved(folder: Path, weights: dict[str, torch.Tensor], name: str, dtyp
         assert torch.equal(found[key], value), key
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@thinned(stage=[2, 3], name=["gpt2", "llama"], precision=["fp32", "bf16"])
 def test_saved_models_load(name: str, stage: int, precision: str, trainer_models: Path, tmp_path: Path) -> None:
     """gpt2 has tied embeddings, llama has not; one file and many, the dtype of training, the generation configuration."""
     options = {"bf16": True, "use_cpu": True} if precision == "bf16" else {}

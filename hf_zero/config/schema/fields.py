@@ -70,11 +70,6 @@ def _parse_float(text: str) -> float:
         raise ValueError("not a number") from None
 
 
-def _lenient_bool(value: Any) -> Any:
-    """`true`, "true", "True", "1", "yes", 1 and their opposites; any other number or text is left for pydantic to refuse."""
-    return value.strip().lower() if isinstance(value, str) else value
-
-
 def _lower_text(value: Any) -> Any:
     return value.strip().lower() if isinstance(value, str) else value
 
@@ -98,9 +93,12 @@ def _inf_is_never(value: Any) -> Any:
     return None if isinstance(value, float) and math.isinf(value) else value
 
 
+ANY_CASE = BeforeValidator(_lower_text)
+"""For `Annotated[Literal[...], ANY_CASE]`: letter case does not matter."""
 Int = Annotated[int, BeforeValidator(_lenient_int)]
 Float = Annotated[float, BeforeValidator(_lenient_float), Field(allow_inf_nan=False)]
-Bool = Annotated[bool, BeforeValidator(_lenient_bool)]
+Bool = Annotated[bool, ANY_CASE]
+"""`true`, "true", "True", "1", "yes", 1 and their opposites."""
 Count = Annotated[int, BeforeValidator(_lenient_int), Field(gt=0)]
 Size = Annotated[int, BeforeValidator(_lenient_int), Field(ge=0)]
 NonNegative = Annotated[float, BeforeValidator(_lenient_float), Field(ge=0, allow_inf_nan=False)]
@@ -110,13 +108,7 @@ Bound = Annotated[float, BeforeValidator(_lenient_float), Field(ge=0)]
 Share = Annotated[float, BeforeValidator(_lenient_float), Field(ge=0, le=1)]
 Steps = Annotated[Size | None, BeforeValidator(_inf_is_never)]
 Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(_dtype_name)]
-Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_lower_text)]
-LowerStr = Annotated[str, BeforeValidator(_lower_text)]
-
-
-def lower_choice(value: Any) -> Any:
-    """Validator for `Annotated[Literal[...], BeforeValidator(lower_choice)]`: letter case does not matter."""
-    return _lower_text(value)
+Device = Annotated[Literal["none", "cpu", "nvme"], ANY_CASE]
 
 
 # ------------------------------------------------------------------------------------------------------------- sections

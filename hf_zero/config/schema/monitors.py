@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
-
-from hf_zero.config.schema.fields import Bool, Count, Section, lower_choice, used
+from hf_zero.config.schema.fields import ANY_CASE, Bool, Count, Section, used
 
 
 class Tensorboard(Section, switch="enabled"):
@@ -37,9 +35,7 @@ class Comet(Section, switch="enabled"):
     experiment_name: str | None = used(None, "Experiment name")
     experiment_key: str | None = used(None, "Experiment key")
     online: Bool | None = used(None, "Online or offline experiment")
-    mode: Annotated[Literal["get", "create", "get_or_create"], BeforeValidator(lower_choice)] | None = used(
-        None, "get create or get_or_create"
-    )
+    mode: Annotated[Literal["get", "create", "get_or_create"], ANY_CASE] | None = used(None, "get create or get_or_create")
 
 
 class CsvMonitor(Section, switch="enabled"):

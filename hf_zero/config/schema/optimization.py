@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from hf_zero.config.schema.fields import (
+    ANY_CASE,
     Bool,
     Bound,
     Count,
@@ -19,14 +20,13 @@ from hf_zero.config.schema.fields import (
     Share,
     Size,
     accepted,
-    lower_choice,
     refused,
     used,
 )
 
 NO_LAMB = "only read by OneBitLamb, which this version does not have: use Lamb or OneBitAdam"
 NO_ZERO_ONE = "only read by ZeroOneAdam, which this version does not have: use OneBitAdam with freeze_step"
-FreezeStep = Count | Annotated[Literal["auto", "stable"], BeforeValidator(lower_choice)]
+FreezeStep = Count | Annotated[Literal["auto", "stable"], ANY_CASE]
 
 
 class OptimizerParams(FreeSection):

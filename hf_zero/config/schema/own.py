@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
-
-from hf_zero.config.schema.fields import Bool, Section, lower_choice, used
+from hf_zero.config.schema.fields import ANY_CASE, Bool, Section, used
 
 
 class OwnSettings(Section):
     """`hf_zero`. Settings that DeepSpeed does not have."""
 
-    gather_for_generation: Annotated[Literal["auto"], BeforeValidator(lower_choice)] | Bool = used(
+    gather_for_generation: Annotated[Literal["auto"], ANY_CASE] | Bool = used(
         "auto",
         "Stage 3: gather the whole model once around each generate(); auto does it where it fits into 60 % of the free memory of every "
         "rank, false gathers block by block for every token",
     )
-    offload_overlap: Annotated[Literal["auto", "none", "forward", "full"], BeforeValidator(lower_choice)] = used(
+    offload_overlap: Annotated[Literal["auto", "none", "forward", "full"], ANY_CASE] = used(
         "auto",
         "With offload_optimizer, when native optimizers (hf_zero.ops) update on the host: none inside step(); forward also while the next "
         "forward runs (stage 3); full also during backward, on a second copy of the states as far as it fits into half of the free host "

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
-
 from hf_zero.config.schema import unread
 from hf_zero.config.schema.fields import (
+    ANY_CASE,
     Bool,
     Bound,
     Count,
@@ -17,7 +16,6 @@ from hf_zero.config.schema.fields import (
     Section,
     Steps,
     accepted,
-    lower_choice,
     refused,
     section,
     used,
@@ -66,7 +64,7 @@ class ZeroConfig(Section):
     seq_parallel_communication_data_type: Dtype = used(
         "fp32", "Element type of gradient reduction where sequences are divided over ranks, in place of communication_data_type"
     )
-    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lower_choice)] = used(
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], ANY_CASE] = used(
         "mean", "mean averages over data-parallel ranks, sum leaves the sum"
     )
     prescale_gradients: Bool = used(False, "Divide before instead of after the reduction")
@@ -107,7 +105,7 @@ class ZeroConfig(Section):
     wall_clock_breakdown: Bool = used(False, "Time forward, backward and step")
     memory_breakdown: Bool = used(False, "Log memory use per phase")
     dump_state: Bool = used(False, "Print the parsed configuration")
-    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(lower_choice)] | None = used(
+    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], ANY_CASE] | None = used(
         None, "Level of the package logger"
     )
     timers: Timers = accepted(Timers, "Timer section", "samples per second are measured where steps_per_print asks for a line")

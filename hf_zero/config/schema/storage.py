@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from hf_zero.config.schema.fields import Bool, Count, Int, NonNegative, Section, accepted, lower_choice, part, refused, section, used
+from hf_zero.config.schema.fields import ANY_CASE, Bool, Count, Int, NonNegative, Section, accepted, part, refused, section, used
 
 
 def _false_is_none(value: Any) -> Any:
@@ -49,7 +49,7 @@ _OWN_WRITER = "files are written in windows of 4 MiB straight from the shards"
 class Writer(Section):
     """`checkpoint.writer`. Fast checkpoint writer."""
 
-    type: Annotated[Literal["fast", "python", "mock"], BeforeValidator(lower_choice)] = used(
+    type: Annotated[Literal["fast", "python", "mock"], ANY_CASE] = used(
         "FAST", "`fast` and `mock` write past the page cache where the file system lets them, as without this section; `python` through it"
     )
     io_buffer_size: Int = accepted(67108864, "Buffer bytes", _OWN_WRITER)
@@ -63,7 +63,7 @@ class Writer(Section):
 class Checkpoint(Section):
     """`checkpoint`. Options of save and load."""
 
-    tag_validation: Annotated[Literal["ignore", "warn", "fail"], BeforeValidator(lower_choice)] = accepted(
+    tag_validation: Annotated[Literal["ignore", "warn", "fail"], ANY_CASE] = accepted(
         "warn", "ignore warn or fail when ranks disagree on the tag", "rank 0 names the folder and every rank writes to that one"
     )
     load_universal: Bool = accepted(False, "Load the universal format", "every checkpoint loads on any number of ranks")

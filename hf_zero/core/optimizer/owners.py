@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hf_zero.core.units.layout import FROZEN, ParamSlot, Range, UnitLayout
@@ -39,16 +39,34 @@ def assign_owners(layouts: Sequence[UnitLayout], world: int) -> tuple[Owned, ...
     """
     slots = [(unit, slot) for unit, layout in enumerate(layouts) for slot in layout.slots if slot.group != FROZEN and slot.numel]
     share = sum(slot.numel for _, slot in slots) / world
-    loads = [0] * world
-    chosen: dict[tuple[int, int], int] = {}
-    for unit, slot in sorted(slots, key=lambda entry: -entry[1].numel):  # stable
+
+    def nearest(index: int, loads: Sequence[int]) -> int | None:
+        unit, slot = slots[index]
         held = [part.numel for part in holders(layouts[unit], slot.range, world)]
         near = max(range(world), key=lambda rank: (held[rank], -loads[rank]))
-        fits = held[near] > 0 and loads[near] + slot.numel <= share
-        rank = near if fits else loads.index(min(loads))
-        loads[rank] += slot.numel
-        chosen[unit, slot.offset] = rank
-    return tuple(Owned(unit, slot, chosen[unit, slot.offset]) for unit, slot in slots)
+        return near if held[near] > 0 and loads[near] + slot.numel <= share else None
+
+    ranks = share_out([slot.numel for _, slot in slots], world, nearest)
+    return tuple(Owned(unit, slot, rank) for (unit, slot), rank in zip(slots, ranks, strict=True))
+
+
+def share_out(sizes: Sequence[int], world: int, wish: Callable[[int, Sequence[int]], int | None] | None = None) -> list[int]:
+    """Gives things to ranks, from the largest to the smallest; the same on all ranks.
+
+    Args:
+        sizes: Of the things.
+        world: Number of ranks.
+        wish: The rank that should get a thing, by its position and what each rank has so far; None is the one with least.
+
+    Returns:
+        A rank for each thing.
+    """
+    loads, ranks = [0] * world, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):  # stable
+        rank = wish(index, loads) if wish is not None else None
+        ranks[index] = rank if rank is not None else loads.index(min(loads))
+        loads[ranks[index]] += sizes[index]
+    return ranks
 
 
 def holders(layout: UnitLayout, wanted: Range, world: int) -> list[Range]:

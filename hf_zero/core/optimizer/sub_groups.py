@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from hf_zero.core.optimizer.clones import clone
+from hf_zero.core.optimizer.segments import OwnedSegment
 from hf_zero.native.passes import LOW_TYPES
 from hf_zero.ops.host_optimizer import HostOptimizer
-
-if TYPE_CHECKING:
-    from hf_zero.core.optimizer.sharded import OwnedSegment
-
-_PROBE_NUMEL = 16
 
 
 class SubGroupStepper:
@@ -30,12 +27,13 @@ class SubGroupStepper:
         threads: The most threads that a native pass uses; None is torch's number.
 
     Attributes:
+        optimizer: As given.
         values: What the groups said at construction.
         threads: As given.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, accumulation_dtype: torch.dtype, threads: int | None = None) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._accumulation_dtype = accumulation_dtype
         self.threads = threads or torch.get_num_threads()
         self.values = [_values(group) for group in optimizer.param_groups]
@@ -60,7 +58,7 @@ class SubGroupStepper:
         groups = [{**values, "params": []} for values in self.values]
         for segment in segments:
             groups[segment.group]["params"].append(segment.tensor)
-        other = clone(self._optimizer, groups)
+        other = clone(self.optimizer, groups)
         targets = list(lows or [None] * len(segments))
         if isinstance(other, HostOptimizer):
             update_with_lows(other, [segment.tensor for segment in segments], grads, targets, factor, self.threads)
@@ -82,7 +80,7 @@ class SubGroupStepper:
 
     def finish(self) -> None:
         """Gives the optimizer's groups the values that its own step has changed."""
-        for group, before, after in zip(self._optimizer.param_groups, self.values, self._after, strict=False):
+        for group, before, after in zip(self.optimizer.param_groups, self.values, self._after, strict=False):
             group.update({key: value for key, value in _values(after).items() if value is not before.get(key)})
 
 
@@ -94,7 +92,7 @@ def update_with_lows(
     factor: float,
     threads: int,
 ) -> None:
-    """``optimizer.update`` that writes to ``lows`` of any type: 16-bit ones in the same pass, others behind it."""
+    """``optimizer.update`` that writes to ``lows`` of any type: 16-bit ones in the same pass, others after it."""
     fused = [low if low is not None and low.dtype in LOW_TYPES else None for low in lows]
     optimizer.update(params, grads, fused, factor, threads)
     _copy_to(params, [None if done is not None else low for done, low in zip(fused, lows, strict=True)])
@@ -108,41 +106,3 @@ def _copy_to(params: Sequence[torch.Tensor], lows: Sequence[torch.Tensor | None]
 
 def _values(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def clone(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any = None) -> torch.optim.Optimizer:
-    """An optimizer of the same class and attributes with other groups; with ``optimizer``'s own state dict unless given one."""
-    other: torch.optim.Optimizer = object.__new__(type(optimizer))
-    other.__dict__.update(optimizer.__dict__)
-    other.__dict__.pop("step", None)  # a scheduler that counts calls puts one there, bound to the original
-    other.param_groups = groups
-    if state is not None:
-        other.state = state
-    return other
-
-
-def state_types(optimizer: torch.optim.Optimizer, dtype: torch.dtype, device: torch.device) -> dict[str, torch.dtype]:
-    """The states that ``optimizer`` keeps with one number per element, found by stepping a small vector; two fp32 ones where that fails.
-
-    Args:
-        optimizer: Never stepped, with any parameters; stays untouched.
-        dtype: Type of the masters.
-        device: Where they are updated.
-    """
-    found: dict[str, torch.dtype] = {}
-    for group in optimizer.param_groups:
-        vector = torch.nn.Parameter(torch.zeros(_PROBE_NUMEL, dtype=dtype, device=device))
-        vector.grad = torch.zeros_like(vector)
-        state: dict[Any, Any] = type(optimizer.state)(dict) if hasattr(optimizer.state, "default_factory") else {}
-        try:
-            values = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in _values(group).items()}
-            probe = clone(optimizer, [{**values, "params": [vector]}], state)
-            if vector not in state and optimizer.state:  # made at construction
-                make: Any = type(optimizer)
-                probe.state = state = make([{**values, "params": [vector]}]).state
-            probe.step()
-        except Exception:  # whatever a foreign optimizer raises on what it was not made for
-            return {"state 1": torch.float32, "state 2": torch.float32}
-        entries = state[vector].items() if vector in state else ()
-        found.update({name: value.dtype for name, value in entries if isinstance(value, torch.Tensor) and value.shape == vector.shape})
-    return found

@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from hf_zero.comm.collectives import Collectives, Pending
+from hf_zero.core.optimizer.owner_states import OwnerStates, WholeParam
 from hf_zero.core.optimizer.owners import assign_owners
-from hf_zero.core.optimizer.sharded import OwnedSegment, ShardedOptimizer
+from hf_zero.core.optimizer.segments import master_of
+from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.optimizer.state_store import StateStore, scale_
 from hf_zero.core.optimizer.tensor_moves import TensorMoves
 from hf_zero.core.units.layout import ParamSlot
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import publish
-from hf_zero.errors import StateError
 from hf_zero.observe import span
 
 _IN_FLIGHT = 3  # exchanges; bounds the memory of messages
-
-
-@dataclass(frozen=True)
-class WholeParam:
-    """A parameter that this rank updates.
-
-    Attributes:
-        unit: Its unit.
-        slot: Where it lies there.
-        param: What the inner optimizer sees, of the full shape; it has values during a step only.
-        writes: Whether this rank writes its state into checkpoints: at stage 0 all ranks hold it, and one of them does.
-    """
-
-    unit: Unit
-    slot: ParamSlot
-    param: nn.Parameter
-    writes: bool
 
 
 class WholeTensorOptimizer(ShardedOptimizer):
@@ -69,18 +52,16 @@ class WholeTensorOptimizer(ShardedOptimizer):
             TensorMoves(unit, [entry for entry in owned if entry.unit == index], collectives) for index, unit in enumerate(units)
         ]
         self.whole = [
-            WholeParam(move.unit, slot, _resting(move.unit, slot), self._owners[slot.name] == collectives.rank)
+            WholeParam(move.unit, slot, nn.Parameter(_rest(move.unit, slot)), self._owners[slot.name] == collectives.rank, inner)
             for move in self._exchanges
             for slot in move.own
         ]
         self._by_name = {entry.slot.name: entry for entry in self.whole}
         super().__init__(inner, units, state_store)
 
-    def _lay_out(self) -> list[OwnedSegment]:
-        return []
-
-    def _tensors(self, group: int) -> list[torch.Tensor]:
-        return [entry.param for entry in self.whole if entry.slot.group == group]
+    def _lay_out(self) -> list[list[torch.Tensor]]:
+        groups = range(len(self.inner.param_groups))
+        return [[entry.param for entry in self.whole if entry.slot.group == index] for index in groups]
 
     def update(self, shards: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
         """One update of masters and shards; collective at stages 1 to 3.
@@ -106,7 +87,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         under_way: deque[Pending] = deque()
         arriving: list[tuple[TensorMoves, dict[int, torch.Tensor], dict[int, torch.Tensor]]] = []
         for move, grad in zip(self._exchanges, grads, strict=True):
-            masters, first = move.collect(_master(move.unit), "masters to owners")
+            masters, first = move.collect(master_of(move.unit), "masters to owners")
             gradients, second = move.collect(grad, "gradients to owners")
             arriving.append((move, masters, gradients))
             under_way.extend((first, second))
@@ -136,30 +117,28 @@ class WholeTensorOptimizer(ShardedOptimizer):
                 param = self._by_name[slot.name].param
                 tensors[slot.offset] = param.data
                 param.data, param.grad = _rest(move.unit, slot), None
-            under_way.append((move.unit, move.scatter(tensors, _master(move.unit), "masters from owners")))
+            under_way.append((move.unit, move.scatter(tensors, master_of(move.unit), "masters from owners")))
             if len(under_way) > _IN_FLIGHT:
                 take()
         while under_way:
             take()
 
-    # -- states of single parameters ----------------------------------------------------------------------------------
+    @property
+    def param_states(self) -> OwnerStates:
+        """Reads and writes the states of single parameters."""
+        return OwnerStates(self._by_name, self._owners)
 
-    def owner_of(self, name: str) -> int | None:
-        """The rank that updates parameter ``name`` (at stage 0, where all do, the one that saves its state); None if it has no elements."""
-        return self._owners.get(name)
-
-    def state_of(self, name: str) -> dict[str, Any] | None:
-        """The inner optimizer's state of parameter ``name``, live; None on ranks that do not update it, and before the first step."""
-        entry = self._by_name.get(name)
-        return self.inner.state.get(entry.param) if entry is not None else None
-
-    def install(self, name: str, state: dict[str, Any]) -> None:
-        """Replaces the state of parameter ``name``, which this rank updates; an empty one removes it."""
-        param = self._by_name[name].param
-        if state:
-            self.inner.state[param] = state
-        else:
-            self.inner.state.pop(param, None)
+    def offloaded(self) -> Mapping[str, int]:
+        """Bytes of offloaded masters, and of the tensors that this rank keeps for the parameters of offloaded units that it owns."""
+        return self.state_store.tiers(
+            lambda unit: [
+                value
+                for entry in self.whole
+                if entry.unit is unit
+                for value in tree_leaves(dict(entry.state))
+                if isinstance(value, torch.Tensor)
+            ]
+        )
 
     def dismiss(self) -> None:
         """Frees states and parameters."""
@@ -170,17 +149,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         return f"WholeTensorOptimizer({len(self.whole)} parameters of {len(self._owners)}, inner={self.inner!r})"
 
 
-def _master(unit: Unit) -> torch.Tensor:
-    if unit.master is None:
-        raise StateError(f"unit {unit.name} has no master to optimize")
-    return unit.master
-
-
 def _rest(unit: Unit, slot: ParamSlot) -> torch.Tensor:
     """What stands for a parameter between steps: one zero under its full shape, which takes no memory and cannot be written to."""
-    master = _master(unit)
+    master = master_of(unit)
     return torch.zeros((), dtype=master.dtype, device=master.device).expand(slot.shape)
-
-
-def _resting(unit: Unit, slot: ParamSlot) -> nn.Parameter:
-    return nn.Parameter(_rest(unit, slot))

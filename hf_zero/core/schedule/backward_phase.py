@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 from weakref import WeakMethod, WeakSet
 
@@ -11,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.gradients import UnitGradients
-from hf_zero.core.schedule.outputs import tensors_in
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.schedule.torch_internals import call_after_backward, outside_compile, outside_transforms, reaches
@@ -109,7 +109,7 @@ class BackwardPhase:
                 self._pre_backward(block)
 
         hook = outside_compile(pre_backward)
-        watched = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        watched = [tensor for tensor in _tensors_in(output) if tensor.grad_fn is not None]
         for tensor in watched:
             tensor.register_hook(hook)
         if watched:
@@ -152,7 +152,7 @@ class BackwardPhase:
         SharedBackward.begin(self)
         note("backward")
         if self.reducer is not None and not self._collects:
-            self.reducer.begin_without_gradients()
+            self.reducer.begin(reduces=False)
         if self.schedule is not None:
             self.schedule.begin_backward(self.reducer)
 
@@ -270,3 +270,18 @@ class SharedBackward:
         for known in (cls._begun, cls._reached):
             if engine in known:
                 known.remove(engine)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in nested tuples, lists, mappings and dataclasses (``ModelOutput`` is one of them)."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in dataclasses.fields(value):
+            yield from _tensors_in(getattr(value, item.name, None))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,14 +17,14 @@ from hf_zero.observe import warn_once
 class GatheredParameters:
     """Context in which the given parameters are whole; collective on entry and exit.
 
-    Lenient about its argument, because HF code passes anything: one tensor or any iterable, with duplicates, None, ordinary or
+    Lenient about its argument, because callers pass anything: one tensor or any iterable, with duplicates, None, ordinary or
     detached tensors and buffers among them (they are left alone), or nothing at all. Nests: what an outer context or a running
-    forward gathered stays gathered.
+    forward has unsharded stays unsharded.
 
     [Note: changes inside GatheredParameters] With ``modifier_rank`` the values of that rank are broadcast at exit and become the
-    values of shards and masters on all ranks. Without it changes made to a sharded parameter are dropped at exit, as in DeepSpeed (who
+    values of shards and masters on all ranks. Without it changes made to a sharded parameter are dropped at exit (who
     merges adapters for generation relies on it); where the parameter requires a gradient, as an average of weights does, a warning
-    says so. When an outer context with a ``modifier_rank`` holds the same unit, the broadcast is left to it: transformers enters inner
+    says so. When an outer context with a ``modifier_rank`` holds the same unit, the broadcast is left to it: loaders enter inner
     contexts on rank 0 only.
 
     Args:
@@ -81,7 +80,7 @@ def _warn_of_dropped(unit: Unit) -> None:
 
 
 def _changed_here(unit: Unit) -> str | None:
-    """The first parameter that requires a gradient and whose part in the gathered buffer is not what this rank's shard holds; local.
+    """The first parameter that requires a gradient and whose part in the whole buffer is not what this rank's shard holds; local.
 
     None too where the shard rests elsewhere than the buffer.
     """
@@ -102,7 +101,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def _units_of(params: Any) -> list[Unit]:
+def _units_of(params: Iterable[torch.Tensor | None] | torch.Tensor | None) -> list[Unit]:
     """The units that hold any of ``params``, each once, in order of first appearance."""
     if params is None:
         return []

@@ -4,48 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hf_zero.core.schedule.backward_phase import BackwardPhase
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.external_parameters import external_parameters
-from hf_zero.core.schedule.torch_internals import outside_compile, replace_parameters
+from hf_zero.core.schedule.forward_phase import ForwardPhase
+from hf_zero.core.schedule.torch_internals import in_backward, outside_compile, outside_transforms, replace_parameters
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.unit import OWNER, find_unit
 from hf_zero.core.units.unprepared import refuse_sharded
-
-
-class Phase(Protocol):
-    """The backwards of a module."""
-
-    @property
-    def begun(self) -> bool:
-        """Whether one has begun and not ended."""
-
-
-class Follower(Protocol):
-    """Who is told what happens: the runtime."""
-
-    @property
-    def backward(self) -> Phase:
-        """Backwards of the module."""
-
-    @property
-    def running(self) -> bool:
-        """Whether a forward or a backward runs now."""
-
-    def enter(self, block: Block) -> None:
-        """A forward of ``block`` begins."""
-
-    def leave(self, block: Block, output: Any) -> None:
-        """A forward of ``block`` ends."""
-
-    def read(self, block: Block) -> None:
-        """A sharded parameter of ``block`` is read."""
+from hf_zero.observe import note
 
 
 def hook_forward(module: nn.Module, before: Callable[[], None], after: Callable[[Any], None]) -> list[RemovableHandle]:
@@ -102,17 +75,26 @@ class OutsideReads:
         module: The user's module.
         root: Block of what belongs to no other block.
         blocks: The others.
+        forward: Makes whole what a forward reads.
+        backward: Makes whole what a recomputation reads.
     """
 
-    def __init__(self, module: nn.Module, root: Block, blocks: list[Block]) -> None:
+    def __init__(self, module: nn.Module, root: Block, blocks: list[Block], forward: ForwardPhase, backward: BackwardPhase) -> None:
         self._module = module
         self._root = root
         self._blocks = blocks
+        self._forward = forward
+        self._backward = backward
         self._block_of_unit = {id(unit): block for block in (root, *blocks) for unit in block.units}
         self._handles: list[RemovableHandle] = []
 
-    def attach(self, follower: Follower) -> None:
-        """Hooks every module with parameters of its own, guards all parameters, and resolves what was declared external."""
+    def attach(self, enter: Callable[[Block], None], leave: Callable[[Block, Any], None]) -> None:
+        """Hooks every module with parameters of its own, guards all parameters, and resolves what was declared external.
+
+        Args:
+            enter: Called when a part of a block is called by itself, outside the block's forward.
+            leave: Called when that ends, with what it returned, or None if it raised.
+        """
         hooked = {id(block.module) for block in (self._root, *self._blocks)}
         guarded = [module for module in self._module.modules() if module._parameters]
         for module in guarded:
@@ -124,10 +106,9 @@ class OutsideReads:
                 continue  # whole for good: one rank may call it alone, as is done to save a prompt's embedding
             blocks = [self._block_of_unit[id(owner[0])] for owner in owners if owner and id(owner[0]) in self._block_of_unit]
             for block in {id(block): block for block in blocks}.values():
-                self._hook(module, block, follower)
-        on_sharded = partial(self._on_sharded_read, follower)
+                self._hook(module, block, enter, leave)
         for module in guarded:
-            replace_parameters(module, GuardedParameters(dict(module._parameters.items()), on_sharded))
+            replace_parameters(module, GuardedParameters(dict(module._parameters.items()), self._on_sharded_read))
         self._resolve_declared()
 
     def detach(self) -> None:
@@ -139,27 +120,37 @@ class OutsideReads:
             if isinstance(module._parameters, GuardedParameters):
                 replace_parameters(module, dict(module._parameters.items()))
 
-    def _hook(self, module: nn.Module, block: Block, follower: Follower) -> None:
+    def _hook(self, module: nn.Module, block: Block, enter: Callable[[Block], None], leave: Callable[[Block, Any], None]) -> None:
         by_itself: list[bool] = []  # for each forward that runs, whether no forward of its block does
 
         def before() -> None:
-            outside = not block.open and not follower.backward.begun
+            outside = not block.open and not self._backward.begun
             by_itself.append(outside)
             if outside:
-                follower.enter(block)
+                enter(block)
             elif not block.unsharded:
-                follower.read(block)
+                self._read(block)
 
         def after(output: Any) -> None:
             if by_itself and by_itself.pop():
-                follower.leave(block, output)
+                leave(block, output)
 
         self._handles += hook_forward(module, before, after)
 
-    def _on_sharded_read(self, follower: Follower, param: nn.Parameter) -> None:
+    def _on_sharded_read(self, param: nn.Parameter) -> None:
         block = self._block_of(param)
-        if block is not None and follower.running:
-            follower.read(block)
+        if block is not None and (self._forward.stack or (self._backward.begun and in_backward())):
+            self._read(block)
+
+    def _read(self, block: Block) -> None:
+        """Makes ``block``, which other modules read, whole, and remembers who reads it; collective."""
+        note("external", block.name)
+        block.read_by(self._forward.stack[-1] if self._forward.stack else self._root, self._root)
+        with outside_transforms():
+            if self._backward.begun:
+                self._backward.advance(block)
+            else:
+                self._forward.unshard(block)
 
     def _resolve_declared(self) -> None:
         for name, module in self._module.named_modules():

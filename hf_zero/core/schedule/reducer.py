@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from hf_zero.core.schedule.backward_order import BackwardOrder
 from hf_zero.core.schedule.gradients import GradientExchange, UnitGradients
 from hf_zero.observe import warn_once
 
@@ -15,8 +15,58 @@ _IN_FLIGHT = 2
 AT_THE_END = sys.maxsize  # position of what is sent when backward is over
 
 
+class BackwardOrder:
+    """Which reductions go before which unshard.
+
+    [Note: one order] Ranks that skip blocks would issue unshards and reductions in orders of their own if each went when it could: the rank
+    that computes a block reduces it between two unshards, the rank that skipped it at the end. On nccl the two wait for each other, because
+    waiting puts all that is issued later behind what is waited for; several communicators want one order of all their operations. So
+    both kinds have their positions in one order. An unshard may be issued from the moment the block is in use from which prefetching
+    reaches it; the reductions of all blocks that backward has passed by then go before it, complete or not, and no other does. In the
+    ordinary case this holds nothing up: when a block begins, those before it are complete. Every rank then issues the same sequence, and
+    each collective depends only on those before it (what a rank waits for it has issued earlier), so none can wait in a circle.
+    What arrives behind its position is late: the ranks agree on it at the end of backward, and reduce it once more.
+
+    Attributes:
+        issued: How many positions of the order have been issued; written by the reducer.
+
+    Args:
+        sizes: Elements that the unshard at each position of the order allocates; 0 where nothing is unsharded.
+        positions: For each reduction, in the order in which they are sent, the position whose backward completes it, rising;
+            ``len(sizes)`` for what is sent at the end.
+        reach: Elements that may be unsharded ahead of use; at least one block unless 0.
+    """
+
+    def __init__(self, sizes: Sequence[int], positions: Sequence[int], reach: int) -> None:
+        self.issued = 0
+        self._before = [0] * len(sizes)
+        self._opens = [0] * len(positions)  # number of issued positions from which on each reduction may be sent
+        unshards = [position for position, size in enumerate(sizes) if size]
+        first, ahead = 0, 0  # of what prefetching reaches from one block: the first unshard, and the elements up to the present one
+        for index, position in enumerate(unshards):
+            ahead += sizes[position]
+            while first < index and ahead > reach:
+                ahead -= sizes[unshards[first]]
+                first += 1
+            user = position if reach <= 0 else unshards[first - 1] if first else 0
+            self._before[position] = bisect_left(positions, user)
+        passed = 0
+        for reduction in range(len(positions)):
+            while passed < len(unshards) and self._before[unshards[passed]] <= reduction:
+                passed += 1
+            self._opens[reduction] = unshards[passed - 1] + 1 if passed else 0
+
+    def before(self, position: int) -> int:
+        """How many reductions go before the unshard at ``position``."""
+        return self._before[position]
+
+    def allows(self, reduction: int) -> bool:
+        """Whether all unshards that go before ``reduction`` are issued."""
+        return self.issued >= self._opens[reduction]
+
+
 class Reducer:
-    """Reduces each unit once per backward, in the same order on every rank: last unit first, until ``arrange`` says another.
+    """Reduces each unit once per backward, in the same order on every rank: last unit first, until a backward has another.
 
     [Note: order of reductions] A unit is sent off when all its gradients have arrived, or backward has passed its block (``close``),
     and all units before it in the queue are gone. What is incomplete when backward ends (a branch this rank skipped) goes off then,
@@ -55,16 +105,6 @@ class Reducer:
         self._sent = 0  # entries of the queue that were sent in this backward
         self._flying: deque[UnitGradients] = deque()
 
-    def arrange(self, positions: Mapping[int, int]) -> None:
-        """Takes another order of sending, between backwards; the same on every rank.
-
-        Args:
-            positions: By id of each entry of ``gradients`` the position of backward's order whose block completes it; those without are
-                sent at the end.
-        """
-        self._positions = positions
-        self._sort()
-
     def _sort(self) -> None:
         self._queue = self.gradients[::-1]
         self._queue.sort(key=self._position)  # stable
@@ -74,28 +114,29 @@ class Reducer:
 
     # -- one backward -------------------------------------------------------------------------------------------------
 
-    def begin_micro_step(self, reduces: bool, factor: float) -> None:
-        """A backward begins that hands gradients to parameters.
+    def begin(self, reduces: bool, factor: float = 1.0) -> None:
+        """A backward begins, or the one that runs turns out to be a micro-step.
 
         Args:
-            reduces: They are reduced in it; otherwise summed up where they are, until a micro-step that reduces.
+            reduces: Its gradients are reduced in it; otherwise summed up where they are, until a backward that reduces.
             factor: What they are multiplied with.
         """
         self._reduces, self._factor = reduces and not self.exchange.keeps_whole, factor
 
-    def begin_without_gradients(self) -> None:
-        """A backward begins that, as far as is known, hands none to parameters: nothing is reduced."""
-        self._reduces = False
-
-    def begin_backward(self, sizes: Sequence[int], reach: int) -> None:
-        """A backward begins that unshards: its unshards and reductions get one order.
+    def order_with_unshards(self, positions: Mapping[int, int], sizes: Sequence[int], reach: int) -> None:
+        """The backward unshards: its unshards and reductions get one order, the same on every rank.
 
         Args:
+            positions: By id of each entry of ``gradients`` the position of backward's order whose block completes it; those without are
+                sent at the end.
             sizes: Elements unsharded at each position of backward's order; 0 where nothing is.
             reach: Elements that may be unsharded ahead.
         """
-        positions = [min(self._position(entry), len(sizes)) for entry in self._queue]
-        self._order = BackwardOrder(sizes, positions, reach) if any(sizes) else None
+        if positions is not self._positions:
+            self._positions = positions
+            self._sort()
+        completed = [min(self._position(entry), len(sizes)) for entry in self._queue]
+        self._order = BackwardOrder(sizes, completed, reach) if any(sizes) else None
 
     def collect(self, entry: UnitGradients, index: int) -> None:
         """Takes the gradient of parameter ``index`` of a unit; sends off what has become complete."""

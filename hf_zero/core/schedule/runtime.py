@@ -13,9 +13,8 @@ from hf_zero.core.schedule.forward_phase import ForwardPhase
 from hf_zero.core.schedule.outside_reads import OutsideReads, hook_forward
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import UnshardSchedule
-from hf_zero.core.schedule.torch_internals import in_backward, outside_transforms
+from hf_zero.core.schedule.torch_internals import in_backward
 from hf_zero.core.units.unprepared import unguard_unprepared
-from hf_zero.observe import note
 
 _ATTRIBUTE = "_hf_zero_runtime"  # of a module with hooks
 
@@ -48,7 +47,7 @@ class Runtime:
         self.schedule = schedule
         self.forward = ForwardPhase(root, schedule)
         self.backward = BackwardPhase(root, blocks, schedule, reducer, self.forward.stack)
-        self._outside_reads = OutsideReads(module, root, blocks)
+        self._outside_reads = OutsideReads(module, root, blocks, self.forward, self.backward)
         self._handles: list[Handle] = []
         entries = {id(entry.unit): entry for entry in (reducer.gradients if reducer is not None else ())}
         for block in (root, *blocks):
@@ -66,7 +65,7 @@ class Runtime:
         for block in (self.root, *self.blocks):
             self._handles += hook_forward(block.module, partial(self.enter, block), partial(self.leave, block))
         if self.schedule is not None:
-            self._outside_reads.attach(self)
+            self._outside_reads.attach(self.enter, self.leave)
         self.backward.attach()
 
     def detach(self) -> None:
@@ -104,29 +103,12 @@ class Runtime:
                 self.backward.watch(block, output)
             self.forward.leave(block, output)
 
-    def read(self, block: Block) -> None:
-        """A sharded parameter of ``block`` is read while other modules run: unshards it and remembers who reads it."""
-        if self.schedule is None:
-            return
-        note("external", block.name)
-        block.read_by(self.forward.stack[-1] if self.forward.stack else self.root, self.root)
-        with outside_transforms():
-            if self.backward.begun:
-                self.backward.advance(block)
-            else:
-                self.forward.unshard(block)
-
     # -- what the engine asks and says --------------------------------------------------------------------------------
-
-    @property
-    def running(self) -> bool:
-        """Whether a forward or a backward runs now."""
-        return bool(self.forward.stack) or (self.backward.begun and in_backward())
 
     @property
     def idle(self) -> bool:
         """Whether no forward or backward runs, and no backward can come of the forwards so far."""
-        return not (self.running or self.backward.begun or self.backward.awaited)
+        return not (self.forward.stack or self.backward.begun or self.backward.awaited)
 
     @property
     def forwards(self) -> int:

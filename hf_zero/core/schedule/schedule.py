@@ -34,7 +34,7 @@ class UnshardSchedule:
         self._collectives = collectives
         self._learned = False  # whether `order` is what forward was seen to do; until then nothing skipped is resharded
         self._observed: dict[str, None] = {}  # names of blocks in the order in which they first ran
-        self._arranged: Reducer | None = None  # who has been told the order
+        self._positions: dict[int, int] | None = None  # see `_place_reductions`; None until it is known
         self._votes = False  # whether passes of this phase end with a vote
         self._updating = False  # updates of the last step may still go on
         self._pass = UnshardPass((), 0, limits)
@@ -121,7 +121,7 @@ class UnshardSchedule:
             last = rank.get(block.name, last)
             place[block.name] = last
         self.order.sort(key=lambda block: place[block.name])  # stable
-        self._learned, self._arranged = True, None
+        self._learned, self._positions = True, None
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -134,17 +134,17 @@ class UnshardSchedule:
         order = [block for block in reversed(self.order) if block.read_in_backward]
         self._reducer = reducer
         if reducer is not None:
-            if self._arranged is not reducer:
-                self._arranged = reducer
-                reducer.arrange(self._positions())
-            reducer.begin_backward([block.numel if block.sharded else 0 for block in order], self.limits.prefetch_bucket_size)
+            if self._positions is None:
+                self._positions = self._place_reductions()
+            sizes = [block.numel if block.sharded else 0 for block in order]
+            reducer.order_with_unshards(self._positions, sizes, self.limits.prefetch_bucket_size)
         self._begin(order)
         self._votes = False  # a block stays unsharded while a backward of it is pending: one pass is enough
         self._pass.unshard(self.root)
         for external in self.root.externals:
             external.show_placeholders()
 
-    def _positions(self) -> dict[int, int]:
+    def _place_reductions(self) -> dict[int, int]:
         """By id of each block's gradients the position in backward's order at which they are complete; the root's are missing."""
         positions, position = {}, -1
         for block in reversed(self.order):

@@ -8,9 +8,9 @@ from hf_zero.errors import StateError
 class Accumulation:
     """Counts micro-steps for every calling convention in use.
 
-    [Note: accumulation protocols] accelerate 1.15 and TRL say before each backward whether it is the boundary, and step there only;
-    accelerate 1.6 and Lightning's Trainer call ``step`` after every micro-step and rely on the count; Fabric steps the optimizer
-    itself. Counting backwards (those after a new forward) and ignoring steps off the boundary serves all of them.
+    [Note: accumulation protocols] Some callers say before each backward whether it is the boundary, and step there only; others call
+    ``step`` after every micro-step and rely on the count, or step the optimizer itself. Counting backwards (those after a new forward)
+    and ignoring steps off the boundary serves all of them.
 
     Attributes:
         steps: Micro-steps per optimizer step.

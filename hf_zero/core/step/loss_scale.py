@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_zero.errors import CheckpointError, ConfigError, StateError
 
-_FACTOR = 2.0
+FACTOR = 2.0
 
 
 class LossScaler:
@@ -17,10 +17,10 @@ class LossScaler:
     step) the first ``hysteresis - 1`` overflows are only counted; the next ones halve the scale, never below
     ``min_loss_scale``. A step without overflow opens a window; after every further ``loss_scale_window`` steps without
     one the scale doubles. The tolerance is refilled when the scale doubles, or with ``consecutive_hysteresis`` after every
-    step without overflow. The sequence of scales is DeepSpeed's for the same sequence of overflows.
+    step without overflow.
 
-    A step that overflows at the minimum, with no tolerance left, ends the run with an error, as in DeepSpeed: skipping for ever would
-    look like training.
+    A step that overflows at the minimum, with no tolerance left, ends the run with an error: skipping for ever would look like training.
+    fp32 and bf16 training has the static scale 1.
 
     Args:
         loss_scale: a fixed scale; 0 selects the dynamic one.
@@ -58,7 +58,7 @@ class LossScaler:
                 raise ConfigError(f"fp16.min_loss_scale is {min_loss_scale!r}; expected a number above 0.")
             if initial_scale_power > 1023:
                 raise ConfigError(f"fp16.initial_scale_power is {initial_scale_power!r}; expected at most 1023.")
-        self.scale = _FACTOR**initial_scale_power if self.dynamic else float(loss_scale)
+        self.scale = FACTOR**initial_scale_power if self.dynamic else float(loss_scale)
         self.window = int(loss_scale_window)
         self.hysteresis = int(hysteresis)
         self.consecutive_hysteresis = consecutive_hysteresis
@@ -67,41 +67,9 @@ class LossScaler:
         self._tolerance = self.hysteresis
         self.cur_iter = 0
 
-    # DeepSpeed's names, on its scalers and configurations of them.
-
     @property
-    def cur_scale(self) -> float:
-        """As ``scale``."""
-        return self.scale
-
-    @property
-    def loss_scale(self) -> float:
-        """As ``scale``."""
-        return self.scale
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        """As ``dynamic``."""
-        return self.dynamic
-
-    @property
-    def scale_window(self) -> int:
-        """As ``window``."""
-        return self.window
-
-    @property
-    def scale_factor(self) -> float:
-        """What the scale is multiplied with, or divided by."""
-        return _FACTOR
-
-    @property
-    def min_loss_scale(self) -> float:
-        """As ``min_scale``."""
-        return self.min_scale
-
-    @property
-    def cur_hysteresis(self) -> int:
-        """Overflows left until the scale is halved, that one included."""
+    def overflows_left(self) -> int:
+        """Overflows until the scale is halved, that one included."""
         return self._tolerance
 
     def update(self, overflow: bool) -> None:
@@ -118,11 +86,11 @@ class LossScaler:
             self._back_off()
             return
         self._good_steps += 1
-        # The first step after an overflow (or at the start) does not count: DeepSpeed's numbers, step for step.
+        # The first step after an overflow (or at the start) does not count: so the field's fp16 runs go, step for step.
         counted = self._good_steps - 1
         grow = counted > 0 and counted % self.window == 0
         if grow:
-            self.scale *= _FACTOR
+            self.scale *= FACTOR
         if grow or self.consecutive_hysteresis:
             self._tolerance = self.hysteresis
 
@@ -136,7 +104,7 @@ class LossScaler:
                 f"gradients overflow at the lowest loss scale {self.scale:g} (fp16.min_loss_scale {self.min_scale:g}): no step can be "
                 "taken any more. Lower the learning rate or fp16.min_loss_scale, look for a non-finite value in the data, or train in bf16"
             )
-        self.scale = max(self.scale / _FACTOR, self.min_scale)
+        self.scale = max(self.scale / FACTOR, self.min_scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values: ``scale``, ``dynamic``, ``good_steps``, ``tolerance``."""
@@ -169,13 +137,6 @@ class LossScaler:
         self.scale = max(float(scale), self.min_scale)
         self._good_steps = int(good_steps)
         self._tolerance = min(int(tolerance), self.hysteresis)
-
-
-class NullScaler(LossScaler):
-    """The scale of fp32 and bf16 training: always 1."""
-
-    def __init__(self) -> None:
-        super().__init__(loss_scale=1.0)
 
 
 def _require(key: str, value: object, lowest: float, expected: str) -> None:

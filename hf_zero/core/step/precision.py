@@ -11,7 +11,7 @@ from hf_zero.core.units.unit import find_unit
 
 _NORMS_WITH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
-# Rotary tables are angles times positions: in 16 bit, position 1000 is off by whole turns. transformers keeps them in fp32 too.
+# Rotary tables are angles times positions: in 16 bit, position 1000 is off by whole turns.
 _FP32_BUFFERS = ("inv_freq", "original_inv_freq")
 
 

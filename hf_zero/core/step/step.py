@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
-from hf_zero.core.step.loss_scale import LossScaler, NullScaler
+from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.same_pace import require_same_pace
 from hf_zero.core.units.values import all_gather_updated, write_back_assigned
 from hf_zero.errors import StateError
@@ -56,7 +55,7 @@ class Stepper:
         runtime: Runtime,
         reducer: Reducer,
         optimizer: ShardedOptimizer,
-        scaler: LossScaler | NullScaler,
+        scaler: LossScaler,
         collectives: Collectives,
         settings: StepSettings,
         model_collectives: Collectives | None = None,
@@ -68,7 +67,6 @@ class Stepper:
         self.collectives = collectives
         self.settings = settings
         self._model = model_axis(optimizer.units, model_collectives) if model_collectives is not None else None
-        self.training: list[Any] = []  # entries of the table in full_values.py, which holds them weakly
         # Both in the model's order; the reducer's own order is the model's too.
         self._gradients = {id(entry.unit): entry for entry in reducer.gradients}
 
@@ -81,13 +79,13 @@ class Stepper:
             factor: What its gradients are multiplied with.
         """
         self.prepare(boundary)
-        self.reducer.begin_micro_step(self.settings.stage.reduces(boundary, in_no_sync), factor)
+        self.reducer.begin(self.settings.stage.reduces(boundary, in_no_sync), factor)
 
     def prepare(self, boundary: bool) -> None:
         """Makes optimizer and units ready for a backward."""
         for unit in self.optimizer.units:
             write_back_assigned(unit)
-        self.optimizer.state_store.expect(self.optimizer, self.scaler.scale if boundary else None)
+        self.optimizer.state_store.expect(self.scaler.scale if boundary else None)
 
     def norm_of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """Norm of all gradients together, with loss scale; 0-dim, the same on every rank. Collective."""

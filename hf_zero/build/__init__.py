@@ -1,0 +1,1 @@
+"""From a module and a resolved configuration to the parts of an engine."""

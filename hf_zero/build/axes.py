@@ -1,0 +1,80 @@
+"""The axes of an engine: over which ranks parameters are sharded, models split and sequences divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hf_zero.comm.mpu import MODEL_GROUPS, model_parallel_group
+from hf_zero.comm.topology import Topology, build_topology, join_topologies
+from hf_zero.errors import ConfigError
+from hf_zero.sequence_parallel.state import SequenceParallel, count_slices_once, sequence_parallel_of
+from hf_zero.tensor_parallel.split import count_groups_once, is_split, model_topology, requested_ranks, split_model
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Where an engine's ranks stand.
+
+    Attributes:
+        topology: The axis to shard over, with the model axis if there is one.
+        replicas: Ranks, or groups of ranks, that train on samples of their own.
+        sequence: Groups of ranks that share their samples; None where sequences are whole.
+    """
+
+    topology: Topology
+    replicas: int
+    sequence: SequenceParallel | None
+
+
+def axes_of(source: dict[str, Any], mpu: Any, mesh: Any, model: nn.Module) -> tuple[Axes, dict[str, Any]]:
+    """The axes, and the configuration with its batch counted over replicas; collective.
+
+    Args:
+        source: The configuration as the user gave it.
+        mpu: Object with groups, or None.
+        mesh: (data-parallel size, sequence-parallel size), or None.
+        model: The user's module; it may be split already.
+
+    Raises:
+        ConfigError: What these say does not agree, or does not fit the ranks.
+        UnsupportedError: A combination of axes that is not provided.
+    """
+    sequence = sequence_parallel_of(source, mpu, mesh)
+    if sequence is not None:
+        groups = sequence.axes
+        return Axes(groups.joint, groups.groups, sequence), count_slices_once(source, groups)
+    topology = _topology(mpu, model, requested_ranks(source))
+    together = topology.model.world if topology.model is not None else 1
+    return Axes(topology, topology.world, None), count_groups_once(source, topology.world, together)
+
+
+def _topology(mpu: Any, model: nn.Module, model_parallel: int) -> Topology:
+    """The axes: those of the ``mpu`` object if one is given, else ``model_parallel`` adjacent ranks hold one model together.
+
+    Raises:
+        ConfigError: The ``mpu`` object and the configuration disagree.
+    """
+    if mpu is None:
+        return model_topology(model, model_parallel)
+    found = model_parallel_group(mpu)
+    size = found.size() if found is not None else 1
+    if model_parallel not in (1, size):
+        names = " or ".join(f"{name}()" for name in MODEL_GROUPS)
+        raise ConfigError(
+            f"tensor_parallel.autotp_size is {model_parallel}, and the model-parallel group of the mpu object has {size} rank(s) "
+            f"({names}); make them equal, or leave mpu out: {model_parallel} adjacent ranks then hold one model together"
+        )
+    data = mpu.get_data_parallel_group()
+    return build_topology(data) if found is None or size == 1 else join_topologies(data, found)
+
+
+def divide(model: nn.Module, source: dict[str, Any], axes: Axes) -> nn.Module:
+    """``model`` as the axes want it: its parameters split over the model axis, its forwards over sequences; collective."""
+    if requested_ranks(source) > 1 or is_split(model):
+        model = split_model(model, source.get("tensor_parallel") or {}, axes.topology)
+    if axes.sequence is not None:
+        axes.sequence.bind(model)
+    return model

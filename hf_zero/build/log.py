@@ -1,0 +1,39 @@
+"""What is said about a configuration and an engine, and what is recorded, as the configuration asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_zero.comm.comms_log import TrafficSettings, start_log
+from hf_zero.config.resolve import ResolvedConfig
+from hf_zero.core.stages import StagePolicy
+from hf_zero.core.units.unit import Unit
+from hf_zero.observe import log_rank0, logger, warn_once
+from hf_zero.offload.policy import describe_offload
+from hf_zero.offload.settings import OffloadSettings
+
+
+def announce(resolved: ResolvedConfig) -> None:
+    """Says what is to be known of a configuration, sets the log's level and starts the log of collectives."""
+    for warning in resolved.warnings:
+        warn_once(warning)
+    if resolved.config.log_level is not None:
+        logger.setLevel(resolved.config.log_level.upper())
+    if resolved.config.dump_state:
+        for row in resolved.table():
+            log_rank0("%s = %s (%s)", row.key, row.value, row.source)
+    section = resolved.config.comms_logger
+    if section is not None and section.enabled:
+        start_log(TrafficSettings.of(section))
+
+
+def describe(units: Sequence[Unit], stage: StagePolicy, ranks: int, offload: OffloadSettings) -> str:
+    """One line: stage, ranks, precision, units, bytes of model state on this rank. Logs are searched for its first two words."""
+    states = sum(unit.shard.nbytes for unit in units)
+    masters = sum(unit.master.nbytes for unit in units if unit.master is not None and unit.master is not unit.shard)
+    dtypes = sorted({str(unit.layout.dtype).removeprefix("torch.") for unit in units}) or ["no units"]
+    return (
+        f"DeepSpeed info: ZeRO stage {stage.stage} of hf_zero on {ranks} rank(s), {', '.join(dtypes)}, {len(units)} units, "
+        f"{sum(unit.layout.numel for unit in units):,} parameters, {(states + masters) / 2**20:.1f} MiB of shards and masters here"
+        f"{describe_offload(offload, stage)}"
+    )

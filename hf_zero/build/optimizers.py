@@ -1,0 +1,124 @@
+"""The optimizer and the scheduler of an engine: the caller's own, or those of the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.config.resolve import ResolvedConfig
+from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.optimizer.state_store import StateStore
+from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
+from hf_zero.core.stages import StagePolicy
+from hf_zero.core.units.unit import Unit
+from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.onebit.sharded import OneBitSharded
+from hf_zero.onebit.step import check_topology
+from hf_zero.optim.factory import build_optimizer
+from hf_zero.optim.muon import muon_parameters
+from hf_zero.optim.onebit_adam import OneBitAdam
+from hf_zero.optim.scheduler_factory import build_scheduler
+
+
+def inner_optimizer(
+    module: nn.Module, resolved: ResolvedConfig, client: Any, model_parameters: Iterable[Any] | None, device: torch.device
+) -> torch.optim.Optimizer | None:
+    """The torch optimizer over the model's own parameters, or None for an engine that only runs forward.
+
+    Args:
+        module: The user's module.
+        resolved: The configuration.
+        client: The caller's optimizer, a function that makes one of the parameters, or None for the configuration's.
+        model_parameters: What the function or the configuration's optimizer trains; None is all that require grad.
+        device: Where the engine lives.
+
+    Raises:
+        ConfigError: ``client`` is neither, or the configuration's optimizer cannot be made.
+    """
+    trainable = [param for param in module.parameters() if param.requires_grad]
+    params = list(model_parameters) if model_parameters is not None else trainable
+    section = resolved.config.optimizer
+    if isinstance(client, torch.optim.Optimizer):
+        return client
+    if callable(client):
+        inner: torch.optim.Optimizer = client(params)
+        return inner
+    if client is not None:
+        raise ConfigError(f"optimizer is a {type(client).__name__}; a torch.optim.Optimizer or a function that makes one is allowed")
+    if section is None or not section.type or not params:
+        return None
+    arguments = (resolved.resolved.get("optimizer") or {}).get("params")
+    offloaded = resolved.config.zero_optimization.offload_optimizer.device != "none"
+    matrices = partial(muon_parameters, module)
+    return build_optimizer(section.type, arguments, params, device_type=device.type, offloaded=offloaded, matrices=matrices)
+
+
+def sharded_optimizer(
+    inner: torch.optim.Optimizer,
+    units: list[Unit],
+    stage: StagePolicy,
+    collectives: Collectives,
+    state_store: StateStore | None,
+    whole: bool,
+) -> ShardedOptimizer:
+    """The optimizer users hold.
+
+    Args:
+        inner: Does the arithmetic.
+        units: Trainable units.
+        stage: The ZeRO stage.
+        collectives: The data-parallel axis.
+        state_store: Where masters and moments live; None is the device.
+        whole: ``inner`` needs parameters in their own shapes.
+
+    Raises:
+        UnsupportedError: 1-bit Adam with what it cannot be combined with.
+    """
+    if whole:
+        return WholeTensorOptimizer(inner, units, collectives, state_store)
+    if not isinstance(inner, OneBitAdam):
+        return ShardedOptimizer(inner, units, state_store)
+    check_topology(stage, collectives.topology)
+    if state_store is not None:
+        raise UnsupportedError("OneBitAdam with offload_optimizer is not provided: set its device to none, or use Adam")
+    return OneBitSharded(inner, units, collectives)
+
+
+def scheduler_of(resolved: ResolvedConfig, client: Any, optimizer: ShardedOptimizer | None) -> Any:
+    """The scheduler that the engine steps; None where there is none, or no optimizer.
+
+    Args:
+        resolved: The configuration.
+        client: The caller's scheduler, a function that makes one of the torch optimizer, or None for the configuration's.
+        optimizer: The engine's.
+
+    Raises:
+        ConfigError: ``client`` is a scheduler of another optimizer.
+    """
+    if optimizer is None:
+        return None
+    if client is not None:
+        is_factory = callable(client) and not hasattr(client, "step")
+        scheduler = client(optimizer.inner) if is_factory else client
+        _require_same_groups(scheduler, optimizer)
+        return scheduler
+    section = resolved.config.scheduler
+    if section is None or not section.type:
+        return None
+    return build_scheduler(section.type, (resolved.resolved.get("scheduler") or {}).get("params"), optimizer)
+
+
+def _require_same_groups(scheduler: Any, optimizer: ShardedOptimizer) -> None:
+    """Refuses a scheduler over another optimizer, whose rates nobody trains with."""
+    scheduled = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
+    trained = {id(group) for group in optimizer.param_groups}
+    if scheduled and not any(id(group) in trained for group in scheduled):
+        raise ConfigError(
+            f"lr_scheduler is a {type(scheduler).__name__} of another optimizer than the one that trains: no learning rate would change. "
+            "Pass the scheduler's optimizer as optimizer=, or pass a function that makes the scheduler of the optimizer it is given"
+        )

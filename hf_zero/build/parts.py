@@ -1,0 +1,202 @@
+"""The parts of one engine, made of a module and a resolved configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.activation_checkpointing import configure
+from hf_zero.activation_checkpointing.settings import checkpoint_settings
+from hf_zero.build import policies
+from hf_zero.build.axes import Axes
+from hf_zero.build.optimizers import scheduler_of, sharded_optimizer
+from hf_zero.build.units import UnitBuilder, persist_and_reshard
+from hf_zero.checkpoint.engine_checkpoints import EngineCheckpoints
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.own_groups import borrow, give_back, own_topology
+from hf_zero.comm.recorded import open_collectives
+from hf_zero.config.resolve import ResolvedConfig
+from hf_zero.core.engine import EngineParts
+from hf_zero.core.generation import Generation
+from hf_zero.core.model_init import warn_if_built_whole
+from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.schedule.block import Block
+from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, UnitGradients
+from hf_zero.core.schedule.reducer import Reducer
+from hf_zero.core.schedule.runtime import Runtime
+from hf_zero.core.schedule.schedule import UnshardSchedule
+from hf_zero.core.stages import stage_policy
+from hf_zero.core.step.accumulation import Accumulation
+from hf_zero.core.step.loss_scale import LossScaler
+from hf_zero.core.step.progress import Progress, Reports
+from hf_zero.core.step.step import Stepper
+from hf_zero.core.units.grouping import modules_kept_unsharded
+from hf_zero.core.units.leaf_modules import leaf_module_names, mark_configured
+from hf_zero.core.units.listener import ParamListener
+from hf_zero.core.units.unit import Unit
+from hf_zero.memory import heap
+from hf_zero.metrics import build_sinks
+from hf_zero.offload.policy import Offloading
+from hf_zero.onebit.exchange import OneBitExchange
+from hf_zero.onebit.step import OneBitStepper, max_norm_of
+from hf_zero.optim.elementwise import needs_whole_tensors
+from hf_zero.optim.onebit_adam import OneBitAdam
+from hf_zero.optim.whole_tensor_limits import check_whole_tensors
+
+
+class PartsBuilder:
+    """Makes the parts of one engine.
+
+    Args:
+        module: The user's module, divided as the axes want it.
+        resolved: The configuration.
+        axes: Where the ranks stand.
+        scaler_kind: Class of the loss scale.
+        listener: Is told what happens to the parameters at stage 3.
+
+    Attributes:
+        stage: The ZeRO stage.
+        precision: Element types.
+        collectives: Network of the data-parallel axis.
+        offload: What rests off the device.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        resolved: ResolvedConfig,
+        axes: Axes,
+        scaler_kind: type[LossScaler] = LossScaler,
+        listener: ParamListener | None = None,
+    ) -> None:
+        self.module = module
+        self.resolved = resolved
+        self.config = resolved.config
+        self.axes = axes
+        self.topology = axes.topology
+        self.stage = stage_policy(self.config.zero_optimization.stage)
+        self.precision = policies.precision_policy(self.config, sequence_parallel=axes.sequence is not None)
+        self.collectives: Collectives = open_collectives(own_topology(self.topology))
+        self.collectives.connect()
+        self.model_collectives = open_collectives(self.topology.model) if self.topology.model is not None else None
+        self.offload = policies.offload_settings(self.config)
+        self.offloading = Offloading(self.offload, self.precision, self.collectives, self.stage)
+        self._scaler_kind = scaler_kind
+        self._listener = listener or ParamListener()
+        self._give_back: Callable[[], None] | None = None  # lets go of the group for reductions
+
+    def build(self, inner: torch.optim.Optimizer | None, lr_scheduler: Any) -> EngineParts:
+        """Makes units of the model's parameters, the step over them and all else; collective.
+
+        Args:
+            inner: The optimizer over the model's parameters; None for an engine that only runs forward.
+            lr_scheduler: The caller's scheduler, a function that makes one, or None.
+        """
+        whole_tensors = inner is not None and self._needs_whole_tensors(inner)
+        if self.stage.shards_parameters and self.topology.world > 1:
+            warn_if_built_whole(self.module)
+        kept = modules_kept_unsharded(self.module)
+        leaves = self._leaves(kept)
+        builder = UnitBuilder(self.module, self.stage, self.precision, self.collectives, self.offloading, leaves, self._listener)
+        root, blocks = builder.build(inner, whole_tensors)
+        units = [unit for block in (root, *blocks) for unit in block.units]
+        trained = [unit for unit in units if unit.trainable]
+        schedule = self._schedule(root, blocks)
+        reducer = self._reducer(trained, isinstance(inner, OneBitAdam)) if inner is not None else None
+        runtime = Runtime(self.module, root, blocks, schedule, reducer)
+        scaler = policies.loss_scaler(self.config, self._scaler_kind) if inner is not None else self._scaler_kind(loss_scale=1.0)
+        optimizer, stepper = None, None
+        if inner is not None and reducer is not None:
+            optimizer = sharded_optimizer(inner, trained, self.stage, self.collectives, self.offloading.state_store, whole_tensors)
+            stepper = self._stepper(runtime, reducer, optimizer, scaler)
+        if self.config.activation_checkpointing is not None:
+            configure(checkpoint_settings(self.config.activation_checkpointing), self.model_collectives, by_script=False)
+        parts = self._parts(runtime, units, scaler, optimizer, stepper, scheduler_of(self.resolved, lr_scheduler, optimizer))
+        zero = self.config.zero_optimization
+        stays = {id(unit) for block in blocks if block.name in kept for unit in block.units}
+        persist_and_reshard(units, stays, zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold)
+        runtime.attach()
+        heap.keep_large_blocks(on_host=self.topology.device.type == "cpu")
+        if schedule is not None:
+            generation = Generation(runtime, units, self.collectives, self.config.hf_zero.gather_for_generation)
+            generation.attach()
+            runtime.keep(generation)
+        return parts
+
+    def _parts(
+        self,
+        runtime: Runtime,
+        units: list[Unit],
+        scaler: LossScaler,
+        optimizer: ShardedOptimizer | None,
+        stepper: Stepper | None,
+        scheduler: Any,
+    ) -> EngineParts:
+        config, progress = self.config, Progress()
+        clock = policies.clock_of(config, self.topology.device, self.collectives.world, self.module, progress)
+        sinks = build_sinks(config) if self.collectives.rank == 0 and optimizer is not None else []
+        return EngineParts(
+            runtime=runtime,
+            units=units,
+            collectives=self.collectives,
+            policy=self.stage,
+            precision=self.precision,
+            scaler=scaler,
+            accumulation=Accumulation(self.resolved.batch.accumulation, config.managed_gradient_accumulation),
+            samples_per_step=self.resolved.batch.total,
+            progress=progress,
+            clock=clock,
+            reports=Reports(clock, config.steps_per_print, sinks),
+            checkpoints=EngineCheckpoints(policies.saved_how(config), self.collectives),
+            optimizer=optimizer,
+            stepper=stepper,
+            scheduler=scheduler,
+            give_back=self._give_back,
+        )
+
+    def _needs_whole_tensors(self, inner: torch.optim.Optimizer) -> bool:
+        all_here = not self.stage.shards_optimizer or self.topology.world == 1
+        split, device = self.topology.model is not None, self.offload.optimizer.device
+        whole = needs_whole_tensors(inner, self.config.zero_allow_untested_optimizer, all_here, split or device == "nvme")
+        if whole:
+            check_whole_tensors(inner, split, device)
+        return whole
+
+    def _leaves(self, kept: Iterable[str]) -> set[str]:
+        section = self.config.zero_optimization.leaf_module
+        mark_configured(self.module, section.classes, section.names, section.name_suffixes)
+        return {*leaf_module_names(self.module), *kept}
+
+    def _schedule(self, root: Block, blocks: list[Block]) -> UnshardSchedule | None:
+        if not any(unit.reshards for block in (root, *blocks) for unit in block.units):
+            return None
+        limits = policies.unshard_limits(self.config, self.offloading.updates_overlap)
+        return UnshardSchedule(root, blocks, limits, self.collectives)
+
+    def _reducer(self, units: list[Unit], one_bit: bool) -> Reducer:
+        collectives = self.collectives
+        if self.stage.shards_parameters and self.topology.world > 1:
+            collectives = open_collectives(own_topology(self.topology, "reductions"))
+            collectives.connect()
+            borrow(collectives.topology)
+            self._give_back = partial(give_back, collectives.topology)
+        sharers = self.axes.sequence.axes.sequence.world if self.axes.sequence is not None else 1
+        policy = policies.gradient_policy(self.config, self.precision, self.stage, self.topology.world, sharers)
+        exchange = GradientExchange(collectives, policy)
+        if one_bit:
+            exchange = OneBitExchange(collectives, policy, averages=self.config.gradient_allreduce_op != "sum")
+        overlap = self.config.zero_optimization.overlap_comm is not False
+        pool = BufferPool()
+        place = self.offloading.gradient_place
+        entries = [UnitGradients(unit, exchange, pool, place(unit)) for unit in units]
+        return Reducer(entries, exchange, overlap, partial(self.collectives.any_of, unit="late gradients"))
+
+    def _stepper(self, runtime: Runtime, reducer: Reducer, optimizer: ShardedOptimizer, scaler: LossScaler) -> Stepper:
+        max_norm = max_norm_of(optimizer.inner, self.config.gradient_clipping)
+        settings = policies.step_settings(self.config, self.precision, self.stage, max_norm)
+        kind = OneBitStepper if isinstance(optimizer.inner, OneBitAdam) else Stepper
+        return kind(runtime, reducer, optimizer, scaler, self.collectives, settings, self.model_collectives)

@@ -1,0 +1,196 @@
+"""The configuration as policies and settings of the parts of an engine."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.checkpoint.engine_checkpoints import CheckpointSettings
+from hf_zero.config.schema.root import ZeroConfig
+from hf_zero.core.schedule.gradients import GradientPolicy
+from hf_zero.core.schedule.unshard_pass import UnshardLimits
+from hf_zero.core.stages import StagePolicy
+from hf_zero.core.step.clock import Clock
+from hf_zero.core.step.loss_scale import LossScaler
+from hf_zero.core.step.precision import PrecisionPolicy
+from hf_zero.core.step.progress import Progress
+from hf_zero.core.step.step import StepSettings
+from hf_zero.errors import UnsupportedError
+from hf_zero.offload.files import IoSettings
+from hf_zero.offload.settings import OffloadSettings, OptimizerOffload, ParamOffload
+from hf_zero.profiling.report import ReportOptions
+from hf_zero.profiling.step_profile import ProfileSettings, ProfilingClock
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def precision_policy(config: ZeroConfig, sequence_parallel: bool = False) -> PrecisionPolicy:
+    """Element types that the sections fp16, bf16, data_types, torch_autocast and communication_data_type ask for.
+
+    Args:
+        config: The configuration.
+        sequence_parallel: Sequences are divided over ranks, which have a type of communication of their own.
+    """
+    message = config.seq_parallel_communication_data_type if sequence_parallel else config.communication_data_type
+    low = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
+    types = config.data_types
+    param_dtype = low or (_DTYPES[types.param_dtype] if types.param_dtype else None)
+    low_masters = config.fp16.fp16_master_weights_and_grads if config.fp16.enabled else config.bf16.bf16_master_weights_and_grads
+    if config.bf16.enabled and low_masters != config.bf16.bf16_optimizer_states:
+        raise UnsupportedError(
+            f"bf16.bf16_master_weights_and_grads is {low_masters} and bf16.bf16_optimizer_states is {config.bf16.bf16_optimizer_states}: "
+            "masters and moments have one element type here; set both to the same value"
+        )
+    autocast = config.torch_autocast
+    autocast_dtype = _DTYPES[autocast.dtype or "bf16"] if autocast.enabled else None
+    reduced = param_dtype in (torch.float16, torch.bfloat16)
+    accumulation = param_dtype if low_masters and param_dtype else torch.float32
+    if types.grad_accum_dtype:
+        accumulation = _DTYPES[types.grad_accum_dtype]
+    return PrecisionPolicy(
+        param_dtype=param_dtype,
+        master_dtype=(param_dtype if low_masters else torch.float32) if reduced else None,
+        accumulation_dtype=accumulation,
+        message_dtype=_DTYPES[message] if message else None,
+        buffer_dtype=_DTYPES[types.buffer_dtype] if types.buffer_dtype else None,
+        autocast_dtype=autocast_dtype,
+        casts_inputs=config.fp16.enabled and config.fp16.auto_cast,
+        skips_overflow=config.fp16.enabled or (config.bf16.enabled and config.bf16.check_grad_overflow) or autocast_dtype == torch.float16,
+    )
+
+
+def gradient_policy(config: ZeroConfig, precision: PrecisionPolicy, stage: StagePolicy, world: int, sharers: int = 1) -> GradientPolicy:
+    """Scaling and element types of the reduction.
+
+    The mean is taken before the sum in fp32, where it costs nothing (the copy into the flat buffer scales on the way), and after it
+    in bf16, where dividing by a number of ranks that is no power of two would round every element of the message. fp16 has a
+    largest number, 65504, that a sum over many ranks soon reaches: about the square root of the ranks is divided by before the sum,
+    and the rest after it, so that neither the sum nor small gradients come near fp16's ends. ``prescale_gradients`` divides
+    before in any case, ``gradient_predivide_factor`` splits the division. ``sharers`` ranks share the sequences of their samples: a "sum"
+    over samples is their mean.
+    """
+    total = 1.0 / sharers if config.gradient_allreduce_op == "sum" else 1.0 / world
+    message = precision.message_dtype or precision.param_dtype or torch.float32
+    if total == 1.0:
+        pre = 1.0
+    elif config.gradient_predivide_factor != 1.0 and not config.prescale_gradients:
+        pre = 1.0 / config.gradient_predivide_factor
+    elif message.itemsize >= 4 or config.prescale_gradients:
+        pre = total
+    else:
+        pre = 1.0 / _headroom(world) if message is torch.float16 else 1.0
+    return GradientPolicy(
+        message_dtype=precision.message_dtype,
+        accumulation_dtype=precision.accumulation_dtype,
+        pre_scale=pre,
+        post_scale=total / pre,
+        sharded=stage.shards_optimizer,
+    )
+
+
+def _headroom(world: int) -> int:
+    """The smallest power of two from the square root of ``world`` on: dividing by it rounds no element but subnormal ones."""
+    return 1 << math.ceil(math.log2(world) / 2)
+
+
+def loss_scaler(config: ZeroConfig, kind: type[LossScaler]) -> LossScaler:
+    """The loss scale of fp16 (weights or autocast), of class ``kind``; 1 otherwise."""
+    autocast_fp16 = config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16"
+    if not (config.fp16.enabled or autocast_fp16):
+        return kind(loss_scale=1.0)
+    fp16 = config.fp16
+    return kind(
+        loss_scale=fp16.loss_scale,
+        initial_scale_power=fp16.initial_scale_power,
+        loss_scale_window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        min_loss_scale=fp16.min_loss_scale,
+    )
+
+
+def step_settings(config: ZeroConfig, precision: PrecisionPolicy, stage: StagePolicy, max_norm: float) -> StepSettings:
+    """What a step clips to, and what it refuses or skips."""
+    wants_all = not config.zero_optimization.ignore_unused_parameters
+    return StepSettings(max_norm, stage, precision.skips_overflow, wants_all)
+
+
+def unshard_limits(config: ZeroConfig, updates_overlap: bool) -> UnshardLimits:
+    """How far ahead stage 3 unshards, and what it keeps."""
+    zero = config.zero_optimization
+    return UnshardLimits(
+        zero.stage3_prefetch_bucket_size,
+        zero.stage3_max_live_parameters,
+        zero.stage3_max_reuse_distance,
+        updates_overlap=updates_overlap,
+    )
+
+
+def offload_settings(config: ZeroConfig) -> OffloadSettings:
+    """What rests off the device."""
+    zero = config.zero_optimization
+    optimizer, param = zero.offload_optimizer, zero.offload_param
+    return OffloadSettings(
+        OptimizerOffload(
+            device=optimizer.device,
+            folder=optimizer.nvme_path,
+            ratio=optimizer.ratio,
+            pin_memory=optimizer.pin_memory,
+            buffer_count=optimizer.buffer_count,
+            pipeline_read=optimizer.pipeline_read,
+            pipeline_write=optimizer.pipeline_write,
+            cores=optimizer.cpuadam_cores_perc,
+            sub_group_size=zero.sub_group_size,
+        ),
+        ParamOffload(
+            device=param.device,
+            folder=param.nvme_path,
+            pin_memory=param.pin_memory,
+            buffer_count=param.buffer_count,
+            max_in_cpu=param.max_in_cpu,
+        ),
+        overlap=config.hf_zero.offload_overlap,
+        io=IoSettings(config.aio.block_size, config.aio.queue_depth),
+    )
+
+
+def saved_how(config: ZeroConfig) -> CheckpointSettings:
+    """How checkpoints are written and read."""
+    writer, cache = config.checkpoint.writer, config.datastates_ckpt
+    gigabytes = cache.host_cache_size if cache is not None else None
+    return CheckpointSettings(
+        direct=writer is None or writer.type != "python",
+        node_local=config.checkpoint.use_node_local_storage,
+        in_background=(writer is not None and writer.decoupled) or cache is not None,
+        copy_bytes=None if gigabytes is None else int(gigabytes * 2**30),
+        masters_from_fp32=config.zero_optimization.load_from_fp32_weights,
+    )
+
+
+def clock_of(config: ZeroConfig, device: torch.device, ranks: int, module: nn.Module, progress: Progress) -> Clock:
+    """The clock that ``wall_clock_breakdown``, ``memory_breakdown`` and ``flops_profiler`` ask for.
+
+    Args:
+        config: The configuration.
+        device: Where the engine lives.
+        ranks: Of the data-parallel axis.
+        module: The user's module.
+        progress: Counts the engine's optimizer steps.
+    """
+    section = config.flops_profiler
+    if section is None or not section.enabled:
+        return Clock(device, config.wall_clock_breakdown, config.memory_breakdown)
+    options = ReportOptions(section.module_depth, section.top_modules, section.detailed, section.output_file)
+    settings = ProfileSettings(section.profile_step, section.recompute_fwd_factor, options)
+    return ProfilingClock(device, config.memory_breakdown, settings, module, progress, ranks)
+
+
+def compile_options(config: ZeroConfig) -> dict[str, Any] | None:
+    """Arguments of ``Engine.compile``, or None where blocks are not to be compiled."""
+    section = config.compile
+    if section is None or not section.enabled or section.disable:
+        return None
+    return {"backend": section.backend, "compile_kwargs": section.kwargs}

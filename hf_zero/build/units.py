@@ -1,0 +1,150 @@
+"""The blocks and units of a model: what is unsharded together, of which types, and where it rests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.core.optimizer.param_groups import group_of_params
+from hf_zero.core.schedule.block import Block
+from hf_zero.core.stages import StagePolicy
+from hf_zero.core.step.precision import PrecisionPolicy, cast_and_move, cast_param
+from hf_zero.core.step.same_model import require_same_model
+from hf_zero.core.units.construct import NamedParam, build_unit
+from hf_zero.core.units.grouping import BlockSpec, build_blocks
+from hf_zero.core.units.layout import FROZEN
+from hf_zero.core.units.listener import ParamListener
+from hf_zero.core.units.shard_storage import ShardStorage
+from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
+from hf_zero.offload.policy import Offloading
+
+
+@dataclass
+class UnitBuilder:
+    """Makes the units of one engine.
+
+    Attributes:
+        module: The user's module.
+        stage: The ZeRO stage.
+        precision: Element types.
+        collectives: The data-parallel axis.
+        offloading: Where shards rest.
+        leaves: Names of modules that are one block each.
+        listener: Is told what happens to the parameters at stage 3.
+    """
+
+    module: nn.Module
+    stage: StagePolicy
+    precision: PrecisionPolicy
+    collectives: Collectives
+    offloading: Offloading
+    leaves: set[str]
+    listener: ParamListener
+
+    def build(self, inner: torch.optim.Optimizer | None, whole_tensors: bool) -> tuple[Block, list[Block]]:
+        """The root and the other blocks, in the model's order; collective.
+
+        Args:
+            inner: The optimizer over the model's parameters; None for an engine that only runs forward.
+            whole_tensors: It needs parameters in their own shapes.
+
+        Raises:
+            StateError: The ranks have brought different models.
+        """
+        device = self.collectives.topology.device
+        members = self._members(inner)
+        extent = "whole tensors" if whole_tensors else "flat shards"
+        notes = [f"an optimizer that updates {extent}"] if inner is not None else ["no optimizer"]
+        require_same_model(self.module, members, self.collectives, notes)
+        in_units = [member for member in members if self._belongs_in_unit(member)]
+        specs = build_blocks(self.module, in_units, self.leaves)
+        sizes = [sum(full_shape(member.param).numel() for member in spec.members) for spec in specs]
+        trained = sum(full_shape(member.param).numel() for member in in_units if member.group != FROZEN)
+        self.offloading.prepare(inner, trained, sum(sizes) - trained, max(sizes, default=0), _passing_bytes(in_units))
+        root, *blocks = [self._block(spec) for spec in specs]
+        taken = {id(member.param) for member in in_units}
+        for member in members:
+            if id(member.param) not in taken and find_unit(member.param) is None:
+                cast_param(member.param, self.precision, device)
+        cast_and_move(self.module, self.precision, device)
+        if self.stage.shards_parameters:
+            for param in self.module.parameters():
+                if find_unit(param) is None:
+                    self.listener.registered(param, param.shape, param.detach().reshape(-1), self.collectives)
+        self._sync_buffers()
+        return root, blocks
+
+    def _members(self, inner: torch.optim.Optimizer | None) -> list[NamedParam]:
+        names = {id(param): name for name, param in self.module.named_parameters()}
+        groups = group_of_params(inner, names) if inner is not None else {}
+        return [NamedParam(name, param, groups.get(id(param), FROZEN)) for name, param in self.module.named_parameters()]
+
+    def _belongs_in_unit(self, member: NamedParam) -> bool:
+        """Trainable parameters always; frozen ones where parameters are sharded, or when they come sharded from ``zero.Init``."""
+        if not member.param.is_floating_point():
+            return False
+        return member.group != FROZEN or self.stage.shards_parameters or find_unit(member.param) is not None
+
+    def _block(self, spec: BlockSpec) -> Block:
+        """One unit per element type and kind; the block's own name when there is just one."""
+        kinds: dict[tuple[bool, torch.dtype], list[NamedParam]] = {}
+        for member in spec.members:
+            kinds.setdefault((member.group == FROZEN, self.precision.unit_dtype(member.param)), []).append(member)
+        units = []
+        for (frozen, dtype), members in kinds.items():
+            suffix = "" if len(kinds) == 1 else f" [{'frozen ' if frozen else ''}{str(dtype).removeprefix('torch.')}]"
+            shard_storage = self.offloading.shard_storage(sum(full_shape(member.param).numel() for member in members), not frozen)
+            units.append(build_unit(spec.name + suffix, members, dtype, self._unit_spec(dtype, shard_storage)))
+            self.offloading.take(units[-1])
+        return Block(spec.name, spec.module, units, spec.read_in_backward)
+
+    def _unit_spec(self, dtype: torch.dtype, shard_storage: ShardStorage) -> UnitSpec:
+        master = self.precision.master_dtype
+        if master is None or (self.precision.param_dtype is None and dtype == torch.float64):
+            master = dtype
+        return UnitSpec(
+            self.collectives,
+            shards=self.stage.shards_optimizer,
+            reshards=self.stage.shards_parameters and (self.collectives.world > 1 or shard_storage.reshards),
+            master_dtype=master,
+            shard_storage=shard_storage,
+            listener=self.listener if self.stage.shards_parameters else ParamListener(),
+        )
+
+    def _sync_buffers(self) -> None:
+        """Takes rank 0's buffers, once."""
+        for name, buffer in self.module.named_buffers():
+            if buffer.numel() and not buffer.is_meta:
+                contiguous = buffer.data.contiguous()
+                self.collectives.broadcast(contiguous, 0, f"buffer {name}")
+                if contiguous.data_ptr() != buffer.data_ptr():
+                    buffer.data.copy_(contiguous)
+
+
+def _passing_bytes(members: Iterable[NamedParam]) -> int:
+    """Host memory of this rank's shards that go when their parameters get a new unit."""
+    units = {id(owner[0]): owner[0] for member in members if (owner := find_unit(member.param)) is not None}
+    return sum(unit.shard.nbytes for unit in units.values() if unit.shard_storage.passing)
+
+
+def persist_and_reshard(units: Iterable[Unit], stays: set[int], largest: int, budget: int) -> None:
+    """Reshards what was built whole, except units small enough to stay and those that one rank may want alone.
+
+    Args:
+        units: All units.
+        stays: Ids of those that one rank may want alone.
+        largest: Elements of a unit that is small enough.
+        budget: Elements of all small units together.
+    """
+    for unit in units:
+        numel = unit.layout.numel
+        small = numel <= largest and numel <= budget
+        if unit.reshards and (small or id(unit) in stays):
+            budget -= numel if small else 0
+            unit.pin()
+            unit.listener.stays_unsharded(unit.params, True)
+        unit.reshard()

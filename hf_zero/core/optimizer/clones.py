@@ -1,0 +1,161 @@
+"""Further optimizers of the class of a given one: clones with its attributes, ones built anew, and trials of them on small tensors."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+TRIAL_SHAPE = (4, 6)
+TRIAL_STEPS = 3
+_TRIAL_NUMEL = 16
+
+
+class CollectiveError(BaseException):
+    """A collective was issued inside a trial; no ``except Exception`` of a foreign step may take it for an error of its own."""
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """What a param group says, without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def clone(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any = None) -> torch.optim.Optimizer:
+    """An optimizer of the same class and attributes with other groups; with ``optimizer``'s own state dict unless given one."""
+    other: torch.optim.Optimizer = object.__new__(type(optimizer))
+    other.__dict__.update(optimizer.__dict__)
+    other.__dict__.pop("step", None)  # a scheduler that counts calls puts one there, bound to the original
+    other.param_groups = groups
+    if state is not None:
+        other.state = state
+    return other
+
+
+def build_anew(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """A new optimizer of the same class, with the arguments ``optimizer`` was made with, as far as its defaults tell them."""
+    make: Any = type(optimizer)
+    built: torch.optim.Optimizer = make(groups, **_constructor_arguments(make, optimizer.defaults))
+    return built
+
+
+def _constructor_arguments(kind: type, defaults: dict[str, Any]) -> dict[str, Any]:
+    """The part of ``defaults`` that the constructor names; behind ``**kwargs``, what its base classes name."""
+    names: set[str] = set()
+    for ancestor in kind.__mro__:
+        if "__init__" not in vars(ancestor):
+            continue
+        parameters = inspect.signature(vars(ancestor)["__init__"]).parameters.values()
+        names |= {arg.name for arg in parameters if arg.kind in (arg.POSITIONAL_OR_KEYWORD, arg.KEYWORD_ONLY)}
+        if not any(arg.kind is arg.VAR_KEYWORD for arg in parameters):
+            break
+    return {key: copy.deepcopy(value) for key, value in defaults.items() if key in names}
+
+
+# -- trials -----------------------------------------------------------------------------------------------------------
+
+
+def trial_data(optimizer: torch.optim.Optimizer) -> tuple[Tensor, list[Tensor]]:
+    """A small matrix (float64, on the optimizer's device) and one gradient per step, whose halves differ in size."""
+    device = next((param.device for group in optimizer.param_groups for param in group["params"]), torch.device("cpu"))
+    if device.type == "meta":
+        device = torch.device("cpu")
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(TRIAL_SHAPE, generator=generator, dtype=torch.float64)
+    grads = [torch.randn(TRIAL_SHAPE, generator=generator, dtype=torch.float64) for _ in range(TRIAL_STEPS)]
+    for grad in grads:
+        grad[TRIAL_SHAPE[0] // 2 :] *= 10.0  # so that a norm over everything differs from the halves' norms
+    return start.to(device), [grad.to(device) for grad in grads]
+
+
+def try_steps(
+    optimizer: torch.optim.Optimizer, options: dict[str, Any], starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
+) -> tuple[torch.optim.Optimizer, Tensor]:
+    """Steps a new optimizer of the same class over copies of ``starts``, one gradient each per step.
+
+    It draws from the default random generator, which the caller restores.
+
+    Returns:
+        The new optimizer and its first parameter.
+
+    Raises:
+        CollectiveError: A step communicates.
+    """
+    params = [torch.nn.Parameter(start.clone()) for start in starts]
+    with _NoCollectives():
+        built = build_anew(optimizer, [{"params": params, **copy.deepcopy(options)}])
+        train = getattr(built, "train", None)
+        if callable(train):
+            train()  # schedule-free optimizers refuse to step before
+        for step in range(TRIAL_STEPS):
+            torch.default_generator.manual_seed(step)  # for those that draw numbers
+            for param, own_grads in zip(params, grads, strict=True):
+                param.grad = own_grads[step].clone()
+            built.step()
+    return built, params[0]
+
+
+class _NoCollectives(TorchDispatchMode):
+    """Stops collectives: a trial runs on one rank, perhaps on not all of them, and the others would not join."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise CollectiveError
+        return func(*args, **(kwargs or {}))
+
+
+def state_names(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> frozenset[str] | None:
+    """Names of what the optimizer keeps for a parameter of ``ndim`` dimensions in its group ``group``, by trying it on a small one.
+
+    Returns:
+        None where the class cannot be tried. The optimizer itself and the global random state stay untouched.
+    """
+    start, grads = trial_data(optimizer)
+    shape = (*[1] * (ndim - 2), *TRIAL_SHAPE) if ndim >= 2 else (-1,)
+    values = [value.float().view(shape) if ndim else value.float().flatten()[0] for value in (start, *grads)]
+    with torch.random.fork_rng(devices=[]):
+        try:
+            built, param = try_steps(optimizer, options_of(optimizer.param_groups[group]), values[:1], [values[1:]])
+        except (Exception, CollectiveError):  # whatever a foreign constructor or step raises
+            return None
+    return frozenset(built.state.get(param, {}))
+
+
+def state_at_start(optimizer: torch.optim.Optimizer, group: int, param: Tensor) -> dict[str, Any]:
+    """What the optimizer keeps for ``param`` before the first step; empty for nearly all, not so for Adagrad."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            options = copy.deepcopy(options_of(optimizer.param_groups[group]))
+            return dict(build_anew(optimizer, [{"params": [param], **options}]).state.get(param, {}))
+        except Exception:  # whatever a foreign constructor raises
+            return {}
+
+
+def state_types(optimizer: torch.optim.Optimizer, dtype: torch.dtype, device: torch.device) -> dict[str, torch.dtype]:
+    """The states that ``optimizer`` keeps with one number per element, found by stepping a small vector; two fp32 ones where that fails.
+
+    Args:
+        optimizer: Never stepped, with any parameters; stays untouched.
+        dtype: Type of the masters.
+        device: Where they are updated.
+    """
+    found: dict[str, torch.dtype] = {}
+    for group in optimizer.param_groups:
+        vector = torch.nn.Parameter(torch.zeros(_TRIAL_NUMEL, dtype=dtype, device=device))
+        vector.grad = torch.zeros_like(vector)
+        state: dict[Any, Any] = type(optimizer.state)(dict) if hasattr(optimizer.state, "default_factory") else {}
+        try:
+            values = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+            trial = clone(optimizer, [{**values, "params": [vector]}], state)
+            if optimizer.state:  # made at construction
+                trial.state = state = build_anew(optimizer, [{**values, "params": [vector]}]).state
+            trial.step()
+        except Exception:  # whatever a foreign optimizer raises on what it was not made for
+            return {"state 1": torch.float32, "state 2": torch.float32}
+        entries = state[vector].items() if vector in state else ()
+        found.update({name: value.dtype for name, value in entries if isinstance(value, Tensor) and value.shape == vector.shape})
+    return found

@@ -1,0 +1,119 @@
+"""Parameters that one rank updates whole, and the states that it keeps for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.core.optimizer.param_states import no_state
+from hf_zero.core.units.layout import ParamSlot
+from hf_zero.core.units.unit import Unit
+from hf_zero.errors import StateError
+
+
+@dataclass(frozen=True)
+class WholeParam:
+    """A parameter that this rank updates.
+
+    Attributes:
+        unit: Its unit.
+        slot: Where it lies there.
+        param: What the inner optimizer sees, of the full shape; it has values during a step only.
+        writes: Whether this rank writes its state into checkpoints: at stage 0 all ranks hold it, and one of them does.
+        inner: The optimizer that updates it.
+    """
+
+    unit: Unit
+    slot: ParamSlot
+    param: nn.Parameter
+    writes: bool
+    inner: torch.optim.Optimizer
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What the inner optimizer keeps for it, live; empty before the first step."""
+        state: Mapping[str, Any] = self.inner.state.get(self.param, {})
+        return state
+
+    def install(self, state: dict[str, Any]) -> None:
+        """Replaces its state; an empty one removes it."""
+        if state:
+            self.inner.state[self.param] = state
+        else:
+            self.inner.state.pop(self.param, None)
+
+
+class OwnerStates:
+    """``ParamStates`` of parameters with an owner: of the shape that a state has there (a row's moments, say).
+
+    Args:
+        whole: What this rank updates, by name.
+        owners: The rank that updates each parameter, by name (at stage 0, where all do, the one that saves its state).
+    """
+
+    def __init__(self, whole: Mapping[str, WholeParam], owners: Mapping[str, int]) -> None:
+        self._whole = whole
+        self._owners = owners
+
+    def read(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
+        """As in ``ParamStates``: the owner sends it to all."""
+        name = unit.layout.slots[index].name
+        value = self._present(name, key)
+        value = value.detach().clone() if value is not None else None
+        if unit.layout.world == 1:
+            return value
+        net, owner = unit.collectives, self._owners.get(name)
+        if owner is None:  # a parameter without elements
+            return None
+        kind = net.broadcast_object((tuple(value.shape), value.dtype) if value is not None else None, owner, f"{unit.name}: {key}")
+        if kind is None:
+            return None
+        device = net.topology.device
+        flat = value.to(device).reshape(-1) if value is not None else torch.empty(kind[0], dtype=kind[1], device=device).view(-1)
+        net.broadcast(flat, owner, f"{unit.name}: {key}")
+        return flat.view(kind[0])
+
+    def write(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
+        """As in ``ParamStates``: the owner writes, and all learn whether it can. Collective at stages 1 to 3."""
+        name = unit.layout.slots[index].name
+        present, owner = self._present(name, key), self._owners.get(name)
+        shape = tuple(present.shape) if present is not None else None
+        if unit.layout.world > 1 and owner is not None:
+            shape = unit.collectives.broadcast_object(shape, owner, f"{unit.name}: {key}")
+        if shape is None:
+            raise no_state(key)
+        if shape != tuple(value.shape):
+            raise _other_shape(key, name, shape, value)
+        if present is not None:
+            present.copy_(value.detach())
+
+    def read_own(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
+        """As in ``ParamStates``: all of it, or nothing."""
+        value = self._present(unit.layout.slots[index].name, key)
+        return value.reshape(-1) if value is not None else None
+
+    def write_own(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
+        """As in ``ParamStates``; does nothing where another rank is the owner."""
+        name = unit.layout.slots[index].name
+        present = self._present(name, key)
+        if present is None:
+            if unit.layout.world > 1 and self._owners.get(name) != unit.collectives.rank:
+                return
+            raise no_state(key)
+        if present.numel() != value.numel():
+            raise _other_shape(key, name, tuple(present.shape), value)
+        present.copy_(value.detach().reshape(present.shape))
+
+    def _present(self, name: str, key: str) -> torch.Tensor | None:
+        """The tensor that this rank keeps; None where it keeps none of that name."""
+        entry = self._whole.get(name)
+        value = entry.state.get(key) if entry is not None else None
+        return value if isinstance(value, torch.Tensor) else None
+
+
+def _other_shape(key: str, name: str, shape: tuple[int, ...], value: torch.Tensor) -> StateError:
+    return StateError(f"the state {key!r} of parameter {name} has shape {shape}, the value has {tuple(value.shape)}")

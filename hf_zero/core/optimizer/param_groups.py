@@ -1,0 +1,45 @@
+"""The param groups of a torch optimizer: which parameter is in which, and at what rate each is trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hf_zero.core.units.layout import FROZEN
+from hf_zero.errors import ConfigError
+
+
+def learning_rates(groups: Iterable[dict[str, Any]]) -> list[float]:
+    """The rate of each param group; nan where the optimizer sets it itself (Adafactor with ``relative_step``)."""
+    return [math.nan if group["lr"] is None else float(group["lr"]) for group in groups]
+
+
+def group_of_params(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[int, int]:
+    """For each trainable parameter (by id) the index of its param group.
+
+    Raises:
+        ConfigError: The optimizer holds a tensor that is not a parameter of the model, or has been stepped before.
+    """
+    if not _is_fresh(optimizer):
+        raise ConfigError(
+            f"the {type(optimizer).__name__} given to initialize() already has state for {len(optimizer.state)} parameters; "
+            "pass a new optimizer, and resume with load_checkpoint()"
+        )
+    groups: dict[int, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if id(param) not in names:
+                raise ConfigError(
+                    f"parameter {position} of param group {index} (shape {tuple(param.shape)}) of the optimizer is not a parameter of the "
+                    "model; build the optimizer from the parameters of the model that is passed to initialize()"
+                )
+            groups[id(param)] = index if param.requires_grad else FROZEN
+    return groups
+
+
+def _is_fresh(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it was never stepped. Adagrad fills its state at construction, with step 0."""
+    return all("step" in state and float(state["step"]) == 0 for state in optimizer.state.values())

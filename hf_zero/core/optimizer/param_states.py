@@ -1,0 +1,138 @@
+"""States that an optimizer keeps for single parameters, read and written whole or as far as this rank has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from hf_zero.core.optimizer.segments import OwnedSegment, Segments, master_of
+from hf_zero.core.units.unit import Unit
+from hf_zero.errors import StateError
+
+
+class ParamStates(Protocol):
+    """Access by unit, position of the parameter in it, and name of the state (``exp_avg``, ...)."""
+
+    def read(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
+        """The whole state, a new tensor; None where there is none, as before the first step. Collective."""
+
+    def write(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
+        """Sets the whole state; every rank calls it.
+
+        Raises:
+            StateError: There is no such state yet, or it has another shape.
+        """
+
+    def read_own(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
+        """This rank's part, 1D; None where it has none. Local."""
+
+    def write_own(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
+        """Sets this rank's part. Local.
+
+        Raises:
+            StateError: There is no such state yet, or it has another shape.
+        """
+
+
+class SegmentStates:
+    """States that lie like the shards.
+
+    Args:
+        segments: Of all units on this rank.
+        settle: Waits for updates that are under way.
+    """
+
+    def __init__(self, segments: Segments, settle: Callable[[], None]) -> None:
+        self._segments = segments
+        self._settle = settle
+
+    def read(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
+        """As in ``ParamStates``, of the parameter's shape."""
+        flat = self._flat(unit, key)
+        if unit.layout.world > 1:
+            # A rank whose shard is padding alone has no state and cannot tell whether there is one.
+            known = flat is not None and bool(self._segments.of(unit))
+            if not unit.collectives.any_rank(known, f"{unit.name}: {key}"):
+                return None
+            flat = flat if flat is not None else torch.zeros_like(master_of(unit))
+        return gather_param(unit, index, flat, key) if flat is not None else None
+
+    def write(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
+        """As in ``ParamStates``; local."""
+        parts, flat = self._present(unit, key)
+        write_param(unit, index, flat, value)
+        for segment, state in parts:
+            state.copy_(segment.within(flat))
+
+    def read_own(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
+        """As in ``ParamStates``."""
+        flat = self._flat(unit, key)
+        return unit.shard_part(index, flat) if flat is not None else None
+
+    def write_own(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
+        """As in ``ParamStates``."""
+        parts, flat = self._present(unit, key)
+        unit.shard_part(index, flat).copy_(value)
+        for segment, state in parts:
+            state.copy_(segment.within(flat))
+
+    def _present(self, unit: Unit, key: str) -> tuple[list[tuple[OwnedSegment, torch.Tensor]], torch.Tensor]:
+        parts, flat = self._parts(unit, key), self._flat(unit, key)
+        if parts is None or flat is None:
+            raise no_state(key)
+        return parts, flat
+
+    def _parts(self, unit: Unit, key: str) -> list[tuple[OwnedSegment, torch.Tensor]] | None:
+        self._settle()
+        parts = []
+        for segment in self._segments.of(unit):
+            value = segment.state.get(key)
+            if not isinstance(value, torch.Tensor) or value.shape != segment.tensor.shape:
+                return None
+            parts.append((segment, value))
+        return parts
+
+    def _flat(self, unit: Unit, key: str) -> torch.Tensor | None:
+        parts = self._parts(unit, key)
+        if parts is None:
+            return None
+        flat = torch.zeros_like(master_of(unit))
+        for segment, value in parts:
+            segment.within(flat).copy_(value)
+        return flat
+
+
+def no_state(key: str) -> StateError:
+    """The error for a state that is not there."""
+    return StateError(f"there is no optimizer state {key!r}; states exist after the first step")
+
+
+def write_param(unit: Unit, index: int, flat: torch.Tensor, value: torch.Tensor) -> None:
+    """Writes this rank's part of the whole ``value`` of parameter ``index`` into the sharded ``flat``, (shard_numel,).
+
+    Raises:
+        StateError: The parameter has another number of elements.
+    """
+    slot = unit.layout.slots[index]
+    if value.numel() != slot.numel:
+        raise StateError(f"parameter {slot.name} has shape {tuple(slot.shape)}, the value has {tuple(value.shape)}")
+    part = slot.range.intersect(unit.owned)
+    if part.numel:
+        source = value.detach().reshape(-1)[part.start - slot.offset : part.stop - slot.offset]
+        flat[part.start - unit.owned.start : part.stop - unit.owned.start].copy_(source)
+
+
+def gather_param(unit: Unit, index: int, flat: torch.Tensor, what: str) -> torch.Tensor:
+    """The full value of parameter ``index`` in a sharded (shard_numel,) tensor such as a moment; a new tensor. Collective.
+
+    ``what`` names the tensor in the label of the collective.
+    """
+    slot = unit.layout.slots[index]
+    flat = flat.to(unit.collectives.topology.device)
+    if unit.layout.world > 1:
+        whole = torch.empty(unit.layout.padded_numel, dtype=flat.dtype, device=flat.device)
+        unit.collectives.all_gather(whole, flat.contiguous(), f"{unit.name}: {what}").wait()
+        flat = whole
+    return flat[slot.range.start : slot.range.stop].view(slot.shape).clone()

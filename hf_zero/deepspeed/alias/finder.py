@@ -1,0 +1,220 @@
+"""The finder behind the alias: decides whether hf_zero answers as `deepspeed`, serves its modules and its distribution metadata.
+
+Only the standard library is imported here: these functions run in every process that asks about `deepspeed`,
+the `accelerate` command line included.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import os
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_zero.deepspeed.alias.table import DEEPSPEED_VERSION, MODULES, PROVIDED, refusal
+from hf_zero.errors import ConfigError, StateError, UnsupportedError
+
+SWITCH = "HF_ZERO"
+_ON = ("1", "true", "on", "yes")
+_OFF = ("0", "false", "off", "no")
+_METADATA = f"""Metadata-Version: 2.1
+Name: deepspeed
+Version: {DEEPSPEED_VERSION}
+Summary: The part of DeepSpeed's API that Hugging Face libraries use, served by hf_zero
+License: Apache-2.0
+"""
+
+_forced = False
+
+
+class RefusedAttributeError(UnsupportedError, AttributeError):
+    """A name of DeepSpeed that hf_zero refuses, read as an attribute; an AttributeError, so that ``hasattr`` says False."""
+
+
+class RefusedImportError(UnsupportedError, ImportError):
+    """A name of DeepSpeed that hf_zero refuses, imported; an ImportError, so that optional imports take their other branch."""
+
+    def __init__(self, message: str, name: str) -> None:
+        ImportError.__init__(self, message, name=name)
+
+
+class AliasModule(types.ModuleType):
+    """One module of the alias; resolves the rows of the table at first use."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Resolves ``name`` through the table and keeps it, so that a value set from outside (and restored) stays ours to read.
+
+        Raises:
+            RefusedAttributeError: The table refuses the name, with the reason.
+            AttributeError: Neither DeepSpeed's users nor the table know the name.
+        """
+        if name == "__all__":  # `from deepspeed.x import *`
+            return self._names()
+        full_name = f"{self.__name__}.{name}"
+        target = PROVIDED.get(full_name)
+        if target is not None:
+            value = load_target(target)
+            setattr(self, name, value)
+            return value
+        if full_name in MODULES:
+            return importlib.import_module(full_name)
+        # Dunder names are Python asking, not a user: no text for them.
+        reason = refusal(full_name) if not name.startswith("__") else None
+        if reason is not None:
+            raise RefusedAttributeError(_refusal_message(full_name, reason) + _nearest(full_name))
+        raise AttributeError(f"module {self.__name__!r} (hf_zero's alias) has no attribute {name!r}{_nearest(full_name)}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Importing a submodule sets it on its package; a row of the same name wins, as it does in DeepSpeed's own packages."""
+        if not (isinstance(value, AliasModule) and f"{self.__name__}.{name}" in PROVIDED):
+            super().__setattr__(name, value)
+
+    def _names(self) -> list[str]:
+        """Public names of this module's own rows."""
+        prefix = f"{self.__name__}."
+        rows = (row.removeprefix(prefix) for row in PROVIDED if row.startswith(prefix))
+        return sorted(row for row in rows if "." not in row and not row.startswith("_"))
+
+    def __dir__(self) -> list[str]:
+        prefix = f"{self.__name__}."
+        rows = {row[len(prefix) :].partition(".")[0] for row in PROVIDED if row.startswith(prefix)}
+        return sorted(rows | set(super().__dir__()))
+
+
+class AliasLoader(importlib.abc.Loader):
+    """Makes the modules of the alias; a refused module has a spec, and its import raises the reason."""
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        """An empty module whose attributes come from the table.
+
+        Raises:
+            RefusedImportError: The table refuses this module, or the name imported from a module.
+        """
+        reason = refusal(spec.name) if spec.name not in MODULES else None
+        if reason is not None:
+            raise RefusedImportError(_refusal_message(spec.name, reason) + _nearest(spec.name), spec.name)
+        return AliasModule(spec.name, f"`{spec.name}` as hf_zero provides it; the names stand in hf_zero.deepspeed.alias.table.")
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing to execute. The file is what Python names when a name is missing; the package itself carries a version too."""
+        module.__dict__["__file__"] = str(Path(__file__).with_name("table.py"))
+        if module.__name__ == "deepspeed":
+            module.__dict__["__version__"] = DEEPSPEED_VERSION
+            parts = (int(part) for part in DEEPSPEED_VERSION.split("."))
+            module.__dict__.update(zip(("__version_major__", "__version_minor__", "__version_patch__"), parts, strict=True))
+
+
+class AliasDistribution(importlib.metadata.Distribution):
+    """Metadata of a distribution named `deepspeed`, with the version whose API the alias follows."""
+
+    def read_text(self, filename: str) -> str | None:
+        """The METADATA file; there is no other."""
+        return _METADATA if filename == "METADATA" else None
+
+    def locate_file(self, path: str | os.PathLike[str]) -> Path:
+        """Where a file of the distribution would lie; it owns none."""
+        return Path(__file__).parent / path
+
+
+def load_target(target: str) -> Any:
+    """Imports ``"module:attribute"`` (or a whole module, without colon) of the table."""
+    module_name, _, attribute = target.partition(":")
+    value: Any = importlib.import_module(module_name)
+    for part in attribute.split(".") if attribute else ():
+        value = getattr(value, part)
+    return value
+
+
+def alias_is_active() -> bool:
+    """Whether hf_zero answers for `deepspeed` in this process.
+
+    What is imported already decides. Else ``HF_ZERO=0`` says no, ``HF_ZERO=1`` or :func:`install_as_deepspeed` say yes,
+    and otherwise ours serves when no other finder knows a real `deepspeed`.
+
+    Raises:
+        ConfigError: ``HF_ZERO`` holds something else.
+    """
+    loaded = sys.modules.get("deepspeed")
+    if loaded is not None:
+        return isinstance(loaded, AliasModule)
+    if _forced:
+        return True
+    switch = os.environ.get(SWITCH, "").strip().lower()
+    if switch in _OFF:
+        return False
+    if switch in _ON:
+        return True
+    if switch:
+        raise ConfigError(
+            f"environment variable {SWITCH} is {os.environ[SWITCH]!r}; "
+            "1 makes hf_zero answer as deepspeed, 0 never does, unset does without a real one"
+        )
+    return not real_deepspeed_importable()
+
+
+def real_deepspeed_importable() -> bool:
+    """Whether any finder but ours has a `deepspeed` with code in it (a bare folder of that name has none)."""
+    from _hf_zero_startup import DeepSpeedAliasFinder
+
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        if finder is DeepSpeedAliasFinder or find is None:
+            continue
+        spec = find("deepspeed", None)
+        if spec is not None and spec.loader is not None and spec.origin is not None:
+            return True
+    return False
+
+
+def find_spec(fullname: str) -> importlib.machinery.ModuleSpec | None:
+    """The spec of one alias module, provided or refused; None when the alias is off or does not know the name."""
+    if not alias_is_active() or (fullname not in MODULES and refusal(fullname) is None):
+        return None
+    # Every module is a package, even without submodules: `from deepspeed.x import y` then asks the finder for
+    # `deepspeed.x.y` when there is no such attribute, which is where a refused name can say why.
+    return importlib.machinery.ModuleSpec(fullname, AliasLoader(), origin="hf_zero", is_package=True)
+
+
+def find_distributions() -> Iterator[importlib.metadata.Distribution]:
+    """The distribution `deepspeed`, while the alias is active."""
+    if alias_is_active():
+        yield AliasDistribution()
+
+
+def install_as_deepspeed() -> None:
+    """Makes hf_zero answer as `deepspeed` in this process, whatever is installed and whatever ``HF_ZERO`` says.
+
+    Needed only where the start-up hook did not run (a source tree on ``PYTHONPATH``, a frozen application).
+    Does nothing when the alias is imported already.
+
+    Raises:
+        StateError: A real DeepSpeed is imported already.
+    """
+    global _forced
+    loaded = sys.modules.get("deepspeed")
+    if loaded is not None and not isinstance(loaded, AliasModule):
+        raise StateError(
+            f"a real deepspeed ({getattr(loaded, '__file__', 'unknown file')}) is imported already; "
+            f"call install_as_deepspeed() before anything imports it, or start with {SWITCH}=1"
+        )
+    import _hf_zero_startup
+
+    if _hf_zero_startup.DeepSpeedAliasFinder not in sys.meta_path:
+        sys.meta_path.insert(0, _hf_zero_startup.DeepSpeedAliasFinder)  # type: ignore[arg-type]
+    _forced = True
+
+
+def _refusal_message(full_name: str, reason: str) -> str:
+    return f"{full_name} is not provided by hf_zero: {reason}"
+
+
+def _nearest(full_name: str) -> str:
+    known: Sequence[str] = difflib.get_close_matches(full_name, PROVIDED, n=1, cutoff=0.8) if "__" not in full_name else ()
+    return f"; did you mean {known[0]}?" if known else ""

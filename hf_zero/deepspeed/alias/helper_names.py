@@ -1,0 +1,205 @@
+"""The second part of the alias table: helpers around training that scripts import, rather than what trains."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hf_zero.deepspeed.served.schedule_names import NAMES as _SCHEDULE_NAMES
+
+
+def _rows(module: str, target: str, names: tuple[str, ...]) -> dict[str, str]:
+    return {f"deepspeed.{module}.{name}": f"hf_zero.{target}:{name}" for name in names}
+
+
+_OPTIMIZER_NAMES = (
+    "ADAM_OPTIMIZER",
+    "ADAMW_OPTIMIZER",
+    "ADAGRAD_OPTIMIZER",
+    "LION_OPTIMIZER",
+    "LAMB_OPTIMIZER",
+    "MUON_OPTIMIZER",
+    "ONEBIT_ADAM_OPTIMIZER",
+    "ONEBIT_LAMB_OPTIMIZER",
+    "ZERO_ONE_ADAM_OPTIMIZER",
+    "TORCH_ADAM_PARAM",
+    "ADAM_W_MODE",
+)
+_NORMS = (
+    "CheckOverflow",
+    "clip_grad_norm_",
+    "clip_tensors_by_global_norm",
+    "get_global_norm",
+    "get_global_norm_of_tensors",
+    "get_grad_norm",
+    "get_weight_norm",
+    "mask_nan_or_inf_with_val_inplace",
+)
+_SMALL = (
+    "call_to_str",
+    "copy_to_device",
+    "empty_cache",
+    "ensure_directory_exists",
+    "get_ma_status",
+    "get_only_unique_item",
+    "is_model_parallel_parameter",
+    "move_to_device",
+    "noop_decorator",
+    "partition_balanced",
+    "partition_uniform",
+    "prefix_sum_inc",
+    "required_torch_version",
+    "set_random_seed",
+)
+_LOGS = (
+    "LoggerFactory",
+    "get_current_level",
+    "get_log_level_from_string",
+    "log_levels",
+    "print_dist",
+    "print_json_dist",
+    "print_rank_0",
+    "set_log_level_from_string",
+    "should_log_le",
+    "warning_once",
+)
+_TIMERS = ("SynchronizedWallClockTimer", "NoopTimer", "ThroughputTimer", "trim_mean", "instrument_w_nvtx")
+_SCALERS = (
+    "LossScalerBase",
+    "LossScaler",
+    "DynamicLossScaler",
+    "CreateLossScaler",
+    "INITIAL_LOSS_SCALE",
+    "SCALE_WINDOW",
+    "DELAYED_SHIFT",
+    "CONSECUTIVE_HYSTERESIS",
+    "MIN_LOSS_SCALE",
+)
+_LAUNCHER = ("get_local_rank_from_launcher", "get_world_rank_from_launcher", "get_world_size_from_launcher")
+_LEAVES = ("set_z3_leaf_module", "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix")
+_BUILDERS = (
+    "OpBuilder",
+    "ALL_OPS",
+    "AsyncIOBuilder",
+    "CPUAdagradBuilder",
+    "CPUAdamBuilder",
+    "CPULionBuilder",
+    "CCLCommBuilder",
+    "DeepCompileBuilder",
+    "EvoformerAttnBuilder",
+    "FPQuantizerBuilder",
+    "FusedAdamBuilder",
+    "FusedLambBuilder",
+    "FusedLionBuilder",
+    "GDSBuilder",
+    "InferenceBuilder",
+    "InferenceCoreBuilder",
+    "InferenceCutlassBuilder",
+    "QuantizerBuilder",
+    "RaggedOpsBuilder",
+    "RaggedUtilsBuilder",
+    "RandomLTDBuilder",
+    "ShareMemCommBuilder",
+    "SparseAttnBuilder",
+    "SpatialInferenceBuilder",
+    "StochasticTransformerBuilder",
+    "TransformerBuilder",
+    "UtilsBuilder",
+)
+_MONITORS = {
+    "monitor": "MonitorMaster",
+    "tensorboard": "TensorBoardMonitor",
+    "wandb": "WandbMonitor",
+    "csv_monitor": "csvMonitor",
+    "comet": "CometMonitor",
+    "trackio": "TrackioMonitor",
+}
+_SECTIONS = {"TensorBoardConfig": "Tensorboard", "WandbConfig": "Wandb", "CSVConfig": "CsvMonitor", "CometConfig": "Comet"}
+_ELASTICITY = {
+    "elasticity": ("compute_elastic_config", "elasticity_enabled"),
+    "config": ("ElasticityError", "ElasticityConfigError", "ElasticityIncompatibleWorldSize"),
+}
+
+HELPERS: Final[dict[str, str]] = {
+    # Configuration.
+    **{f"deepspeed.{path}DeepSpeedConfig": "hf_zero.deepspeed.served.settings:DeepSpeedConfig" for path in ("", "runtime.config.")},
+    **{f"deepspeed.{path}DeepSpeedConfigError": "hf_zero.errors:ConfigError" for path in ("", "runtime.config.")},
+    **_rows("runtime.config", "deepspeed.served.settings", (*_OPTIMIZER_NAMES, "get_monitor_config")),
+    **_rows("runtime.engine", "deepspeed.served.settings", ("ADAM_OPTIMIZER", "ADAMW_OPTIMIZER")),
+    "deepspeed.ADAM_OPTIMIZER": "hf_zero.deepspeed.served.settings:ADAM_OPTIMIZER",
+    "deepspeed.LAMB_OPTIMIZER": "hf_zero.deepspeed.served.settings:LAMB_OPTIMIZER",
+    **_rows("runtime.zero.config", "deepspeed.served.settings", ("DeepSpeedZeroConfig", "ZeroStageEnum", "get_zero_config")),
+    **_rows("runtime.zero.offload_config", "deepspeed.served.settings", ("OffloadDeviceEnum", "OffloadStateTypeEnum")),
+    "deepspeed.runtime.zero.config.OffloadDeviceEnum": "hf_zero.deepspeed.served.settings:OffloadDeviceEnum",
+    **{
+        f"deepspeed.runtime.zero.{module}.DeepSpeedZeroOffload{part}Config": f"hf_zero.config.schema.zero:Offload{part}"
+        for module in ("config", "offload_config")
+        for part in ("Param", "Optimizer")
+    },
+    "deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT": "hf_zero.deepspeed.served.settings:TORCH_DISTRIBUTED_DEFAULT_PORT",
+    "deepspeed.constants.default_pg_timeout": "torch.distributed.constants:default_pg_timeout",
+    # Signatures of what `initialize` takes besides objects.
+    "deepspeed.runtime.engine.DeepSpeedOptimizerCallable": "hf_zero.deepspeed.served.helpers:DeepSpeedOptimizerCallable",
+    "deepspeed.runtime.engine.DeepSpeedSchedulerCallable": "hf_zero.deepspeed.served.helpers:DeepSpeedSchedulerCallable",
+    # Schedules.
+    **_rows("runtime.lr_schedules", "deepspeed.served.schedule_names", (*_SCHEDULE_NAMES, "add_tuning_arguments")),
+    "deepspeed.add_tuning_arguments": "hf_zero.deepspeed.served.schedule_names:add_tuning_arguments",
+    # Gradients, devices and numbers.
+    **_rows("runtime.utils", "deepspeed.served.norms", _NORMS),
+    **_rows("runtime.utils", "deepspeed.served.helpers", _SMALL),
+    "deepspeed.utils.torch.required_torch_version": "hf_zero.deepspeed.served.helpers:required_torch_version",
+    **{
+        f"deepspeed.runtime.zero.{module}.is_zero_param": "hf_zero.deepspeed.served.helpers:is_zero_param"
+        for module in ("utils", "partition_parameters")
+    },
+    **_rows("runtime.fp16.loss_scaler", "deepspeed.loss_scalers", _SCALERS),
+    "deepspeed.runtime.zero.utils.ZeRORuntimeException": "hf_zero.errors:ConfigError",
+    # One class serves every precision, as it does every stage.
+    "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    # Logs, timers, monitors.
+    **_rows("utils.logging", "deepspeed.served.logs", _LOGS),
+    **_rows("utils", "deepspeed.served.logs", ("print_dist", "set_log_level_from_string")),
+    **_rows("utils.timer", "deepspeed.timers", _TIMERS[:-1]),
+    **_rows("utils.nvtx", "deepspeed.timers", ("instrument_w_nvtx",)),
+    **_rows("utils", "deepspeed.timers", ("instrument_w_nvtx",)),
+    **{f"deepspeed.monitor.{module}.{name}": f"hf_zero.deepspeed.served.monitors:{name}" for module, name in _MONITORS.items()},
+    **{f"deepspeed.monitor.config.{name}": f"hf_zero.config.schema.monitors:{target}" for name, target in _SECTIONS.items()},
+    "deepspeed.monitor.config.get_monitor_config": "hf_zero.deepspeed.served.settings:get_monitor_config",
+    "deepspeed.monitor.config.DeepSpeedMonitorConfig": "hf_zero.deepspeed.served.settings:DeepSpeedMonitorConfig",
+    # Processes and devices.
+    **_rows(
+        "comm",
+        "deepspeed.served.comm",
+        ("has_all_gather_into_tensor", "has_reduce_scatter_tensor", "get_all_ranks_from_group"),
+    ),
+    "deepspeed.comm.allgather_fn": "torch.distributed:all_gather_into_tensor",
+    "deepspeed.comm.reduce_scatter_fn": "torch.distributed:reduce_scatter_tensor",
+    "deepspeed.comm.inference_all_reduce": "torch.distributed:all_reduce",
+    "deepspeed.comm.Work": "torch.distributed:Work",
+    "deepspeed.comm.reduce_op.ReduceOp": "torch.distributed:ReduceOp",
+    **_rows("comm.utils", "deepspeed.served.comm", _LAUNCHER),
+    **_rows("accelerator.real_accelerator", "deepspeed.served.accelerator", ("get_accelerator", "is_current_accelerator_supported")),
+    "deepspeed.accelerator.DeepSpeedAccelerator": "hf_zero.deepspeed.served.accelerator:TorchAccelerator",
+    "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator": "hf_zero.deepspeed.served.accelerator:TorchAccelerator",
+    # Operators.
+    **_rows("ops.op_builder", "deepspeed.served.builders", _BUILDERS),
+    "deepspeed.ops.op_builder.builder.OpBuilder": "hf_zero.deepspeed.served.builders:OpBuilder",
+    "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": "hf_zero.deepspeed.served.ops:DeepSpeedCPULion",
+    "deepspeed.ops.lion.fused_lion.FusedLion": "hf_zero.deepspeed.served.ops:FusedLion",
+    "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad": "hf_zero.deepspeed.served.ops:DeepSpeedCPUAdagrad",
+    # Blocks.
+    **{f"deepspeed.{path}.{name}": f"hf_zero.utils:{name}" for path in ("utils", "utils.z3_leaf_module") for name in _LEAVES},
+    # Modules of DeepSpeed whose names the package above re-exports.
+    **{
+        f"deepspeed.elasticity.{module}.{name}": f"hf_zero.config.elastic:{name}" for module, names in _ELASTICITY.items() for name in names
+    },
+    # Versions.
+    "deepspeed.version": "hf_zero.deepspeed.alias.table:DEEPSPEED_VERSION",
+    "deepspeed.__git_hash__": "hf_zero.deepspeed.served.settings:NO_COMMIT",
+    "deepspeed.__git_branch__": "hf_zero.deepspeed.served.settings:NO_COMMIT",
+    "deepspeed.git_version_info.git_hash": "hf_zero.deepspeed.served.settings:NO_COMMIT",
+    "deepspeed.git_version_info.git_branch": "hf_zero.deepspeed.served.settings:NO_COMMIT",
+    "deepspeed.git_version_info.compatible_ops": "hf_zero.deepspeed.served.builders:COMPATIBLE_OPS",
+    "deepspeed.git_version_info.installed_ops": "hf_zero.deepspeed.served.builders:COMPATIBLE_OPS",
+}

@@ -1,0 +1,398 @@
+"""The alias table: every `deepspeed.*` name that hf_zero serves, and those it refuses with what to use instead.
+
+One row is ``"deepspeed.name": "module:attribute"``; the right side is imported when the name is first used. Modules are
+not listed: each proper prefix of a row is one. A name in neither table does not exist.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hf_zero.deepspeed.alias.helper_names import HELPERS
+
+DEEPSPEED_VERSION: Final = "0.19.6"
+
+_COMM_OWN = (
+    "init_distributed",
+    "is_available",
+    "is_initialized",
+    "get_rank",
+    "get_local_rank",
+    "get_world_size",
+    "get_world_group",
+    "barrier",
+)
+_COMM_TORCH = (
+    "ReduceOp",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "broadcast_object_list",
+    "destroy_process_group",
+    "gather",
+    "get_backend",
+    "get_global_rank",
+    "ProcessGroup",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+)
+_UNIT_TEXTS = ("number_to_string", "flops_to_string", "macs_to_string", "params_to_string", "duration_to_string")
+_GATHERED = "hf_zero.integrations.loading:GatheredParameters"
+_INIT = "hf_zero.integrations.loading:Init"
+_ZERO = ("register_external_parameter", "unregister_external_parameter", "ZeroParamStatus")
+_FULL_VALUES = (
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+)
+_LEAF_MODULES = ("set_z3_leaf_modules", "unset_z3_leaf_modules", "get_z3_leaf_modules")
+_GROUPS = (
+    "_get_data_parallel_group",
+    "_get_data_parallel_rank",
+    "_get_data_parallel_world_size",
+    "_get_model_parallel_rank",
+    "_get_model_parallel_world_size",
+    "_get_model_parallel_group",
+    "get_model_parallel_group",
+    "get_tensor_model_parallel_group",
+    "get_tensor_model_parallel_world_size",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_src_rank",
+    "_get_sequence_parallel_group",
+    "_get_sequence_parallel_rank",
+    "_get_sequence_parallel_world_size",
+    "_get_sequence_data_parallel_group",
+    "_get_sequence_data_parallel_rank",
+    "_get_sequence_data_parallel_world_size",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+)
+_SEQUENCE_STATE = (
+    "initialize_sequence_parallel",
+    "get_sequence_parallel_group",
+    "get_sequence_parallel_rank",
+    "get_sequence_parallel_world_size",
+    "get_sequence_data_parallel_group",
+    "get_sequence_data_parallel_rank",
+    "get_sequence_data_parallel_world_size",
+)
+_ULYSSES = "deepspeed.runtime.sequence_parallel"
+_PROFILER = ("profiling.flops_profiler", "profiling.flops_profiler.profiler")
+_PROFILING = {
+    "FlopsProfiler": "hf_zero.profiling.flops_profiler:FlopsProfiler",
+    "get_model_profile": "hf_zero.profiling.model_profile:get_model_profile",
+    **{name: f"hf_zero.profiling.readable_numbers:{name}" for name in _UNIT_TEXTS},
+}
+_NEEDS = ("model_states_mem_needs", "model_states_mem_needs_all_live", "model_states_mem_needs_all_cold")
+_ELASTIC = ("compute_elastic_config", "elasticity_enabled", "ElasticityError", "ElasticityConfigError", "ElasticityIncompatibleWorldSize")
+_TP_MODE = ("set_autotp_mode", "is_autotp_training_mode")
+_SCHEDULES = ("VALID_LR_SCHEDULES", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+_CHECKPOINTING = (
+    "CudaRNGStatesTracker",
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
+    "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
+    "reset",
+    "set_num_layers",
+)
+
+PROVIDED: Final[dict[str, str]] = {
+    # The calls every script makes.
+    "deepspeed.initialize": "hf_zero:initialize",
+    "deepspeed.tp_model_init": "hf_zero.tensor_parallel.split:tp_model_init",
+    **{f"deepspeed.module_inject.layers.{name}": f"hf_zero.deepspeed.served.helpers:{name}" for name in _TP_MODE},
+    "deepspeed.DeepSpeedEngine": "hf_zero.deepspeed.engine:Engine",
+    "deepspeed.runtime.engine.DeepSpeedEngine": "hf_zero.deepspeed.engine:Engine",
+    "deepspeed.DeepSpeedOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    "deepspeed.ZeROOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    "deepspeed.runtime.base_optimizer.ZeROOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    # Asked for with isinstance; one class serves every stage.
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
+    "deepspeed.init_distributed": "hf_zero.deepspeed.served.comm:init_distributed",
+    "deepspeed.add_config_arguments": "hf_zero.deepspeed.launcher:add_config_arguments",
+    **{
+        f"deepspeed.{path}": "hf_zero.deepspeed.served.construction:OnDevice"
+        for path in ("OnDevice", "utils.OnDevice", "utils.init_on_device.OnDevice")
+    },
+    **{
+        f"deepspeed.runtime.zero.stage3.estimate_zero3_{name}": f"hf_zero.deepspeed.served.memory_needs:estimate_zero3_{name}"
+        for name in _NEEDS
+    },
+    **{
+        f"deepspeed.runtime.zero.stage_1_and_2.estimate_zero2_{name}": f"hf_zero.deepspeed.served.memory_needs:estimate_zero2_{name}"
+        for name in _NEEDS
+    },
+    **{f"deepspeed.elasticity.{name}": f"hf_zero.config.elastic:{name}" for name in _ELASTIC},
+    # Processes and devices.
+    **{f"deepspeed.comm.{name}": f"hf_zero.deepspeed.served.comm:{name}" for name in _COMM_OWN},
+    **{f"deepspeed.comm.{name}": f"torch.distributed:{name}" for name in _COMM_TORCH},
+    **{f"deepspeed.comm.{name}": f"hf_zero.deepspeed.served.comms_log:{name}" for name in ("configure", "log_summary")},
+    "deepspeed.accelerator.get_accelerator": "hf_zero.deepspeed.served.accelerator:get_accelerator",
+    "deepspeed.accelerator.is_current_accelerator_supported": "hf_zero.deepspeed.served.accelerator:is_current_accelerator_supported",
+    "deepspeed.get_accelerator": "hf_zero.deepspeed.served.accelerator:get_accelerator",
+    "deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME": "hf_zero.deepspeed.launcher:DEEPSPEED_ENVIRONMENT_NAME",
+    **{f"deepspeed.utils.groups.{name}": f"hf_zero.deepspeed.served.groups:{name}" for name in _GROUPS},
+    # ZeRO: construction and access to whole values.
+    **{f"deepspeed.zero.{name}": f"hf_zero.zero:{name}" for name in _ZERO},
+    **{f"deepspeed.runtime.zero.{name}": f"hf_zero.zero:{name}" for name in _ZERO},
+    **{f"deepspeed.runtime.zero.partition_parameters.{name}": f"hf_zero.zero:{name}" for name in _ZERO},
+    **{f"deepspeed.{path}.GatheredParameters": _GATHERED for path in ("zero", "runtime.zero", "runtime.zero.partition_parameters")},
+    **{
+        f"deepspeed.runtime.zero.{path}unwrap_model_for_generation": "hf_zero.integrations.loading:unwrap_model_for_generation"
+        for path in ("", "stage3.")
+    },
+    **{f"deepspeed.{path}.Init": _INIT for path in ("zero", "runtime.zero", "runtime.zero.partition_parameters")},
+    "deepspeed.zero.partition_parameters": "deepspeed.runtime.zero.partition_parameters",
+    "deepspeed.runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor": (
+        "hf_zero.deepspeed.served.construction:zero_wrapper_for_fp_tensor_constructor"
+    ),
+    "deepspeed.runtime.zero.partition_parameters._orig_torch_arange": "torch:arange",
+    "deepspeed.runtime.zero.partition_parameters.get_accelerator": "hf_zero.deepspeed.served.accelerator:get_accelerator",
+    **{f"deepspeed.utils.{name}": f"hf_zero.utils:{name}" for name in (*_FULL_VALUES, *_LEAF_MODULES)},
+    **{f"deepspeed.utils.tensor_fragment.{name}": f"hf_zero.utils:{name}" for name in _FULL_VALUES},
+    # A function and a module of the same name: `from deepspeed.utils import z3_leaf_module` means the function.
+    "deepspeed.utils.z3_leaf_module": "hf_zero.utils:z3_leaf_module",
+    **{f"deepspeed.utils.z3_leaf_module.{name}": f"hf_zero.utils:{name}" for name in (*_LEAF_MODULES, "z3_leaf_module")},
+    # Loaders.
+    "deepspeed.utils.RepeatingLoader": "hf_zero.deepspeed.served.helpers:RepeatingLoader",
+    "deepspeed.runtime.dataloader.RepeatingLoader": "hf_zero.deepspeed.served.helpers:RepeatingLoader",
+    # Optimizers and schedules that are constructed by hand (or by accelerate, for an offloaded optimizer).
+    "deepspeed.ops.adam.DeepSpeedCPUAdam": "hf_zero.deepspeed.served.ops:DeepSpeedCPUAdam",
+    "deepspeed.ops.adam.FusedAdam": "hf_zero.deepspeed.served.ops:FusedAdam",
+    "deepspeed.ops.lamb.FusedLamb": "hf_zero.deepspeed.served.ops:FusedLamb",
+    "deepspeed.ops.lamb.fused_lamb.FusedLamb": "hf_zero.deepspeed.served.ops:FusedLamb",
+    "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": "hf_zero.deepspeed.served.ops:MuonWithAuxAdam",
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": "hf_zero.deepspeed.served.ops:DeepSpeedCPUAdam",
+    "deepspeed.ops.adam.fused_adam.FusedAdam": "hf_zero.deepspeed.served.ops:FusedAdam",
+    "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad": "hf_zero.deepspeed.served.ops:DeepSpeedCPUAdagrad",
+    "deepspeed.ops.lion.DeepSpeedCPULion": "hf_zero.deepspeed.served.ops:DeepSpeedCPULion",
+    "deepspeed.ops.lion.FusedLion": "hf_zero.deepspeed.served.ops:FusedLion",
+    # What scripts ask before they offload to files.
+    "deepspeed.ops.aio.AsyncIOBuilder": "hf_zero.deepspeed.served.builders:AsyncIOBuilder",
+    "deepspeed.ops.__compatible_ops__": "hf_zero.deepspeed.served.builders:COMPATIBLE_OPS",
+    "deepspeed.runtime.fp16.onebit.OnebitAdam": "hf_zero.deepspeed.served.onebit:OnebitAdam",
+    "deepspeed.runtime.fp16.onebit.adam.OnebitAdam": "hf_zero.deepspeed.served.onebit:OnebitAdam",
+    **{f"deepspeed.runtime.lr_schedules.{name}": f"hf_zero.optim.schedules:{name}" for name in _SCHEDULES},
+    # Checkpoints: of the model, and of activations.
+    "deepspeed.checkpoint.utils.clone_tensors_for_torch_save": "hf_zero.deepspeed.served.helpers:clone_tensors_for_torch_save",
+    "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint": (
+        "hf_zero.checkpoint.zero_to_fp32:get_fp32_state_dict_from_zero_checkpoint"
+    ),
+    "deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict": (
+        "hf_zero.checkpoint.zero_to_fp32:convert_zero_checkpoint_to_fp32_state_dict"
+    ),
+    "deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint": (
+        "hf_zero.checkpoint.zero_to_fp32:load_state_dict_from_zero_checkpoint"
+    ),
+    "deepspeed.utils.zero_to_fp32.get_model_state_file": "hf_zero.deepspeed.served.state_files:get_model_state_file",
+    "deepspeed.utils.zero_to_fp32.get_optim_files": "hf_zero.deepspeed.served.state_files:get_optim_files",
+    **{f"deepspeed.checkpointing.{name}": f"hf_zero.deepspeed.served.checkpointing:{name}" for name in _CHECKPOINTING},
+    **{
+        f"deepspeed.runtime.activation_checkpointing.checkpointing.{name}": f"hf_zero.deepspeed.served.checkpointing:{name}"
+        for name in _CHECKPOINTING
+    },
+    # Sequence parallelism.
+    f"{_ULYSSES}.ulysses_sp.UlyssesSPAttentionHF": "hf_zero.integrations.ulysses:UlyssesSPAttentionHF",
+    f"{_ULYSSES}.ulysses_sp.UlyssesSPDataLoaderAdapter": "hf_zero.sequence_parallel.batches:UlyssesSPDataLoaderAdapter",
+    **{f"{_ULYSSES}.parallel_state_sp.{name}": f"hf_zero.deepspeed.served.sequence_state:{name}" for name in _SEQUENCE_STATE},
+    "deepspeed.sequence.layer.DistributedAttention": "hf_zero.sequence_parallel.layer:DistributedAttention",
+    # Profiling.
+    **{f"deepspeed.{path}.{name}": target for path in _PROFILER for name, target in _PROFILING.items()},
+    # Logging.
+    "deepspeed.logger": "hf_zero.observe:logger",
+    "deepspeed.log_dist": "hf_zero.deepspeed.served.logs:log_dist",
+    "deepspeed.version.version": "hf_zero.deepspeed.alias.table:DEEPSPEED_VERSION",
+    "deepspeed.version.__version__": "hf_zero.deepspeed.alias.table:DEEPSPEED_VERSION",
+    "deepspeed.git_version_info.version": "hf_zero.deepspeed.alias.table:DEEPSPEED_VERSION",
+    "deepspeed.dist": "deepspeed.comm",
+    "deepspeed.utils.logger": "hf_zero.observe:logger",
+    "deepspeed.utils.log_dist": "hf_zero.deepspeed.served.logs:log_dist",
+    "deepspeed.utils.logging.logger": "hf_zero.observe:logger",
+    "deepspeed.utils.logging.log_dist": "hf_zero.deepspeed.served.logs:log_dist",
+    "deepspeed.runtime.utils.see_memory_usage": "hf_zero.deepspeed.served.logs:see_memory_usage",
+    **HELPERS,
+}
+# The module that `deepspeed.comm` is made of; scripts import from both.
+PROVIDED.update(
+    {
+        f"deepspeed.comm.comm.{row.removeprefix('deepspeed.comm.')}": to
+        for row, to in PROVIDED.items()
+        if row.startswith("deepspeed.comm.") and row.count(".") == 2 and ":" in to
+    }
+)
+
+_SEQUENCE = (
+    "of sequence parallelism there are DistributedAttention, UlyssesSPAttentionHF.register_with_transformers, "
+    "UlyssesSPDataLoaderAdapter and parallel_state_sp (docs/sequence-parallel.md)"
+)
+_TILED = (
+    "tiled computation is not implemented: activation checkpointing keeps one layer's activations at a time, and a Liger kernel "
+    "(use_liger_kernel=True) computes the loss without whole logits"
+)
+_PIPELINE = "pipeline parallelism is not implemented; ZeRO stage 3 shards the parameters of a model too large for one device"
+_INFERENCE = "inference kernels are not implemented; serve the saved Hugging Face model with vLLM, TGI or transformers"
+_HYBRID = "the hybrid engine is not implemented; generate with the model under GatheredParameters, or with vLLM"
+_MOE = "expert parallelism is not implemented; Mixture-of-Experts models of transformers train with ZeRO stages 0-3 as they are"
+_CONFIG = "hf_zero reads the configuration with hf_zero.config.resolve.resolve(source), which returns every value with its origin"
+_BUILDER = "nothing is compiled at run time, so there are no op builders"
+_INNER = "an inner part of DeepSpeed that hf_zero has no counterpart of"
+_ONEBIT = "of the 1-bit optimizers this version has 1-bit Adam: use hf_zero.optim.OneBitAdam (optimizer.type OneBitAdam)"
+
+REFUSED: Final[dict[str, str]] = {
+    # Names that the scanned libraries mention.
+    "deepspeed.runtime.sequence_parallel": _SEQUENCE,
+    **{
+        f"{_ULYSSES}.ulysses_sp.{name}": _TILED
+        for name in ("TiledMLP", "TiledFusedLogitsLoss", "SequenceTiledCompute", "sequence_tiled_compute")
+    },
+    "deepspeed.sequence": _SEQUENCE,
+    "deepspeed.utils.is_initialized": "DeepSpeed has no such function either; use deepspeed.comm.is_initialized()",
+    # The rest of DeepSpeed's public API.
+    "deepspeed.init_inference": _INFERENCE,
+    "deepspeed.InferenceEngine": _INFERENCE,
+    "deepspeed.DeepSpeedInferenceConfig": _INFERENCE,
+    "deepspeed.inference": _INFERENCE,
+    "deepspeed.model_implementations": _INFERENCE,
+    "deepspeed.module_inject": f"{_INFERENCE}; layers split for training are the model's own: tensor_parallel.autotp_size",
+    "deepspeed.replace_transformer_layer": _INFERENCE,
+    "deepspeed.revert_transformer_layer": _INFERENCE,
+    "deepspeed.DeepSpeedHybridEngine": _HYBRID,
+    "deepspeed.runtime.hybrid_engine": _HYBRID,
+    "deepspeed.PipelineModule": _PIPELINE,
+    "deepspeed.PipelineEngine": _PIPELINE,
+    "deepspeed.pipe": _PIPELINE,
+    "deepspeed.runtime.pipe": _PIPELINE,
+    "deepspeed.moe": _MOE,
+    "deepspeed.utils.groups": "the data-, model- and sequence-parallel getters are provided; other process groups do not exist here",
+    "deepspeed.runtime.config": _CONFIG,
+    "deepspeed.runtime.config_utils": _CONFIG,
+    # What else these modules of DeepSpeed have.
+    **dict.fromkeys(
+        (
+            "deepspeed.accelerator",
+            "deepspeed.comm",
+            "deepspeed.runtime.engine",
+            "deepspeed.runtime.lr_schedules",
+            "deepspeed.runtime.utils",
+            "deepspeed.runtime.zero",
+            "deepspeed.utils.tensor_fragment",
+            "deepspeed.utils.timer",
+            "deepspeed.utils.torch",
+            "deepspeed.utils.zero_to_fp32",
+        ),
+        f"{_INNER}, or no name of its; hf_zero/deepspeed/table.py lists those that are served",
+    ),
+    "deepspeed.default_inference_config": _INFERENCE,
+    "deepspeed.runtime.constants": "the keys of the configuration are plain texts; docs/config.md lists them",
+    "deepspeed.runtime.zero.config": _CONFIG,
+    "deepspeed.runtime.zero.linear": "linear layers are not replaced; torch.nn.functional.linear works on gathered weights as it is",
+    "deepspeed.runtime.zero.tiling": "tiled layers are not implemented; ZeRO stage 3 shards a layer of any size",
+    "deepspeed.runtime.zero.utils": "only is_zero_param and ZeRORuntimeException are provided",
+    "deepspeed.runtime.zero.offload_states": _INNER,
+    "deepspeed.runtime.checkpoint_engine": "checkpoint writers are not pluggable; see the checkpoint section of docs/config.md",
+    "deepspeed.runtime.comm": f"{_INNER}; use torch.distributed",
+    "deepspeed.runtime.eigenvalue": "eigenvalues are not computed; use torch.func.hvp with a power iteration",
+    "deepspeed.runtime.precision_config": "read fp16 and bf16 of a configuration off deepspeed.runtime.config.DeepSpeedConfig",
+    "deepspeed.runtime.quantize": "quantization is not implemented; use torchao or bitsandbytes",
+    "deepspeed.runtime.rollout": "rollouts are not implemented; generate with vLLM or transformers",
+    "deepspeed.runtime.sparse_tensor": "sparse gradients are reduced dense; torch.nn.Embedding(sparse=True) trains as it is",
+    "deepspeed.runtime.state_dict_factory": _INFERENCE,
+    "deepspeed.runtime.swap_tensor": f"{_INNER}; set offload_optimizer or offload_param with device nvme",
+    "deepspeed.runtime.tensor_parallel": "set tensor_parallel.autotp_size in the configuration",
+    "deepspeed.runtime.torch_autocast": "set the torch_autocast section of the configuration",
+    "deepspeed.runtime.weight_quantizer": "quantization is not implemented; use torchao or bitsandbytes",
+    "deepspeed.compile": "use torch.compile or engine.compile()",
+    "deepspeed.comm.initialize_mesh_device": "use torch.distributed.device_mesh.init_device_mesh",
+    "deepspeed.comm.backend": f"{_INNER}; use torch.distributed",
+    "deepspeed.comm.config": "set the comms_logger section of the configuration, or call deepspeed.comm.configure()",
+    "deepspeed.comm.torch": f"{_INNER}; use torch.distributed",
+    "deepspeed.nvme": "I/O tuning is not implemented; the aio section of the configuration says how files are accessed",
+    "deepspeed.datastates": "set the datastates_ckpt section of the configuration",
+    "deepspeed.utils.bwc": _INNER,
+    "deepspeed.utils.comms_logging": "read deepspeed.comm.log_summary(return_dict=True)",
+    "deepspeed.utils.debug": f"{_INNER}; engine.param_names has the name of each parameter",
+    "deepspeed.utils.numa": "bind ranks with numactl in your launcher's command",
+    "deepspeed.utils.parallel_state": "the getters are in deepspeed.utils.groups and deepspeed.runtime.sequence_parallel.parallel_state_sp",
+    "deepspeed.DeepSpeedTransformerLayer": "fused transformer layers are not implemented; use attn_implementation='sdpa' or torch.compile",
+    "deepspeed.DeepSpeedTransformerConfig": "fused transformer layers are not implemented; use attn_implementation='sdpa' or torch.compile",
+    "deepspeed.ops.transformer": "fused transformer layers are not implemented; use attn_implementation='sdpa' or torch.compile",
+    "deepspeed.ops.sparse_attention": "sparse attention is not implemented; use attn_implementation='sdpa' or flex_attention",
+    "deepspeed.ops.op_builder": f"{_BUILDER} with functions; a builder says whether hf_zero has what its operator is for",
+    "deepspeed.op_builder": _BUILDER,
+    "deepspeed.ops.lamb": "only FusedLamb is provided",
+    "deepspeed.ops.muon": 'DeepSpeed has no such module either; write "type": "Muon" in the configuration, or use torch.optim.Muon',
+    "deepspeed.runtime.zero.muon": "only muon_optimizer.MuonWithAuxAdam is provided; torch.optim.Muon works too",
+    "deepspeed.ops.aio": "asynchronous file I/O is not a public interface of hf_zero",
+    "deepspeed.runtime.fp16.onebit.lamb": _ONEBIT,
+    "deepspeed.runtime.fp16.onebit.zoadam": _ONEBIT,
+    "deepspeed.runtime.fp16.onebit.OnebitLamb": _ONEBIT,
+    "deepspeed.runtime.fp16.onebit.ZeroOneAdam": _ONEBIT,
+    "deepspeed.runtime.fp16": "loss scaling lives in the engine; set the fp16 section of the configuration",
+    "deepspeed.runtime.bf16_optimizer": "the engine keeps fp32 masters itself; set the bf16 section of the configuration",
+    "deepspeed.runtime.zero.stage_1_and_2": "one engine serves every stage; use deepspeed.initialize(...) and engine.optimizer",
+    "deepspeed.runtime.zero.stage3": "one engine serves every stage; use deepspeed.initialize(...) and engine.optimizer",
+    "deepspeed.runtime.zero.parameter_offload": "one engine serves every stage; use deepspeed.initialize(...) and engine.optimizer",
+    "deepspeed.zero.TiledLinear": "tiled layers are not implemented; ZeRO stage 3 shards a layer of any size",
+    "deepspeed.zero.MiCS_Init": "MiCS is not implemented; use deepspeed.zero.Init",
+    "deepspeed.runtime.zero.mics": "MiCS is not implemented; use deepspeed.zero.Init",
+    "deepspeed.zero.ZeroParamType": "use the parameter's ds_status and deepspeed.zero.ZeroParamStatus",
+    "deepspeed.runtime.dataloader": "pass training_data to deepspeed.initialize, or a torch DataLoader to accelerate",
+    "deepspeed.runtime.data_pipeline": "data efficiency is not implemented; do it in the dataset or the sampler",
+    "deepspeed.runtime.progressive_layer_drop": "progressive layer drop is not implemented; use the model's own layerdrop",
+    "deepspeed.runtime.compiler": "use torch.compile or engine.compile()",
+    "deepspeed.linear": "use peft for LoRA and quantized base weights",
+    "deepspeed.compression": "compression is not implemented; use torchao or bitsandbytes",
+    "deepspeed.profiling": "only the flops profiler is provided; use torch.profiler, in which phases appear as hf_zero::...",
+    "deepspeed.monitor": "only the monitors and their sections are provided; track more with accelerate or with callbacks",
+    "deepspeed.autotuning": "the autotuner is not implemented; `hf-zero explain` shows what a configuration does",
+    "deepspeed.elasticity": "only the computation of batch sizes is provided; a checkpoint loads on any number of ranks",
+    "deepspeed.nebula": "Nebula is not implemented; checkpoints are written to a directory",
+    "deepspeed.io": "checkpoint writers are not pluggable; checkpoints are written to a directory",
+    "deepspeed.checkpoint": "only clone_tensors_for_torch_save is provided; a checkpoint loads on any number of ranks without conversion",
+    "deepspeed.launcher": "start with `hf-zero launch`, which takes the same flags, `accelerate launch`, torchrun or mpirun",
+    "deepspeed.env_report": "run `hf-zero report`, whose output is made for bug reports",
+    "deepspeed.ops.adam": "only DeepSpeedCPUAdam and FusedAdam are provided; torch.optim optimizers work as they are",
+}
+
+MODULES: Final[frozenset[str]] = frozenset(
+    ".".join(parts[:count]) for parts in (name.split(".") for name in PROVIDED) for count in range(1, len(parts))
+)
+
+
+def refusal(full_name: str) -> str | None:
+    """Why ``full_name`` is refused: its own row, or the row of the nearest name above it; None when there is none."""
+    while full_name != "deepspeed":
+        if full_name in REFUSED:
+            return REFUSED[full_name]
+        full_name = full_name.rpartition(".")[0]
+    return None

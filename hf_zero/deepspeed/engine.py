@@ -1,0 +1,185 @@
+"""The engine users hold: the core's, with DeepSpeed's names on top."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hf_zero.checkpoint.export import consolidated_state_dict, write_model_files
+from hf_zero.checkpoint.model_files import MAX_SHARD_SIZE
+from hf_zero.core.engine import EngineParts
+from hf_zero.deepspeed import getters, requests
+from hf_zero.deepspeed.configured import ConfiguredEngine
+from hf_zero.deepspeed.offload_handle import OffloadHandle
+from hf_zero.deepspeed.optimizer import give_names
+from hf_zero.deepspeed.safe_values import Training, register_training
+from hf_zero.errors import StateError
+from hf_zero.observe import log_rank0
+
+if TYPE_CHECKING:
+    from hf_zero.config.resolve import ResolvedConfig
+    from hf_zero.sequence_parallel.state import SequenceParallel
+
+
+class Engine(ConfiguredEngine):
+    """Trains ``module`` with ZeRO; what ``hf_zero.initialize`` returns first.
+
+    DeepSpeed's read-only methods and counters (``global_steps``, ``train_batch_size()``, ``get_lr()``, ...) come from the tables in
+    ``getters.py``, those that change something from ``requests.py``; any unknown name is looked up on the wrapped module.
+
+    Args:
+        module: The user's module.
+        resolved: The configuration.
+        parts: What the engine is made of.
+        sequence_parallel: Groups of ranks that share their samples; None where sequences are whole.
+
+    Attributes:
+        optimizer: ``ShardedOptimizer``, or at stage 3 without optimizer a handle for libraries that expect one, or None.
+    """
+
+    _after_destroy = (
+        " (accelerator.free_memory() does that): prepare or initialize the module again. With Trainer, write "
+        "trainer.model_wrapped = trainer.model before the next trainer.train()"
+    )
+
+    def __init__(
+        self,
+        module: nn.Module,
+        resolved: ResolvedConfig,
+        parts: EngineParts,
+        sequence_parallel: SequenceParallel | None = None,
+    ) -> None:
+        super().__init__(module, resolved, parts, sequence_parallel)
+        self._training: list[Training] = []
+        if parts.optimizer is not None and parts.stepper is not None:
+            give_names(parts.optimizer, self)
+            self._training = [Training(gradients, parts.optimizer, parts.scaler) for gradients in parts.stepper.reducer.gradients]
+            for training in self._training:
+                register_training(training.gradients.unit, training)
+        elif self.policy.shards_parameters:
+            self.optimizer = OffloadHandle(module)
+
+    # -- steps ----------------------------------------------------------------------------------------------------------
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says whether the coming backward completes an optimizer step; the engine's own count is not asked from then on."""
+        self.accumulation.say(is_boundary)
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of all gradients at the last boundary, before clipping and without loss scale; None before the first.
+
+        A step that was skipped for gradients that are not finite has the norm inf, those that are NaN included, as in DeepSpeed. Where
+        such steps are taken (fp32, and bf16 without ``check_grad_overflow``) the norm is what it is, nan included.
+        """
+        return None if self.progress.last_norm is None else float(self.progress.last_norm)
+
+    allreduce_gradients = requests.allreduce_gradients
+    coalesce_grad_reduction = requests.coalesce_grad_reduction
+    set_train_batch_size = requests.set_train_batch_size
+    set_train_micro_batch_size = requests.set_train_micro_batch_size
+    deepspeed_io = requests.deepspeed_io
+
+    # -- whole weights ----------------------------------------------------------------------------------------------------
+
+    module_state_dict = requests.module_state_dict
+    load_module_state_dict = requests.load_module_state_dict
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+        max_shard_size: int | str = MAX_SHARD_SIZE,
+    ) -> bool:
+        """Writes the whole weights of the training type as safetensors (``pytorch_model.bin`` becomes ``model.safetensors``); collective.
+
+        No rank holds more than its shards and one unit: each unit goes from its gather to its place in the file. ``max_shard_size``
+        (bytes, or text like "5GB") divides a larger model into numbered files with the index that ``from_pretrained`` reads.
+
+        Returns:
+            False when ``stage3_gather_16bit_weights_on_model_save`` forbids it at stage 3.
+
+        Raises:
+            CheckpointError: On every rank, when a file cannot be written.
+            ConfigError: ``max_shard_size`` is no size.
+        """
+        self.offloaded_states.require_none("save_16bit_model()")
+        if self.policy.shards_parameters and not self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save:
+            log_rank0(
+                "no model saved to %s: zero_optimization.stage3_gather_16bit_weights_on_model_save is false. Set it to true, or save a "
+                "checkpoint (save_checkpoint) and run the zero_to_fp32.py in its folder",
+                save_dir,
+            )
+            return False
+        write_model_files(self.module, self.collectives, Path(save_dir), save_filename, exclude_frozen_parameters, max_shard_size)
+        return True
+
+    def save_fp16_model(self, *args: Any, **kwargs: Any) -> bool:
+        """As ``save_16bit_model``."""
+        return self.save_16bit_model(*args, **kwargs)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        """Whole weights of the training type: a dict on rank 0, None elsewhere; collective."""
+        self.offloaded_states.require_none("gathering the weights")
+        return consolidated_state_dict(self.module, self.collectives, exclude_frozen_parameters)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        """As ``_consolidated_16bit_state_dict``, for callers that know it under this name.
+
+        Raises:
+            ValueError: The stage is not 3; a plain ``state_dict()`` serves there.
+        """
+        if not self.policy.shards_parameters:
+            raise ValueError(f"parameters are not sharded at zero_optimization.stage {self.policy.stage}; use module.state_dict()")
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def wait_for_checkpoint(self) -> None:
+        """Waits until a checkpoint that is written in the background is complete; collective.
+
+        Raises:
+            CheckpointError: It could not be written; on every rank, with the same text.
+        """
+        self.checkpoints.wait()
+
+    # -- life -------------------------------------------------------------------------------------------------------------
+
+    empty_partition_cache = requests.empty_partition_cache
+    offload_states = requests.offload_states
+    reload_states = requests.reload_states
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as the user gave it, a plain dict."""
+        return self.resolved.raw
+
+    def destroy(self) -> None:
+        """Frees gradients, masters and optimizer state. The module stays usable: whole at stages 0 to 2, unsharded by its hooks at 3."""
+        super().destroy()
+        self._training = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Refuses.
+
+        Raises:
+            StateError: Always; its process groups, hooks and optimizer belong to one module.
+        """
+        raise StateError(
+            "copy.deepcopy of an engine: its hooks, process groups and optimizer belong to one module. Copy the module, "
+            "copy.deepcopy(engine.module), and give the copy to deepspeed.initialize or accelerator.prepare; to have whole weights, copy "
+            "it inside `with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):`"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or name.startswith("__"):
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+
+getters.bind(Engine)

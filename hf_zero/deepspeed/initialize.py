@@ -1,0 +1,105 @@
+"""``initialize`` with DeepSpeed's arguments: an engine with DeepSpeed's names, of a module and a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from hf_zero.build.axes import axes_of, divide
+from hf_zero.build.log import announce, describe
+from hf_zero.build.optimizers import inner_optimizer
+from hf_zero.build.parts import PartsBuilder
+from hf_zero.build.policies import compile_options
+from hf_zero.comm.topology import init_distributed
+from hf_zero.config.read import read_config
+from hf_zero.config.resolve import resolve
+from hf_zero.config.sources import hidden_size_of
+from hf_zero.core import hooks
+from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.deepspeed.engine import Engine
+from hf_zero.deepspeed.loss_scalers import EngineLossScaler
+from hf_zero.deepspeed.param_attributes import PARAM_ATTRIBUTES
+from hf_zero.errors import ConfigError
+from hf_zero.observe import log_rank0
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Engine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
+    """Makes an engine of ``model``; collective. The arguments are those of DeepSpeed's function.
+
+    Args:
+        args: Namespace whose ``deepspeed_config`` names the configuration when ``config`` is not given.
+        model: The module to train; its parameters may come from ``zero.Init``.
+        optimizer: A torch optimizer over the model's parameters that updates each by itself, or a function that makes one of
+            ``model_parameters``; wins over the configuration's.
+        model_parameters: What the configuration's optimizer trains, parameters or groups; None is all that require grad.
+        training_data: A dataset to make a distributed loader of.
+        lr_scheduler: A scheduler the engine steps, or a function that makes one of the torch optimizer.
+        distributed_port: Port of rank 0 when the environment names none.
+        mpu: Object whose ``get_data_parallel_group()`` names the axis to shard over, or that has sequence-parallel groups, as
+            ``UlyssesSPAttentionHF.register_with_transformers`` returns.
+        dist_init_required: As in ``init_distributed``.
+        collate_fn: For the loader.
+        config: Path, dict, JSON or base64 text.
+        mesh_param: (data-parallel size, sequence-parallel size), as the two keys of the configuration.
+        config_params: As ``config``, which wins.
+
+    Returns:
+        The engine, its optimizer or None, the loader or None, and the scheduler the engine steps or None.
+
+    Raises:
+        ConfigError: Something in the configuration or the arguments is wrong.
+        UnsupportedError: Something asked for is not provided.
+    """
+    if model is None:
+        raise ConfigError("initialize() needs model=, a torch.nn.Module")
+    source = _source_of(args, config if config is not None else config_params)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    axes, source = axes_of(read_config(source), mpu, mesh_param, model)
+    hidden_size = hidden_size_of(model)
+    resolved = resolve(source, world_size=axes.replicas, sources={"hidden_size": hidden_size} if hidden_size else None)
+    announce(resolved)
+    model = divide(model, source, axes)
+    builder = PartsBuilder(model, resolved, axes, EngineLossScaler, PARAM_ATTRIBUTES)
+    inner = inner_optimizer(model, resolved, optimizer, model_parameters, axes.topology.device)
+    engine = Engine(model, resolved, builder.build(inner, lr_scheduler), axes.sequence)
+    compiling = compile_options(resolved.config)
+    if compiling is not None:
+        engine.compile(**compiling)
+    for hook in hooks.on_build:
+        hook(engine)
+    log_rank0("%s", describe(engine.units, engine.policy, engine.collectives.world, builder.offload))
+    if training_data is not None:
+        engine.collate_fn = collate_fn
+        engine.training_dataloader = engine.deepspeed_io(training_data)
+    return engine, engine.optimizer if inner is not None else None, engine.training_dataloader, engine.lr_scheduler
+
+
+def _source_of(args: Any, config: Any) -> Any:
+    """The configuration that the arguments name.
+
+    Raises:
+        ConfigError: They name none.
+    """
+    if config is None:
+        config = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    if config is None:
+        raise ConfigError("initialize() needs config= (a path, a dict or JSON text), or args.deepspeed_config")
+    return config

@@ -1,0 +1,107 @@
+"""What scripts and libraries call on the engine's optimizer under DeepSpeed's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_zero.core.optimizer.param_groups import learning_rates
+from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.deepspeed.offload_handle import OffloadHandle
+from hf_zero.errors import StateError
+
+
+class DeepSpeedOptimizer(ShardedOptimizer):
+    """DeepSpeed's names, mixed into the class of an engine's optimizer by ``give_names``.
+
+    Attributes:
+        engine: The engine it belongs to; None after ``destroy``.
+        scaler: The loss scale, with DeepSpeed's names: ``cur_scale``, ``cur_iter``, ``scale_window``, ...
+        parameter_offload: Handle for libraries that look for DeepSpeed's hook object here.
+    """
+
+    engine: Any
+    scaler: Any
+    parameter_offload: OffloadHandle
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The inner optimizer."""
+        return self.inner
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor the loss is multiplied with; 1 without fp16."""
+        return float(self.scaler.scale)
+
+    @property
+    def cur_scale(self) -> float:
+        """As ``loss_scale``."""
+        return self.loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale changes."""
+        return bool(self.scaler.dynamic)
+
+    def needs_scaler(self) -> bool:
+        """Whether a script's own backward needs ``engine.scale(loss)``: the loss scale changes, or is fixed at another factor than 1."""
+        return self.dynamic_loss_scale or self.loss_scale != 1.0
+
+    @property
+    def loss_scaler(self) -> Any:
+        """As ``scaler``."""
+        return self.scaler
+
+    loss_scale_config = loss_scaler
+
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate of every group."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def get_lr(self) -> float:
+        """The learning rate of the first group; nan where the optimizer sets it itself."""
+        return learning_rates(self.param_groups[:1])[0]
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        """``norm`` as a number."""
+        return None if self.norm is None else float(self.norm)
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """As the engine's method of that name."""
+        self._engine().offload_states(*args, **kwargs)
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        """As the engine's method of that name."""
+        self._engine().reload_states(*args, **kwargs)
+
+    def _engine(self) -> Any:
+        if self.engine is None:
+            raise StateError("this optimizer belongs to no engine any more (destroy() was called)")
+        return self.engine
+
+    def refresh_fp32_params(self) -> None:
+        """Takes the masters from the 16-bit weights, after a script wrote to the module (``load_state_dict``) at stages 0 to 2; local."""
+        for unit in self.units:
+            unit.own.refresh_master()
+
+    def dismiss(self) -> None:
+        """Frees state and segments; the groups stay, empty."""
+        super().dismiss()
+        self.engine = None
+
+
+_kinds: dict[str, type[Any]] = {}  # classes with both, by name
+
+
+def give_names(optimizer: ShardedOptimizer, engine: Any) -> None:
+    """Lets ``optimizer``, which ``engine`` steps, answer to DeepSpeed's names; its class becomes one that has them."""
+    kind = type(optimizer)
+    names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    optimizer.__class__ = _kinds.setdefault(kind.__name__, type(kind.__name__, (DeepSpeedOptimizer, kind), names))
+    assert isinstance(optimizer, DeepSpeedOptimizer)
+    optimizer.engine, optimizer.scaler = engine, engine.scaler
+    optimizer.parameter_offload = OffloadHandle(engine.module)

@@ -1,0 +1,107 @@
+"""Whether something that DeepSpeed compiles on the user's machine is there; hf_zero compiles nothing at run time."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Final
+
+from hf_zero.deepspeed.alias.finder import RefusedAttributeError
+
+
+class OpBuilder:
+    """Stands for one of DeepSpeed's builders, for code that asks by its name whether an operator can be used, or builds it early.
+
+    Args:
+        name: Ignored; a builder knows its name.
+    """
+
+    NAME: ClassVar[str] = ""
+    USE: ClassVar[str] = ""
+    """What to call in place of the operator's functions; empty where there is nothing."""
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or self.NAME
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether hf_zero has what the operator is for."""
+        return bool(self.USE)
+
+    def builder_available(self) -> bool:
+        """As ``is_compatible``."""
+        return self.is_compatible()
+
+    def absolute_name(self) -> str:
+        """Where DeepSpeed keeps it."""
+        return f"deepspeed.ops.{self.NAME}_op"
+
+    def load(self, verbose: bool = True) -> LoadedOp:
+        """What building gives: an object without functions, because there is nothing to build.
+
+        Raises:
+            RefusedAttributeError: hf_zero has no counterpart.
+        """
+        if not self.USE:
+            raise RefusedAttributeError(f"{type(self).__name__}().load(): hf_zero has no counterpart of the operator {self.NAME!r}")
+        return LoadedOp(self)
+
+    jit_load = load
+
+
+class LoadedOp:
+    """A built operator; its functions are reached through the class that uses it."""
+
+    def __init__(self, builder: OpBuilder) -> None:
+        self._builder = builder
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise RefusedAttributeError(f"the operator {self._builder.NAME!r} has no function {name!r} here; use {self._builder.USE}")
+
+
+def _builder(class_name: str, name: str, use: str = "") -> type[OpBuilder]:
+    text = f"Builder of `{name}`." if use else f"Builder of `{name}`, which hf_zero does not have."
+    return type(class_name, (OpBuilder,), {"NAME": name, "USE": use, "__doc__": text, "__module__": __name__})
+
+
+_ADAM = "deepspeed.ops.adam.DeepSpeedCPUAdam"
+BUILDERS: Final[dict[str, type[OpBuilder]]] = {
+    class_name: _builder(class_name, name, use)
+    for class_name, name, use in (
+        ("AsyncIOBuilder", "async_io", "offload_optimizer or offload_param with device nvme"),
+        ("CPUAdamBuilder", "cpu_adam", _ADAM),
+        ("FusedAdamBuilder", "fused_adam", "deepspeed.ops.adam.FusedAdam"),
+        ("CPUAdagradBuilder", "cpu_adagrad", "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad"),
+        ("CPULionBuilder", "cpu_lion", "deepspeed.ops.lion.DeepSpeedCPULion"),
+        ("FusedLionBuilder", "fused_lion", "deepspeed.ops.lion.FusedLion"),
+        ("UtilsBuilder", "utils", "torch._utils._flatten_dense_tensors and _unflatten_dense_tensors"),
+        ("FusedLambBuilder", "fused_lamb", "deepspeed.ops.lamb.FusedLamb"),
+        ("CCLCommBuilder", "deepspeed_ccl_comm", ""),
+        ("ShareMemCommBuilder", "deepspeed_shm_comm", ""),
+        ("DeepCompileBuilder", "dc", ""),
+        ("EvoformerAttnBuilder", "evoformer_attn", ""),
+        ("FPQuantizerBuilder", "fp_quantizer", ""),
+        ("GDSBuilder", "gds", ""),
+        ("InferenceBuilder", "transformer_inference", ""),
+        ("InferenceCoreBuilder", "inference_core_ops", ""),
+        ("InferenceCutlassBuilder", "cutlass_ops", ""),
+        ("QuantizerBuilder", "quantizer", ""),
+        ("RaggedOpsBuilder", "ragged_device_ops", ""),
+        ("RaggedUtilsBuilder", "ragged_ops", ""),
+        ("RandomLTDBuilder", "random_ltd", ""),
+        ("SparseAttnBuilder", "sparse_attn", ""),
+        ("SpatialInferenceBuilder", "spatial_inference", ""),
+        ("StochasticTransformerBuilder", "stochastic_transformer", ""),
+        ("TransformerBuilder", "transformer", ""),
+    )
+}
+"""Class name -> builder."""
+
+ALL_OPS: Final = {builder.NAME: builder() for builder in BUILDERS.values()}
+COMPATIBLE_OPS: Final = {name: builder.is_compatible() for name, builder in ALL_OPS.items()}
+
+
+def __getattr__(name: str) -> Any:
+    """The builders by their class names."""
+    if name in BUILDERS:
+        return BUILDERS[name]
+    raise AttributeError(name)

@@ -1,0 +1,111 @@
+"""`deepspeed.checkpointing`: DeepSpeed's names and arguments over ``hf_zero.activation_checkpointing``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from hf_zero import activation_checkpointing
+from hf_zero.activation_checkpointing import CheckpointSettings, checkpoint, is_configured, random_states, reset, seed_model_parallel
+from hf_zero.activation_checkpointing import RandomStates as CudaRNGStatesTracker
+from hf_zero.activation_checkpointing.settings import checkpoint_settings
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.mpu import model_parallel_group
+from hf_zero.comm.recorded import open_collectives
+from hf_zero.comm.topology import build_topology
+from hf_zero.config.read import read_config
+from hf_zero.config.resolve import resolve
+from hf_zero.observe import warn_once
+
+__all__ = [
+    "CudaRNGStatesTracker",
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
+    "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
+    "reset",
+    "set_num_layers",
+]
+
+_settings = CheckpointSettings()
+_model_axis: Collectives | None = None
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Sets what ``checkpoint`` does; arguments win over the configuration's ``activation_checkpointing`` section.
+
+    Args:
+        mpu_: Object whose ``get_model_parallel_group()`` names the ranks to divide activations over.
+        deepspeed_config: Path, dict, JSON or base64 text; only its ``activation_checkpointing`` section is looked at.
+        partition_activations: Divide saved inputs over those ranks; without them nothing is divided.
+        contiguous_checkpointing: Without effect: PyTorch's allocator reuses the memory of checkpoints of one size.
+        num_checkpoints: Without effect, likewise.
+        checkpoint_in_cpu: Saved inputs wait in pinned host memory; backward fetches them ahead.
+        synchronize: Synchronise the device before and after each checkpointed function.
+        profile: Log the time of each.
+    """
+    global _settings, _model_axis
+    settings = CheckpointSettings()
+    if deepspeed_config is not None:
+        section = resolve(_section_only(deepspeed_config), world_size=1).config.activation_checkpointing
+        settings = checkpoint_settings(section) if section is not None else settings
+    given = {"divided": partition_activations, "to_host": checkpoint_in_cpu, "synchronize": synchronize, "profile": profile}
+    _settings = replace(settings, **{name: bool(value) for name, value in given.items() if value is not None})
+    for name, value in (("contiguous_checkpointing", contiguous_checkpointing), ("num_checkpoints", num_checkpoints)):
+        if value:
+            warn_once(f"checkpointing.configure({name}={value!r}) has no effect: PyTorch's allocator places the checkpoints")
+    group = model_parallel_group(mpu_)
+    _model_axis = open_collectives(build_topology(group)) if group is not None else None
+    activation_checkpointing.configure(_settings, _model_axis)
+
+
+def _section_only(source: Any) -> dict[str, Any]:
+    section = read_config(source).get("activation_checkpointing")
+    return {"train_micro_batch_size_per_gpu": 1, **({"activation_checkpointing": section} if section else {})}
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Turns the division of saved inputs on or off; it needs the ``mpu_`` of ``configure``."""
+    global _settings
+    _settings = replace(_settings, divided=bool(partition_activation))
+    activation_checkpointing.configure(_settings, _model_axis)
+
+
+def set_num_layers(nlayers: int) -> None:
+    """Accepted: the number of checkpoints sizes DeepSpeed's contiguous buffer, which PyTorch's allocator replaces."""
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """As ``checkpoint``, which is not reentrant either."""
+    return checkpoint(function, *args)
+
+
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """The named random states of this process; those of its CPU generator without an accelerator."""
+    return random_states()
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seeds the default generator alike on all ranks, and the state ``model-parallel-rng`` differently on each model rank."""
+    seed_model_parallel(seed, _model_axis.rank if _model_axis is not None else 0)
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Begins the state ``model-parallel-rng`` again from ``seed``; the default generator stays as it is."""
+    states = random_states()
+    states.reset()
+    states.add("model-parallel-rng", seed + 2718 + (_model_axis.rank if _model_axis is not None else 0))

@@ -1,0 +1,211 @@
+"""Small functions, types and one class that scripts import from all over DeepSpeed."""
+
+from __future__ import annotations
+
+import os
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from packaging import version
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
+
+from hf_zero.deepspeed.served.accelerator import get_accelerator
+from hf_zero.errors import ConfigError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Item = TypeVar("Item")
+
+# What `initialize` takes in place of an optimizer and of a scheduler.
+DeepSpeedOptimizerCallable = Callable[[Iterable[torch.nn.Parameter] | list[dict[str, Any]]], torch.optim.Optimizer]
+DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], LRScheduler]
+
+_CPU = torch.device("cpu")
+
+
+def set_random_seed(seed: int) -> None:
+    """Seeds Python's, numpy's and torch's generators."""
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], item: Any) -> Any:
+    """``item`` with ``function`` applied to its tensors, in whatever torch's pytree walks and in other mappings."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Mapping):  # of a kind that pytree does not know
+            pairs = ((key, map_tensors(function, inner)) for key, inner in value.items())
+            return type(value)(pairs) if isinstance(value, dict) else dict(pairs)
+        return function(value) if isinstance(value, torch.Tensor) else value
+
+    return pytree.tree_map(leaf, item)
+
+
+def move_to_device(item: Any, device: torch.device | str | int, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """``item`` with its tensors on ``device``; lists, tuples and dicts are walked.
+
+    Args:
+        item: Anything.
+        device: Where to.
+        criterion_func: Tensors that it says no to stay where they are.
+    """
+    return map_tensors(lambda tensor: tensor.to(device) if criterion_func is None or criterion_func(tensor) else tensor, item)
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -> Any:
+    """Clones every tensor in a nest of dicts, lists and tuples.
+
+    A view of a unit's buffer would be written with the whole buffer behind it (or be dropped as shared memory); a clone
+    owns exactly its elements.
+
+    Args:
+        item: A tensor, or any nesting of dict, list and tuple; other leaves are passed through.
+        device: Where the clones live.
+
+    Returns:
+        The same nesting (subclasses of dict and named tuples kept), each tensor detached and contiguous on ``device``.
+    """
+    return map_tensors(lambda tensor: tensor.detach().to(device, copy=True).contiguous(), item)
+
+
+def copy_to_device(item: Any, device: torch.device | str | int, criterion_func: Callable[[Any], bool]) -> Any:
+    """As ``move_to_device``."""
+    return move_to_device(item, device, criterion_func)
+
+
+def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
+    """Makes the folder that the file will be in."""
+    os.makedirs(os.path.dirname(os.fspath(filename)) or ".", exist_ok=True)
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """The text of a call: ``call_to_str("f", 1, b=2)`` is ``"f(1, b=2)"``."""
+    return f"{base}({', '.join([*map(repr, args), *(f'{name}={value!r}' for name, value in kwargs.items())])})"
+
+
+def get_only_unique_item(items: Iterable[Item]) -> Item:
+    """The item that all of them are equal to.
+
+    Raises:
+        ConfigError: They differ, or there is none.
+    """
+    found = set(items)
+    if len(found) != 1:
+        raise ConfigError(f"expected one unique element in {sorted(map(str, found))}")
+    return found.pop()
+
+
+def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
+    """Sums of the first 1, 2, ... weights."""
+    return list(accumulate(weights))
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Borders (num_parts + 1) that divide ``num_items`` items evenly; the last parts are one longer where it does not come out even."""
+    size, rest = divmod(num_items, num_parts)
+    if size == 0:
+        return [min(part, num_items) for part in range(num_parts + 1)]
+    return [part * size + max(0, part - (num_parts - rest)) for part in range(num_parts + 1)]
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Borders (num_parts + 1) that divide items into runs whose heaviest is as light as can be."""
+    if len(weights) <= num_parts:
+        return partition_uniform(len(weights), num_parts)
+    sums = [0, *accumulate(weights)]
+    # Bisection over what a part may weigh: the answer is the sum of some run of items.
+    candidates = sorted({sums[stop] - sums[start] for start in range(len(sums)) for stop in range(start + 1, len(sums))})
+    limit = candidates[bisect_left(candidates, True, key=lambda most: _borders(sums, most, num_parts) is not None)]
+    return _borders(sums, limit, num_parts) or []
+
+
+def _borders(sums: Sequence[float], most: float, num_parts: int) -> list[int] | None:
+    """Borders of ``num_parts`` parts of at least one item and at most ``most``, filled from the front; None where they do not hold all."""
+    borders, items = [0], len(sums) - 1
+    for part in range(num_parts):
+        end = borders[-1]
+        while end < items - (num_parts - part - 1) and sums[end + 1] - sums[borders[-1]] <= most:
+            end += 1
+        if end == borders[-1]:
+            return None
+        borders.append(end)
+    return borders if borders[-1] == items else None
+
+
+def noop_decorator(func: Function) -> Function:
+    """The function itself."""
+    return func
+
+
+def empty_cache() -> None:
+    """Returns the allocator's unused memory to the device."""
+    get_accelerator().empty_cache()
+
+
+def get_ma_status() -> int:
+    """Bytes allocated on the device; of the process, on a CPU."""
+    return int(get_accelerator().memory_allocated())
+
+
+def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
+    """Whether torch's version (of which the first two numbers count) lies between the two, both included."""
+    present = version.parse(".".join(torch.__version__.split(".")[:2]))
+    return (min_version is None or present >= version.parse(str(min_version))) and (
+        max_version is None or present <= version.parse(str(max_version))
+    )
+
+
+def is_model_parallel_parameter(param: torch.Tensor) -> bool:
+    """Whether a script's own model parallelism marked the parameter as divided."""
+    return bool(getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False))
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether a parameter is one that stage 3 shards."""
+    return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")
+
+
+def set_autotp_mode(training: bool = False) -> None:
+    """Accepted: a model is split after it was built, for training; nothing has to be prepared before."""
+
+
+def is_autotp_training_mode() -> bool:
+    """True: there is no other mode."""
+    return True
+
+
+class RepeatingLoader:
+    """Starts ``loader`` again whenever it ends; every pass counts as an epoch for a sampler that wants to know (``set_epoch``).
+
+    Args:
+        loader: Anything that can be iterated several times and is not empty.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.epoch = 0
+        self._batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self.epoch += 1
+            set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(self.epoch)
+            self._batches = iter(self.loader)
+            return next(self._batches)

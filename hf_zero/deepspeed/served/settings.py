@@ -1,0 +1,115 @@
+"""DeepSpeed's configuration classes, and the names that it gives to choices: devices, states, stages, optimizers."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from hf_zero.config.read import read_config
+from hf_zero.config.resolve import resolve
+from hf_zero.config.view import ConfigView, MonitorView, ZeroView
+from hf_zero.deepspeed.served.comm import get_world_size
+from hf_zero.deepspeed.served.groups import _get_sequence_parallel_world_size, get_data_parallel_world_size
+from hf_zero.sequence_parallel.state import requested_slices
+
+ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "adagrad", "lion"
+LAMB_OPTIMIZER, MUON_OPTIMIZER = "lamb", "muon"
+ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER, ZERO_ONE_ADAM_OPTIMIZER = "onebitadam", "onebitlamb", "zerooneadam"
+TORCH_ADAM_PARAM, ADAM_W_MODE = "torch_adam", "adam_w_mode"
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+NO_COMMIT = "hf_zero"
+"""Stands where DeepSpeed names the commit it was built from."""
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Where offloaded state rests."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """What ``engine.offload_states(include=...)`` moves to host memory."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class ZeroStageEnum(int, Enum):
+    """The stages of ZeRO."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3  # noqa: PIE796
+
+
+class DeepSpeedConfig(ConfigView):
+    """A configuration, read and checked for the ranks there are.
+
+    Args:
+        config: Path, dictionary, JSON or base64 text; "auto" takes defaults.
+        mpu: Object that tells the data-parallel ranks.
+        mesh_device: Ignored.
+
+    Raises:
+        ConfigError: The configuration is wrong.
+    """
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        source = read_config(config)
+        super().__init__(resolve(source, world_size=_replicas(source, mpu), match_sources=False))
+
+
+def _replicas(config: dict[str, Any], mpu: Any) -> int:
+    """How many ranks, or groups of ranks, train on samples of their own."""
+    if hasattr(mpu, "get_data_parallel_world_size"):
+        return int(mpu.get_data_parallel_world_size())
+    found = (
+        mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else _get_sequence_parallel_world_size()
+    )
+    sharers = max(int(found), requested_slices(config))
+    ranks = get_data_parallel_world_size()
+    return ranks // sharers if ranks % sharers == 0 else ranks
+
+
+class DeepSpeedZeroConfig(ZeroView):
+    """The ``zero_optimization`` section, from its keys.
+
+    Raises:
+        ConfigError: A key or a value is wrong.
+    """
+
+    def __init__(self, **keys: Any) -> None:
+        section = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": keys}
+        super().__init__(resolve(section, world_size=get_world_size(), match_sources=False))
+
+
+class DeepSpeedMonitorConfig(MonitorView):
+    """The monitors' sections, from their keys.
+
+    Raises:
+        ConfigError: A key or a value is wrong.
+    """
+
+    def __init__(self, **sections: Any) -> None:
+        super().__init__(resolve({"train_micro_batch_size_per_gpu": 1, **sections}, match_sources=False).config)
+
+
+def get_zero_config(param_dict: dict[str, Any]) -> DeepSpeedZeroConfig:
+    """The section of a whole configuration."""
+    section = param_dict.get("zero_optimization") or {}
+    return DeepSpeedZeroConfig(**({"stage": 1} if section is True else section))
+
+
+def get_monitor_config(param_dict: Any) -> MonitorView:
+    """The monitors' sections of a whole configuration; its other sections are not looked at."""
+    sections = {
+        key: value for key, value in read_config(param_dict).items() if key in ("tensorboard", "wandb", "comet", "csv_monitor", "trackio")
+    }
+    return MonitorView(resolve({"train_micro_batch_size_per_gpu": 1, **sections}, match_sources=False).config)

@@ -1,0 +1,195 @@
+"""Who is calling: methods of the libraries that are wrapped, whenever they are imported, and what is said when one is gone."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import sys
+import threading
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import _hf_zero_startup
+from hf_zero.errors import UnsupportedError
+from hf_zero.integrations import callers, rotation
+from hf_zero.observe import logger
+from tests.support.processes import run_python
+
+
+def running() -> list[Any]:
+    return [call.caller for call in callers.running(*callers.METHODS)]
+
+
+class Trainer:
+    """As much of transformers' class as is wrapped."""
+
+    def train(self, resume: bool = False, **options: Any) -> list[Any]:
+        """Trains."""
+        if options.get("fails"):
+            raise ValueError("training failed")
+        return running() if not resume else options["inner"].train()
+
+    def evaluation_loop(self) -> None: ...
+
+
+class Own(Trainer):
+    """A user's subclass."""
+
+    def train(self, resume: bool = False, **options: Any) -> list[Any]:
+        before = running()
+        found = super().train(resume, **options)
+        assert running() == before and self not in before
+        return found
+
+
+def _apply_weight_conversions_to_state_dict(count: int) -> Iterator[int]:
+    for _ in range(count):
+        yield len(running())
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Makes a module of a library of what it is given, wraps it, and forgets what was lost."""
+    monkeypatch.setattr(callers, "_lost", {})
+
+    def make(name: str, **content: Any) -> ModuleType:
+        module = ModuleType(name)
+        vars(module).update(content)
+        callers.attach(module)
+        return module
+
+    methods = {name: Trainer.__dict__[name] for name in ("train", "evaluation_loop")}
+    yield make
+    for name, method in methods.items():
+        setattr(Trainer, name, method)
+
+
+def test_a_call_is_seen_while_it_runs_and_in_its_own_thread(library: Any) -> None:
+    trainer, other = library("transformers.trainer", Trainer=Trainer).Trainer(), Own()
+    assert trainer.train() == [trainer]
+    assert trainer.train(True, inner=other) == [other, trainer], "the innermost first"
+    with pytest.raises(ValueError, match="training failed"):
+        trainer.train(fails=True)
+    assert running() == []
+
+    found: list[Any] = []
+    inner = Trainer()
+    inner.train = lambda: [thread.start(), thread.join(), found.extend(running())]  # type: ignore[method-assign, func-returns-value]
+    thread = threading.Thread(target=lambda: found.append(running()))
+    trainer.train(True, inner=inner)
+    assert found == [[], trainer]
+
+
+def test_a_wrapped_method_is_still_itself(library: Any) -> None:
+    plain = Trainer.train
+    library("transformers.trainer", Trainer=Trainer)
+    wrapped = Trainer.train
+    assert wrapped is not plain
+    assert inspect.signature(wrapped) == inspect.signature(plain) and wrapped.__doc__ == "Trains."
+    assert pickle.loads(pickle.dumps(wrapped)) is wrapped
+    assert type(pickle.loads(pickle.dumps(Own()))) is Own
+    library("transformers.trainer", Trainer=Trainer)
+    assert Trainer.train is wrapped, "once is enough"
+
+
+def test_a_generator_runs_only_while_its_body_does(library: Any) -> None:
+    convert = _apply_weight_conversions_to_state_dict
+    module = library("transformers.integrations.deepspeed", _apply_weight_conversions_to_state_dict=convert)
+    seen = []
+    for depth in module._apply_weight_conversions_to_state_dict(2):
+        seen += [depth, len(running())]
+    assert seen == [1, 0, 1, 0]
+    generator = module._apply_weight_conversions_to_state_dict(2)
+    next(generator)
+    generator.close()
+    assert running() == []
+
+
+@pytest.fixture
+def warnings(library: Any) -> Iterator[list[str]]:
+    found: list[str] = []
+    note = lambda record: found.append(record.getMessage())  # noqa: E731
+    logger.addFilter(note)
+    yield found
+    logger.removeFilter(note)
+
+
+def test_a_renamed_method_is_named_at_once_and_saves_are_no_longer_in_the_background(library: Any, warnings: list[str]) -> None:
+    class ModelCheckpoint:
+        def _write_checkpoint(self) -> None: ...
+
+    library("lightning.pytorch.callbacks.model_checkpoint", ModelCheckpoint=ModelCheckpoint)
+    version = callers.importlib.metadata.version("lightning")
+    text = f"lightning {version} has no lightning.pytorch.callbacks.model_checkpoint.ModelCheckpoint._save_checkpoint, which hf_zero needs"
+    assert len(warnings) == 1 and warnings[0].startswith(text)
+    assert "the last complete checkpoint could be deleted" in warnings[0]
+    assert rotation.keeps_too_few() == warnings[0]
+
+
+def test_what_would_count_samples_twice_is_an_error(library: Any, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Accelerator:
+        def prepare(self) -> None: ...
+        def gather(self) -> None: ...
+        def save_state(self) -> None: ...
+
+    monkeypatch.setitem(sys.modules, "accelerate.accelerator", library("accelerate.accelerator", Accelerator=Accelerator))
+    assert len(warnings) == 1 and "Accelerator.gather_for_metrics" in warnings[0]
+    callers.require(callers.PREPARE, callers.GATHER)
+    with pytest.raises(UnsupportedError, match=r"^accelerate .* has no .*gather_for_metrics.* each sample would be counted once per rank"):
+        callers.require(callers.PREPARE, callers.METRICS)
+
+
+def test_a_module_that_is_gone_is_an_error_too(library: Any) -> None:
+    pytest.importorskip("accelerate")
+    gone = callers.Method("accelerate.gone", "Accelerator.prepare", "nothing works")
+    with pytest.raises(UnsupportedError, match=r"has no accelerate\.gone\.Accelerator\.prepare"):
+        callers.require(gone)
+
+
+def test_a_method_that_came_later_is_not_missed_before(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callers.importlib.metadata, "version", lambda name: "4.57.6")
+    library("transformers.integrations.deepspeed")
+    assert not callers.lost(callers.CONVERSIONS)
+    monkeypatch.setattr(callers.importlib.metadata, "version", lambda name: "5.0.0.dev0")
+    library("transformers.integrations.deepspeed")
+    assert callers.lost(callers.CONVERSIONS).startswith("transformers 5.0.0.dev0 has no ")
+
+
+def test_the_hook_watches_what_is_wrapped() -> None:
+    assert {method.module for method in callers.METHODS} == _hf_zero_startup.WATCHED
+
+
+CHECK = """
+from hf_zero.integrations import callers
+for method in callers.METHODS:
+    found = sys.modules[method.module]
+    for part in method.name.split("."):
+        found = getattr(found, part)
+    assert found.__dict__.get("hf_zero_method") is method, method
+assert not callers._lost
+print("all wrapped")
+"""
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_the_installed_libraries_have_every_method_whenever_they_are_imported(order: str) -> None:
+    modules = ", ".join(sorted(_hf_zero_startup.WATCHED))
+    code = {
+        "before": f"sys.meta_path.remove(_hf_zero_startup.DeepSpeedAliasFinder)\nimport {modules}\n"
+        "import hf_zero.deepspeed\nhf_zero.deepspeed.install_as_deepspeed()\nimport deepspeed",
+        "after": f"import hf_zero, deepspeed\nhf_zero.initialize\n"
+        f"assert not sys.modules.keys() & {{'accelerate', 'transformers', 'lightning'}}\nimport {modules}",
+    }[order]
+    assert run_python(f"import sys, _hf_zero_startup\n{code}\n{CHECK}").endswith("all wrapped\n")
+
+
+def test_with_the_alias_off_nothing_is_wrapped() -> None:
+    code = """
+        import sys, accelerate
+        assert not any(name.startswith("hf_zero.integrations") for name in sys.modules)
+        print(accelerate.Accelerator.gather.__dict__)
+    """
+    assert run_python(code, env={"HF_ZERO": "0"}).strip() == "{}"

@@ -1,0 +1,125 @@
+"""What the hooks take from torch without a public name is there and means what it meant; a new torch fails here first."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_zero.core.schedule import torch_internals
+from hf_zero.core.schedule.outside_reads import GuardedParameters
+from hf_zero.core.schedule.torch_internals import (
+    call_after_backward,
+    in_backward,
+    outside_compile,
+    outside_transforms,
+    reaches,
+    replace_parameters,
+    transforming,
+)
+
+
+def test_a_transform_is_noticed_and_left() -> None:
+    seen: list[bool] = []
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.extend((transforming(), wrapped(torch.zeros(2))))
+        with outside_transforms():
+            seen.append(wrapped(torch.zeros(2)))
+        return x.sum()
+
+    torch.func.grad(function)(torch.ones(3))
+    assert seen == [True, True, False]
+    assert not transforming()
+
+
+def test_a_backward_is_noticed_and_its_end_is_called() -> None:
+    seen: list[Any] = []
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+
+    def hook(grad: torch.Tensor) -> None:
+        seen.append(in_backward())
+        call_after_backward(lambda: seen.append(x.grad is not None))
+
+    y.register_hook(hook)
+    assert not in_backward()
+    y.sum().backward()
+    assert seen == [True, True] and not in_backward()
+
+
+def _reached(start: str) -> bool:
+    """What ``reaches`` says of a weight in a hook, in a backward begun by ``start``."""
+    seen: list[bool] = []
+    weight = nn.Parameter(torch.ones(3))
+    x = torch.ones(3, requires_grad=True)
+    y = weight * x
+    y.register_hook(lambda grad: seen.append(reaches([weight])))
+    if start == "backward":
+        y.sum().backward()
+    elif start == "inputs":
+        y.sum().backward(inputs=[x])
+    else:
+        torch.autograd.grad(y.sum(), [x] if start == "grad of x" else [weight])
+    return seen[0]
+
+
+@pytest.mark.parametrize(("start", "expected"), [("backward", True), ("inputs", False), ("grad of x", False), ("grad of weight", False)])
+def test_who_gets_a_gradient_is_known_in_a_hook(start: str, expected: bool) -> None:
+    assert _reached(start) is expected
+
+
+def test_this_torch_tells_whether_anything_compiles() -> None:
+    """Where it does not, every hook goes through torch.compile's wrapper as soon as that is imported, which is slow and no error."""
+    assert torch_internals._compiling is not None
+    assert torch_internals._compiling() is None
+
+
+def test_hooks_stay_out_of_compiled_graphs() -> None:
+    calls: list[bool] = []
+    module = nn.Linear(2, 2)
+    hook = outside_compile(lambda *_: calls.append(torch.compiler.is_compiling()), module)
+    assert hook._torchdynamo_disable  # type: ignore[attr-defined]
+    module.register_forward_pre_hook(hook)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(module, backend=backend)
+    compiled(torch.ones(1, 2))
+    compiled(torch.ones(1, 2))
+    assert calls == [False, False]
+    assert graphs and "torch._dynamo.eval_frame" in sys.modules
+
+
+def test_a_module_looks_its_parameters_up_where_we_put_them() -> None:
+    module = nn.Linear(2, 2)
+    weight = module.weight
+    asked: list[str] = []
+
+    class Dict(dict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            asked.append(name)
+            return super().__getitem__(name)
+
+    replace_parameters(module, Dict(module._parameters))
+    assert module.weight is weight and asked == ["weight"]
+    module.bias = nn.Parameter(torch.zeros(2))
+    assert isinstance(module._parameters, Dict) and [name for name, _ in module.named_parameters()] == ["weight", "bias"]
+    module.double()
+    assert isinstance(module._parameters, Dict) and module.weight.dtype is torch.float64
+
+
+def test_copies_and_pickles_of_guarded_modules_are_plain() -> None:
+    module = nn.Linear(2, 2)
+    replace_parameters(module, GuardedParameters(dict(module._parameters), lambda param: None))
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert type(other._parameters) is dict and torch.equal(other.weight, module.weight)

@@ -1,0 +1,29 @@
+"""No callers' frames are read: what an engine must know of its caller is said to it (``hf_zero.integrations.callers``)."""
+
+from __future__ import annotations
+
+import ast
+
+from tests.support.sources import modules
+
+READS = {"_getframe", "_current_frames", "currentframe", "getouterframes", "f_back", "f_locals", "f_globals"}
+
+
+def reads(source: str) -> list[int]:
+    """Lines in which a frame is read."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and (node.attr in READS or ast.unparse(node) == "inspect.stack")
+    ]
+
+
+def test_no_frame_is_read() -> None:
+    found = {name: lines for name, path in modules().items() if (lines := reads(path.read_text(encoding="utf-8")))}
+    assert not found
+
+
+def test_every_way_to_read_one_is_noticed() -> None:
+    for line in ("sys._getframe(1)", "inspect.currentframe()", "inspect.stack()", "frame.f_back", "frame.f_locals['self']"):
+        assert reads(line) == [1], line
+    assert reads("torch.stack(values)") == []
