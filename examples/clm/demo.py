@@ -18,20 +18,20 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU_RANKS = 2
-# About two minutes of training on two slow cores; seconds on GPUs.
+# Within a minute on two cores, training, evaluation and reloading together; seconds on GPUs.
 TRAINING_FLAGS = {
     "--output_dir": "runs/demo",
     "--block_size": "128",
     "--n_layer": "4",
-    "--n_embd": "256",
+    "--n_embd": "192",
     "--n_head": "4",
-    "--vocab_size": "4096",
+    "--vocab_size": "2048",
     "--per_device_train_batch_size": "4",
     "--per_device_eval_batch_size": "8",
-    "--learning_rate": "2e-3",
+    "--learning_rate": "3e-3",
     "--weight_decay": "0.1",
-    "--num_warmup_steps": "40",
-    "--max_train_steps": "320",
+    "--num_warmup_steps": "10",
+    "--max_train_steps": "100",
 }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.errors import StateError
 from hf_zero.memory.buffers import HostMemory, HostPool
 from hf_zero.memory.copies import CopyLane, Mark
 
@@ -133,7 +134,8 @@ class HostInputs:
             if place:
                 self._fetch(self._order[-1])
         tensor, saved.fetched = saved.fetched, None
-        assert tensor is not None and saved.arrived is not None
+        if tensor is None or saved.arrived is None:
+            raise StateError("an input of a checkpointed function was fetched and is not on its device")
         saved.arrived.order()
         return tensor
 

@@ -61,6 +61,17 @@ class Pending:
         self.before_finish = None
         self.works, self.finish, self.keep = [], None, ()
 
+    def received(self) -> torch.Tensor:
+        """What the collective gives back, after waiting for it.
+
+        Raises:
+            CollectiveError: It failed (see ``wait``), or it gives nothing back.
+        """
+        self.wait()
+        if self.result is None:
+            raise CollectiveError(f"{self.label} gives nothing back")
+        return self.result
+
 
 def _collective_error(label: str, error: BaseException) -> CollectiveError:
     return CollectiveError(

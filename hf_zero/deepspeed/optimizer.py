@@ -102,6 +102,6 @@ def give_names(optimizer: ShardedOptimizer, engine: Any) -> None:
     kind = type(optimizer)
     names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
     optimizer.__class__ = _kinds.setdefault(kind.__name__, type(kind.__name__, (DeepSpeedOptimizer, kind), names))
-    assert isinstance(optimizer, DeepSpeedOptimizer)
-    optimizer.engine, optimizer.scaler = engine, engine.scaler
-    optimizer.parameter_offload = OffloadHandle(engine.module)
+    named: Any = optimizer  # a type checker does not see the class change
+    named.engine, named.scaler = engine, engine.scaler
+    named.parameter_offload = OffloadHandle(engine.module)

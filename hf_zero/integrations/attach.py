@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hf_zero.core import hooks
 from hf_zero.deepspeed.initialize import initialize
-from hf_zero.integrations import callers
 from hf_zero.integrations.idle_saves import stand_before_saves
 from hf_zero.integrations.metrics_once import count_samples_once
 from hf_zero.integrations.retrain import let_go
@@ -15,4 +14,3 @@ __all__ = ["initialize"]
 hooks.on_build += [stand_before_saves, count_samples_once]
 hooks.on_destroy.append(let_go)
 hooks.reasons_to_wait.append(keeps_too_few)
-callers.watch()

@@ -1,9 +1,10 @@
 """Who is calling: the few methods of accelerate, transformers and Lightning that tell are wrapped, whenever those are imported.
 
 [Note: callers] Some of what an engine must do depends on which library calls it, and no argument says so. The methods below say it while
-they run: ``running`` asks. They are wrapped when their modules are imported (``_hf_zero_startup`` sees to it, while hf_zero answers as
-`deepspeed`), or by ``watch`` where they are imported already. Nothing is imported for it. A method that a library no longer has is
-reported at that moment, and the integration that needs it refuses what would go wrong without (``lost``, ``require``).
+they run: ``running`` asks. They are wrapped when their modules are imported, or at the first question about `deepspeed` where they are
+imported already; ``_hf_zero_startup`` sees to both, while hf_zero answers as `deepspeed`. Nothing is imported for it. A method that a
+library no longer has is reported at that moment, and the integration that needs it refuses what would go wrong without (``lost``,
+``require``).
 
 Only the standard library is imported here: every program that imports one of the libraries imports this file.
 """
@@ -118,7 +119,6 @@ def require(*methods: Method) -> None:
     Raises:
         UnsupportedError: A library that is imported does not have one of them.
     """
-    watch()
     for method in methods:
         if method.module.partition(".")[0] in sys.modules and importlib.util.find_spec(method.module) is None:
             _report(method)

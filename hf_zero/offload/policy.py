@@ -213,16 +213,16 @@ class Offloading:
 
     def _on_all(self, work: Callable[[], T]) -> T:
         """Does ``work`` on every rank, failing on all when it fails on one; collective."""
-        result, text, cause = None, "", None
+        results: list[T] = []
+        text, cause = "", None
         try:
-            result = work()
+            results.append(work())
         except OffloadError as error:
             text, cause = str(error), error
         failures = [answer for answer in self._collectives.gather_objects(text, "swap files") if answer]
         if failures:
             raise OffloadError(failures[0]) from cause
-        assert result is not None
-        return result
+        return results[0]
 
     # -- while units are made, in the order of forward ----------------------------------------------------------------
 

@@ -10,9 +10,14 @@ import torch
 
 from hf_zero.core.units.shard_storage import ShardOwner, ShardStorage
 from hf_zero.core.units.state import UnitState
+from hf_zero.errors import StateError
 from hf_zero.memory.buffers import ALIGNMENT, HostMemory
 from hf_zero.memory.copies import CopyLane, Mark
 from hf_zero.offload.files import SwapFile, SwapFolder, Transfer
+
+
+def _no_memory() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass
@@ -20,13 +25,12 @@ class _Frame:
     """A host buffer that travels: which unit it holds, and what must end before it may hold another."""
 
     unit: ShardOwner | None = None
-    memory: torch.Tensor | None = None  # uint8
+    memory: torch.Tensor = field(default_factory=_no_memory)  # uint8
     transfer: Transfer | None = None
     mark: Mark | None = None
 
     def view(self, unit: ShardOwner) -> torch.Tensor:
         """The buffer as a shard of ``unit``."""
-        assert self.memory is not None
         return self.memory[: unit.shard.nbytes].view(unit.shard.dtype)
 
     def settle(self) -> None:
@@ -56,8 +60,8 @@ class _Frames:
         frame.unit = None
         frame.settle()
         nbytes = -(-unit.shard.nbytes // ALIGNMENT) * ALIGNMENT
-        if frame.memory is None or frame.memory.numel() < nbytes:
-            frame.memory = None  # before the new one is there
+        if frame.memory.numel() < nbytes:
+            frame.memory = _no_memory()  # before the new one is there
             frame.memory = self._memory.empty(nbytes, torch.uint8, pinned=True)
         frame.unit = unit
         return frame
@@ -65,6 +69,17 @@ class _Frames:
     def holding(self, unit: ShardOwner) -> _Frame | None:
         """The buffer that holds ``unit``."""
         return next((frame for frame in self._frames if frame.unit is unit), None)
+
+    def filled(self, unit: ShardOwner) -> _Frame:
+        """The buffer that was taken for ``unit`` and has its new values.
+
+        Raises:
+            StateError: None was, or it has gone to another unit.
+        """
+        found = self.holding(unit)
+        if found is None:
+            raise StateError(f"no buffer holds new values of {unit.name}: they are sent after they were asked for, once")
+        return found
 
     def settle(self) -> None:
         """Waits for what is in flight; what the buffers hold stays known."""
@@ -82,7 +97,7 @@ class _Frames:
         """Gives the memory back."""
         self.drop()
         for frame in self._frames:
-            frame.memory = None
+            frame.memory = _no_memory()
 
 
 class ReturningStorage(ShardStorage):
@@ -108,8 +123,7 @@ class ReturningStorage(ShardStorage):
         return self._frames(unit).take(unit).view(unit)
 
     def send(self, unit: ShardOwner) -> None:
-        frame = self._frames(unit).holding(unit)
-        assert frame is not None
+        frame = self._frames(unit).filled(unit)
         frame.mark = self._lane.copy(unit.shard, frame.view(unit))
         # Whatever the device does next may read the shard.
         frame.mark.order()
@@ -214,7 +228,6 @@ class FileStorage(ShardStorage):
         self._places.append(place)
         self._place_of[id(unit)] = place
         frame = self._frames.take(unit)
-        assert frame.memory is not None
         frame.view(unit).copy_(shard)
         self.file.write(place.offset, frame.memory[: _padded(shard.nbytes)]).wait()
         frame.unit = None
@@ -234,7 +247,6 @@ class FileStorage(ShardStorage):
 
     def _begin_read(self, place: _Place) -> _Frame:
         frame = self._frames.take(place.unit)
-        assert frame.memory is not None
         frame.transfer = self.file.read(place.offset, frame.memory[: _padded(place.unit.shard.nbytes)])
         return frame
 
@@ -258,8 +270,7 @@ class FileStorage(ShardStorage):
         return self._frames.take(unit).view(unit)
 
     def send(self, unit: ShardOwner) -> None:
-        frame = self._frames.holding(unit)
-        assert frame is not None and frame.memory is not None
+        frame = self._frames.filled(unit)
         frame.transfer = self.file.write(self._place_of[id(unit)].offset, frame.memory[: _padded(unit.shard.nbytes)])
 
     def flush(self) -> None:

@@ -16,6 +16,7 @@ from hf_zero.core.optimizer.segments import OwnedSegment, Segments
 from hf_zero.core.optimizer.sub_groups import SubGroupStepper, update_with_lows
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
+from hf_zero.errors import StateError
 from hf_zero.memory.buffers import HostMemory
 from hf_zero.native.thread_ranges import for_thread_ranges
 from hf_zero.observe import span
@@ -128,9 +129,20 @@ class Speculation:
     _target: torch.Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        assert self.unit.master is not None
+        if self.unit.master is None:
+            raise StateError(f"{self.unit.name} has no master to step a copy of")
         states = [value for shadow in self.shadows for value in shadow.present.values()]
         self._read = [(tensor, tensor._version) for tensor in (self.grad, self.unit.master, *states)]
+
+    def begun(self) -> Future[None]:
+        """The step.
+
+        Raises:
+            StateError: It was not given to the other thread.
+        """
+        if self.future is None:
+            raise StateError(f"the step of a copy of {self.unit.name} was never begun")
+        return self.future
 
     def step(self, settle: Callable[[Unit], None]) -> None:
         """Steps the copies; in the other thread.
@@ -177,8 +189,7 @@ class Speculation:
         self._target = None if self.low is None else self.unit.shard_storage.outgoing(self.unit)
 
     def run(self) -> None:
-        assert self.future is not None
-        self.future.result()
+        self.begun().result()
         if self.low is None:  # the master is the shard, which stays where it is
             _copy(self._read[1][0], self.master, self.stepper.threads)
         elif self._target is not None:
@@ -276,9 +287,8 @@ class Speculator:
         speculation = self._speculations.pop(id(update.unit), None)
         if speculation is None:
             return None
-        assert speculation.future is not None
         # One that has not begun is dropped: updating in place moves less memory.
-        if speculation.fits(update) and not speculation.future.cancel():
+        if speculation.fits(update) and not speculation.begun().cancel():
             return speculation
         self._drop(speculation)
         return None
@@ -292,8 +302,7 @@ class Speculator:
 
     def _drop(self, speculation: Speculation) -> None:
         """Its memory may be used again at once: the one thread that writes to it begins the next work when this has ended."""
-        assert speculation.future is not None
-        speculation.future.cancel()
+        speculation.begun().cancel()
         self._spares.give(speculation.spare_tensors())
 
 

@@ -66,14 +66,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             params = [param for param in group["params"] if param.grad is not None]
             if group["use_muon"]:
                 for param in params:
-                    self._update_matrix(param, group)
+                    self._update_matrix(param, param.grad, group)
             elif params:
                 self._update_others(params, group)
         return loss
 
-    def _update_matrix(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:
-        grad = param.grad
-        assert grad is not None
+    def _update_matrix(self, param: torch.Tensor, grad: torch.Tensor, group: Mapping[str, Any]) -> None:
         state, momentum, lr = self.state[param], group["momentum"], float(group["lr"])
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad)

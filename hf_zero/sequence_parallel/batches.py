@@ -186,10 +186,7 @@ class UlyssesSPDataLoaderAdapter:
             values = part.contiguous().view(self.sp_world_size, -1).view(torch.uint8)
             message[:, start : start + values.shape[1]].copy_(values)
             start += values.shape[1]
-        pending = self.collectives.exchange(message, "batches")
-        pending.wait()
-        assert pending.result is not None
-        return pending.result
+        return self.collectives.exchange(message, "batches").received()
 
 
 class SliceStream(IterableDataset[Batch]):

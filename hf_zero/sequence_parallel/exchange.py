@@ -37,10 +37,7 @@ def _trade(collectives: Collectives, rows: tuple[torch.Tensor, ...]) -> tuple[to
     for row, place in zip(rows, message.split(sizes, dim=1), strict=True):
         values = row if row.dtype == dtype else row.contiguous().view(dtype)
         place.view(values.shape).copy_(values)
-    pending = collectives.exchange(message, "heads")
-    pending.wait()
-    received = pending.result
-    assert received is not None
+    received = collectives.exchange(message, "heads").received()
     return tuple(
         (part if row.dtype == dtype else part.contiguous().view(row.dtype)).view(row.shape)
         for row, part in zip(rows, received.split(sizes, dim=1), strict=True)

@@ -92,7 +92,7 @@ def cut_parameter(param: nn.Parameter, entry: SplitParameter, rank: int) -> None
 
 
 def tp_shard(entry: SplitParameter, rank: int) -> TpShard:
-    """What ``rank`` holds, as the engine's slices say it."""
+    """What ``rank`` holds, as the engine reads it off a parameter."""
     ranges = tuple(Range(start, stop) for start, stop in entry.ranges[rank])
     counts = _part(entry).holders(rank, torch.device("cpu"))
     copies = []

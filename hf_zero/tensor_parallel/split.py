@@ -89,7 +89,7 @@ def split_model(
         section: The configuration's ``tensor_parallel``.
         topology: The engine's axes.
         plan: What to follow: a plan, or patterns of paths with splits ("model.layers.*.mlp.down_proj": "row"); None makes one.
-        fill: Gives an empty module its slices' values.
+        fill: Gives an empty module the values of this rank's tensor-parallel shards.
         inputs: A call that runs the module, by argument; None makes one up for transformers' models.
 
     Raises:
@@ -178,7 +178,7 @@ def _mark(tensor: torch.Tensor, in_file: bool) -> float:
     """A sum that differs where values do.
 
     ``from_pretrained`` returns weights that are mapped from their files, and a page is read when something touches it: of those only a
-    few windows are looked at, so that a rank reads its own slices and little more.
+    few windows are looked at, so that a rank reads its own shards and little more.
     """
     values = tensor.detach().reshape(-1)
     if values.numel() == 0 or tensor.is_meta:

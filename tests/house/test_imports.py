@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import REPO, run_python
-from tests.support.sources import PACKAGE, imports_of, modules
+from tests.support.sources import PACKAGE, imports_of, modules, tree_of
 
 FRAMEWORKS = ("transformers", "accelerate", "peft", "trl", "datasets", "lightning", "deepspeed")
 
@@ -144,7 +144,7 @@ def test_only_collectives_call_torch_distributed_collectives() -> None:
     for name, path in modules().items():
         if name == "hf_zero.comm.collectives":
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)

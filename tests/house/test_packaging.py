@@ -103,7 +103,7 @@ def test_wheel_is_pure_and_its_record_is_complete(wheel: Path) -> None:
                 assert digest == "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
                 assert int(size) == len(data)
         assert archive.read("hf_zero.pth") == b"import sys; exec('try: import _hf_zero_startup\\nexcept ImportError: pass')\n"
-    assert {"hf_zero/py.typed", "_hf_zero_startup.py", "hf_zero/deepspeed/table.py"} <= names
+    assert {"hf_zero/py.typed", "_hf_zero_startup.py", "hf_zero/deepspeed/alias/table.py"} <= names
     assert not {name for name in names if name.startswith(("tests", "examples", "benchmarks"))}
 
 

@@ -22,7 +22,7 @@ def test_fp32(name: str) -> None:
         ranks.run_ranks(check_stages, 2, name, "fp32", *cell)
 
 
-@pytest.mark.parametrize(("name", "accumulation"), zip(FAST_16_BIT, (3, 1, 3, 1), strict=True))
+@pytest.mark.parametrize(("name", "accumulation"), list(zip(FAST_16_BIT, (3, 1, 3, 1), strict=True)))
 @pytest.mark.parametrize(("dtype", "clip"), [("bf16", 0.1), ("fp16", 0.0)])
 def test_16_bit(name: str, accumulation: int, dtype: str, clip: float) -> None:
     ranks.run_ranks(check_stages, 2, name, dtype, accumulation, clip)

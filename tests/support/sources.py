@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 from tests.support.processes import REPO
@@ -10,6 +11,7 @@ from tests.support.processes import REPO
 PACKAGE = REPO / "hf_zero"
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Every module of the package by its dotted name."""
     found = {}
@@ -19,10 +21,15 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def imports_of(path: Path, *, top_level_only: bool) -> set[str]:
     """Names of modules imported by a file, type-checking blocks left out."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = tree.body if top_level_only else list(ast.walk(tree))
+    nodes = tree_of(path).body if top_level_only else list(ast.walk(tree_of(path)))
     found: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):

@@ -310,7 +310,7 @@ REFUSED: Final[dict[str, str]] = {
             "deepspeed.utils.torch",
             "deepspeed.utils.zero_to_fp32",
         ),
-        f"{_INNER}, or no name of its; hf_zero/deepspeed/table.py lists those that are served",
+        f"{_INNER}, or no name of its; hf_zero/deepspeed/alias/table.py lists those that are served",
     ),
     "deepspeed.default_inference_config": _INFERENCE,
     "deepspeed.runtime.constants": "the keys of the configuration are plain texts; docs/config.md lists them",

@@ -38,7 +38,10 @@ _DEVICE_FUNCTIONS = frozenset(
 
 
 class TorchAccelerator:
-    """What DeepSpeed's accelerator object answers, asked of PyTorch; memory of the CPU is this process' resident set."""
+    """What DeepSpeed's accelerator object answers, asked of PyTorch; memory of the CPU is this process' resident set.
+
+    It has as many methods as DeepSpeed's, whose users call them all.
+    """
 
     def device_name(self, device_index: int | str | None = None) -> str:
         """``"cuda"``, ``"cuda:1"``, ``"cpu"``: usable as ``device=``."""
