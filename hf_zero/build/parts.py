@@ -34,8 +34,9 @@ from hf_zero.core.step.accumulation import Accumulation
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.progress import Progress, Reports
 from hf_zero.core.step.step import Stepper
-from hf_zero.core.units.grouping import lone_modules
+from hf_zero.core.units.grouping import modules_kept_unsharded
 from hf_zero.core.units.leaf_modules import leaf_module_names, mark_configured
+from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.unit import Unit
 from hf_zero.memory import heap
 from hf_zero.metrics import build_sinks
@@ -55,6 +56,7 @@ class PartsBuilder:
         resolved: The configuration.
         axes: Where the ranks stand.
         scaler_kind: Class of the loss scale.
+        listener: Is told what happens to the parameters at stage 3.
 
     Attributes:
         stage: The ZeRO stage.
@@ -63,7 +65,14 @@ class PartsBuilder:
         offload: What rests off the device.
     """
 
-    def __init__(self, module: nn.Module, resolved: ResolvedConfig, axes: Axes, scaler_kind: type[LossScaler] = LossScaler) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        resolved: ResolvedConfig,
+        axes: Axes,
+        scaler_kind: type[LossScaler] = LossScaler,
+        listener: ParamListener | None = None,
+    ) -> None:
         self.module = module
         self.resolved = resolved
         self.config = resolved.config
@@ -77,6 +86,7 @@ class PartsBuilder:
         self.offload = policies.offload_settings(self.config)
         self.offloading = Offloading(self.offload, self.precision, self.collectives, self.stage)
         self._scaler_kind = scaler_kind
+        self._listener = listener or ParamListener()
         self._give_back: Callable[[], None] | None = None  # lets go of the group for reductions
 
     def build(self, inner: torch.optim.Optimizer | None, lr_scheduler: Any) -> EngineParts:
@@ -89,8 +99,9 @@ class PartsBuilder:
         whole_tensors = inner is not None and self._needs_whole_tensors(inner)
         if self.stage.shards_parameters and self.topology.world > 1:
             warn_if_built_whole(self.module)
-        lone = lone_modules(self.module)
-        builder = UnitBuilder(self.module, self.stage, self.precision, self.collectives, self.offloading, self._leaves(lone))
+        kept = modules_kept_unsharded(self.module)
+        leaves = self._leaves(kept)
+        builder = UnitBuilder(self.module, self.stage, self.precision, self.collectives, self.offloading, leaves, self._listener)
         root, blocks = builder.build(inner, whole_tensors)
         units = [unit for block in (root, *blocks) for unit in block.units]
         trained = [unit for unit in units if unit.trainable]
@@ -106,7 +117,7 @@ class PartsBuilder:
             configure(checkpoint_settings(self.config.activation_checkpointing), self.model_collectives, by_script=False)
         parts = self._parts(runtime, units, scaler, optimizer, stepper, scheduler_of(self.resolved, lr_scheduler, optimizer))
         zero = self.config.zero_optimization
-        stays = {id(unit) for block in blocks if block.name in lone for unit in block.units}
+        stays = {id(unit) for block in blocks if block.name in kept for unit in block.units}
         persist_and_reshard(units, stays, zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold)
         runtime.attach()
         heap.keep_large_blocks(on_host=self.topology.device.type == "cpu")
@@ -155,10 +166,10 @@ class PartsBuilder:
             check_whole_tensors(inner, split, device)
         return whole
 
-    def _leaves(self, lone: Iterable[str]) -> set[str]:
+    def _leaves(self, kept: Iterable[str]) -> set[str]:
         section = self.config.zero_optimization.leaf_module
         mark_configured(self.module, section.classes, section.names, section.name_suffixes)
-        return {*leaf_module_names(self.module), *lone}
+        return {*leaf_module_names(self.module), *kept}
 
     def _schedule(self, root: Block, blocks: list[Block]) -> UnshardSchedule | None:
         if not any(unit.reshards for block in (root, *blocks) for unit in block.units):

@@ -17,9 +17,9 @@ from hf_zero.core.step.same_model import require_same_model
 from hf_zero.core.units.construct import NamedParam, build_unit
 from hf_zero.core.units.grouping import BlockSpec, build_blocks
 from hf_zero.core.units.layout import FROZEN
+from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.shard_storage import ShardStorage
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
-from hf_zero.deepspeed.param_attributes import announce
 from hf_zero.offload.policy import Offloading
 
 
@@ -34,6 +34,7 @@ class UnitBuilder:
         collectives: The data-parallel axis.
         offloading: Where shards rest.
         leaves: Names of modules that are one block each.
+        listener: Is told what happens to the parameters at stage 3.
     """
 
     module: nn.Module
@@ -42,6 +43,7 @@ class UnitBuilder:
     collectives: Collectives
     offloading: Offloading
     leaves: set[str]
+    listener: ParamListener
 
     def build(self, inner: torch.optim.Optimizer | None, whole_tensors: bool) -> tuple[Block, list[Block]]:
         """The root and the other blocks, in the model's order; collective.
@@ -72,7 +74,7 @@ class UnitBuilder:
         if self.stage.shards_parameters:
             for param in self.module.parameters():
                 if find_unit(param) is None:
-                    announce(param, param.shape, param.detach().reshape(-1), self.collectives)
+                    self.listener.registered(param, param.shape, param.detach().reshape(-1), self.collectives)
         self._sync_buffers()
         return root, blocks
 
@@ -108,9 +110,9 @@ class UnitBuilder:
             self.collectives,
             shards=self.stage.shards_optimizer,
             reshards=self.stage.shards_parameters and (self.collectives.world > 1 or shard_storage.reshards),
-            announced=self.stage.shards_parameters,
             master_dtype=master,
             shard_storage=shard_storage,
+            listener=self.listener if self.stage.shards_parameters else ParamListener(),
         )
 
     def _sync_buffers(self) -> None:
@@ -144,7 +146,5 @@ def persist_and_reshard(units: Iterable[Unit], stays: set[int], largest: int, bu
         if unit.reshards and (small or id(unit) in stays):
             budget -= numel if small else 0
             unit.pin()
-            for param in unit.params:
-                if param is not None:
-                    param.ds_persist = True  # type: ignore[attr-defined]
+            unit.listener.stays_unsharded(unit.params, True)
         unit.reshard()

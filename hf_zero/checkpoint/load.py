@@ -27,6 +27,7 @@ from hf_zero.checkpoint.state.rank_states import restore_rank_states
 from hf_zero.checkpoint.state.training_state import Loaded, TrainingState, values_of
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.unit import Unit
+from hf_zero.core.units.values import all_gather_updated, publish, write_back
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import log_rank0, span
 
@@ -298,13 +299,13 @@ def _load_custom(state: TrainingState, plan: _Plan, custom: Callable[..., Any], 
             stack.enter_context(unit.unsharded())
         agreement.on_all(state.everyone, what, lambda: custom(src=plan.state_dict(), dst=state.module) and None)
         for unit in state.units:
-            unit.take_full()
+            write_back(unit)
 
 
 def _all_gather_updated(state: TrainingState) -> None:
     """Training-type copies from the masters, and whole buffers where units stay whole; collective."""
     for unit in state.units:
-        unit.publish()
-        pending = unit.start_spread()
+        publish([unit])
+        pending = all_gather_updated(unit)
         if pending is not None:
             pending.wait()

@@ -10,7 +10,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hf_zero.core.schedule.gathered_parameters import GatheredParameters
-from hf_zero.core.units.unit import Unit, UnitState, find_unit, full_shape, is_sharded
+from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.unit import Unit, find_unit, full_shape, is_sharded
 
 # More than a line of a constructor names; what was touched before is divided again.
 _MOST_OPEN = 8
@@ -24,13 +25,13 @@ _VALUELESS_METHODS = frozenset(
 
 
 class ConstructorAccess(TorchFunctionMode):
-    """Makes a released parameter whole when any torch function meets it, and keeps what rank 0 writes.
+    """Makes a sharded parameter whole when any torch function meets it, and keeps what rank 0 writes.
 
     [Note: writes in constructors] ``self.out = nn.Linear(...)`` divides the weight, and ``self.out.weight.data.zero_()`` in the next
     line would be lost in an empty tensor, without a word; torch's own Transformer ends its constructor with a loop of such
     writes. So while a model is built, a parameter that is touched becomes whole, collectively, until the next module is assigned (or
     ``_MOST_OPEN`` others were touched). Constructors do the same on all ranks, or the ranks' modules would differ anyway; what one rank
-    alone does, a print of a norm, waits for the others. Questions about shapes are answered without a gather, and those about types and
+    alone does, a print of a norm, waits for the others. Questions about shapes are answered without values, and those about types and
     gradients need none.
     """
 
@@ -40,21 +41,21 @@ class ConstructorAccess(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        divided = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, nn.Parameter) and find_unit(value)]
-        released = [param for param in divided if is_sharded(param)]
-        if not released:
+        owned = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, nn.Parameter) and find_unit(value)]
+        sharded = [param for param in owned if is_sharded(param)]
+        if not sharded:
             return func(*args, **kwargs)
         name, attribute = getattr(func, "__name__", ""), getattr(getattr(func, "__self__", None), "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):
             if attribute in _SHAPE_ATTRIBUTES:
-                return func(_outline(released[0]), *args[1:])
+                return func(_placeholder(sharded[0]), *args[1:])
             touches = attribute in _VALUE_ATTRIBUTES
-        elif name in _SHAPE_METHODS and args and args[0] is released[0]:
-            return func(_outline(released[0]), *args[1:], **kwargs)
+        elif name in _SHAPE_METHODS and args and args[0] is sharded[0]:
+            return func(_placeholder(sharded[0]), *args[1:], **kwargs)
         else:
             touches = name not in _VALUELESS_METHODS
         if touches:
-            self._touch(divided)
+            self._touch(owned)
         return func(*args, **kwargs)
 
     def _touch(self, params: Sequence[nn.Parameter]) -> None:
@@ -89,5 +90,5 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
             yield value
 
 
-def _outline(param: nn.Parameter) -> torch.Tensor:
+def _placeholder(param: nn.Parameter) -> torch.Tensor:
     return torch.empty(full_shape(param), dtype=param.dtype, device="meta")

@@ -22,6 +22,7 @@ from hf_zero.core.schedule.gathered_parameters import GatheredParameters
 from hf_zero.core.units.construct import NamedParam, build_unit
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.layout import FROZEN
+from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
 from hf_zero.core.units.unit import UnitSpec, find_unit, shares_unsharded_memory
 from hf_zero.core.units.unprepared import guard_unprepared
@@ -39,10 +40,10 @@ class ModelInit:
     bounds the memory. Values are rank 0's. Hooks are registered on entry and removed on exit; nothing else in torch is changed.
 
     [Note: apply inside a constructor] ``self.apply(init_weights)`` at the end of a model's constructor meets layers that are sharded
-    already, and would write to empty tensors. So until exit the ``apply`` of a sharded layer gathers its parameters and
+    already, and would write to empty tensors. So until exit the ``apply`` of a sharded layer unshards its parameters and
     keeps what rank 0 writes: once per layer, where other writes ([Note: writes in constructors]) are once per parameter. It is an
-    attribute of the layer; ``nn.Module.apply`` itself is not touched. transformers has a variant of its
-    own, ``smart_apply``, whose function also writes to the children of the module it is given; version 4 calls it without a gather.
+    attribute of the layer; ``nn.Module.apply`` itself is not touched. Pretrained models have a variant of their own, ``smart_apply``,
+    whose function also writes to the children of the module it is given; not every version of their library unshards them for it.
 
     Args:
         group: Data-parallel process group; None is all ranks.
@@ -50,6 +51,7 @@ class ModelInit:
         device: Where shards live; None is the device of the local rank.
         enabled: False makes it do nothing.
         shard_storage: Where shards rest between uses.
+        listener: Is told what happens to the parameters.
     """
 
     def __init__(
@@ -59,15 +61,19 @@ class ModelInit:
         device: torch.device | None = None,
         enabled: bool = True,
         shard_storage: ShardStorage = ON_DEVICE,
+        listener: ParamListener | None = None,
     ) -> None:
         self._dtype = dtype
         self._spec: UnitSpec | None = None
         if enabled:
             topology = own_topology(build_topology(group, device))
             reshards = topology.world > 1 or shard_storage.reshards
-            self._spec = UnitSpec(open_collectives(topology), shards=True, reshards=reshards, announced=True, shard_storage=shard_storage)
+            listener = listener or ParamListener()
+            self._spec = UnitSpec(
+                open_collectives(topology), shards=True, reshards=reshards, shard_storage=shard_storage, listener=listener
+            )
         self._open: dict[int, nn.Module] = {}  # modules with parameters of their own that are not sharded yet
-        self._unsharding: WeakSet[nn.Module] = WeakSet()  # sharded modules whose ``apply`` gathers
+        self._unsharding: WeakSet[nn.Module] = WeakSet()  # modules whose ``apply`` or ``smart_apply`` unshards
         self._access = ConstructorAccess()
         self._stack = ExitStack()
 
@@ -120,7 +126,7 @@ class ModelInit:
         """Shards the parameters that ``module`` itself registers; collective. On one rank it only casts them.
 
         Originals of a parametrization (weight norm) stay whole until ``initialize``: reading ``module.weight`` computes it from them, and
-        transformers does so on rank 0 alone while it initialises weights.
+        libraries that initialise weights do so on rank 0 alone.
         """
         if self._spec is None:
             return
@@ -129,7 +135,7 @@ class ModelInit:
             return
         for param in module._parameters.values():
             if param is not None and find_unit(param) is None and shares_unsharded_memory(param):
-                param.data = param.data.clone()  # made of a gathered parameter, which will be released
+                param.data = param.data.clone()  # a view of an unsharded parameter, whose memory will go
         if isinstance(module, ParametrizationList):
             return
         for name, param in module._parameters.items():
@@ -168,9 +174,9 @@ def warn_if_built_whole(module: nn.Module) -> None:
     if whole < _LARGE:
         return
     warn_once(
-        f"stage 3 is on, but {type(module).__name__} ({whole / 2**30:.2f} GiB) was built whole on every rank before it: make "
-        "TrainingArguments(deepspeed=...) or the Accelerator (zero3_init_flag: true) first and call from_pretrained after it, or build the "
-        "model under deepspeed.zero.Init(config_dict_or_path=...); then each rank holds its share from the start"
+        f"stage 3 is on, but {type(module).__name__} ({whole / 2**30:.2f} GiB) was built whole on every rank before it: make the "
+        "TrainingArguments with the configuration or the Accelerator (zero3_init_flag: true) first and call from_pretrained after it, or "
+        "build the model under hf_zero.zero.Init(config_dict_or_path=...); then each rank holds its share from the start"
     )
 
 
@@ -181,7 +187,7 @@ def _apply_unsharded(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.M
 
 
 def _smart_apply_unsharded(module: Any, fn: Callable[..., None], *args: Any) -> Any:
-    """``module.smart_apply(fn)``, which transformers gives all modules, with what ``fn`` may write to whole; collective."""
+    """``module.smart_apply(fn)``, which pretrained models have, with what ``fn`` may write to whole; collective."""
     return type(module).smart_apply(module, fn if isinstance(fn, _Unsharded) else _Unsharded(fn), *args)
 
 
@@ -199,14 +205,14 @@ class _Unsharded:
 
 _STAND_INS = ("apply", "smart_apply")
 
-# The real function: transformers puts empty ones into torch.nn.init while it builds a model whose weights it will fill itself.
+# The real function: who builds a model to fill its weights from a file puts empty functions into torch.nn.init meanwhile.
 _kaiming_uniform_ = nn.init.kaiming_uniform_
 
 
 def _initialize_if_skipped(originals: ParametrizationList) -> None:
     """Gives a parametrized weight torch's default values when initialisation is switched off around us.
 
-    Without sharding, transformers leaves such weights (wav2vec2's positional convolution) as their constructor made them; inside
+    Without sharding, ``from_pretrained`` leaves such weights (wav2vec2's positional convolution) as their constructor made them; inside
     ``zero.Init`` it switches constructors' initialisation off and never comes back to them, so they would be whatever was in memory.
     """
     if nn.init.kaiming_uniform_ is _kaiming_uniform_:

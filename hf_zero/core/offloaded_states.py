@@ -17,6 +17,7 @@ from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.units.own_part import has_memory
 from hf_zero.core.units.unit import Unit
+from hf_zero.core.units.values import write_back_assigned
 from hf_zero.errors import StateError
 from hf_zero.memory.buffers import HostMemory, HostPool
 
@@ -106,7 +107,7 @@ class OffloadedStates:
         self._runtime.reshard_for_update()
         for unit in self._units:
             if all(has_memory(tensor) for tensor in unit.own.tensors()):
-                unit.take_assigned()
+                write_back_assigned(unit)
         tensors = [tensor for kind in kinds for tensor in self._tensors(kind) if tensor.device.type == self._device.type]
         if self._pool is None or self._pool.memory.pin != pin_memory:
             self._pool = HostPool(HostMemory(self._device, pin_memory))
@@ -116,7 +117,7 @@ class OffloadedStates:
                 gradients.pool.clear()
         self._moved.append(moved)
         for unit in self._units:
-            unit.mark_offloaded()
+            unit.set_offloaded(True)
         self._guard()
 
     def bring_back(self, non_blocking: bool = False) -> None:
@@ -125,7 +126,7 @@ class OffloadedStates:
             moved.bring_back(non_blocking)
         self._moved.clear()
         for unit in self._units:
-            unit.mark_reloaded()
+            unit.set_offloaded(False)
         self._unguard()
 
     def require_none(self, what: str) -> None:

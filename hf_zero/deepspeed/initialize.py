@@ -22,6 +22,7 @@ from hf_zero.core import hooks
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.loss_scalers import EngineLossScaler
+from hf_zero.deepspeed.param_attributes import PARAM_ATTRIBUTES
 from hf_zero.errors import ConfigError
 from hf_zero.observe import log_rank0
 
@@ -76,7 +77,7 @@ def initialize(
     resolved = resolve(source, world_size=axes.replicas, sources={"hidden_size": hidden_size} if hidden_size else None)
     announce(resolved)
     model = divide(model, source, axes)
-    builder = PartsBuilder(model, resolved, axes, EngineLossScaler)
+    builder = PartsBuilder(model, resolved, axes, EngineLossScaler, PARAM_ATTRIBUTES)
     inner = inner_optimizer(model, resolved, optimizer, model_parameters, axes.topology.device)
     engine = Engine(model, resolved, builder.build(inner, lr_scheduler), axes.sequence)
     compiling = compile_options(resolved.config)

@@ -14,6 +14,7 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.units.unit import Unit, find_unit
+from hf_zero.core.units.values import all_gather_updated, publish
 from hf_zero.errors import StateError
 
 
@@ -68,8 +69,8 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _publish(unit: Unit) -> None:
-    unit.publish()
-    pending = unit.start_spread()
+    publish([unit])
+    pending = all_gather_updated(unit)
     if pending is not None:
         pending.wait()
 

@@ -15,6 +15,7 @@ from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
 from hf_zero.core.model_init import ModelInit
 from hf_zero.core.units.shard_storage import ON_DEVICE
+from hf_zero.deepspeed.param_attributes import PARAM_ATTRIBUTES
 from hf_zero.errors import UnsupportedError
 from hf_zero.offload.policy import init_shard_storage
 
@@ -86,7 +87,7 @@ class Init:
                 offloads, pins = offloads or section.device != "none", pins or section.pin_memory
         group = data_parallel_group or sequence_data_parallel_group or _group_of(mpu)
         shard_storage = init_shard_storage(default_device(), pins) if enabled and offloads else ON_DEVICE
-        self._inner = ModelInit(group, dtype, enabled=enabled, shard_storage=shard_storage)
+        self._inner = ModelInit(group, dtype, enabled=enabled, shard_storage=shard_storage, listener=PARAM_ATTRIBUTES)
         if module is not None and enabled:
             self._inner.shard_all(module)
 

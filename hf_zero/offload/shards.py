@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_zero.core.units.shard_storage import ShardStorage
-from hf_zero.core.units.unit import Unit, UnitState
+from hf_zero.core.units.shard_storage import ShardOwner, ShardStorage
+from hf_zero.core.units.state import UnitState
 from hf_zero.errors import StateError
 from hf_zero.memory.buffers import ALIGNMENT, HostMemory
 from hf_zero.memory.copies import CopyLane, Mark
@@ -24,12 +24,12 @@ def _no_memory() -> torch.Tensor:
 class _Frame:
     """A host buffer that travels: which unit it holds, and what must end before it may hold another."""
 
-    unit: Unit | None = None
+    unit: ShardOwner | None = None
     memory: torch.Tensor = field(default_factory=_no_memory)  # uint8
     transfer: Transfer | None = None
     mark: Mark | None = None
 
-    def view(self, unit: Unit) -> torch.Tensor:
+    def view(self, unit: ShardOwner) -> torch.Tensor:
         """The buffer as a shard of ``unit``."""
         return self.memory[: unit.shard.nbytes].view(unit.shard.dtype)
 
@@ -50,7 +50,7 @@ class _Frames:
         self._memory = memory
         self._frames = [_Frame() for _ in range(max(1, count))]
 
-    def take(self, unit: Unit) -> _Frame:
+    def take(self, unit: ShardOwner) -> _Frame:
         """The buffer that was taken longest ago, free and large enough for ``unit``'s shard."""
         frame = self._frames.pop(0)
         self._frames.append(frame)
@@ -66,11 +66,11 @@ class _Frames:
         frame.unit = unit
         return frame
 
-    def holding(self, unit: Unit) -> _Frame | None:
+    def holding(self, unit: ShardOwner) -> _Frame | None:
         """The buffer that holds ``unit``."""
         return next((frame for frame in self._frames if frame.unit is unit), None)
 
-    def filled(self, unit: Unit) -> _Frame:
+    def filled(self, unit: ShardOwner) -> _Frame:
         """The buffer that was taken for ``unit`` and has its new values.
 
         Raises:
@@ -86,7 +86,7 @@ class _Frames:
         for frame in self._frames:
             frame.settle()
 
-    def drop(self, unit: Unit | None = None) -> None:
+    def drop(self, unit: ShardOwner | None = None) -> None:
         """Forgets what the buffers hold, of ``unit`` or of all; waits for what is in flight."""
         for frame in self._frames:
             if unit is None or frame.unit is unit:
@@ -116,13 +116,13 @@ class ReturningStorage(ShardStorage):
         self._shared = _Frames(memory, 2)
         self._own: dict[int, _Frames] = {}  # by id of the unit
 
-    def _frames(self, unit: Unit) -> _Frames:
+    def _frames(self, unit: ShardOwner) -> _Frames:
         return self._own.setdefault(id(unit), _Frames(self._memory, 1)) if self._lasting else self._shared
 
-    def outgoing(self, unit: Unit) -> torch.Tensor:
+    def outgoing(self, unit: ShardOwner) -> torch.Tensor:
         return self._frames(unit).take(unit).view(unit)
 
-    def send(self, unit: Unit) -> None:
+    def send(self, unit: ShardOwner) -> None:
         frame = self._frames(unit).filled(unit)
         frame.mark = self._lane.copy(unit.shard, frame.view(unit))
         # Whatever the device does next may read the shard.
@@ -153,7 +153,7 @@ class HostStorage(ShardStorage):
         self._lane = lane
         self._marks: dict[int, Mark] = {}
 
-    def rest(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
+    def rest(self, unit: ShardOwner, shard: torch.Tensor) -> torch.Tensor:
         kept = self._memory.empty(shard.numel(), shard.dtype, pinned=True)
         kept.copy_(shard)
         return kept
@@ -162,13 +162,13 @@ class HostStorage(ShardStorage):
         return self
 
     @contextmanager
-    def bringing(self, unit: Unit, own: torch.Tensor) -> Iterator[torch.Tensor]:
+    def bringing(self, unit: ShardOwner, own: torch.Tensor) -> Iterator[torch.Tensor]:
         with self._lane.entered():
             own.copy_(unit.shard, non_blocking=True)
             yield own
             self._marks[id(unit)] = self._lane.mark()
 
-    def arrive(self, unit: Unit) -> None:
+    def arrive(self, unit: ShardOwner) -> None:
         mark = self._marks.pop(id(unit), None)
         if mark is not None:
             mark.order()
@@ -178,7 +178,7 @@ class HostStorage(ShardStorage):
 class _Place:
     """A shard's region in the file, and its place in the order of use."""
 
-    unit: Unit
+    unit: ShardOwner
     offset: int
     index: int
 
@@ -223,7 +223,7 @@ class FileStorage(ShardStorage):
         self._course = _Course()
         self._marks: dict[int, Mark] = {}
 
-    def rest(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
+    def rest(self, unit: ShardOwner, shard: torch.Tensor) -> torch.Tensor:
         place = _Place(unit, self.file.reserve(shard.nbytes), len(self._places))
         self._places.append(place)
         self._place_of[id(unit)] = place
@@ -234,7 +234,7 @@ class FileStorage(ShardStorage):
         return self.file.map(place.offset, shard.numel(), shard.dtype)
 
     @contextmanager
-    def bringing(self, unit: Unit, own: torch.Tensor) -> Iterator[torch.Tensor]:
+    def bringing(self, unit: ShardOwner, own: torch.Tensor) -> Iterator[torch.Tensor]:
         place = self._place_of[id(unit)]
         frame = self._frames.holding(unit) or self._begin_read(place)
         frame.settle()
@@ -260,23 +260,23 @@ class FileStorage(ShardStorage):
             if upcoming.unit.state is UnitState.SHARDED and self._frames.holding(upcoming.unit) is None:
                 self._begin_read(upcoming)
 
-    def arrive(self, unit: Unit) -> None:
+    def arrive(self, unit: ShardOwner) -> None:
         mark = self._marks.pop(id(unit), None)
         if mark is not None:
             mark.order()
 
-    def outgoing(self, unit: Unit) -> torch.Tensor:
+    def outgoing(self, unit: ShardOwner) -> torch.Tensor:
         self._frames.drop(unit)
         return self._frames.take(unit).view(unit)
 
-    def send(self, unit: Unit) -> None:
+    def send(self, unit: ShardOwner) -> None:
         frame = self._frames.filled(unit)
         frame.transfer = self.file.write(self._place_of[id(unit)].offset, frame.memory[: _padded(unit.shard.nbytes)])
 
     def flush(self) -> None:
         self._frames.settle()
 
-    def changed(self, unit: Unit) -> None:
+    def changed(self, unit: ShardOwner) -> None:
         self._frames.drop(unit)
 
     def of_copies(self) -> ShardStorage:

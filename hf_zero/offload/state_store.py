@@ -13,7 +13,9 @@ from hf_zero.core.optimizer.segments import OwnedSegment
 from hf_zero.core.optimizer.state_store import StateStore, scale_
 from hf_zero.core.optimizer.sub_groups import SubGroupStepper
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.unit import Unit, UnitState
+from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.unit import Unit
+from hf_zero.core.units.values import publish
 from hf_zero.memory.buffers import HostMemory
 from hf_zero.observe import logger
 from hf_zero.offload.host_states import HostStates, SubGroup
@@ -98,7 +100,7 @@ class OffloadedStateStore(StateStore):
         self._update(grads, factor)
         for unit in self.units:
             if not self.holds(unit):
-                unit.publish()
+                publish([unit])
             elif unit.state is UnitState.UNSHARDED:
                 unit.own.settle()
             updated(unit)

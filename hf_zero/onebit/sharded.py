@@ -11,6 +11,7 @@ from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.optimizer.state_store import scale_
 from hf_zero.core.units.unit import Unit
+from hf_zero.core.units.values import publish
 from hf_zero.errors import UnsupportedError
 from hf_zero.observe import log_rank0, span
 from hf_zero.onebit.unit import CompressedUnit
@@ -61,7 +62,7 @@ class OneBitSharded(ShardedOptimizer):
             scale_(shards, factor)
             self._update_compressed(shards)
             for unit in self.units:
-                unit.publish()
+                publish([unit])
                 updated(unit)
             return
         super().update(shards, factor, updated)

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from hf_zero.core.units.layout import Range
+from hf_zero.core.units.registration import unregister
 from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, tp_shard_of
-from hf_zero.core.units.unit import find_unit
-from hf_zero.deepspeed.param_attributes import disown
+from hf_zero.core.units.unit import find_unit, full_shape
 from hf_zero.errors import ConfigError
 from hf_zero.tensor_parallel.boundary_collectives import BoundaryCollectives
 from hf_zero.tensor_parallel.functions import ModelGroup, Part
@@ -69,7 +69,7 @@ def _check_fits(plan: TpPlan, params: dict[str, nn.Parameter], modules: dict[str
         raise ConfigError(f"the plan is for another model: it names {missing[0]}, which the model does not have")
     for name, entry in plan.parameters.items():
         cut = tp_shard_of(params[name])
-        shape = tuple(cut.full_shape if cut is not None else getattr(params[name], "ds_shape", params[name].shape))
+        shape = tuple(cut.full_shape if cut is not None else full_shape(params[name]))
         if shape != tuple(entry.shape):
             raise ConfigError(f"the plan is for another model: {name} has shape {shape}, the plan says {tuple(entry.shape)}")
 
@@ -86,7 +86,7 @@ def cut_parameter(param: nn.Parameter, entry: SplitParameter, rank: int) -> None
     else:  # made by zero.Init, over all ranks
         with owner[0].unsharded():
             part = _part(entry).take(param.detach(), rank).clone(memory_format=torch.contiguous_format)
-        disown(param)
+        unregister(param)
         param.data = part
     mark_tp_shard(param, tp_shard(entry, rank))
 

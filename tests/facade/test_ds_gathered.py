@@ -28,7 +28,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 
 def buffer_bytes(engine: Any) -> int:
-    return sum(unit._whole.flat.untyped_storage().nbytes() for unit in engine.units)
+    return sum(unit.whole.flat.untyped_storage().nbytes() for unit in engine.units)
 
 
 def _taken_tensors() -> None:
@@ -61,7 +61,7 @@ def _between_forward_and_backward(look: bool) -> dict[str, Tensor]:
     import hf_zero
 
     engine = initialize(MLP.build(), Run(3))
-    buffers = [unit._whole.flat for unit in engine.units]
+    buffers = [unit.whole.flat for unit in engine.units]
     for step in range(2):
         loss = MLP.forward(engine, MLP.rows(step, 0, ranks.rank()))
         if look:
@@ -70,7 +70,7 @@ def _between_forward_and_backward(look: bool) -> dict[str, Tensor]:
         engine.backward(loss)
         engine.step()
     if not look:
-        assert all(unit._whole.flat is buffer for unit, buffer in zip(engine.units, buffers, strict=True)), "a buffer was given away"
+        assert all(unit.whole.flat is buffer for unit, buffer in zip(engine.units, buffers, strict=True)), "a buffer was given away"
     assert buffer_bytes(engine) == 0
     return whole(engine.module)
 

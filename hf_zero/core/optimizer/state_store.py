@@ -9,7 +9,9 @@ import torch
 from hf_zero.core.optimizer.segments import OwnedSegment, Segments
 from hf_zero.core.optimizer.sub_groups import SubGroupStepper
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.unit import Unit, UnitState
+from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.unit import Unit
+from hf_zero.core.units.values import publish
 from hf_zero.memory import host_memory
 from hf_zero.native.passes import LOW_TYPES
 from hf_zero.ops.host_optimizer import HostOptimizer
@@ -87,7 +89,7 @@ class StateStore:
             if segments:
                 grads = [segment.gradient(by_unit[id(unit)]) for segment in segments]
                 stepper.step(segments, grads, float(factor), [segment.low for segment in segments] if writes_shards else None)
-            unit.shard_storage.changed(unit) if writes_shards else unit.publish()
+            unit.shard_storage.changed(unit) if writes_shards else publish([unit])
             updated(unit)
         stepper.finish()
 
@@ -136,16 +138,6 @@ class StateStore:
     def close(self) -> None:
         """Frees files and buffers, and forgets what ``bind`` gave."""
         self.units, self.segments = (), Segments()
-
-
-def publish(units: Sequence[Unit]) -> None:
-    """Casts the masters of ``units`` into their 16-bit shards, in one launch on a device, as each unit's own ``publish`` does; local."""
-    changed = [(unit.shard, unit.master) for unit in units if unit.master is not None and unit.master is not unit.shard]
-    if changed:
-        shards, masters = zip(*changed, strict=True)
-        torch._foreach_copy_(shards, masters)
-    for unit in units:
-        unit.shard_storage.changed(unit)
 
 
 def scale_(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

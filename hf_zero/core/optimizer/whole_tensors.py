@@ -18,6 +18,7 @@ from hf_zero.core.optimizer.state_store import StateStore, scale_
 from hf_zero.core.optimizer.tensor_moves import TensorMoves
 from hf_zero.core.units.layout import ParamSlot
 from hf_zero.core.units.unit import Unit
+from hf_zero.core.units.values import publish
 from hf_zero.observe import span
 
 _IN_FLIGHT = 3  # exchanges; bounds the memory of messages
@@ -107,7 +108,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         def take() -> None:
             unit, pending = under_way.popleft()
             pending.wait()
-            unit.publish()
+            publish([unit])
             updated(unit)
 
         for move in self._exchanges:

@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_zero.core.schedule.external_parameters import register_external_parameter
 from hf_zero.core.units.unit import Unit, find_unit
+from hf_zero.core.units.values import broadcast_from
 from hf_zero.observe import warn_once
 
 
@@ -56,9 +57,9 @@ class GatheredParameters:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         while self._entered:
             unit, was_whole = self._entered.pop()
-            if kind is None and self._modifier_rank is not None and unit.modifier_of_outer() is None:
+            if kind is None and self._modifier_rank is not None and unit.pins.modifier_of_outer is None:
                 with torch.no_grad():
-                    unit.broadcast_from(self._modifier_rank)
+                    broadcast_from(unit, self._modifier_rank)
             if kind is None and self._modifier_rank is None and not was_whole:
                 _warn_of_dropped(unit)
             unit.unpin(reshard=not was_whole)

@@ -15,7 +15,8 @@ from hf_zero.core.schedule.external_parameters import external_parameters
 from hf_zero.core.schedule.forward_phase import ForwardPhase
 from hf_zero.core.schedule.torch_internals import in_backward, outside_compile, outside_transforms, replace_parameters
 from hf_zero.core.units.empty_values import guard_state_dict
-from hf_zero.core.units.unit import OWNER, UnitState, find_unit
+from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.unit import OWNER, find_unit
 from hf_zero.core.units.unprepared import refuse_sharded
 from hf_zero.observe import note
 

@@ -16,6 +16,7 @@ from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.same_pace import require_same_pace
+from hf_zero.core.units.values import all_gather_updated, write_back_assigned
 from hf_zero.errors import StateError
 from hf_zero.observe import log_rank0, span
 
@@ -83,7 +84,7 @@ class Stepper:
     def prepare(self, boundary: bool) -> None:
         """Makes optimizer and units ready for a backward."""
         for unit in self.optimizer.units:
-            unit.take_assigned()
+            write_back_assigned(unit)
         self.optimizer.state_store.expect(self.scaler.scale if boundary else None)
 
     def norm_of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -135,7 +136,7 @@ class Stepper:
             with span("update"):
                 self.runtime.reshard_for_update()
                 spreads: list[Pending | None] = []
-                self.optimizer.update(shards, factor, lambda unit: spreads.append(unit.start_spread()))
+                self.optimizer.update(shards, factor, lambda unit: spreads.append(all_gather_updated(unit)))
             with span("spread"):
                 for spread in spreads:
                     if spread is not None:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from hf_zero.core.units.layout import build_layout
+from hf_zero.core.units.registration import register
 from hf_zero.core.units.shard_storage import ON_DEVICE
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
-from hf_zero.deepspeed.param_attributes import own
 from hf_zero.errors import StateError
 from hf_zero.memory import host_memory
 
@@ -26,7 +26,7 @@ class NamedParam:
 
 
 def build_unit(name: str, members: Sequence[NamedParam], dtype: torch.dtype, spec: UnitSpec) -> Unit:
-    """Makes a unit of ``members``, gathered; collective.
+    """Makes a unit of ``members``, unsharded; collective.
 
     Values come from the parameters themselves, or from the unit they belong to now (``zero.Init``, another engine), which
     they leave. At most this one unit is held whole, in the wider of the old and the new dtype.
@@ -59,11 +59,11 @@ def build_unit(name: str, members: Sequence[NamedParam], dtype: torch.dtype, spe
     unit = Unit(layout, params, spec, buffer)
     if unit.trainable:
         master_dtype = spec.master_dtype or dtype
-        # From the 16-bit values, as DeepSpeed does: a model that zero.Init cast at construction gives the same masters.
+        # From the values in the type of the parameters, so that a model that zero.Init has cast at construction gives the same masters.
         own_master = master_dtype == dtype and spec.shard_storage is ON_DEVICE
         # A master is born on the device, wherever the shard rests: only an offloaded optimizer moves it.
         unit.own.master = unit.shard if own_master else host_memory.cast(unit.full[unit.owned.start : unit.owned.stop], master_dtype)
-    own(unit, spec.announced)
+    register(unit)
     return unit
 
 

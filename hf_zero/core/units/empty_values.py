@@ -1,4 +1,4 @@
-"""What a state dict holds of a released parameter: its shape, type and device, and no values that a file could be made of."""
+"""What a state dict holds of a sharded parameter: its shape, type and device, and no values that a file could be made of."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hf_zero.errors import StateError
 
 
 def refusal(name: str) -> StateError:
-    """The error for an attempt to read or write the values of the released parameter ``name``."""
+    """The error for an attempt to read or write the values of the sharded parameter ``name``."""
     return StateError(
         f"parameter {name} is divided over the ranks (ZeRO stage 3): this rank's state dict has no values of it, and a file would be "
-        "empty. Save with trainer.save_model(folder); or, called by all ranks, engine.save_16bit_model(folder) or "
+        "empty. Save with save_model(folder) of the class that trains; or, called by all ranks, engine.save_16bit_model(folder) or "
         "model.save_pretrained(folder, state_dict=accelerator.get_state_dict(engine), is_main_process=accelerator.is_main_process); or "
-        "inside `with deepspeed.zero.GatheredParameters(model.parameters()):`, entered by all ranks"
+        "inside `with hf_zero.zero.GatheredParameters(model.parameters()):`, entered by all ranks"
     )
 
 
 class UnsavedTensor(torch.Tensor):
-    """Stands for a released parameter in a state dict: shape, dtype and device of the whole one, no memory and no values.
+    """Stands for a sharded parameter in a state dict: shape, dtype and device of the whole one, no memory and no values.
 
     [Note: no empty file] Scripts look at names, shapes and dtypes of a sharded model's state dict, copy it, and load it back; libraries
     search it for shared storages and undo weight conversions. All that needs no values and works; what is computed from a
@@ -97,7 +97,7 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def guard_state_dict(module: nn.Module) -> None:
-    """Lets ``state_dict()`` and ``load_state_dict()`` know stand-ins for the module's own released parameters."""
+    """Lets ``state_dict()`` and ``load_state_dict()`` know stand-ins for the module's own sharded parameters."""
     if _stand_in not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_stand_in)
         module.register_load_state_dict_pre_hook(_leave_alone)
@@ -111,7 +111,7 @@ def _stand_in(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: 
 
 
 def _leave_alone(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A stand-in that is loaded into a released parameter leaves it as it is."""
+    """A stand-in that is loaded into a sharded parameter leaves it as it is."""
     for leaf, param in module._parameters.items():
         if param is not None and isinstance(state.get(name := f"{prefix}{leaf}"), UnsavedTensor) and is_sharded(param):
             state[name] = param.detach()

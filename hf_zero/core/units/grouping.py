@@ -1,4 +1,4 @@
-"""Model to blocks: which parameters form a unit, and in front of which module it must be whole."""
+"""Model to blocks: which parameters form a unit, and in front of which module it must be unsharded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGE_MODULE_NUMEL = 1 << 20
 
 @dataclass
 class BlockSpec:
-    """Parameters that are gathered together, in front of ``module``.
+    """Parameters that are unsharded together, in front of ``module``.
 
     Attributes:
         name: Dotted name of the module; ``root`` for what belongs to no block.
@@ -31,8 +31,8 @@ class BlockSpec:
     read_in_backward: bool = True
 
 
-def lone_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules, by dotted name, that a library calls on one rank alone, so that they must stay whole whatever their size.
+def modules_kept_unsharded(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules, by dotted name, that a library calls on one rank alone, so that they must stay unsharded whatever their size.
 
     PEFT calls a prompt's encoder on the rank that saves the adapter (``get_prompt_embedding_to_save``).
     """
@@ -47,8 +47,9 @@ def lone_modules(model: nn.Module) -> dict[str, nn.Module]:
 def find_blocks(model: nn.Module, leaves: Collection[str] = ()) -> dict[str, nn.Module]:
     """The repeated blocks of ``model`` by dotted name, outermost first, none inside another.
 
-    transformers' ``_no_split_modules`` decides if present and matching; else the children of the largest ``ModuleList``
-    or ``Sequential`` containers, found by structure. Leaf modules, by dotted name, are added when no block holds them.
+    ``_no_split_modules``, where a model names the classes of its blocks, decides if present and matching; else the children of the
+    largest ``ModuleList`` or ``Sequential`` containers, found by structure. Leaf modules, by dotted name, are added when no block holds
+    them.
     """
     wanted = {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
     found = _outermost(model, lambda name, module: type(module).__name__ in wanted) if wanted else {}
@@ -107,35 +108,35 @@ def build_blocks(
         The root first (even when empty), then the others in the model's order; those without parameters are left out.
     """
     blocks = find_blocks(model, leaves)
-    homes = _homes(model)
+    holders = _lowest_modules(model)
     root = BlockSpec("root", model)
     specs = {name: BlockSpec(name, module) for name, module in blocks.items()}
     sizes: dict[str, int] = {}
     for member in members:
-        home = homes[id(member.param)]
-        sizes[home] = sizes.get(home, 0) + full_shape(member.param).numel()
+        holder = holders[id(member.param)]
+        sizes[holder] = sizes.get(holder, 0) + full_shape(member.param).numel()
     for member in members:
-        home = homes[id(member.param)]
-        block = next((name for name in specs if home == name or home.startswith(f"{name}.")), None)
-        if block is None and home and sizes[home] >= large:
-            module = model.get_submodule(home)
+        holder = holders[id(member.param)]
+        block = next((name for name in specs if holder == name or holder.startswith(f"{name}.")), None)
+        if block is None and holder and sizes[holder] >= large:
+            module = model.get_submodule(holder)
             if not any(module.children()):  # an embedding or a head, not a container of other things
-                specs[home] = BlockSpec(home, module, read_in_backward=type(module).forward is not nn.Embedding.forward)
-                block = home
+                specs[holder] = BlockSpec(holder, module, read_in_backward=type(module).forward is not nn.Embedding.forward)
+                block = holder
         (specs[block] if block is not None else root).members.append(member)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     used = sorted((spec for spec in specs.values() if spec.members), key=lambda spec: order[spec.name])
     return [root, *used]
 
 
-def _homes(model: nn.Module) -> dict[int, str]:
+def _lowest_modules(model: nn.Module) -> dict[int, str]:
     """For each parameter (by id) the dotted name of the lowest module that contains all its registrations."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for param in module._parameters.values():
             if param is not None:
                 owners.setdefault(id(param), []).append(name)
-    homes = {}
+    holders = {}
     for key, names in owners.items():
         paths = [name.split(".") if name else [] for name in names]
         common: list[str] = []
@@ -143,5 +144,5 @@ def _homes(model: nn.Module) -> dict[int, str]:
             if len(set(parts)) > 1:
                 break
             common.append(parts[0])
-        homes[key] = ".".join(common)
-    return homes
+        holders[key] = ".".join(common)
+    return holders

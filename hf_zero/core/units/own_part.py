@@ -19,7 +19,7 @@ class Arriving(Protocol):
 class OwnPart:
     """The shard, (shard_numel,) of the parameters' dtype, and the master, (shard_numel,) of the master dtype.
 
-    [Note: updates under way] An offloaded unit may still be updated when ``step`` has returned. Nobody sees half of it: a gather, a
+    [Note: updates under way] An offloaded unit may still be updated when ``step`` has returned. Nobody sees half of it: an all-gather, a
     checkpoint and everything else come to the values through ``shard`` and ``master``, which wait for this unit alone.
 
     Attributes:
@@ -87,11 +87,6 @@ class OwnPart:
         """Frees the master; nothing is trained any more."""
         self.settle()
         self._master = None
-
-    def cast_master(self) -> None:
-        """Casts the master into the shard, after an update; local. In fp32 they are the same memory."""
-        if self.master is not None and self.master is not self.shard:
-            self.shard.copy_(self.master)
 
     def refresh_master(self) -> None:
         """Carries changes of the shard into the master; elements whose 16-bit value is unchanged keep their fp32 bits; local."""

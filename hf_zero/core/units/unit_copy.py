@@ -1,4 +1,4 @@
-"""A copy of a released unit: what ``copy.deepcopy`` of a divided model is made of."""
+"""A copy of a sharded unit: what ``copy.deepcopy`` of a divided model is made of."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_zero.memory import host_memory
 
 
 def copy_unit(unit: Unit) -> Unit:
-    """A released unit with a copy of ``unit``'s shard and of each of its parameters, trained by nobody; local.
+    """A sharded unit with a copy of ``unit``'s shard and of each of its parameters, trained by nobody; local.
 
     It rests in memory: where ``unit`` rests in a file, the file is another engine's.
     """
@@ -23,7 +23,8 @@ def copy_unit(unit: Unit) -> Unit:
     buffer[unit.owned.start : unit.owned.stop].copy_(unit.shard)
     empty = torch.empty(0, dtype=layout.dtype, device=device)
     params = [None if param is None else type(param)(empty, param.requires_grad) for param in unit.params]
-    spec = UnitSpec(unit.collectives, shards=True, reshards=True, announced=True, shard_storage=unit.shard_storage.of_copies())
-    copy = Unit(layout, params, spec, buffer)
-    copy.reshard()
-    return copy
+    storage = unit.shard_storage.of_copies()
+    spec = UnitSpec(unit.collectives, shards=True, reshards=True, shard_storage=storage, listener=unit.listener)
+    copied = Unit(layout, params, spec, buffer)
+    copied.reshard()
+    return copied

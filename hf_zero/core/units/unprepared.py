@@ -1,4 +1,4 @@
-"""A module with released parameters, called while no engine gathers them: refused with what to do."""
+"""Guards of modules with sharded parameters that no engine unshards: a call is refused with what to do instead."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def refuse_sharded(module: nn.Module, *_: Any) -> None:
             unit, index = find_unit(param)  # type: ignore[misc]
             raise StateError(
                 f"{type(module).__name__} was called, but its parameter {unit.layout.slots[index].name} is divided over the ranks (ZeRO "
-                "stage 3) and no engine gathers it. Call the model that accelerator.prepare(model), Trainer or "
-                "deepspeed.initialize(model=model, ...) has prepared (a deep copy needs an engine of its own); or run it, on all ranks, "
-                "inside `with deepspeed.zero.GatheredParameters(list(model.parameters())):`"
+                "stage 3) and no engine gathers it. Call the model that accelerator.prepare(model) or initialize(model=model, ...) has "
+                "prepared (a deep copy needs an engine of its own); or run it, on all ranks, inside "
+                "`with hf_zero.zero.GatheredParameters(list(model.parameters())):`"
             )
 
 
 def guard_unprepared(module: nn.Module) -> None:
-    """Puts the hook on a module whose parameters have been divided."""
+    """Puts the guard on a module whose parameters have been sharded."""
     if refuse_sharded not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(refuse_sharded, prepend=True)
 
 
 def unguard_unprepared(module: nn.Module) -> None:
-    """Takes these hooks out of ``module`` and all in it, and those that a deep copy has of its original's engine."""
+    """Removes the guards of ``module`` and all in it, and the hooks that a deep copy has of its original's engine."""
     for inner in module.modules():
         for hooks in (inner._forward_pre_hooks, inner._forward_hooks):
             for key, hook in list(hooks.items()):

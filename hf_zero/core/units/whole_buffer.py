@@ -1,22 +1,32 @@
-"""The whole buffer of a unit: allocated, shown to the parameters, freed."""
+"""The whole buffer of a unit: allocated, shown by the parameters, freed."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from enum import Enum, auto
 from itertools import repeat
 
 import torch
 from torch import nn
 
 from hf_zero.core.units.layout import UnitLayout
+from hf_zero.core.units.own_part import has_memory, require_memory
 from hf_zero.errors import StateError
 from hf_zero.memory.host_memory import on_huge_pages
 
 
+class Shown(Enum):
+    """What the parameters of a unit are at present. Written by ``WholeBuffer`` alone."""
+
+    VALUES = auto()  # views of the whole buffer
+    PLACEHOLDERS = auto()  # their shapes, without memory
+    NOTHING = auto()  # empty tensors
+
+
 class WholeBuffer:
-    """One flat buffer, (padded_numel,), and its view per parameter; the storage comes and goes, the tensors stay.
+    """One flat buffer, (padded_numel,), and its view for each parameter; the storage comes and goes, the tensors stay.
 
     Attributes:
         flat: The buffer.
@@ -24,52 +34,82 @@ class WholeBuffer:
 
     Args:
         layout: Offsets of the parameters.
-        flat: The buffer, allocated.
+        flat: The buffer, allocated; the parameters become views of it.
+        params: The parameters; None where one has moved to another unit. The unit's own list, which may change.
     """
 
-    def __init__(self, layout: UnitLayout, flat: torch.Tensor) -> None:
+    def __init__(self, layout: UnitLayout, flat: torch.Tensor, params: Sequence[nn.Parameter | None]) -> None:
         self.flat = flat
-        self._layout = layout
         self.nbytes = flat.untyped_storage().nbytes()
+        self._layout = layout
+        self._params = params
         self._empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
         self._unknown = torch.full((1,), math.nan, dtype=flat.dtype, device=flat.device)
         self._views = self._make_views()
+        self.show()
 
     def _make_views(self) -> list[torch.Tensor]:
         return [self.flat[slot.range.start : slot.range.stop].view(slot.shape) for slot in self._layout.slots]
+
+    def _point(self, values: Iterable[torch.Tensor], shown: Shown) -> None:
+        with torch._C.DisableTorchFunction():  # no mode shall see it: ``ConstructorAccess`` would take it for a constructor's write
+            for param, value in zip(self._params, values, strict=False):
+                if param is not None:
+                    param.data = value
+        self._shown = shown
 
     def allocate(self) -> None:
         """Gives the buffer memory; what it holds is undefined."""
         self.flat.untyped_storage().resize_(self.nbytes)
         on_huge_pages(self.flat)
 
-    def show(self, params: Iterable[nn.Parameter | None]) -> None:
+    def show(self) -> None:
         """Points each parameter at its view."""
-        _point(params, self._views)
+        self._point(self._views, Shown.VALUES)
 
-    def show_placeholders(self, params: Iterable[nn.Parameter | None]) -> None:
+    def show_placeholders(self) -> None:
         """Gives each parameter its shape, without memory of its own: every element is the same NaN."""
-        _point(params, (self._unknown.expand(slot.shape) for slot in self._layout.slots))
+        if self._shown is not Shown.PLACEHOLDERS:
+            self._point((self._unknown.expand(slot.shape) for slot in self._layout.slots), Shown.PLACEHOLDERS)
 
-    def hide(self, params: Iterable[nn.Parameter | None]) -> None:
+    def hide(self) -> None:
         """Empties the parameters."""
-        _point(params, repeat(self._empty))
+        if self._shown is not Shown.NOTHING:
+            self._point(repeat(self._empty), Shown.NOTHING)
 
-    def refuse_assigned(self, params: Iterable[nn.Parameter | None]) -> None:
-        """Raises when a hidden parameter was given values: they would be lost.
+    def follow_memory(self) -> None:
+        """Empties parameters whose memory was moved to the host, and shows those whose memory has come back."""
+        if not has_memory(self.flat):
+            self.hide()
+        elif self._shown is Shown.NOTHING:
+            self.show()
+
+    def require_shown(self, what: str) -> None:
+        """Raises when the values of ``what`` were moved to the host.
+
+        Raises:
+            StateError: They were.
+        """
+        if self._shown is not Shown.VALUES:
+            require_memory(self.flat, what)
+
+    def refuse_assigned(self) -> None:
+        """Raises when an empty parameter was given values: they would be lost.
 
         Raises:
             StateError: It names the parameter.
         """
-        with torch._C.DisableTorchFunction():  # zero.Init would answer with the whole shape
-            given = [index for index, param in enumerate(params) if param is not None and param.numel()]
+        if self._shown is not Shown.NOTHING:
+            return
+        with torch._C.DisableTorchFunction():  # ``ConstructorAccess`` would answer with the whole shape
+            given = [index for index, param in enumerate(self._params) if param is not None and param.numel()]
         for index in given:
             raise StateError(
                 f"parameter {self._layout.slots[index].name} was given data while it was divided (ZeRO stage 3). Set it on all ranks "
-                "inside `with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`"
+                "inside `with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
             )
 
-    def adopt(self, params: Iterable[nn.Parameter | None]) -> bool:
+    def adopt(self) -> bool:
         """Takes the values of parameters that were given other memory (``param.data = value``), and shows them their views again.
 
         Returns:
@@ -80,7 +120,7 @@ class WholeBuffer:
         """
         found = False
         start, width = self.flat.data_ptr(), self.flat.element_size()
-        for param, view, slot in zip(params, self._views, self._layout.slots, strict=True):
+        for param, view, slot in zip(self._params, self._views, self._layout.slots, strict=True):
             address = start + slot.offset * width if slot.numel else 0  # the view's, which would say it more slowly
             if param is None or (param.data_ptr() == address and param.shape == slot.shape):
                 continue
@@ -94,14 +134,13 @@ class WholeBuffer:
             found = True
         return found
 
-    def free(self, params: Iterable[nn.Parameter | None], leave: bool) -> None:
+    def free(self, leave: bool) -> None:
         """Empties the parameters and gives the memory back.
 
         Args:
-            params: The parameters of the unit.
             leave: Tensors that somebody took of the buffer keep their values, see [Note: tensors taken out of a gather].
         """
-        self.hide(params)
+        self.hide()
         # ``param.numpy()`` has taken the right to resize from the storage for good.
         if (leave and self._is_held()) or not self.flat.untyped_storage().resizable():
             self.flat = torch.empty_like(self.flat)
@@ -130,10 +169,3 @@ def _uses(tensor: torch.Tensor) -> int:
 def _uses_of_one() -> int:
     """What a tensor counts that nobody else shares: asking is one more use in newer versions of torch (2.13, not 2.8)."""
     return _uses(torch.empty(1))
-
-
-def _point(params: Iterable[nn.Parameter | None], values: Iterable[torch.Tensor]) -> None:
-    with torch._C.DisableTorchFunction():  # nobody's business, and zero.Init would take it for a constructor's
-        for param, value in zip(params, values, strict=False):
-            if param is not None:
-                param.data = value

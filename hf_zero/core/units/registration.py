@@ -1,0 +1,77 @@
+"""Which unit a parameter belongs to, and what pickling and copying a parameter of a unit means."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+
+from hf_zero.core.units.empty_values import refusal
+from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.unit import OWNER, Unit, find_unit, is_sharded
+from hf_zero.core.units.unit_copy import copy_unit
+
+_ATTRIBUTES = (OWNER, "__getstate__", "__deepcopy__")
+
+
+def register(unit: Unit) -> None:
+    """Makes ``unit`` the owner of its parameters, which leave the units that they belonged to; local."""
+    for index, (param, slot) in enumerate(zip(unit.params, unit.layout.slots, strict=True)):
+        if param is None:
+            continue
+        unregister(param)
+        setattr(param, OWNER, (unit, index))
+        # torch.save of a parameter itself (`param.cpu()` is one, on a CPU) writes its attributes too, process groups with them.
+        vars(param)["__getstate__"] = partial(_foreign_state, ref(param))
+        if unit.reshards:
+            vars(param)["__deepcopy__"] = partial(_deep_copy, ref(param))
+        unit.listener.registered(param, slot.shape, unit.shard_part(index, unit.shard), unit.collectives)
+    unit.listener.state_changed(unit.params, unit.state)
+    unit.listener.stays_unsharded(unit.params, not unit.reshards)
+
+
+def unregister(param: torch.Tensor) -> None:
+    """Makes a parameter of a unit an ordinary one that no unit knows; its values are the caller's to set."""
+    owner = find_unit(param)
+    if owner is not None:
+        unit, index = owner
+        unit.params[index] = None
+        for name in (*_ATTRIBUTES, *unit.listener.attributes):
+            vars(param).pop(name, None)
+
+
+def _foreign_state(itself: ref[Any]) -> dict[str, Any] | None:
+    """What a pickled parameter takes along besides its values: the attributes that are neither ours nor the listener's.
+
+    Raises:
+        StateError: It is sharded, so that nothing would be written.
+    """
+    param: Any = itself()
+    owner = find_unit(param)
+    if owner is not None and is_sharded(param):
+        raise refusal(owner[0].layout.slots[owner[1]].name)
+    ours = (*_ATTRIBUTES, *(owner[0].listener.attributes if owner is not None else ()))
+    return {name: value for name, value in vars(param).items() if name not in ours} or None
+
+
+def _deep_copy(itself: ref[Any], memo: dict[int, Any]) -> Any:
+    """What ``copy.deepcopy`` makes of a parameter that is resharded between uses.
+
+    [Note: deep copies] People copy a model to average its weights or to compare with it. A parameter that is whole, inside a
+    ``GatheredParameters``, becomes an ordinary whole one, as in torch. A sharded one becomes a sharded one of a copy of its unit, with
+    copies of all parameters of that unit: nothing is sent, and the copy of a model can be unsharded, saved and given to its own
+    ``initialize``.
+    """
+    param: Any = itself()
+    owner = find_unit(param)
+    if owner is None or owner[0].state is UnitState.UNSHARDED:
+        return type(param).__deepcopy__(param, memo)
+    unit, index = owner
+    copied = copy_unit(unit)
+    register(copied)
+    for original, copied_param in zip(unit.params, copied.params, strict=True):
+        if original is not None:
+            memo.setdefault(id(original), copied_param)
+    return copied.params[index]

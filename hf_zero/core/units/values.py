@@ -1,0 +1,50 @@
+"""Values on their way between a unit's whole buffer, its shard and its master."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_zero.comm.collectives import Pending
+from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.unit import Unit
+
+
+def publish(units: Sequence[Unit]) -> None:
+    """Casts masters into 16-bit shards, after an update, in one launch on a device; local. In fp32 they are the same memory."""
+    changed = [(unit.shard, unit.master) for unit in units if unit.master is not None and unit.master is not unit.shard]
+    if changed:
+        shards, masters = zip(*changed, strict=True)
+        torch._foreach_copy_(shards, masters)
+    for unit in units:
+        unit.shard_storage.changed(unit)
+
+
+def all_gather_updated(unit: Unit) -> Pending | None:
+    """Starts the all-gather of updated shards into the whole buffer, for a unit that stays unsharded; collective."""
+    if unit.state is not UnitState.UNSHARDED or (unit.layout.world == 1 and not unit.reshards):
+        return None
+    return unit.start_all_gather()
+
+
+def write_back(unit: Unit) -> None:
+    """Copies this rank's part of the whole buffer into shard and master, after the parameters were written to; local."""
+    unit.whole.adopt()
+    if unit.reshards:
+        unit.shard.copy_(unit.full[unit.owned.start : unit.owned.stop])
+        unit.shard_storage.changed(unit)
+    unit.own.refresh_master()
+
+
+def write_back_assigned(unit: Unit) -> None:
+    """As ``write_back``, if whole parameters were given other memory (``param.data = value``) while nobody holds the unit; local."""
+    if unit.state is UnitState.UNSHARDED and not unit.pinned and unit.whole.adopt():
+        write_back(unit)
+
+
+def broadcast_from(unit: Unit, source: int) -> None:
+    """Makes the whole buffer equal to rank ``source``'s on all ranks, and shards and masters with it; collective."""
+    unit.whole.adopt()
+    unit.collectives.broadcast(unit.full, source, unit.name)
+    write_back(unit)
