@@ -3,6 +3,7 @@
     python benchmarks/step_time.py                                         # GPT-2, 24 M parameters, 2 gloo ranks, 1 thread each
     python benchmarks/step_time.py --shape llama --peer-python /path/to/venv-with-deepspeed/bin/python
     python benchmarks/step_time.py --one-rank                              # engine overhead against the bare PyTorch loop
+    python benchmarks/step_time.py --before /path/to/another/checkout      # what a change did
     python benchmarks/step_time.py --rounds 2 --steps 1 --layers 2         # does it run?
 
 Every contender is built once and keeps its processes; a round times each of them in turn, so that a slow minute of the
@@ -51,9 +52,12 @@ class Contender:
         return max(answer["seconds"] for answer in answers)
 
 
-def start(name: str, python: str, shape: str, size: dict[str, int], world: int) -> Contender:
+def start(name: str, python: str, shape: str, size: dict[str, int], world: int, before: Path | None) -> Contender:
     """Start the ranks of a contender and wait until its model is built."""
-    return Contender(name, RankProcesses(name, WORKER, [name, shape, size], world, python, DS_BUILD_OPS=0))
+    if before is None or not name.startswith("before-"):
+        return Contender(name, RankProcesses(name, WORKER, [name, shape, size], world, python, DS_BUILD_OPS=0))
+    words = [name.replace("before", "hf_zero"), shape, size]
+    return Contender(name, RankProcesses(name, before / "benchmarks" / WORKER.name, words, world, python, PYTHONPATH=before))
 
 
 def measure(contenders: list[Contender], rounds: int, steps: int, warmup: int, console: Console) -> None:
@@ -140,6 +144,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--one-rank", action="store_true", help="one rank: stages 0-2 against the bare PyTorch loop")
     parser.add_argument("--only", nargs="+", help="these contenders only; the first is the baseline")
     parser.add_argument("--peer-python", help="Python of a venv with deepspeed: adds DeepSpeed stages 1-3")
+    parser.add_argument("--before", type=Path, help="another checkout, with its native library: its hf_zero joins the rounds as before-N")
     parser.add_argument("--json", type=Path, help="write rows, settings and machine to this file")
     parser.add_argument("--plot", type=Path, help="write a bar chart (needs matplotlib)")
     return parser.parse_args()
@@ -152,6 +157,8 @@ def main() -> int:
     names = ["bare", *OURS[:3]] if arguments.one_rank else ["ddp", *OURS, "fsdp2", "fsdp2-reshard"]
     if arguments.peer_python and not arguments.one_rank:
         names += ["deepspeed-1", "deepspeed-2", "deepspeed-3"]
+    if arguments.before:
+        names += [name.replace("hf_zero", "before") for name in names if name.startswith("hf_zero")]
     names = arguments.only or names
     size = {key: getattr(arguments, key) for key in ("layers", "width", "heads", "vocab", "length", "batch")}
     contenders: list[Contender] = []
@@ -159,7 +166,7 @@ def main() -> int:
         for name in names:
             console.print(f"[dim]building {name}[/dim]")
             python = arguments.peer_python if name.startswith("deepspeed") else sys.executable
-            contenders.append(start(name, python, arguments.shape, size, world))
+            contenders.append(start(name, python, arguments.shape, size, world, arguments.before))
         measure(contenders, arguments.rounds, arguments.steps, arguments.warmup, console)
     finally:
         for contender in contenders:
