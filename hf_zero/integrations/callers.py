@@ -120,7 +120,8 @@ def require(*methods: Method) -> None:
         UnsupportedError: A library that is imported does not have one of them.
     """
     for method in methods:
-        if method.module.partition(".")[0] in sys.modules and importlib.util.find_spec(method.module) is None:
+        imported = method.module in sys.modules
+        if not imported and method.module.partition(".")[0] in sys.modules and importlib.util.find_spec(method.module) is None:
             _report(method)
         if method in _lost:
             raise UnsupportedError(_lost[method])

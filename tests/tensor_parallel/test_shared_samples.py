@@ -18,7 +18,7 @@ from hf_zero.sequence_parallel.state import count_slices_once
 from hf_zero.tensor_parallel.split import count_groups_once
 from tests.support import ranks
 
-AXES: Any = SimpleNamespace(groups=2, joint=SimpleNamespace(world=4))
+AXES: Any = SimpleNamespace(replicas=2, world=4)
 
 
 @pytest.mark.parametrize("count", [lambda config: count_slices_once(config, AXES), lambda config: count_groups_once(config, 2, 2)])
