@@ -113,7 +113,7 @@ def _shorten(path: Path, start: int, most: int) -> None:
 def commit() -> str:
     """Of the sources; "unknown" outside a repository."""
     try:
-        done = subprocess.run(
+        done = subprocess.run(  # nosec B607
             ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=REPOSITORY, capture_output=True, text=True, timeout=20
         )
     except (OSError, subprocess.TimeoutExpired):

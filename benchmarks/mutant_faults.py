@@ -48,7 +48,12 @@ def _in(file: str, *faults: tuple[str, str, str, tuple[str, ...]]) -> list[Fault
 FAULTS: tuple[Fault, ...] = (
     *_in(
         "core/units/layout.py",
-        ("the buffer is not padded", "padded = max(round_up(offset, world * ALIGNMENT), world * ALIGNMENT)", "padded = offset", (TRACE,)),
+        (
+            "the buffer is not padded",
+            "padded = max(round_up(offset, world * ALIGNMENT), world * ALIGNMENT)",
+            "padded = offset",
+            (TRACE, MATRIX),
+        ),
         (
             "padding is no gap",
             "stops = [*(slot.offset for slot in self.slots), self.padded_numel]",
@@ -380,7 +385,7 @@ FAULTS: tuple[Fault, ...] = (
             "refusals are not looked for",
             '    check_refusals(data, ZeroConfig, "", problems)\n',
             "",
-            ("tests/config/test_config_schema.py", RESOLVE),
+            (SPELLING,),
         ),
         ("mismatches are not looked for", "    if match_sources:\n", "    if False:\n", (RESOLVE,)),
     ),

@@ -8,7 +8,7 @@ counted against the bytes of the pickle.
 
 from __future__ import annotations
 
-import pickletools
+import pickletools  # nosec B403
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any, BinaryIO

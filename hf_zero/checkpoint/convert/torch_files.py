@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-import pickletools
+import pickletools  # nosec B403
 import struct
 import sys
 import zipfile
