@@ -172,3 +172,35 @@ def test_a_gather_comes_behind_what_is_passed_when_it_is_first_in_reach() -> Non
 def test_without_prefetching_all_that_is_passed_goes_first() -> None:
     order = BackwardOrder([4, 4, 4], [0, 1, 2], reach=0)
     assert [order.before(position) for position in range(3)] == [0, 1, 2]
+
+
+# -- forward
+
+
+def _forward(sizes: list[int], limits: UnshardLimits, ran: list[int]) -> tuple[list[str], list[bool]]:
+    """What a rank issues in a forward for training that runs the blocks ``ran``; and which blocks then stay unsharded."""
+    log: list[str] = []
+    blocks: Any = [Block(f"b{index}", None, [_Unit(f"b{index}", size, log)]) for index, size in enumerate(sizes)]  # type: ignore
+    root = Block("root", None, [_Unit("root", 1, log, UnitState.UNSHARDED)])  # type: ignore[arg-type, list-item]
+    collectives = SimpleNamespace(any_rank=lambda flag, what: flag, broadcast_object=lambda value, source, what: list(value))
+    schedule = UnshardSchedule(root, blocks, limits, collectives)  # type: ignore[arg-type]
+    schedule.begin_forward(training=True)
+    for index in ran:
+        schedule.forward(blocks[index])
+        schedule.after_forward(blocks[index])
+    schedule.end_forward()
+    return log, [block.unsharded for block in blocks]
+
+
+@pytest.mark.parametrize("reuse", [0, 100])
+@pytest.mark.parametrize("ran", [[0, 1, 2, 3], [0, 3], [1], []])
+def test_a_forward_joins_the_blocks_that_this_rank_skips(ran: list[int], reuse: int) -> None:
+    log, _ = _forward([4, 3, 2, 1], UnshardLimits(0, 100, reuse), ran)
+    assert log == ["gather b0", "gather b1", "gather b2", "gather b3"]
+
+
+@pytest.mark.parametrize(("distance", "kept"), [(0, 0), (1, 1), (3, 1), (4, 2), (8, 2), (9, 3), (15, 3), (16, 4)])
+def test_blocks_stay_unsharded_up_to_the_reuse_distance(distance: int, kept: int) -> None:
+    """Between a block's forward and its backward everything behind it is used twice, and the block itself."""
+    _, unsharded = _forward([4, 3, 2, 1], UnshardLimits(0, 100, distance), [0, 1, 2, 3])
+    assert unsharded == [False] * (4 - kept) + [True] * kept
