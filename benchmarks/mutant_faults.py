@@ -297,10 +297,6 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     *_in(
-        "core/schedule/gradients.py",
-        ("closed blocks are not sent", " or (self.passed and not self.was_late)", "", (ORDER, "tests/comm/test_nccl_order.py", SKIPPED)),
-    ),
-    *_in(
         "core/schedule/unshard_pass.py",
         (
             "nothing is prefetched",

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_zero.checkpoint.format.plausible import check_group
 from hf_zero.checkpoint.format.values import Decoder, Encoder, encode_scalar
 from hf_zero.errors import CheckpointError
 
@@ -267,3 +268,10 @@ NESTED = st.recursive(
 def test_any_nesting_comes_back(value: Any) -> None:
     back = round_trip(value)
     assert repr(back) == repr(value)  # repr tells -0.0 from 0.0 and a tuple from a list
+
+
+@pytest.mark.parametrize("betas", [[0.9], [None, 0.999], [0.9, True], [0.9, 1.5]])
+def test_hyper_parameters_that_no_optimizer_has_are_refused(betas: list[Any]) -> None:
+    check_group({"lr": 0.1, "betas": [0.9, 0.999]}, "optimizer.groups[0]")
+    with pytest.raises(CheckpointError, match=r"optimizer.groups\[0\]: betas is"):
+        check_group({"lr": 0.1, "betas": betas}, "optimizer.groups[0]")

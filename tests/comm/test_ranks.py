@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_zero.comm.back_end import build_collectives
+from hf_zero.comm.topology import build_topology
 from tests.support.ranks import RankError, observe_ranks, rank, run_ranks, world
 
 
@@ -37,6 +39,11 @@ def _die_on_rank_one() -> None:
 def _hang_on_rank_zero() -> None:
     if rank() == 0:
         time.sleep(1000)
+
+
+def _votes() -> list[list[float]]:
+    net = build_collectives(build_topology())
+    return [net.largest_of([float(rank() == voter), -1.0], "vote") for voter in range(world())]
 
 
 def _leave_the_default_dtype() -> None:
@@ -84,3 +91,8 @@ def test_a_hung_rank_shows_its_stack() -> None:
 def test_a_job_that_leaves_global_state_behind_fails() -> None:
     with pytest.raises(RankError, match=r"default dtype at torch\.float64"):
         run_ranks(_leave_the_default_dtype, 1)
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_every_rank_hears_the_vote_of_every_rank(world_size: int) -> None:
+    assert run_ranks(_votes, world_size) == [[[1.0, -1.0]] * world_size] * world_size

@@ -204,3 +204,27 @@ def test_blocks_stay_unsharded_up_to_the_reuse_distance(distance: int, kept: int
     """Between a block's forward and its backward everything behind it is used twice, and the block itself."""
     _, unsharded = _forward([4, 3, 2, 1], UnshardLimits(0, 100, distance), [0, 1, 2, 3])
     assert unsharded == [False] * (4 - kept) + [True] * kept
+
+
+def test_prefetching_ends_where_too_much_would_be_live() -> None:
+    log: list[str] = []
+    blocks: Any = [Block(f"b{index}", None, [_Unit(f"b{index}", size, log)]) for index, size in enumerate([4, 3, 2])]  # type: ignore
+    root = Block("root", None, [_Unit("root", 1, log, UnitState.UNSHARDED)])  # type: ignore[arg-type, list-item]
+    UnshardSchedule(root, blocks, UnshardLimits(100, 8, 0), SimpleNamespace()).begin_forward(training=True)  # type: ignore[arg-type]
+    assert log == ["gather b0", "gather b1"], "1 + 4 + 3 elements"
+
+
+def test_a_block_whose_module_still_runs_stays_unsharded() -> None:
+    blocks: Any = [Block("b0", None, [_Unit("b0", 4, [])])]  # type: ignore[arg-type, list-item]
+    root = Block("root", None, [_Unit("root", 1, [], UnitState.UNSHARDED)])  # type: ignore[arg-type, list-item]
+    schedule = UnshardSchedule(root, blocks, UnshardLimits(0, 100, 0), SimpleNamespace())  # type: ignore[arg-type]
+    schedule.begin_forward(training=True)
+    for _ in range(2):  # its forward calls itself
+        blocks[0].entered(recomputed_later=False)
+        schedule.forward(blocks[0])
+    blocks[0].left()
+    schedule.after_forward(blocks[0])
+    assert blocks[0].unsharded
+    blocks[0].left()
+    schedule.after_forward(blocks[0])
+    assert not blocks[0].unsharded

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,8 @@ import torch
 from hf_zero.comm.back_end import build_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import build_topology
-from hf_zero.core.step.grad_norm import ModelAxis, clip_factor, global_norm
-from hf_zero.core.units.layout import Range
+from hf_zero.core.step.grad_norm import ModelAxis, clip_factor, first_non_finite, global_norm
+from hf_zero.core.units.layout import Range, build_layout
 from hf_zero.errors import ConfigError
 from tests.support import ranks
 
@@ -82,3 +84,18 @@ def _indivisible() -> None:
 
 def test_model_axis_must_divide_the_ranks() -> None:
     ranks.run_ranks(_indivisible, 3)
+
+
+@pytest.mark.parametrize(("norm", "max_norm"), [(0.5, 1.0), (1e-8, 1.0), (3.0, 0.0)])
+def test_small_gradients_are_left_as_they_are(norm: float, max_norm: float) -> None:
+    assert clip_factor(torch.tensor(norm), max_norm) == 1.0
+
+
+def test_the_first_parameter_that_is_not_finite_is_named() -> None:
+    layouts = [build_layout(unit, [(f"{unit}.{name}", torch.Size([16])) for name in "ab"], [0, 0], torch.float32, 1)[0] for unit in "xy"]
+    units: Any = [SimpleNamespace(layout=layout) for layout in layouts]
+    shards = [torch.zeros(32), torch.zeros(32)]
+    collectives: Any = SimpleNamespace(gather_objects=lambda value, what: [value, (4, "y.b")])
+    assert first_non_finite(units, shards, collectives, whole=True) == "y.b", "another rank's"
+    shards[0][20], shards[1][3] = torch.inf, torch.nan
+    assert first_non_finite(units, shards, collectives, whole=True) == "x.b"
