@@ -275,3 +275,9 @@ def test_hyper_parameters_that_no_optimizer_has_are_refused(betas: list[Any]) ->
     check_group({"lr": 0.1, "betas": [0.9, 0.999]}, "optimizer.groups[0]")
     with pytest.raises(CheckpointError, match=r"optimizer.groups\[0\]: betas is"):
         check_group({"lr": 0.1, "betas": betas}, "optimizer.groups[0]")
+
+
+def test_a_switch_is_true_or_false() -> None:
+    check_group({"lr": 0.1, "foreach": None, "fused": None, "amsgrad": False}, "optimizer.groups[0]")
+    with pytest.raises(CheckpointError, match="amsgrad is None"):
+        check_group({"lr": 0.1, "amsgrad": None}, "optimizer.groups[0]")

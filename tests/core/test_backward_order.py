@@ -228,3 +228,16 @@ def test_a_block_whose_module_still_runs_stays_unsharded() -> None:
     blocks[0].left()
     schedule.after_forward(blocks[0])
     assert not blocks[0].unsharded
+
+
+def test_two_reductions_are_under_way_at_most() -> None:
+    log: list[str] = []
+    entries: Any = [_Gradients(_Unit(f"b{index}", 1, log)) for index in range(4)]
+    for entry in entries:
+        entry.finish_reduce = lambda entry=entry: log.append(f"finish {entry.unit.name}")
+    reducer = Reducer(entries, SimpleNamespace(keeps_whole=False), True, lambda flags: flags)  # type: ignore[arg-type]
+    reducer.begin(reduces=True)
+    for entry in reversed(entries):
+        entry.arrive()
+    reducer.proceed()
+    assert log == ["reduce b3", "reduce b2", "reduce b1", "finish b3", "reduce b0", "finish b2"]

@@ -44,6 +44,15 @@ def forward_without_backward(engine: Any, batch: Batch, forward: Forward, micro:
     return micro_step(engine, batch, forward, micro)
 
 
+def forward_between_backward_and_step(engine: Any, batch: Batch, forward: Forward, _micro: int) -> float:
+    """What that forward has made whole is stale after the step."""
+    loss = forward(engine, batch)
+    engine.backward(loss)
+    forward(engine, batch)
+    engine.step()
+    return loss.item()
+
+
 def inference_mode_before(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
     with torch.inference_mode():
         forward(engine, batch)
@@ -70,8 +79,8 @@ def generate_before(engine: Any, batch: Batch, forward: Forward, micro: int) -> 
 INTERRUPTIONS = {
     function.__name__: function
     for function in (
-        evaluate_before, evaluate_between_forward_and_backward, forward_without_backward, inference_mode_before, bare_module_before,
-        generate_before,
+        evaluate_before, evaluate_between_forward_and_backward, forward_without_backward,
+        forward_between_backward_and_step, inference_mode_before, bare_module_before, generate_before,
     )
 }  # fmt: skip
 

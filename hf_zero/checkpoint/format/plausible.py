@@ -120,7 +120,7 @@ def _problem(key: Any, value: Any) -> str:
     if isinstance(value, float) and math.isnan(value):
         return "which is no number"
     if key in _SWITCHES:
-        return "" if value is None or isinstance(value, bool) else "expected true or false"
+        return "" if isinstance(value, bool) else "expected true or false"
     if key not in _RATES | _FRACTIONS | _COUNTS or (value is None and key not in _COUNTS):
         return ""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
