@@ -270,8 +270,8 @@ def test_any_nesting_comes_back(value: Any) -> None:
     assert repr(back) == repr(value)  # repr tells -0.0 from 0.0 and a tuple from a list
 
 
-@pytest.mark.parametrize("betas", [[0.9], [None, 0.999], [0.9, True], [0.9, 1.5]])
-def test_hyper_parameters_that_no_optimizer_has_are_refused(betas: list[Any]) -> None:
+@pytest.mark.parametrize("betas", [None, 0.9, [0.9], [None, 0.999], [0.9, True], [0.9, 1.5]])
+def test_hyper_parameters_that_no_optimizer_has_are_refused(betas: Any) -> None:
     check_group({"lr": 0.1, "betas": [0.9, 0.999]}, "optimizer.groups[0]")
     with pytest.raises(CheckpointError, match=r"optimizer.groups\[0\]: betas is"):
         check_group({"lr": 0.1, "betas": betas}, "optimizer.groups[0]")

@@ -105,7 +105,7 @@ def check_values(values: Any, where: str) -> None:
         CheckpointError: Names ``where``, the key and the value.
     """
     for key, value in values.items() if isinstance(values, dict) else ():
-        if key == "betas" and isinstance(value, (list, tuple)) and (len(value) < 2 or None in value):
+        if key == "betas" and not (isinstance(value, (list, tuple)) and len(value) > 1 and None not in value):
             raise CheckpointError(f"{where}: {key} is {shown(value)}, expected two numbers or more")
         for item in value if key in _LISTS and isinstance(value, (list, tuple)) else (value,):
             problem = _problem(key, item)
