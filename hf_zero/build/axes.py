@@ -20,12 +20,10 @@ class Axes:
 
     Attributes:
         topology: The axis to shard over, with the model axis if there is one.
-        replicas: Ranks, or groups of ranks, that train on samples of their own.
         sequence: Groups of ranks that share their samples; None where sequences are whole.
     """
 
     topology: Topology
-    replicas: int
     sequence: SequenceParallel | None
 
 
@@ -45,10 +43,10 @@ def axes_of(source: dict[str, Any], mpu: Any, mesh: Any, model: nn.Module) -> tu
     sequence = sequence_parallel_of(source, mpu, mesh)
     if sequence is not None:
         topology = sequence.topology
-        return Axes(topology, topology.replicas, sequence), count_slices_once(source, topology)
+        return Axes(topology, sequence), count_slices_once(source, topology)
     topology = _topology(mpu, model, requested_ranks(source))
     together = topology.model.world if topology.model is not None else 1
-    return Axes(topology, topology.world, None), count_groups_once(source, topology.world, together)
+    return Axes(topology, None), count_groups_once(source, topology.world, together)
 
 
 def _topology(mpu: Any, model: nn.Module, model_parallel: int) -> Topology:

@@ -97,7 +97,7 @@ class PartsBuilder:
             lr_scheduler: The caller's scheduler, a function that makes one, or None.
         """
         whole_tensors = inner is not None and self._needs_whole_tensors(inner)
-        if self.stage.shards_parameters and self.topology.world > 1:
+        if self.stage.parameters_sharded and self.topology.world > 1:
             warn_if_built_whole(self.module)
         kept = modules_kept_unsharded(self.module)
         leaves = self._leaves(kept)
@@ -159,7 +159,7 @@ class PartsBuilder:
         )
 
     def _needs_whole_tensors(self, inner: torch.optim.Optimizer) -> bool:
-        all_here = not self.stage.shards_optimizer or self.topology.world == 1
+        all_here = not self.stage.optimizer_sharded or self.topology.world == 1
         split, device = self.topology.model is not None, self.offload.optimizer.device
         whole = needs_whole_tensors(inner, self.config.zero_allow_untested_optimizer, all_here, split or device == "nvme")
         if whole:
@@ -179,7 +179,7 @@ class PartsBuilder:
 
     def _reducer(self, units: list[Unit], one_bit: bool) -> Reducer:
         collectives = self.collectives
-        if self.stage.shards_parameters and self.topology.world > 1:
+        if self.stage.parameters_sharded and self.topology.world > 1:
             collectives = open_collectives(own_topology(self.topology, "reductions"))
             collectives.connect()
             borrow(collectives.topology)

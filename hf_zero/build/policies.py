@@ -87,7 +87,7 @@ def gradient_policy(config: ZeroConfig, precision: PrecisionPolicy, stage: Stage
         accumulation_dtype=precision.accumulation_dtype,
         pre_scale=pre,
         post_scale=total / pre,
-        sharded=stage.shards_optimizer,
+        sharded=stage.optimizer_sharded,
     )
 
 

@@ -71,7 +71,7 @@ class UnitBuilder:
             if id(member.param) not in taken and find_unit(member.param) is None:
                 cast_param(member.param, self.precision, device)
         cast_and_move(self.module, self.precision, device)
-        if self.stage.shards_parameters:
+        if self.stage.parameters_sharded:
             for param in self.module.parameters():
                 if find_unit(param) is None:
                     self.listener.registered(param, param.shape, param.detach().reshape(-1), self.collectives)
@@ -87,7 +87,7 @@ class UnitBuilder:
         """Trainable parameters always; frozen ones where parameters are sharded, or when they come sharded from ``zero.Init``."""
         if not member.param.is_floating_point():
             return False
-        return member.group != FROZEN or self.stage.shards_parameters or find_unit(member.param) is not None
+        return member.group != FROZEN or self.stage.parameters_sharded or find_unit(member.param) is not None
 
     def _block(self, spec: BlockSpec) -> Block:
         """One unit per element type and kind; the block's own name when there is just one."""
@@ -108,11 +108,11 @@ class UnitBuilder:
             master = dtype
         return UnitSpec(
             self.collectives,
-            shards=self.stage.shards_optimizer,
-            reshards=self.stage.shards_parameters and (self.collectives.world > 1 or shard_storage.reshards),
+            shards=self.stage.optimizer_sharded,
+            reshards=self.stage.parameters_sharded and (self.collectives.world > 1 or shard_storage.reshards),
             master_dtype=master,
             shard_storage=shard_storage,
-            listener=self.listener if self.stage.shards_parameters else ParamListener(),
+            listener=self.listener if self.stage.parameters_sharded else ParamListener(),
         )
 
     def _sync_buffers(self) -> None:

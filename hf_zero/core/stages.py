@@ -13,15 +13,15 @@ class StagePolicy:
 
     Attributes:
         stage: Its number, for messages.
-        shards_optimizer: Each rank keeps and updates masters and moments of its own shard only.
-        shards_parameters: Units are resharded between uses and unsharded for them.
+        optimizer_sharded: Each rank keeps and updates masters and moments of its own shard only.
+        parameters_sharded: Units are resharded between uses and unsharded for them.
         reduces_each_micro_step: Gradients are reduced in every backward; otherwise at the boundary only.
         allows_deferral: ``no_sync()`` may postpone the reduction to a later micro-step.
     """
 
     stage: int
-    shards_optimizer: bool
-    shards_parameters: bool
+    optimizer_sharded: bool
+    parameters_sharded: bool
     reduces_each_micro_step: bool
     allows_deferral: bool
 
@@ -34,10 +34,10 @@ class StagePolicy:
 # the result: ranks first, micro-steps second, in all three, makes them equal bit for bit under accumulation too. As with DDP,
 # ``no_sync()`` postpones it to the boundary and saves the traffic.
 _STAGES = {
-    0: StagePolicy(0, shards_optimizer=False, shards_parameters=False, reduces_each_micro_step=False, allows_deferral=True),
-    1: StagePolicy(1, shards_optimizer=True, shards_parameters=False, reduces_each_micro_step=True, allows_deferral=True),
-    2: StagePolicy(2, shards_optimizer=True, shards_parameters=False, reduces_each_micro_step=True, allows_deferral=False),
-    3: StagePolicy(3, shards_optimizer=True, shards_parameters=True, reduces_each_micro_step=True, allows_deferral=False),
+    0: StagePolicy(0, optimizer_sharded=False, parameters_sharded=False, reduces_each_micro_step=False, allows_deferral=True),
+    1: StagePolicy(1, optimizer_sharded=True, parameters_sharded=False, reduces_each_micro_step=True, allows_deferral=True),
+    2: StagePolicy(2, optimizer_sharded=True, parameters_sharded=False, reduces_each_micro_step=True, allows_deferral=False),
+    3: StagePolicy(3, optimizer_sharded=True, parameters_sharded=True, reduces_each_micro_step=True, allows_deferral=False),
 }
 
 

@@ -135,7 +135,7 @@ METHODS: dict[str, Getter] = {
     "zero_optimization_partition_weights": lambda engine: engine.policy.stage >= 3,
     # Below stage 3 a whole model is at hand, or slices of it are, of which the key, off by default, says nothing.
     "zero_gather_16bit_weights_on_model_save": lambda engine: (
-        not engine.policy.shards_parameters or engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
+        not engine.policy.parameters_sharded or engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
     ),
     "zero_offload_optimizer": lambda engine: engine.settings.zero_optimization.offload_optimizer,
     "zero_offload_param": lambda engine: engine.settings.zero_optimization.offload_param,

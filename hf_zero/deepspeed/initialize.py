@@ -74,7 +74,7 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     axes, source = axes_of(read_config(source), mpu, mesh_param, model)
     hidden_size = hidden_size_of(model)
-    resolved = resolve(source, world_size=axes.replicas, sources={"hidden_size": hidden_size} if hidden_size else None)
+    resolved = resolve(source, world_size=axes.topology.replicas, sources={"hidden_size": hidden_size} if hidden_size else None)
     announce(resolved)
     model = divide(model, source, axes)
     builder = PartsBuilder(model, resolved, axes, EngineLossScaler, PARAM_ATTRIBUTES)

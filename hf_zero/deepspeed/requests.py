@@ -57,7 +57,7 @@ def load_module_state_dict(
         StateError: State of the engine waits on the host.
     """
     engine.offloaded_states.require_none("load_module_state_dict()")
-    with GatheredParameters(list(engine.module.parameters()), modifier_rank=0, enabled=engine.policy.shards_parameters):
+    with GatheredParameters(list(engine.module.parameters()), modifier_rank=0, enabled=engine.policy.parameters_sharded):
         if custom_load_fn is not None:
             custom_load_fn(src=state_dict, dst=engine.module)
         else:

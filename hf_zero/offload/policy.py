@@ -42,7 +42,7 @@ def trains_on_host(device: torch.device) -> bool:
 
 def describe_offload(settings: OffloadSettings, stage: StagePolicy) -> str:
     """What rests elsewhere, as the end of a line; empty when nothing does."""
-    parts = [("optimizer states", settings.optimizer.device, True), ("parameters", settings.param.device, stage.shards_parameters)]
+    parts = [("optimizer states", settings.optimizer.device, True), ("parameters", settings.param.device, stage.parameters_sharded)]
     return "".join(f", {name} on {device}" for name, device, moves in parts if moves and device != "none")
 
 
@@ -69,8 +69,8 @@ class Offloading:
         self._settings, self._precision, self._collectives = settings, precision, collectives
         self._device = collectives.topology.device
         self._apart = not trains_on_host(self._device)
-        self._offloads_param = stage.shards_parameters and self._param.device != "none"
-        if self._param.device != "none" and not stage.shards_parameters:
+        self._offloads_param = stage.parameters_sharded and self._param.device != "none"
+        if self._param.device != "none" and not stage.parameters_sharded:
             warn_once(
                 f"zero_optimization.offload_param.device is {self._param.device!r}, which has an effect at stage 3 only; "
                 f"this is stage {stage.stage}"

@@ -6,6 +6,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -66,11 +67,10 @@ class Process:
         if self.place != _place():
             return None
         try:
-            os.kill(self.pid, 0)
+            with suppress(PermissionError):  # another user's: it is there
+                os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
-        except OSError:  # another user's
-            pass
         try:
             state = _stat(self.pid)[0]
         except OSError:  # no /proc, or not for us

@@ -129,6 +129,7 @@ def _backward(model: _Model, ran: list[int], late: list[bool] | None) -> tuple[l
     entries["root"].arrive()
     schedule.end_backward()
     reducer.flush()
+    assert not any(entry.has_local for entry in entries.values()), "what comes late is reduced in the same backward"
     return log, flags
 
 

@@ -23,7 +23,7 @@ def test_when_a_stage_reduces(stage: int, inside: bool, boundary: bool, deferred
 
 
 def test_what_a_stage_shards() -> None:
-    shards = [(stage_policy(stage).shards_optimizer, stage_policy(stage).shards_parameters) for stage in range(4)]
+    shards = [(stage_policy(stage).optimizer_sharded, stage_policy(stage).parameters_sharded) for stage in range(4)]
     assert shards == [(False, False), (True, False), (True, False), (True, True)]
 
 

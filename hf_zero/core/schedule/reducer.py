@@ -168,7 +168,7 @@ class Reducer:
             return True
         return all(entry.done for entry in self._queue[self._sent : self._order.before(position)])
 
-    def unshards_issued(self, count: int) -> None:
+    def issued_up_to(self, count: int) -> None:
         """The unshards of the first ``count`` positions are issued."""
         if self._order is not None:
             self._order.issued = max(self._order.issued, count)

@@ -77,7 +77,7 @@ class UnshardPass:
                 self._under_way.append(block)
             self._position += 1
         if reducer is not None:
-            reducer.unshards_issued(self._position)
+            reducer.issued_up_to(self._position)
 
     def unshard(self, block: Block) -> None:
         """Makes ``block`` whole, wherever it stands in the order; collective."""

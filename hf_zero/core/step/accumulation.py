@@ -26,7 +26,7 @@ class Accumulation:
         self.micro_steps = 0
         self._said: bool | None = None
         self._in_cycle = 0
-        self._forwards_seen = -1
+        self._seen_forwards = -1
         self._no_sync_depth = 0
         self._awaits_step = False  # between a backward and the step call that follows it
 
@@ -45,8 +45,8 @@ class Accumulation:
 
     def begin(self, forwards: int) -> bool:
         """A backward begins after ``forwards`` forwards in all; returns whether its gradients complete an optimizer step."""
-        if forwards != self._forwards_seen:
-            self._forwards_seen = forwards
+        if forwards != self._seen_forwards:
+            self._seen_forwards = forwards
             self.micro_steps += 1
             self._in_cycle += 1
         self.boundary = self.next_is_boundary(begun=True)
@@ -95,7 +95,7 @@ class Accumulation:
     def discarded(self) -> None:
         """The gradients since the last optimizer step are gone: their micro-steps do not count, another backward may follow."""
         self.micro_steps -= self._in_cycle
-        self._forwards_seen = -1
+        self._seen_forwards = -1
         self.stepped()
 
     def enter_no_sync(self) -> None:

@@ -90,7 +90,7 @@ class Stepper:
     def norm_of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """Norm of all gradients together, with loss scale; 0-dim, the same on every rank. Collective."""
         stage, store = self.settings.stage, self.optimizer.state_store
-        return global_norm(shards, self.collectives, stage.shards_optimizer, self._model, store.threads)
+        return global_norm(shards, self.collectives, stage.optimizer_sharded, self._model, store.threads)
 
     def culprit_of(self, shards: Sequence[torch.Tensor]) -> str:
         """Name of the first parameter with a gradient that is not finite; collective."""
