@@ -210,8 +210,14 @@ class Collectives(ABC):
             torch.maximum(votes, heard, out=votes)
             distance *= 2
 
-    def connect(self) -> None:  # noqa: B027 - most back ends are connected when they are made
-        """Lets a back end that connects at its first collective do so now, rather than in the first backward; collective."""
+    def connect(self) -> None:
+        """Returns when every rank is connected; collective.
+
+        gloo connects its ranks when the group is made, each in its own time: a rank that used the group for nothing and destroyed it
+        would cut the others off before theirs are complete. nccl would connect in the first backward.
+        """
+        if self.world > 1:
+            dist.barrier(self.topology.group)
 
     @staticmethod
     def _launch(label: str, call: Callable[[], Any]) -> Any:
