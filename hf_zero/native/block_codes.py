@@ -18,11 +18,11 @@ class KeptError:
     """What codes have lost so far, as a moving average that is added before the next coding (Xie et al., "LoCo", arXiv:2407.04480).
 
     Attributes:
-        message: A code of 8 bits of as many elements, (message_bytes(n, 8),) uint8; updated. Zeros at the start.
+        messages: Codes of 8 bits of as many parts, (parts, message_bytes(n, 8)) uint8; updated. Zeros at the start.
         keep: Weight of the old error in the new one, from 0 (what the last code lost) to below 1.
     """
 
-    message: torch.Tensor
+    messages: torch.Tensor
     keep: float
 
     @property

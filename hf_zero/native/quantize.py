@@ -16,13 +16,14 @@ of one, the even element in the low half. Its length is a multiple of four bytes
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 
 from hf_zero.errors import HfZeroError
 from hf_zero.native import quantize_reference, triton_quantize
-from hf_zero.native.block_codes import LIMITS, QUANTIZE_BLOCK, KeptError, code_bytes, codes_of, message_bytes, scales_of
+from hf_zero.native.block_codes import LIMITS, QUANTIZE_BLOCK, KeptError, block_count, codes_of, message_bytes, scales_of
 from hf_zero.native.library import ELEMENT_TYPES, Library, announce, library
 from hf_zero.native.passes import address
 from hf_zero.native.thread_ranges import for_thread_ranges
@@ -35,12 +36,12 @@ def can_quantize(dtype: torch.dtype) -> bool:
     return dtype in ELEMENT_TYPES
 
 
-def quantize(values: torch.Tensor, message: torch.Tensor, bits: int, error: KeptError | None = None, threads: int = 1) -> None:
-    """Writes the code of ``values``; see [Note: the code of a block].
+def quantize(values: torch.Tensor, messages: torch.Tensor, bits: int, error: KeptError | None = None, threads: int = 1) -> None:
+    """Writes the code of each part of ``values``; see [Note: the code of a block].
 
     Args:
-        values: (n,) fp32, bf16 or fp16, contiguous.
-        message: (message_bytes(n, bits),) uint8, contiguous; overwritten.
+        values: (parts * n,) fp32, bf16 or fp16, contiguous.
+        messages: (parts, message_bytes(n, bits)) uint8, contiguous; overwritten.
         bits: 8 or 4.
         error: What earlier codes have lost: it is added to the values first, and what this one loses is mixed into it. A block that is
             not finite leaves its error alone.
@@ -49,64 +50,80 @@ def quantize(values: torch.Tensor, message: torch.Tensor, bits: int, error: Kept
     Raises:
         HfZeroError: Tensors that do not fit together.
     """
-    numel = values.numel()
-    _require(values, message, message_bytes(numel, bits) if bits in LIMITS else -1, bits)
+    parts, numel = len(messages), values.numel() // max(1, len(messages))
+    _require(values, messages, parts, numel, bits)
     if error is not None:
-        _require(values, error.message, message_bytes(numel, 8), 8)
+        _require(values, error.messages, parts, numel, 8)
     native = _native(values)
     if native is None:
-        _without_library(values).quantize(values, message, bits, error)
+        _without_library(values).quantize(values, messages, bits, error)
         return
-    scales, codes = scales_of(message, numel), codes_of(message, numel, bits)
-    kept = (scales_of(error.message, numel), codes_of(error.message, numel, 8)) if error is not None else (None, None)
+    target = _places(messages, numel, bits)
+    kept = _places(error.messages, numel, 8) if error is not None else _NOWHERE
     weights = (ctypes.c_float(error.keep), ctypes.c_float(error.take)) if error is not None else (ctypes.c_float(0.0),) * 2
+    source = (ctypes.c_int64(numel), address(values), ELEMENT_TYPES[values.dtype])
 
-    def work(start: int, stop: int) -> None:
-        block = start // QUANTIZE_BLOCK
-        places = (address(scales, block), address(codes, code_bytes(start, bits)), address(kept[0], block), address(kept[1], start))
-        source = (address(values, start), ELEMENT_TYPES[values.dtype])
-        native.call("hfz_quantize", ctypes.c_int64(stop - start), *source, bits, *places, *weights)
+    def work(first: int, last: int) -> None:
+        native.call("hfz_quantize", ctypes.c_int64(first), ctypes.c_int64(last), *source, bits, *target, *kept, *weights)
 
-    for_thread_ranges(numel, threads, work, step=_STEP)
+    _for_blocks(parts * block_count(numel), threads, work)
 
 
 def dequantize(messages: torch.Tensor, out: torch.Tensor, bits: int, threads: int = 1) -> None:
-    """Writes what ``messages`` stand for: their sum, added up in fp32 row by row, rounded once to the type of ``out``.
+    """Writes what ``messages`` stand for: for each part the sum over workers, in their order, in fp32, rounded once to the type of ``out``.
 
     Args:
-        messages: (workers, message_bytes(n, bits)) uint8, contiguous, at least one row.
-        out: (n,) fp32, bf16 or fp16, contiguous; overwritten.
+        messages: (parts, workers, message_bytes(n, bits)) uint8, contiguous.
+        out: (parts * n,) fp32, bf16 or fp16, contiguous; overwritten.
         bits: 8 or 4.
         threads: The most threads to use; the result does not depend on it.
 
     Raises:
         HfZeroError: Tensors that do not fit together.
     """
-    numel = out.numel()
-    _require(out, messages, len(messages) * message_bytes(numel, bits) if bits in LIMITS else -1, bits)
+    parts, workers = messages.shape[:2]
+    numel = out.numel() // max(1, parts)
+    _require(out, messages, parts, numel, bits, workers)
     native = _native(out)
     if native is None:
         _without_library(out).dequantize(messages, out, bits)
         return
+    source = (ctypes.c_int64(numel), workers, bits, *_places(messages.view(parts * workers, -1), numel, bits))
+    target = (address(out), ELEMENT_TYPES[out.dtype])
+
+    def work(first: int, last: int) -> None:
+        native.call("hfz_dequantize", ctypes.c_int64(first), ctypes.c_int64(last), *source, *target)
+
+    _for_blocks(parts * block_count(numel), threads, work)
+
+
+_NOWHERE = (address(None), ctypes.c_int64(0)) * 2
+
+
+def _places(messages: torch.Tensor, numel: int, bits: int) -> tuple[object, ...]:
+    """Addresses and strides of the scales and the codes of (rows, message bytes)."""
     scales, codes = scales_of(messages, numel), codes_of(messages, numel, bits)
-    strides = (ctypes.c_int64(scales.stride(0)), ctypes.c_int64(codes.stride(0)))
-
-    def work(start: int, stop: int) -> None:
-        from_scales = (address(scales, start // QUANTIZE_BLOCK), strides[0])
-        from_codes = (address(codes, code_bytes(start, bits)), strides[1])
-        target = (address(out, start), ELEMENT_TYPES[out.dtype])
-        native.call("hfz_dequantize", ctypes.c_int64(stop - start), len(messages), bits, *from_scales, *from_codes, *target)
-
-    for_thread_ranges(numel, threads, work, step=_STEP)
+    return address(scales), ctypes.c_int64(scales.stride(0)), address(codes), ctypes.c_int64(codes.stride(0))
 
 
-def _require(values: torch.Tensor, message: torch.Tensor, nbytes: int, bits: int) -> None:
-    fits = values.dim() == 1 and can_quantize(values.dtype) and message.dtype == torch.uint8 and message.numel() == nbytes
-    if not fits or not nbytes or not (values.is_contiguous() and message.is_contiguous()) or values.device != message.device:
+def _for_blocks(blocks: int, threads: int, work: Callable[[int, int], None]) -> None:
+    """Calls ``work(first, last)`` for ranges of blocks that cover all."""
+
+    def part(start: int, stop: int) -> None:  # in elements, as if all blocks were full
+        work(start // QUANTIZE_BLOCK, -(-stop // QUANTIZE_BLOCK))
+
+    for_thread_ranges(blocks * QUANTIZE_BLOCK, threads, part, step=_STEP)
+
+
+def _require(values: torch.Tensor, messages: torch.Tensor, parts: int, numel: int, bits: int, workers: int = 1) -> None:
+    nbytes = parts * workers * message_bytes(numel, bits) if bits in LIMITS else 0
+    fits = values.dim() == 1 and can_quantize(values.dtype) and values.numel() == parts * numel
+    fits = fits and messages.dtype == torch.uint8 and messages.numel() == nbytes > 0 and values.device == messages.device
+    if not fits or not (values.is_contiguous() and messages.is_contiguous()):
         raise HfZeroError(
-            f"a code of {bits} bits: {tuple(values.shape)} {values.dtype} on {values.device} and {message.numel()} bytes of "
-            f"{message.dtype} on {message.device}; 8 or 4 bits, fp32, bf16 or fp16 values, 1D, and {nbytes} uint8 in the same memory are "
-            "expected, contiguous"
+            f"a code of {bits} bits: {tuple(values.shape)} {values.dtype} on {values.device} and {tuple(messages.shape)} "
+            f"{messages.dtype} on {messages.device}; 8 or 4 bits, 1D fp32, bf16 or fp16 values that make {parts} equal parts, and {nbytes} "
+            "bytes of uint8 in the same memory are expected, contiguous"
         )
 
 

@@ -44,18 +44,18 @@ def agrees(device: torch.device) -> bool:
     Raises:
         Exception: Whatever Triton raises where it does not work.
     """
-    numel = 5 * QUANTIZE_BLOCK + 16
-    values = torch.linspace(-1, 1, numel, device=device).pow_(3)
+    numel = 2 * QUANTIZE_BLOCK + 16
+    values = torch.linspace(-1, 1, 2 * numel, device=device).pow_(3)
     found = []
     for quantizes, dequantizes in ((quantize, dequantize), (quantize_reference.quantize, quantize_reference.dequantize)):
         for bits in LIMITS:
-            message = torch.zeros(2, message_bytes(numel, bits), dtype=torch.uint8, device=device)
-            error = KeptError(torch.zeros(message_bytes(numel, 8), dtype=torch.uint8, device=device), 0.8)
-            for row in message:
-                quantizes(values, row, bits, error)
-            out = torch.empty(numel, device=device)
-            dequantizes(message, out, bits)
-            found.append((message, error.message, out))
+            messages = torch.zeros(2, 2, message_bytes(numel, bits), dtype=torch.uint8, device=device)
+            error = KeptError(torch.zeros(2, message_bytes(numel, 8), dtype=torch.uint8, device=device), 0.8)
+            for rows in messages:
+                quantizes(values, rows, bits, error)
+            out = torch.empty(2 * numel, device=device)
+            dequantizes(messages, out, bits)
+            found.append((messages, error.messages, out))
     half = len(found) // 2
     return all(torch.equal(one, other) for a, b in zip(found[:half], found[half:], strict=True) for one, other in zip(a, b, strict=True))
 
@@ -66,22 +66,25 @@ def _kernels() -> Any:
     return triton_quantize_kernel
 
 
-def quantize(values: torch.Tensor, message: torch.Tensor, bits: int, error: KeptError | None = None) -> None:
+def quantize(values: torch.Tensor, messages: torch.Tensor, bits: int, error: KeptError | None = None) -> None:
     """As ``quantize`` of ``quantize.py``."""
-    numel = values.numel()
-    kept = error.message if error is not None else message
-    _kernels().quantize[(block_count(numel),)](
-        values, scales_of(message, numel), codes_of(message, numel, bits), scales_of(kept, numel),
-        codes_of(kept, numel, 8 if error is not None else bits), numel, error.keep if error else 0.0, error.take if error else 0.0,
+    parts, numel = len(messages), values.numel() // len(messages)
+    kept = _places(error.messages, numel, 8) if error is not None else _places(messages, numel, bits)
+    _kernels().quantize[(parts * block_count(numel),)](
+        values, *_places(messages, numel, bits), *kept, numel, error.keep if error else 0.0, error.take if error else 0.0,
         BITS=bits, LIMIT=LIMITS[bits], HAS_ERROR=error is not None, BLOCK=QUANTIZE_BLOCK, **_EXACT,
     )  # fmt: skip
 
 
 def dequantize(messages: torch.Tensor, out: torch.Tensor, bits: int) -> None:
     """As ``dequantize`` of ``quantize.py``."""
-    numel = out.numel()
+    parts, workers = messages.shape[:2]
+    numel = out.numel() // parts
+    _kernels().dequantize[(parts * block_count(numel),)](
+        *_places(messages.view(parts * workers, -1), numel, bits), out, numel, WORKERS=workers, BITS=bits, BLOCK=QUANTIZE_BLOCK, **_EXACT
+    )
+
+
+def _places(messages: torch.Tensor, numel: int, bits: int) -> tuple[Any, ...]:
     scales, codes = scales_of(messages, numel), codes_of(messages, numel, bits)
-    _kernels().dequantize[(block_count(numel),)](
-        scales, scales.stride(0), codes, codes.stride(0), out, numel,
-        WORKERS=len(messages), BITS=bits, BLOCK=QUANTIZE_BLOCK, **_EXACT,
-    )  # fmt: skip
+    return scales, scales.stride(0), codes, codes.stride(0)

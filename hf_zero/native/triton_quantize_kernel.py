@@ -49,31 +49,33 @@ def write_integers(integers, codes, start, at, inside, count, BITS: tl.constexpr
 
 @triton.jit
 def quantize(  # type: ignore[no-untyped-def]
-    values, scales, codes, error_scales, error_codes, count, keep, take,
+    values, scales, scales_stride, codes, codes_stride, error_scales, error_scales_stride, error_codes, error_codes_stride,
+    count, keep, take,
     BITS: tl.constexpr, LIMIT: tl.constexpr, HAS_ERROR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block: its scale and its integers, and what they lose."""
-    block = tl.program_id(0).to(tl.int64)
+    per_part = (count + BLOCK - 1) // BLOCK
+    part, block = tl.program_id(0).to(tl.int64) // per_part, tl.program_id(0).to(tl.int64) % per_part
     start = block * BLOCK
     at = start + tl.arange(0, BLOCK)
     inside = at < count
-    value = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(values + part * count + at, mask=inside, other=0.0).to(tl.float32)
     old = tl.zeros_like(value)
+    lost_scale, lost_codes = error_scales + part * error_scales_stride + block, error_codes + part * error_codes_stride
     if HAS_ERROR:
-        old = read_integers(error_codes, at, inside, 8) * tl.load(error_scales + block)
+        old = read_integers(lost_codes, at, inside, 8) * tl.load(lost_scale)
         value += old
     scale = scale_of(value, LIMIT)
     integers = integers_of(value, scale)
-    tl.store(scales + block, scale)
-    write_integers(integers, codes, start, at, inside, count, BITS, BLOCK)
+    tl.store(scales + part * scales_stride + block, scale)
+    write_integers(integers, codes + part * codes_stride, start, at, inside, count, BITS, BLOCK)
     if HAS_ERROR:
-        lost = value - integers * scale
-        mixed = old * keep + lost * take
+        mixed = old * keep + (value - integers * scale) * take
         found = scale_of(mixed, 127)
         found = tl.where(found > 0.0, found, 0.0)
         defined = scale == scale
-        tl.store(error_scales + block, found, mask=defined)
-        write_integers(integers_of(mixed, found), error_codes, start, at, inside & defined, count, 8, BLOCK)
+        tl.store(lost_scale, found, mask=defined)
+        write_integers(integers_of(mixed, found), lost_codes, start, at, inside & defined, count, 8, BLOCK)
 
 
 @triton.jit
@@ -82,11 +84,13 @@ def dequantize(  # type: ignore[no-untyped-def]
     WORKERS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block: the sum over workers, in their order."""
-    block = tl.program_id(0).to(tl.int64)
+    per_part = (count + BLOCK - 1) // BLOCK
+    part, block = tl.program_id(0).to(tl.int64) // per_part, tl.program_id(0).to(tl.int64) % per_part
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    total = read_integers(codes, at, inside, BITS) * tl.load(scales + block)
+    first = part * WORKERS
+    total = read_integers(codes + first * codes_stride, at, inside, BITS) * tl.load(scales + first * scales_stride + block)
     for worker in range(1, WORKERS):
-        row = tl.cast(worker, tl.int64)
+        row = first + worker
         total += read_integers(codes + row * codes_stride, at, inside, BITS) * tl.load(scales + row * scales_stride + block)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + part * count + at, total.to(out.dtype.element_ty), mask=inside)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hf_zero.errors import HfZeroError
 from hf_zero.native import quantize_reference
 from hf_zero.native import quantize as codes
-from hf_zero.native.block_codes import QUANTIZE_BLOCK, KeptError, codes_of, message_bytes, scales_of
-from tests.support.block_codes import coded, differences, step
+from hf_zero.native.block_codes import QUANTIZE_BLOCK, codes_of, message_bytes, scales_of
+from tests.support.block_codes import coded, decoded, differences, no_error, step
 from tests.support.native import isa, needs_library, values  # noqa: F401
 
 EVERY = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -29,21 +29,21 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
     bits=st.sampled_from([8, 4]),
     dtype=st.sampled_from(DTYPES),
     finite=st.booleans(),
-    threads=st.integers(1, 3),
+    parts=st.integers(1, 3),
 )
-def test_what_is_coded_and_decoded(isa: str, count: int, seed: int, bits: int, dtype: torch.dtype, finite: bool, threads: int) -> None:  # noqa: F811
+def test_what_is_coded_and_decoded(isa: str, count: int, seed: int, bits: int, dtype: torch.dtype, finite: bool, parts: int) -> None:  # noqa: F811
     """Two codings with an error in between, and the sum of both messages, in every type."""
-    vectors = [values(count, seed + number, dtype=dtype, finite=finite) for number in range(2)]
-    assert not differences(step(codes, vectors, bits, threads=threads), step(quantize_reference, vectors, bits))
+    vectors = [values(count * parts, seed + number, dtype=dtype, finite=finite) for number in range(2)]
+    assert not differences(step(codes, vectors, bits, parts), step(quantize_reference, vectors, bits, parts))
 
 
 @needs_library
 def test_threads_and_long_vectors(isa: str) -> None:  # noqa: F811
-    vectors = [values(150_000 + 7, number) for number in range(2)]
+    vectors = [values(3 * (50_000 + 7), number) for number in range(2)]
     for bits in (8, 4):
-        alone, together = step(codes, vectors, bits, threads=1), step(codes, vectors, bits, threads=4)
+        alone, together = step(codes, vectors, bits, 3, threads=1), step(codes, vectors, bits, 3, threads=4)
         assert not differences(alone, together)
-        assert not differences(alone, step(quantize_reference, vectors, bits))
+        assert not differences(alone, step(quantize_reference, vectors, bits, 3))
 
 
 @pytest.mark.parametrize("functions", [codes, quantize_reference])
@@ -54,13 +54,12 @@ def test_the_definition(functions: Any, bits: int, limit: int) -> None:
     block[:8] = torch.tensor([limit, 0.5, 1.5, -0.5, -2.5, -0.0, 0.49, -limit])
     block[QUANTIZE_BLOCK:] = torch.tensor([0.0, -1.0, 0.25])  # a tail with a scale of its own
     message = coded(functions, block, bits)
-    assert scales_of(message, block.numel()).tolist() == [1.0, torch.tensor(1.0).div(limit).item()]
-    out = torch.empty_like(block)
-    functions.dequantize(message.unsqueeze(0), out, bits)
+    assert scales_of(message, block.numel()).tolist() == [[1.0, torch.tensor(1.0).div(limit).item()]]
+    out = decoded(functions, message.unsqueeze(0), block.numel(), bits)
     assert out[:8].tolist() == [limit, 0.0, 2.0, 0.0, -2.0, 0.0, 0.0, -limit]
     assert not torch.signbit(out[[3, 5]]).any(), "no negative zeros"
     assert out[QUANTIZE_BLOCK:].tolist()[:2] == [0.0, -1.0]
-    first = codes_of(message, block.numel(), bits)[:2].tolist()
+    first = codes_of(message, block.numel(), bits)[0, :2].tolist()
     assert first == ([limit, 0] if bits == 8 else [0 << 4 | limit, 0 << 4 | 2])
 
 
@@ -71,9 +70,7 @@ def test_what_is_not_finite_arrives_so_and_tiny_blocks_are_zeros(functions: Any,
     vector[3], vector[QUANTIZE_BLOCK + 7] = math.inf, math.nan
     vector[2 * QUANTIZE_BLOCK : 3 * QUANTIZE_BLOCK] = 1e-31  # below 2**-100
     vector[3 * QUANTIZE_BLOCK : 4 * QUANTIZE_BLOCK] = 1e-44  # subnormal
-    out = torch.empty_like(vector)
-    functions.dequantize(coded(functions, vector, bits).unsqueeze(0), out, bits)
-    blocks = out.view(5, -1)
+    blocks = decoded(functions, coded(functions, vector, bits).unsqueeze(0), vector.numel(), bits).view(5, -1)
     assert blocks[:2].isnan().all()
     assert not blocks[2:4].any()
     assert (blocks[4] == 1.0).all()
@@ -83,15 +80,13 @@ def test_what_is_not_finite_arrives_so_and_tiny_blocks_are_zeros(functions: Any,
 def test_an_error_is_carried_and_a_block_that_is_not_finite_keeps_its_own(functions: Any) -> None:
     """With ``keep`` 0 the error is what the last code lost: the sum of many messages comes as close as one code."""
     vector = torch.linspace(-1, 1, 2 * QUANTIZE_BLOCK)
-    error = KeptError(torch.zeros(message_bytes(vector.numel(), 8), dtype=torch.uint8), 0.0)
-    messages = torch.stack([coded(functions, vector, 4, error) for _ in range(50)])
-    total, plain = torch.empty_like(vector), torch.empty_like(vector)
-    functions.dequantize(messages, total, 4)
-    functions.dequantize(messages[:1], plain, 4)
+    error = no_error(vector.numel(), keep=0.0)
+    messages = torch.stack([coded(functions, vector, 4, error) for _ in range(50)], 1)
+    total, plain = (decoded(functions, rows.contiguous(), vector.numel(), 4) for rows in (messages, messages[:, :1]))
     assert (total / 50 - vector).abs().max() < 0.1 * (plain - vector).abs().max()
-    before = error.message.clone()
+    before = error.messages.clone()
     coded(functions, torch.full_like(vector, math.inf), 4, error)
-    assert torch.equal(before, error.message)
+    assert torch.equal(before, error.messages)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -103,7 +98,7 @@ def test_bytes(bits: int) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    message = torch.zeros(message_bytes(32, 8), dtype=torch.uint8)
+    message = torch.zeros(1, message_bytes(32, 8), dtype=torch.uint8)
     for vector, target, bits in [
         (torch.zeros(33), message, 8),
         (torch.zeros(32, dtype=torch.float64), message, 8),
