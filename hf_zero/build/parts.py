@@ -117,6 +117,8 @@ class PartsBuilder:
         optimizer, stepper = None, None
         if inner is not None and reducer is not None:
             optimizer = sharded_optimizer(inner, trained, self.stage, self.collectives, self.offloading.state_store, whole_tensors)
+            if isinstance(reducer.exchange, QuantizedExchange):
+                optimizer.memory = reducer.exchange
             stepper = self._stepper(runtime, reducer, optimizer, scaler)
         if self.config.activation_checkpointing is not None:
             configure(checkpoint_settings(self.config.activation_checkpointing), self.model_collectives, by_script=False)

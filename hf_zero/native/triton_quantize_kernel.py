@@ -73,9 +73,9 @@ def quantize(  # type: ignore[no-untyped-def]
         mixed = old * keep + (value - integers * scale) * take
         found = scale_of(mixed, 127)
         found = tl.where(found > 0.0, found, 0.0)
-        defined = scale == scale
-        tl.store(lost_scale, found, mask=defined)
-        write_integers(integers_of(mixed, found), lost_codes, start, at, inside & defined, count, 8, BLOCK)
+        by = tl.zeros_like(value) + scale
+        tl.store(lost_scale, found, mask=scale == scale)  # not NaN
+        write_integers(integers_of(mixed, found), lost_codes, start, at, inside & (by == by), count, 8, BLOCK)
 
 
 @triton.jit

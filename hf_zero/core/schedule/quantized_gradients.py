@@ -26,6 +26,10 @@ class ErrorFeedback:
     reset_steps: int
 
 
+GRADIENT_ERROR = "loco_error"
+_STEPS = "(steps)"  # no unit is called so
+
+
 class QuantizedExchange(GradientExchange):
     """Reduces codes of 4 bits to the owner of each shard.
 
@@ -42,6 +46,7 @@ class QuantizedExchange(GradientExchange):
         super().__init__(collectives, policy)
         self.feedback = feedback
         self._errors: dict[str, tuple[KeptError, int]] = {}  # by unit, with the elements of a part
+        self._loaded: dict[str, torch.Tensor] = {}  # errors of a checkpoint, until they are needed
         self._steps = 0
 
     def start(self, message: torch.Tensor, unit: str) -> Pending:
@@ -55,6 +60,9 @@ class QuantizedExchange(GradientExchange):
         if unit not in self._errors:
             world, numel = self.collectives.world, message.numel() // self.collectives.world
             codes = torch.zeros(world, message_bytes(numel, 8), dtype=torch.uint8, device=message.device)
+            saved = self._loaded.pop(unit, None)
+            if saved is not None and saved.numel() == codes.numel():
+                codes.view(-1).copy_(saved)
             self._errors[unit] = KeptError(codes, self.feedback.keep), numel
         return self._errors[unit][0]
 
@@ -64,6 +72,24 @@ class QuantizedExchange(GradientExchange):
         self._steps += 1
         if skipped or self._steps % self.feedback.reset_steps == 0:
             self._errors.clear()
+            self._loaded.clear()
         elif growth != 1.0:
             for error, numel in self._errors.values():
                 scales_of(error.messages, numel).mul_(growth)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------------
+
+    def rank_states(self) -> dict[str, dict[str, torch.Tensor]]:
+        """This rank's errors as their codes, (world * message_bytes,) uint8 per unit, and the optimizer steps so far."""
+        if self.feedback is None:
+            return {}
+        errors = self._loaded | {unit: error.messages.view(-1) for unit, (error, _) in self._errors.items()}
+        return {GRADIENT_ERROR: {**errors, _STEPS: torch.tensor([self._steps])}}
+
+    def load_rank_states(self, states: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Restores what ``rank_states`` returned, for this rank at this number of ranks; errors that are not there start from zero."""
+        saved = dict(states.get(GRADIENT_ERROR, {}))
+        steps = saved.pop(_STEPS, None)
+        self._steps = int(steps) if steps is not None else 0
+        self._errors.clear()
+        self._loaded = saved
