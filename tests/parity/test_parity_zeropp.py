@@ -108,7 +108,6 @@ def _equals(name: str, world: int, run: Run, keys: dict[str, Any]) -> None:
 def _what_is_seen() -> None:
     """Forward computes with what the codes say, on all ranks alike; whoever holds parameters whole has exact values."""
     engine = initialize(CASES["mlp"].build(), zeropp(3, w=True))
-    names = [name for name, param in engine.module.named_parameters() if param.dim() > 1]
     seen: dict[str, torch.Tensor] = {}
 
     def look(module: nn.Module, _args: Any) -> None:
@@ -119,6 +118,7 @@ def _what_is_seen() -> None:
     for handle in handles:
         handle.remove()
     masters = full_masters(engine)
+    names = list(masters)
     exact = {name: master.bfloat16() for name, master in masters.items()}
     wanted = _codes_of(engine)
     assert all(torch.equal(seen[name], wanted[name]) for name in names)
@@ -131,11 +131,9 @@ def _what_is_seen() -> None:
     engine.step()
     assert all(torch.isfinite(master).all() for master in full_masters(engine).values())
     saved = engine._zero3_consolidated_16bit_state_dict()
-    if saved:
-        masters = {name: master.bfloat16() for name, master in masters.items()}
-        assert all(value.dtype == torch.bfloat16 for value in saved.values())
     after = {name: master.bfloat16() for name, master in full_masters(engine).items()}
-    assert not saved or all(torch.equal(saved[name].cpu(), after[name]) for name in after)
+    if ranks.rank() == 0:
+        assert all(torch.equal(saved[name].cpu(), value) for name, value in after.items())
 
 
 def _codes_of(engine: Any) -> dict[str, torch.Tensor]:
@@ -230,7 +228,7 @@ def test_assigned_values_do_not_bring_codes_into_masters() -> None:
 def _overflow(stage: int) -> None:
     """An infinity on one rank arrives as such: all skip, the scale halves, errors start anew, and training goes on."""
     engine = initialize(CASES["mlp"].build(), zeropp(stage, dtype="fp16", g=True, loco={"err_beta": KEEP}))
-    exchange = engine.stepper.reducer.exchange if hasattr(engine, "stepper") else engine._stepper.reducer.exchange
+    exchange = engine.stepper.reducer.exchange
     for step in range(5):
         batch = cast_floats(CASES["mlp"].rows(step % 2, 0, ranks.rank()), torch.float16)
         if step == 2 and ranks.rank() == 1:
@@ -257,7 +255,7 @@ def _bytes_per_step(keys: dict[str, Any]) -> dict[str, float]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     engine = initialize(model, zeropp(3, **keys))
-    networks = {"gathers": engine.collectives, "reductions": engine._stepper.reducer.exchange.collectives}
+    networks = {"gathers": engine.collectives, "reductions": engine.stepper.reducer.exchange.collectives}
     numel = sum(unit.layout.numel for unit in engine.units)
     for step in range(2):
         before = {name: network.sent_bytes for name, network in networks.items()}
