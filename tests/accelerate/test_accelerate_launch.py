@@ -115,7 +115,7 @@ command.load()()
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     codes = {"script": ALONE, "without deepspeed": WITHOUT_DEEPSPEED, "transformers env": ENVIRONMENT}
-    return run_forked(codes, tmp_path_factory.mktemp("alone"), "import torch._dynamo, accelerate")
+    return run_forked(codes, tmp_path_factory.mktemp("alone"), "import torch._dynamo, accelerate, transformers.modeling_utils")
 
 
 def test_the_same_script_runs_alone(alone: dict[str, Ended]) -> None:

@@ -44,6 +44,7 @@ def example() -> Iterator[SimpleNamespace]:
 # Text
 
 
+@pytest.mark.slow  # parses all of it; the other examples read a part
 def test_text_without_any_flag_is_the_library_of_this_python(example: SimpleNamespace) -> None:
     raw = example.data.load_raw_datasets(example.arguments.parse_arguments([]))
     texts = raw["train"]["text"][:] + raw["validation"]["text"][:]

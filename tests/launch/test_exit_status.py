@@ -47,6 +47,14 @@ ENDS = {
     "interrupted": ("raise KeyboardInterrupt", (1, -signal.SIGINT)),  # torch's hook for exceptions makes it the first
     "without standard streams": ("sys.stdout = None", 120),
 }
+SLOWLY = """
+save.write_tensor_file = lambda path, entries, **options: (time.sleep(0.3), original(path, entries, **options))[1]
+try:
+    engine.wait_for_checkpoint()
+except hf_zero.errors.CheckpointError:
+    pass
+engine.save_checkpoint(folder, "third")
+"""
 HEARD = """
 try:
     engine.wait_for_checkpoint()
@@ -79,7 +87,11 @@ if __name__ == "__main__":
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     """Every end of the script, by its name."""
-    codes = {name: SCRIPT + end for name, (end, _) in ENDS.items()} | {"heard": SCRIPT + HEARD, "children": CHILDREN}
+    codes = {name: SCRIPT + end for name, (end, _) in ENDS.items()} | {
+        "heard": SCRIPT + HEARD,
+        "slowly": SCRIPT + SLOWLY,
+        "children": CHILDREN,
+    }
     return run_forked(codes, tmp_path_factory.mktemp("ends"), "import torch._dynamo, hf_zero.checkpoint.save; hf_zero.initialize")
 
 
@@ -97,6 +109,11 @@ def test_a_last_save_that_failed_is_told_by_the_exit_status(ended: dict[str, End
 def test_an_error_that_was_heard_is_not_told_again(ended: dict[str, Ended]) -> None:
     found = ended["heard"]
     assert (found.status, found.out) == (0, "heard\nhandler after\nhandler before\n") and "nothing waited for it" not in found.err
+
+
+def test_the_interpreter_waits_for_the_last_checkpoint(ended: dict[str, Ended]) -> None:
+    found = ended["slowly"]
+    assert (found.status, (found.folder / "latest").read_text()) == (0, "third") and (found.folder / "third" / "complete").exists()
 
 
 def test_a_forked_child_of_multiprocessing_tells_too(ended: dict[str, Ended]) -> None:

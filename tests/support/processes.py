@@ -84,10 +84,10 @@ def run_python(
     return run([sys.executable, *options, "-c", textwrap.dedent(code)], cwd=cwd, env=env, timeout=timeout)
 
 
-def run_forked(codes: Mapping[str, str], folder: Path, imports: str = "import torch._dynamo") -> dict[str, Ended]:
+def run_forked(codes: Mapping[str, str], folder: Path, imports: str = "import torch._dynamo", timeout: float = 120.0) -> dict[str, Ended]:
     """Runs pieces of code at the same time, as run_python would, with imports that they share; they find their folder in sys.argv[1]."""
     (folder / "codes.json").write_text(json.dumps({name: textwrap.dedent(code) for name, code in codes.items()}))
-    statuses = json.loads(run([sys.executable, "-c", FORKING.format(imports=imports), str(folder)], cwd=REPO))
+    statuses = json.loads(run([sys.executable, "-c", FORKING.format(imports=imports), str(folder)], cwd=REPO, timeout=timeout))
     printed = {name: [(folder / name / number).read_text() for number in "12"] for name in codes}
     return {name: Ended(statuses[name], *printed[name], folder / name) for name in codes}
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +183,7 @@ def test_saving_without_a_gather_leaves_a_checkpoint(trainer_models: Path, tmp_p
     weights = ranks.run_ranks(_save_without_gather, 2, trainer_models, tmp_path)[0]
     final = tmp_path / "final"
     assert not list(final.glob("*.safetensors")) and not list((tmp_path / "by_engine").glob("*"))
-    done = subprocess.run([sys.executable, str(final / "zero_to_fp32.py"), str(final), str(final)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    trainers.run_zero_to_fp32(final)
     _check_saved(final, weights, "gpt2", torch.float32)
 
 

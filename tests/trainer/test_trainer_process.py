@@ -112,15 +112,12 @@ def _saved_before_training(models: Path, folder: Path, gathers: bool) -> None:
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_saving_after_an_evaluation(gathers: bool, trainer_models: Path, tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     import torch
     from safetensors.torch import load_file
 
     ranks.run_ranks(_saved_before_training, 2, trainer_models, tmp_path, gathers)
     final = tmp_path / "final"
     if not gathers:
-        subprocess.run([sys.executable, str(final / "zero_to_fp32.py"), str(final), str(final)], check=True, capture_output=True)
+        trainers.run_zero_to_fp32(final)
     found, wanted = load_file(final / "model.safetensors"), dict(trainers.load(trainer_models).named_parameters())
     assert wanted.keys() <= found.keys() | {"lm_head.weight"} and all(torch.equal(value, wanted[name]) for name, value in found.items())
