@@ -45,7 +45,9 @@ def build_model(kind: str, size: str) -> Any:
     width, layers = SIZES[size]
     if kind == "gpt2":
         drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        return GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=width, n_layer=layers, n_head=4, use_cache=False, **drop))
+        return GPT2LMHeadModel(
+            GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=width, n_layer=layers, n_head=4, use_cache=False, **drop)
+        )
     shape = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers, "max_position_embeddings": LENGTH}
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, num_attention_heads=4, num_key_value_heads=2, use_cache=False, **shape))
 
@@ -110,7 +112,19 @@ def run(kind: str, model: str, arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "run.json")
         words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(arguments.ranks), "--master_addr", "127.0.0.1"]
-        words += [__file__, "--train", kind, "--models", model, "--size", arguments.size, "--steps", str(arguments.steps), "--out", str(out)]
+        words += [
+            __file__,
+            "--train",
+            kind,
+            "--models",
+            model,
+            "--size",
+            arguments.size,
+            "--steps",
+            str(arguments.steps),
+            "--out",
+            str(out),
+        ]
         if has_namespaces():
             words = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *words]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -166,16 +180,24 @@ def main() -> int:
         return 0
     curves = {model: {kind: run(kind, model, arguments) for kind in arguments.runs} for model in arguments.models}
     rows = [row_of(model, kind, runs) for model, runs in curves.items() for kind in runs]
-    columns = ("model", "collectives", "first step", f"mean of the last {LAST}", "to stage 3's", "bytes a rank sends per step and parameter")
+    columns = (
+        "model",
+        "collectives",
+        "first step",
+        f"mean of the last {LAST}",
+        "to stage 3's",
+        "bytes a rank sends per step and parameter",
+    )
     width, layers = SIZES[arguments.size]
     sizes = " and ".join(f"{model} ({next(iter(runs.values()))['numel'] / 1e6:.1f} M parameters)" for model, runs in curves.items())
     text = (
         f"`benchmarks/zeropp_convergence.py` trains {sizes}, {layers} layers of width {width}, on bytes of docstrings in bf16 at stage 3, "
-        f"{arguments.ranks} ranks, {arguments.steps} steps, all parameters sharded; every run sees the same tokens. Bytes are what the loopback "
-        f"interface counted in the last {LAST} steps, headers included."
+        f"{arguments.ranks} ranks, {arguments.steps} steps, all parameters sharded; every run sees the same tokens. Bytes are what the "
+        f"loopback interface counted in the last {LAST} steps, headers included."
     )
     size = "" if arguments.size == "medium" else f" --size {arguments.size}"
-    command = f"python benchmarks/zeropp_convergence.py{size} --json benchmarks/results/zeropp_convergence.json --plot docs/zeropp-convergence.png"
+    command = f"python benchmarks/zeropp_convergence.py{size}"
+    command += " --json benchmarks/results/zeropp_convergence.json --plot docs/zeropp-convergence.png"
     figure = arguments.plot.name if arguments.plot else ""
     table = ResultTable("Quantized collectives: loss beside stage 3's", command, text, columns, rows, figure)
     table.print()

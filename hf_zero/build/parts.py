@@ -104,9 +104,7 @@ class PartsBuilder:
         kept = modules_kept_unsharded(self.module)
         leaves = self._leaves(kept)
         quantized = policies.quantized_weights(self.config)
-        builder = UnitBuilder(
-            self.module, self.stage, self.precision, self.collectives, self.offloading, leaves, self._listener, quantized
-        )
+        builder = UnitBuilder(self.module, self.stage, self.precision, self.collectives, self.offloading, leaves, self._listener, quantized)
         root, blocks = builder.build(inner, whole_tensors)
         units = [unit for block in (root, *blocks) for unit in block.units]
         trained = [unit for unit in units if unit.trainable]

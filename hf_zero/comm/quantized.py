@@ -35,7 +35,10 @@ def all_gather_codes(collectives: Collectives, full: torch.Tensor, shard: torch.
 
 def coded(shard: torch.Tensor) -> torch.Tensor:
     """What an all-gather of codes makes of ``shard`` (n,), a new tensor; local."""
-    message, values = torch.empty(1, 1, message_bytes(shard.numel(), WEIGHT_BITS), dtype=torch.uint8, device=shard.device), torch.empty_like(shard)
+    message, values = (
+        torch.empty(1, 1, message_bytes(shard.numel(), WEIGHT_BITS), dtype=torch.uint8, device=shard.device),
+        torch.empty_like(shard),
+    )
     quantize(shard, message[0], WEIGHT_BITS, threads=_threads())
     dequantize(message, values, WEIGHT_BITS, _threads())
     return values

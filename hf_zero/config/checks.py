@@ -133,22 +133,26 @@ def _check_quantization(data: dict[str, Any], problems: Problems) -> None:
     stage, here = zero.get("stage", 0), "zero_optimization"
     for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
         if zero.get(name) and stage != 3:
-            text = f"is for the all-gathers of stage 3, and `{here}.stage` is {stage}: set that to 3, or leave this out"
+            text = f"it is for the all-gathers of stage 3, and `{here}.stage` is {stage}: set that to 3, or leave this out"
             problems.refuse(f"{here}.{name}", True, text)
     if not zero.get("zero_quantized_gradients"):
         if zero.get("zeropp_loco_param") is not None:
-            text = f"keeps what codes of gradients lose, and `{here}.zero_quantized_gradients` is false: set that to true, or leave this out"
+            text = (
+                f"it keeps what codes of gradients lose, and `{here}.zero_quantized_gradients` is false: set that to true, or remove this"
+            )
             problems.refuse(f"{here}.zeropp_loco_param", zero["zeropp_loco_param"], text)
         return
     reason = ""
     if stage == 0:
-        reason = f"is for gradients that are reduced to an owner, and `{here}.stage` is 0: use stage 1, 2 or 3"
+        reason = f"it is for gradients that are reduced to an owner, and `{here}.stage` is 0: use stage 1, 2 or 3"
     elif not (data.get("fp16", {}).get("enabled") or data.get("bf16", {}).get("enabled")) and (
         data.get("data_types", {}).get("param_dtype") in (None, "fp32")
     ):
-        reason = "is for 16-bit training, and this is fp32: enable `bf16` or `fp16`, or set `communication_data_type` to bf16 in its place"
+        reason = (
+            "it is for 16-bit training, and this is fp32: enable `bf16` or `fp16`, or set `communication_data_type` to bf16 in its place"
+        )
     elif str(data.get("optimizer", {}).get("type")).lower() == "onebitadam":
-        reason = "and `optimizer.type` OneBitAdam, which sends signs itself, exclude each other: use Adam, or leave this out"
+        reason = "it and `optimizer.type` OneBitAdam, which sends signs itself, exclude each other: use Adam, or leave this out"
     if reason:
         problems.refuse(f"{here}.zero_quantized_gradients", True, reason)
 

@@ -31,7 +31,9 @@ def _works(device: torch.device) -> bool:
     try:
         same = agrees(device)
     except Exception as error:  # whatever it is, there is another way
-        log_rank0("quantized collectives: Triton does not work on %s (%s: %s), torch's operations serve", device, type(error).__name__, error)
+        log_rank0(
+            "quantized collectives: Triton does not work on %s (%s: %s), torch's operations serve", device, type(error).__name__, error
+        )
         return False
     if not same:
         log_rank0("quantized collectives: Triton's kernels and torch's operations do not agree on %s, the latter serve", device)

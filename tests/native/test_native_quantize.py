@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_zero.errors import HfZeroError
-from hf_zero.native import quantize_reference
 from hf_zero.native import quantize as codes
+from hf_zero.native import quantize_reference
 from hf_zero.native.block_codes import QUANTIZE_BLOCK, codes_of, message_bytes, scales_of
 from tests.support.block_codes import coded, decoded, differences, no_error, step
 from tests.support.native import isa, needs_library, values  # noqa: F401

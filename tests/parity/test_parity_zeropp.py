@@ -257,7 +257,7 @@ def _bytes_per_step(keys: dict[str, Any]) -> dict[str, float]:
     engine = initialize(model, zeropp(3, **keys))
     networks = {"gathers": engine.collectives, "reductions": engine.stepper.reducer.exchange.collectives}
     numel = sum(unit.layout.numel for unit in engine.units)
-    for step in range(2):
+    for _step in range(2):
         before = {name: network.sent_bytes for name, network in networks.items()}
         engine.backward(engine(torch.randn(2, 512, dtype=torch.bfloat16)).square().mean())
         engine.step()

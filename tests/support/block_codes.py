@@ -16,7 +16,9 @@ def coded(functions: Any, vector: torch.Tensor, bits: int, error: KeptError | No
     return messages
 
 
-def decoded(functions: Any, messages: torch.Tensor, numel: int, bits: int, dtype: torch.dtype = torch.float32, **options: Any) -> torch.Tensor:
+def decoded(
+    functions: Any, messages: torch.Tensor, numel: int, bits: int, dtype: torch.dtype = torch.float32, **options: Any
+) -> torch.Tensor:
     """What (parts, workers, message bytes) stand for, (numel,)."""
     out = torch.zeros(numel, dtype=dtype)
     functions.dequantize(messages, out, bits, **options)

@@ -82,7 +82,13 @@ def quantized() -> None:
         for more in ({}, dict.fromkeys(ones, 1)):
             constants = {"BITS": bits, "BLOCK": 256, **more}
             built = [
-                build(triton_quantize_kernel.quantize, {**constants, "LIMIT": limit, "HAS_ERROR": kept}, target, {"values": kind}, enable_fp_fusion=False)
+                build(
+                    triton_quantize_kernel.quantize,
+                    {**constants, "LIMIT": limit, "HAS_ERROR": kept},
+                    target,
+                    {"values": kind},
+                    enable_fp_fusion=False,
+                )
                 for kept in (False, True)
             ]
             built += [

@@ -13,8 +13,8 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.quantized_gradients import GRADIENT_ERROR
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
-from hf_zero.onebit.sharded import SERVER_ERROR, WORKER_ERROR
 from hf_zero.errors import CheckpointError
+from hf_zero.onebit.sharded import SERVER_ERROR, WORKER_ERROR
 from hf_zero.onebit.unit import part_numel
 from hf_zero.system.reading import shown
 

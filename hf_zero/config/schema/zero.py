@@ -7,7 +7,22 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from hf_zero.config.schema import unread
-from hf_zero.config.schema.fields import Bool, Count, Device, Float, Int, Section, Share, Size, accepted, mapped, part, refused, section, used
+from hf_zero.config.schema.fields import (
+    Bool,
+    Count,
+    Device,
+    Float,
+    Int,
+    Section,
+    Share,
+    Size,
+    accepted,
+    mapped,
+    part,
+    refused,
+    section,
+    used,
+)
 
 NO_BUCKETS = "every unit is one flat buffer with one collective, so there are no buckets to size"
 ALL_RANKS = "not supported: shards are spread over all ranks"
@@ -156,7 +171,9 @@ class ZeroOptimization(Section):
         "Ranks that hold a secondary parameter copy; 1 is off",
         "not supported: use stage 2, or stage 3 with a larger stage3_param_persistence_threshold",
     )
-    zero_quantized_weights: Bool = used(False, "Stage 3: all-gather parameters as codes of 8 bits; shards, masters and saved weights stay exact")
+    zero_quantized_weights: Bool = used(
+        False, "Stage 3: all-gather parameters as codes of 8 bits; shards, masters and saved weights stay exact"
+    )
     zero_quantized_nontrainable_weights: Bool = used(False, "Stage 3: as zero_quantized_weights, for frozen parameters alone")
     zero_quantized_gradients: Bool = used(
         False, "Stages 1 to 3, 16-bit training: reduce gradients as codes of 4 bits, by an all-to-all, summed in fp32 in rank order"
