@@ -192,7 +192,9 @@ def test_two_hundred_kills_at_random_moments(tmp_path: Path, reference: Any, see
     total, kills, runs = 6, 0, 0
     folder = tmp_path / "run"
     seconds = ranks.run_ranks(_run, WORLD, Plan(str(tmp_path / "whole"), total))[0][-1]
-    while kills < 50:
+    while kills < 50 or not runs:
+        if kills > 25 and not runs:
+            seconds *= 1.2  # the machine has more to do than when a whole run was timed
         folder.mkdir(exist_ok=True)
         victims = chance.choice([(0,), (1,), (0, 1)])
         mode: dict[str, Any] = {"background": chance.random() < 0.5, "tag": chance.choice([None, None, "t"])}
@@ -210,4 +212,3 @@ def test_two_hundred_kills_at_random_moments(tmp_path: Path, reference: Any, see
             assert differences(begin, reference[first]) == [] and differences(end, reference[total]) == []
         runs += 1
         shutil.rmtree(folder)
-    assert runs > 0
