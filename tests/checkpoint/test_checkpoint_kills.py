@@ -158,7 +158,8 @@ def test_all_ranks_killed_at_a_phase_of_a_save(tmp_path: Path, reference: Any, p
     assert first == PHASES[phase]
 
 
-@pytest.mark.parametrize("background", [pytest.param(False), pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [False, True])
 def test_one_rank_killed_while_it_writes(tmp_path: Path, reference: Any, background: bool) -> None:
     _kill(Plan(str(tmp_path), 3, background=background, phase="checkpoint_file", at_step=2, victims=(1,)))
     assert _resume(Plan(str(tmp_path), 3), reference) == 1
