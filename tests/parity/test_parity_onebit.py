@@ -72,7 +72,7 @@ def _equals_the_reference(world: int, run: Run) -> None:
     assert trace.norms == pytest.approx(wanted.norms, rel=1e-5)
     different = [name for name, weight in trace.weights.items() if not torch.equal(weight, wanted.weights[name])]
     assert not different
-    assert trace.losses[-1] < trace.losses[0]
+    assert sum(trace.losses[-8:]) < sum(trace.losses[:8])  # batches come again after 8 steps
 
 
 def test_accumulation_sums_locally_and_communicates_at_the_boundary() -> None:

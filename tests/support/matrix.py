@@ -39,7 +39,7 @@ def check_block(name: str, dtype: str) -> list[Cell]:
 
 def check_stages(name: str, dtype: str, accumulation: int = 1, clip: float = 0.1, stages: tuple[int, ...] = STAGES) -> list[Cell]:
     """Check stages (3 among them) against one reference and, in fp32, stages 1, 2, 3 against each other bitwise."""
-    settings = {"dtype": dtype, "accumulation": accumulation, "clip": clip}
+    settings = {"dtype": dtype, "accumulation": accumulation, "clip": clip, "steps": 3}
     world = ranks.world()
     expected = reference_case(name, Run(**settings), world) if ranks.rank() == 0 else None
     traces: dict[int, Trace] = {}
