@@ -196,7 +196,8 @@ def main() -> int:
         f"loopback interface counted in the last {LAST} steps, headers included."
     )
     size = "" if arguments.size == "medium" else f" --size {arguments.size}"
-    command = f"python benchmarks/zeropp_convergence.py{size}"
+    some = "" if len(arguments.runs) == len(RUNS) else f" --runs {' '.join(arguments.runs)}"
+    command = f"python benchmarks/zeropp_convergence.py{size}{some}"
     command += " --json benchmarks/results/zeropp_convergence.json --plot docs/zeropp-convergence.png"
     figure = arguments.plot.name if arguments.plot else ""
     table = ResultTable("Quantized collectives: loss beside stage 3's", command, text, columns, rows, figure)
