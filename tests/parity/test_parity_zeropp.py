@@ -13,7 +13,7 @@ import hf_zero
 from tests.support import ranks
 from tests.support import zeropp_reference as reference
 from tests.support.models import CASES, Batch, cast_floats, class_loss
-from tests.support.parity import DTYPES, SMALL_MODEL, Run, full_masters, initialize, train
+from tests.support.parity import DTYPES, LIMITS, SMALL_MODEL, Run, full_masters, initialize, train
 
 STEPS = 12
 KEEP = 0.8
@@ -84,8 +84,12 @@ def test_fp32_weights() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["gpt2", "llama"])
 def test_transformers(case: str) -> None:
+    """To the digit: attention's kernels sum in another order where memory lies otherwise, see [Note: parity in 16 bit]."""
     keys = {"w": True, "g": True, "loco": {"err_beta": KEEP}}
-    _equals(case, 4, zeropp(3, steps=4, **keys), keys)
+    run = zeropp(3, steps=4, **keys)
+    trace, places = ranks.run_ranks(train_case, 4, case, run)[0]
+    wanted = expected(case, run, reference.Settings(4, 4, weights=True, gradients=True, keep=KEEP), places)
+    assert trace.losses == pytest.approx(wanted.losses, rel=LIMITS["bf16"].loss)
 
 
 def _equals(name: str, world: int, run: Run, keys: dict[str, Any]) -> None:
