@@ -98,10 +98,10 @@ def cpu_checkpointing() -> None:
     for host in (False, True):
         checkpointing.configure(None, checkpoint_in_cpu=host)
         torch.manual_seed(0)
-        engine = initialize(_HostInputs().train(), Run(stage=3, dtype="bf16"))
+        engine = initialize(_HostInputs().train(), Run(stage=3, dtype="bf16", steps=3))
         late, pageable = _copies()
         torch.manual_seed(1)
-        trace = train(engine, CASES["mlp"].rows, class_loss, Run(stage=3, dtype="bf16"))
+        trace = train(engine, CASES["mlp"].rows, class_loss, Run(stage=3, dtype="bf16", steps=3))
         found.append((trace, _copies()[0] - late))
         assert _copies()[1] == pageable
         engine.destroy()
