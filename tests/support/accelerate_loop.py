@@ -101,6 +101,24 @@ def evaluate(accelerator: Accelerator, model: Any, loader: DataLoader[Any]) -> t
     return counted.mean().item(), counted.numel()
 
 
+def facts(accelerator: Accelerator) -> dict[str, Any]:
+    """What the ranks know of each other, and what became of the launcher's answers."""
+    plugin = accelerator.state.deepspeed_plugin
+    own = torch.tensor([accelerator.process_index, int(accelerator.is_main_process)], device=accelerator.device)
+    return {
+        "ranks": [
+            accelerator.num_processes,
+            torch.distributed.get_world_size(),
+            str(accelerator.distributed_type),
+            accelerator.state.backend,
+        ],
+        "gathered": accelerator.gather(own).tolist(),
+        "total": accelerator.reduce(torch.tensor([accelerator.process_index + 1.0], device=accelerator.device)).item(),
+        "config": plugin.deepspeed_config,
+        "init": plugin.zero3_init_flag,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
@@ -143,12 +161,12 @@ def main() -> None:
     train(accelerator, model, optimizer, scheduler, batches[half:], again)
     report["again"] = again
 
+    report["facts"] = facts(accelerator)
     report["skipped"] = bool(accelerator.optimizer_step_was_skipped)
     report["world"] = [accelerator.num_processes, accelerator.state.deepspeed_plugin.zero_stage]
     model, optimizer, train_loader, eval_loader, scheduler = accelerator.free_memory(model, optimizer, train_loader, eval_loader, scheduler)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        print("REPORT " + json.dumps(report), flush=True)
+    with accelerator.main_process_first():
+        accelerator.print("REPORT " + json.dumps(report), flush=True)
     accelerator.end_training()
 
 
