@@ -25,7 +25,8 @@ from hf_zero.core.generation import Generation
 from hf_zero.core.model_init import warn_if_built_whole
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.block import Block
-from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, UnitGradients
+from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, GradientPolicy, UnitGradients
+from hf_zero.core.schedule.quantized_gradients import QuantizedExchange
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.schedule.schedule import UnshardSchedule
@@ -38,6 +39,7 @@ from hf_zero.core.units.grouping import modules_kept_unsharded
 from hf_zero.core.units.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.unit import Unit
+from hf_zero.errors import UnsupportedError
 from hf_zero.memory import heap
 from hf_zero.metrics import build_sinks
 from hf_zero.offload.policy import Offloading
@@ -101,7 +103,8 @@ class PartsBuilder:
             warn_if_built_whole(self.module)
         kept = modules_kept_unsharded(self.module)
         leaves = self._leaves(kept)
-        builder = UnitBuilder(self.module, self.stage, self.precision, self.collectives, self.offloading, leaves, self._listener)
+        quantized = policies.quantized_weights(self.config)
+        builder = UnitBuilder(self.module, self.stage, self.precision, self.collectives, self.offloading, leaves, self._listener, quantized)
         root, blocks = builder.build(inner, whole_tensors)
         units = [unit for block in (root, *blocks) for unit in block.units]
         trained = [unit for unit in units if unit.trainable]
@@ -112,6 +115,8 @@ class PartsBuilder:
         optimizer, stepper = None, None
         if inner is not None and reducer is not None:
             optimizer = sharded_optimizer(inner, trained, self.stage, self.collectives, self.offloading.state_store, whole_tensors)
+            if isinstance(reducer.exchange, QuantizedExchange):
+                optimizer.memory = reducer.exchange
             stepper = self._stepper(runtime, reducer, optimizer, scaler)
         if self.config.activation_checkpointing is not None:
             configure(checkpoint_settings(self.config.activation_checkpointing), self.model_collectives, by_script=False)
@@ -186,14 +191,25 @@ class PartsBuilder:
             self._give_back = partial(give_back, collectives.topology)
         sharers = self.axes.sequence.axis.world if self.axes.sequence is not None else 1
         policy = policies.gradient_policy(self.config, self.precision, self.stage, self.topology.world, sharers)
-        exchange = GradientExchange(collectives, policy)
-        if one_bit:
-            exchange = OneBitExchange(collectives, policy, averages=self.config.gradient_allreduce_op != "sum")
+        exchange = self._exchange(collectives, policy, one_bit)
         overlap = self.config.zero_optimization.overlap_comm is not False
         pool = BufferPool()
         place = self.offloading.gradient_place
         entries = [UnitGradients(unit, exchange, pool, place(unit)) for unit in units]
         return Reducer(entries, exchange, overlap, partial(self.collectives.any_of, unit="late gradients"))
+
+    def _exchange(self, collectives: Collectives, policy: GradientPolicy, one_bit: bool) -> GradientExchange:
+        quantizes = self.config.zero_optimization.zero_quantized_gradients
+        if quantizes and one_bit:
+            raise UnsupportedError(
+                "zero_optimization.zero_quantized_gradients and OneBitAdam, which sends signs itself, exclude each other: use Adam, or set "
+                "the key to false"
+            )
+        if quantizes:
+            return QuantizedExchange(collectives, policy, policies.error_feedback(self.config))
+        if one_bit:
+            return OneBitExchange(collectives, policy, averages=self.config.gradient_allreduce_op != "sum")
+        return GradientExchange(collectives, policy)
 
     def _stepper(self, runtime: Runtime, reducer: Reducer, optimizer: ShardedOptimizer, scaler: LossScaler) -> Stepper:
         max_norm = max_norm_of(optimizer.inner, self.config.gradient_clipping)
