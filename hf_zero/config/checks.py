@@ -113,6 +113,7 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
     if stage >= 2 and str(data.get("optimizer", {}).get("type")).lower() == "onebitadam":
         text = "needs each rank's whole gradient, and `zero_optimization.stage` 2 and 3 keep a part of it: use stage 0 or 1, or Adam"
         problems.refuse("optimizer.type", data["optimizer"]["type"], text)
+    _check_shard_group(data.get("zero_optimization", {}), problems)
     for name in ("offload_optimizer", "offload_param"):
         block = data.get("zero_optimization", {}).get(name) or {}
         if block.get("device") == "nvme" and not block.get("nvme_path"):
@@ -124,6 +125,16 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
     if "scheduler" in data:
         _check_type("scheduler", data["scheduler"].get("type"), SCHEDULERS, problems)
         _check_arguments("scheduler", data["scheduler"], problems)
+
+
+def _check_shard_group(zero: dict[str, Any], problems: Problems) -> None:
+    """`mics_shard_size`, as far as it can be judged without the ranks."""
+    size, stage = zero.get("mics_shard_size", -1), zero.get("stage", 0)
+    if size != -1 and size < 1:
+        problems.error("zero_optimization.mics_shard_size", f"is {show(size)}; allowed: -1 (one group of all ranks) or a whole number above 0")
+    elif size != -1 and stage == 0:
+        text = f"is {show(size)} and `zero_optimization.stage` is 0, which shards nothing; set the stage to 1, 2 or 3, or leave the key out"
+        problems.error("zero_optimization.mics_shard_size", text)
 
 
 def _check_type(section: str, name: str | None, known: tuple[str, ...], problems: Problems) -> None:

@@ -11,7 +11,6 @@ from hf_zero.config.schema.fields import Bool, Count, Device, Int, Section, Shar
 
 NO_BUCKETS = "every unit is one flat buffer with one collective, so there are no buckets to size"
 NO_QUANTIZATION = "not supported: set communication_data_type to bf16 for less traffic"
-ALL_RANKS = "not supported: shards are spread over all ranks"
 
 
 DEFAULT_LEAF_CLASSES: tuple[str, ...] = (
@@ -154,8 +153,10 @@ class ZeroOptimization(Section):
     zeropp_loco_param: dict[str, Any] | None = refused(
         None, "Error compensation of quantized gradients", NO_QUANTIZATION, model=unread.ZEROPP_LOCO_PARAM
     )
-    mics_shard_size: Int = refused(-1, "Ranks per shard group; -1 is off", ALL_RANKS)
-    mics_hierarchical_params_gather: Bool = refused(False, "Gather inside and across nodes in two steps", ALL_RANKS)
+    mics_shard_size: Int = used(-1, "Data-parallel ranks per shard group, each of which holds everything (stages 1 to 3); -1 is all")
+    mics_hierarchical_params_gather: Bool = accepted(
+        False, "Gather inside and across nodes in two steps", "gathers never leave the shard group, which a node can hold"
+    )
     memory_efficient_linear: Bool = accepted(
         True,
         "Replace torch.nn.functional.linear with a version that saves memory",
