@@ -52,19 +52,22 @@ def axes_of(source: dict[str, Any], mpu: Any, mesh: Any, model: nn.Module, repli
 
 
 def with_shard_groups(topology: Topology, source: Mapping[str, Any], replicate: int = 1) -> Topology:
-    """``topology`` with its data-parallel axis divided into shard groups, as the configuration or a mesh asks; collective.
+    """``topology`` with its data-parallel axis divided as ``shard_groups`` says; collective."""
+    return divide_replicas(topology, shard_groups(source, topology.world, replicate))
 
-    Stage 0 shards nothing: its axis stays whole.
+
+def shard_groups(source: Mapping[str, Any], world: int, replicate: int = 1) -> int:
+    """How many shard groups the configuration or a mesh asks for. At stage 0, which shards nothing, 1.
 
     Args:
-        topology: Axes of which the data-parallel one is not divided.
         source: The configuration as the user gave it, with ``zero_optimization.mics_shard_size``.
+        world: Data-parallel ranks.
         replicate: Shard groups that a mesh asks for; 1 leaves it to the configuration.
 
     Raises:
-        ConfigError: They do not divide the data-parallel ranks, or contradict each other.
+        ConfigError: They do not divide the ranks, or contradict each other.
     """
-    zero, world = source.get("zero_optimization"), topology.world
+    zero = source.get("zero_optimization")
     zero = zero if isinstance(zero, Mapping) else {}
     size = _number(zero.get("mics_shard_size"), -1)
     if size > 0 and world % size:
@@ -75,11 +78,11 @@ def with_shard_groups(topology: Topology, source: Mapping[str, Any], replicate: 
     if size > 0 and replicate > 1 and size * replicate != world:
         raise ConfigError(
             f"dp_replicate_size is {replicate} and zero_optimization.mics_shard_size {size}, which makes {replicate * size} data-parallel "
-            f"ranks; there are {world}. Leave one of the two out, or set mics_shard_size to {world // replicate}"
+            f"ranks; there are {world}. Leave one of the two out, or set mics_shard_size to {max(1, world // replicate)}"
         )
     if _number(zero.get("stage"), 0) == 0:
-        return topology
-    return divide_replicas(topology, world // size if size > 0 else replicate)
+        return 1
+    return world // size if size > 0 else replicate
 
 
 def _number(value: Any, default: int) -> int:

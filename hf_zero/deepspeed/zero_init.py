@@ -6,8 +6,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from hf_zero.build.axes import shard_groups
 from hf_zero.build.policies import precision_policy
 from hf_zero.comm.bootstrap import init_distributed
 from hf_zero.comm.device import default_device
@@ -16,7 +18,7 @@ from hf_zero.config.resolve import resolve
 from hf_zero.core.model_init import ModelInit
 from hf_zero.core.units.shard_storage import ON_DEVICE
 from hf_zero.deepspeed.param_attributes import PARAM_ATTRIBUTES
-from hf_zero.errors import UnsupportedError
+from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.offload.policy import init_shard_storage
 
 
@@ -76,7 +78,8 @@ class Init:
             if value:
                 raise UnsupportedError(f"zero.Init({name}={value!r}) is not provided; leave it out")
         offloads, pins = remote_device not in (None, "none"), pin_memory
-        source = config_dict_or_path if config_dict_or_path is not None else config
+        group = data_parallel_group or sequence_data_parallel_group or _group_of(mpu)
+        source, replicate = config_dict_or_path if config_dict_or_path is not None else config, 1
         if enabled:
             init_distributed()
             if source is not None:
@@ -84,10 +87,12 @@ class Init:
                 config = resolve(_without_batch_sizes(source), world_size=1).config
                 dtype = dtype or precision_policy(config).param_dtype
                 section = config.zero_optimization.offload_param
+                replicate = shard_groups(source, dist.get_world_size(group))
                 offloads, pins = offloads or section.device != "none", pins or section.pin_memory
-        group = data_parallel_group or sequence_data_parallel_group or _group_of(mpu)
         shard_storage = init_shard_storage(default_device(), pins) if enabled and offloads else ON_DEVICE
-        self._inner = ModelInit(group, dtype, enabled=enabled, shard_storage=shard_storage, listener=PARAM_ATTRIBUTES)
+        self._inner = ModelInit(
+            group, dtype, enabled=enabled, shard_storage=shard_storage, listener=PARAM_ATTRIBUTES, replicate=replicate
+        )
         if module is not None and enabled:
             self._inner.shard_all(module)
 
@@ -97,6 +102,31 @@ class Init:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._inner.__exit__(kind, error, trace)
+
+
+class MiCSInit(Init):
+    """``Init`` over shard groups, which ``zero_optimization.mics_shard_size`` of the configuration asks for; DeepSpeed's ``zero.MiCS_Init``.
+
+    ``Init`` reads the key too: this one insists on it.
+
+    Args:
+        module: An existing module to shard at once.
+        data_parallel_group: Process group to divide into shard groups; None is all ranks.
+        **arguments: As ``Init``.
+
+    Raises:
+        ConfigError: The configuration has no ``mics_shard_size``, or one that does not divide the ranks.
+    """
+
+    def __init__(self, module: nn.Module | None = None, data_parallel_group: Any = None, **arguments: Any) -> None:
+        source = arguments.get("config_dict_or_path") or arguments.get("config")
+        zero = read_config(source).get("zero_optimization") if source is not None else None
+        if arguments.get("enabled", True) and (not isinstance(zero, dict) or zero.get("mics_shard_size", -1) == -1):
+            raise ConfigError(
+                "MiCS_Init needs a configuration with zero_optimization.mics_shard_size, the ranks of a shard group: pass it as "
+                "config_dict_or_path=, or use zero.Init to shard over all ranks"
+            )
+        super().__init__(module, data_parallel_group, **arguments)
 
 
 def _group_of(mpu: Any) -> Any:
