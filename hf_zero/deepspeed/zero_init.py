@@ -18,7 +18,7 @@ from hf_zero.config.resolve import resolve
 from hf_zero.core.model_init import ModelInit
 from hf_zero.core.units.shard_storage import ON_DEVICE
 from hf_zero.deepspeed.param_attributes import PARAM_ATTRIBUTES
-from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.errors import UnsupportedError
 from hf_zero.offload.policy import init_shard_storage
 
 
@@ -102,31 +102,6 @@ class Init:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._inner.__exit__(kind, error, trace)
-
-
-class MiCSInit(Init):
-    """``Init`` over shard groups, which ``zero_optimization.mics_shard_size`` of the configuration asks for; DeepSpeed's ``zero.MiCS_Init``.
-
-    ``Init`` reads the key too: this one insists on it.
-
-    Args:
-        module: An existing module to shard at once.
-        data_parallel_group: Process group to divide into shard groups; None is all ranks.
-        **arguments: As ``Init``.
-
-    Raises:
-        ConfigError: The configuration has no ``mics_shard_size``, or one that does not divide the ranks.
-    """
-
-    def __init__(self, module: nn.Module | None = None, data_parallel_group: Any = None, **arguments: Any) -> None:
-        source = arguments.get("config_dict_or_path") or arguments.get("config")
-        zero = read_config(source).get("zero_optimization") if source is not None else None
-        if arguments.get("enabled", True) and (not isinstance(zero, dict) or zero.get("mics_shard_size", -1) == -1):
-            raise ConfigError(
-                "MiCS_Init needs a configuration with zero_optimization.mics_shard_size, the ranks of a shard group: pass it as "
-                "config_dict_or_path=, or use zero.Init to shard over all ranks"
-            )
-        super().__init__(module, data_parallel_group, **arguments)
 
 
 def _group_of(mpu: Any) -> Any:

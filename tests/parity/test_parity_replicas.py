@@ -252,7 +252,7 @@ def test_sequence_parallelism(stage: int, size: int) -> None:
 
 def _built_sharded() -> None:
     import hf_zero
-    from hf_zero.deepspeed.zero_init import MiCSInit
+    from hf_zero.integrations.loading import MiCSInit
 
     case, run = CASES["gpt2"], Run(stage=3, extra=grouped(2))
     for kind in (hf_zero.zero.Init, MiCSInit):

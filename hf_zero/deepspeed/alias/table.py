@@ -172,7 +172,7 @@ PROVIDED: Final[dict[str, str]] = {
         for path in ("", "stage3.")
     },
     **{f"deepspeed.{path}.Init": _INIT for path in ("zero", "runtime.zero", "runtime.zero.partition_parameters")},
-    **{f"deepspeed.{path}.MiCS_Init": "hf_zero.deepspeed.zero_init:MiCSInit" for path in ("zero", "runtime.zero", "runtime.zero.mics")},
+    **{f"deepspeed.{path}.MiCS_Init": "hf_zero.integrations.loading:MiCSInit" for path in ("zero", "runtime.zero", "runtime.zero.mics")},
     "deepspeed.zero.partition_parameters": "deepspeed.runtime.zero.partition_parameters",
     "deepspeed.runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor": (
         "hf_zero.deepspeed.served.construction:zero_wrapper_for_fp_tensor_constructor"
