@@ -329,12 +329,22 @@ def _refusal(extra: dict[str, Any], replicate: int = 1) -> str:
 @pytest.mark.parametrize(
     ("world", "extra", "replicate", "words"),
     [
-        (4, {"zero_optimization": {"mics_shard_size": 3}}, 1, ("ConfigError", "mics_shard_size is 3", "the 4 data-parallel ranks; 1, 2, 4")),
+        (
+            4,
+            {"zero_optimization": {"mics_shard_size": 3}},
+            1,
+            ("ConfigError", "mics_shard_size is 3", "the 4 data-parallel ranks; 1, 2, 4"),
+        ),
         (4, {"zero_optimization": {"mics_shard_size": 8}}, 1, ("ConfigError", "mics_shard_size is 8", "1, 2, 4 would")),
         (2, {"zero_optimization": {"mics_shard_size": 0}}, 1, ("ConfigError", "mics_shard_size", "is 0", "-1")),
         (2, {"zero_optimization": {"mics_shard_size": 1, "stage": 0}}, 1, ("ConfigError", "mics_shard_size", "stage` is 0", "1, 2 or 3")),
         (2, {}, 3, ("ConfigError", "dp_replicate_size is 3", "the 2 data-parallel ranks; 1, 2 would")),
-        (4, {"zero_optimization": {"mics_shard_size": 2}}, 4, ("ConfigError", "dp_replicate_size is 4", "mics_shard_size 2", "there are 4")),
+        (
+            4,
+            {"zero_optimization": {"mics_shard_size": 2}},
+            4,
+            ("ConfigError", "dp_replicate_size is 4", "mics_shard_size 2", "there are 4"),
+        ),
         (
             2,
             {"zero_optimization": {"mics_shard_size": 1, "stage": 1}, "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}},
