@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from hf_zero.comm.mpu import MODEL_GROUPS, model_parallel_group
-from hf_zero.comm.topology import Topology, build_topology, join_topologies
+from hf_zero.comm.topology import Topology, build_topology, divide_replicas, join_topologies
 from hf_zero.errors import ConfigError
 from hf_zero.sequence_parallel.state import SequenceParallel, count_slices_once, sequence_parallel_of
 from hf_zero.tensor_parallel.split import count_groups_once, is_split, model_topology, requested_ranks, split_model
@@ -27,7 +28,7 @@ class Axes:
     sequence: SequenceParallel | None
 
 
-def axes_of(source: dict[str, Any], mpu: Any, mesh: Any, model: nn.Module) -> tuple[Axes, dict[str, Any]]:
+def axes_of(source: dict[str, Any], mpu: Any, mesh: Any, model: nn.Module, replicate: int = 1) -> tuple[Axes, dict[str, Any]]:
     """The axes, and the configuration with its batch counted over replicas; collective.
 
     Args:
@@ -35,6 +36,7 @@ def axes_of(source: dict[str, Any], mpu: Any, mesh: Any, model: nn.Module) -> tu
         mpu: Object with groups, or None.
         mesh: (data-parallel size, sequence-parallel size), or None.
         model: The user's module; it may be split already.
+        replicate: ``dp_replicate_size``: shard groups that a mesh asks for; 1 leaves it to the configuration.
 
     Raises:
         ConfigError: What these say does not agree, or does not fit the ranks.
@@ -42,11 +44,53 @@ def axes_of(source: dict[str, Any], mpu: Any, mesh: Any, model: nn.Module) -> tu
     """
     sequence = sequence_parallel_of(source, mpu, mesh)
     if sequence is not None:
-        topology = sequence.topology
-        return Axes(topology, sequence), count_slices_once(source, topology)
-    topology = _topology(mpu, model, requested_ranks(source))
+        topology = with_shard_groups(sequence.topology, source, replicate)
+        return Axes(topology, sequence), count_slices_once(source, sequence.topology)
+    topology = with_shard_groups(_topology(mpu, model, requested_ranks(source)), source, replicate)
     together = topology.model.world if topology.model is not None else 1
-    return Axes(topology, None), count_groups_once(source, topology.world, together)
+    return Axes(topology, None), count_groups_once(source, topology.replicas, together)
+
+
+def with_shard_groups(topology: Topology, source: Mapping[str, Any], replicate: int = 1) -> Topology:
+    """``topology`` with its data-parallel axis divided as ``shard_groups`` says; collective."""
+    return divide_replicas(topology, shard_groups(source, topology.world, replicate))
+
+
+def shard_groups(source: Mapping[str, Any], world: int, replicate: int = 1) -> int:
+    """How many shard groups the configuration or a mesh asks for. At stage 0, which shards nothing, 1.
+
+    Args:
+        source: The configuration as the user gave it, with ``zero_optimization.mics_shard_size``.
+        world: Data-parallel ranks.
+        replicate: Shard groups that a mesh asks for; 1 leaves it to the configuration.
+
+    Raises:
+        ConfigError: They do not divide the ranks, or contradict each other.
+    """
+    zero = source.get("zero_optimization")
+    zero = zero if isinstance(zero, Mapping) else {}
+    size = _number(zero.get("mics_shard_size"), -1)
+    if size > 0 and world % size:
+        usable = ", ".join(str(found) for found in range(1, world + 1) if world % found == 0)
+        raise ConfigError(
+            f"zero_optimization.mics_shard_size is {size}, which does not divide the {world} data-parallel ranks; {usable} would"
+        )
+    if size > 0 and replicate > 1 and size * replicate != world:
+        raise ConfigError(
+            f"dp_replicate_size is {replicate} and zero_optimization.mics_shard_size {size}, which makes {replicate * size} data-parallel "
+            f"ranks; there are {world}. Leave one of the two out, or set mics_shard_size to {max(1, world // replicate)}"
+        )
+    if _number(zero.get("stage"), 0) == 0:
+        return 1
+    return world // size if size > 0 else replicate
+
+
+def _number(value: Any, default: int) -> int:
+    """``value`` of a configuration as a whole number; ``default`` for what is none: the schema says what is wrong with it."""
+    try:
+        return default if value is None else int(value)
+    except (TypeError, ValueError):
+        return default
 
 
 def _topology(mpu: Any, model: nn.Module, model_parallel: int) -> Topology:
