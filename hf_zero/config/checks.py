@@ -131,7 +131,9 @@ def _check_shard_group(zero: dict[str, Any], problems: Problems) -> None:
     """`mics_shard_size`, as far as it can be judged without the ranks."""
     size, stage = zero.get("mics_shard_size", -1), zero.get("stage", 0)
     if size != -1 and size < 1:
-        problems.error("zero_optimization.mics_shard_size", f"is {show(size)}; allowed: -1 (one group of all ranks) or a whole number above 0")
+        problems.error(
+            "zero_optimization.mics_shard_size", f"is {show(size)}; allowed: -1 (one group of all ranks) or a whole number above 0"
+        )
     elif size != -1 and stage == 0:
         text = f"is {show(size)} and `zero_optimization.stage` is 0, which shards nothing; set the stage to 1, 2 or 3, or leave the key out"
         problems.error("zero_optimization.mics_shard_size", text)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from hf_zero.config.mesh import requested_slices
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.typed_values import config_of_launcher, lay_over
-from hf_zero.sequence_parallel.state import requested_slices
 
 __all__ = ["ZeroTrainingArguments"]
 
