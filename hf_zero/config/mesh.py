@@ -232,7 +232,7 @@ def _shard_groups(claims: Sequence[Claim], sizes: Mapping[str, int], ranks: int,
     if (data * together) % group or group % together:
         usable = [found * together for found in _divisors(data)]
         raise ConfigError(
-            _misfit(claims, ranks, f"a shard group has {group} of {data * together} data-parallel ranks", usable, SHARD_GROUP)
+            _misfit(claims, ranks, f"shard groups of {group} do not divide {data * together} data-parallel ranks", usable, SHARD_GROUP)
         )
     found = data * together // group
     if sizes.get("dp_replicate", found) != found:
