@@ -49,7 +49,7 @@ def axes_of(source: dict[str, Any], mpu: Any, mesh: Any, model: nn.Module) -> tu
     described = mesh_of(source, mpu, mesh, model)
     sequence = sequence_parallel_of(described.sp, mpu)
     whole = sequence.topology if sequence is not None else _topology(mpu, model, described.tp)
-    topology = with_shard_groups(whole, source, described.dp_replicate)
+    topology = divide_replicas(whole, described.dp_replicate) if _shards(source) else whole
     return Axes(described, topology, sequence), count_samples(source, described)
 
 
@@ -58,43 +58,10 @@ def count_samples(source: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     return count_replicas_once(source, mesh.replicas, (mesh.ranks, 1) if mesh.sp > 1 else (mesh.ranks,))
 
 
-def with_shard_groups(topology: Topology, source: Mapping[str, Any], replicate: int = 1) -> Topology:
-    """``topology`` with its data-parallel axis divided into shard groups, as the configuration or a mesh asks; collective.
-
-    Stage 0 shards nothing: its axis stays whole.
-
-    Args:
-        topology: Axes of which the data-parallel one is not divided.
-        source: The configuration as the user gave it, with ``zero_optimization.mics_shard_size``.
-        replicate: Shard groups that a mesh asks for; 1 leaves it to the configuration.
-
-    Raises:
-        ConfigError: They do not divide the data-parallel ranks, or contradict each other.
-    """
-    zero, world = source.get("zero_optimization"), topology.world
-    zero = zero if isinstance(zero, Mapping) else {}
-    size = _number(zero.get("mics_shard_size"), -1)
-    if size > 0 and world % size:
-        usable = ", ".join(str(found) for found in range(1, world + 1) if world % found == 0)
-        raise ConfigError(
-            f"zero_optimization.mics_shard_size is {size}, which does not divide the {world} data-parallel ranks; {usable} would"
-        )
-    if size > 0 and replicate > 1 and size * replicate != world:
-        raise ConfigError(
-            f"dp_replicate_size is {replicate} and zero_optimization.mics_shard_size {size}, which makes {replicate * size} data-parallel "
-            f"ranks; there are {world}. Leave one of the two out, or set mics_shard_size to {world // replicate}"
-        )
-    if _number(zero.get("stage"), 0) == 0:
-        return topology
-    return divide_replicas(topology, world // size if size > 0 else replicate)
-
-
-def _number(value: Any, default: int) -> int:
-    """``value`` of a configuration as a whole number; ``default`` for what is none: the schema says what is wrong with it."""
-    try:
-        return default if value is None else int(value)
-    except (TypeError, ValueError):
-        return default
+def _shards(source: Mapping[str, Any]) -> bool:
+    """Whether the stage of a configuration, as the user gave it, shards anything; True is the old form of stage 1."""
+    zero = source.get("zero_optimization")
+    return str(zero.get("stage", 0)) != "0" if isinstance(zero, Mapping) else bool(zero)
 
 
 def _topology(mpu: Any, model: nn.Module, model_parallel: int) -> Topology:
