@@ -13,7 +13,6 @@ from hf_zero.comm.mpu import model_parallel_group
 from hf_zero.comm.topology import Topology, build_topology, divide_replicas, join_topologies
 from hf_zero.config.batch import count_replicas_once
 from hf_zero.config.mesh import Mesh
-from hf_zero.errors import ConfigError
 from hf_zero.sequence_parallel.state import SequenceParallel, sequence_parallel_of
 from hf_zero.tensor_parallel.split import is_split, model_topology, split_model
 
