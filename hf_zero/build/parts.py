@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from hf_zero.checkpoint.engine_checkpoints import EngineCheckpoints
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.own_groups import borrow, give_back, own_topology
+from hf_zero.comm.topology import Topology
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.engine import EngineParts
 from hf_zero.core.generation import Generation
@@ -27,6 +28,7 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
+from hf_zero.core.schedule.replicas import ReplicatedGradients
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.stages import stage_policy
@@ -87,7 +89,7 @@ class PartsBuilder:
         self.offloading = Offloading(self.offload, self.precision, self.collectives, self.stage)
         self._scaler_kind = scaler_kind
         self._listener = listener or ParamListener()
-        self._give_back: Callable[[], None] | None = None  # lets go of the group for reductions
+        self._borrowed: list[Topology] = []  # the groups for reductions
 
     def build(self, inner: torch.optim.Optimizer | None, lr_scheduler: Any) -> EngineParts:
         """Makes units of the model's parameters, the step over them and all else; collective.
@@ -137,8 +139,8 @@ class PartsBuilder:
         scheduler: Any,
     ) -> EngineParts:
         config, progress = self.config, Progress()
-        clock = policies.clock_of(config, self.topology.device, self.collectives.world, self.module, progress)
-        sinks = build_sinks(config) if self.collectives.rank == 0 and optimizer is not None else []
+        clock = policies.clock_of(config, self.topology.device, self.topology.data.world, self.module, progress)
+        sinks = build_sinks(config) if self.topology.data.rank == 0 and optimizer is not None else []
         return EngineParts(
             runtime=runtime,
             units=units,
@@ -155,7 +157,7 @@ class PartsBuilder:
             optimizer=optimizer,
             stepper=stepper,
             scheduler=scheduler,
-            give_back=self._give_back,
+            give_back=partial(_give_back_all, self._borrowed),
         )
 
     def _needs_whole_tensors(self, inner: torch.optim.Optimizer) -> bool:
@@ -178,25 +180,41 @@ class PartsBuilder:
         return UnshardSchedule(root, blocks, limits, self.collectives)
 
     def _reducer(self, units: list[Unit], one_bit: bool) -> Reducer:
-        collectives = self.collectives
-        if self.stage.parameters_sharded and self.topology.world > 1:
-            collectives = open_collectives(own_topology(self.topology, "reductions"))
-            collectives.connect()
-            borrow(collectives.topology)
-            self._give_back = partial(give_back, collectives.topology)
+        collectives, topology = self.collectives, self.topology
+        if self.stage.parameters_sharded and topology.world > 1:
+            collectives = self._borrow(topology)
+        replicas = self._borrow(topology.replicate) if topology.replicate is not None else None
         sharers = self.axes.sequence.axis.world if self.axes.sequence is not None else 1
-        policy = policies.gradient_policy(self.config, self.precision, self.stage, self.topology.world, sharers)
+        policy = policies.gradient_policy(self.config, self.precision, self.stage, topology.data.world, sharers)
         exchange = GradientExchange(collectives, policy)
         if one_bit:
             exchange = OneBitExchange(collectives, policy, averages=self.config.gradient_allreduce_op != "sum")
         overlap = self.config.zero_optimization.overlap_comm is not False
-        pool = BufferPool()
-        place = self.offloading.gradient_place
-        entries = [UnitGradients(unit, exchange, pool, place(unit)) for unit in units]
-        return Reducer(entries, exchange, overlap, partial(self.collectives.any_of, unit="late gradients"))
+        pool, place = BufferPool(), self.offloading.gradient_place
+        entries = [
+            UnitGradients(unit, exchange, pool, place(unit))
+            if replicas is None
+            else ReplicatedGradients(unit, exchange, pool, place(unit), replicas)
+            for unit in units
+        ]
+        return Reducer(entries, exchange, overlap, partial(self.collectives.data.any_of, unit="late gradients"))
+
+    def _borrow(self, topology: Topology) -> Collectives:
+        """The ranks of ``topology`` in another group for reductions, until the engine is destroyed; collective."""
+        collectives = open_collectives(own_topology(topology, "reductions"))
+        collectives.connect()
+        borrow(collectives.topology)
+        self._borrowed.append(collectives.topology)
+        return collectives
 
     def _stepper(self, runtime: Runtime, reducer: Reducer, optimizer: ShardedOptimizer, scaler: LossScaler) -> Stepper:
         max_norm = max_norm_of(optimizer.inner, self.config.gradient_clipping)
         settings = policies.step_settings(self.config, self.precision, self.stage, max_norm)
         kind = OneBitStepper if isinstance(optimizer.inner, OneBitAdam) else Stepper
         return kind(runtime, reducer, optimizer, scaler, self.collectives, settings, self.model_collectives)
+
+
+def _give_back_all(borrowed: list[Topology]) -> None:
+    """Lets go of process groups; every rank must come here."""
+    while borrowed:
+        give_back(borrowed.pop())

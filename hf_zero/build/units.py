@@ -59,7 +59,7 @@ class UnitBuilder:
         members = self._members(inner)
         extent = "whole tensors" if whole_tensors else "flat shards"
         notes = [f"an optimizer that updates {extent}"] if inner is not None else ["no optimizer"]
-        require_same_model(self.module, members, self.collectives, notes)
+        require_same_model(self.module, members, self.collectives.data, notes)
         in_units = [member for member in members if self._belongs_in_unit(member)]
         specs = build_blocks(self.module, in_units, self.leaves)
         sizes = [sum(full_shape(member.param).numel() for member in spec.members) for spec in specs]
@@ -120,7 +120,7 @@ class UnitBuilder:
         for name, buffer in self.module.named_buffers():
             if buffer.numel() and not buffer.is_meta:
                 contiguous = buffer.data.contiguous()
-                self.collectives.broadcast(contiguous, 0, f"buffer {name}")
+                self.collectives.data.broadcast(contiguous, 0, f"buffer {name}")
                 if contiguous.data_ptr() != buffer.data_ptr():
                     buffer.data.copy_(contiguous)
 

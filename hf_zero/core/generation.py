@@ -40,7 +40,7 @@ class Generation:
         self.gather = gather
         self._runtime = runtime
         self._units = [unit for unit in units if unit.reshards]
-        self._collectives = collectives
+        self._collectives = collectives.data
         self._modules: list[nn.Module] = []
         self._told: set[bool] = set()
 

@@ -1,9 +1,14 @@
-"""The whole no-trainer loop under stock `accelerate launch`, compared with a plain PyTorch loop on the concatenated batch."""
+"""The whole no-trainer loop, from stock `accelerate config` on a terminal through `accelerate launch` to the numbers of plain PyTorch.
+
+One run is started for real; the others are ranks with the variables that the launcher makes of its file.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +20,8 @@ import yaml
 
 from hf_zero.optim.scheduler_factory import build_scheduler
 from tests.support import accelerate_loop as script
-from tests.support.processes import run
+from tests.support.launches import launch_on_ranks, report_of
+from tests.support.processes import environment, run
 
 RANKS, ACCUMULATION, CLIP = 2, 2, 1.0
 OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "betas": [0.9, 0.95], "eps": 1e-7}}
@@ -77,8 +83,8 @@ def _auto_json() -> dict[str, Any]:
     return data
 
 
+ANSWERS = Run("answers_stage3", {**PLUGIN, "zero_stage": 3})
 RUNS = (
-    Run("answers_stage3", {**PLUGIN, "zero_stage": 3}),
     Run("json_all_by_config_stage2", {}, _json(2, "optimizer", "scheduler"), "config", "config"),
     Run("zero_plugin_callable_stage3", PLUGIN | {"zero_stage": 2}, None, "ours", "callable", {"config": _json(3, "optimizer")}),
 )
@@ -117,7 +123,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(case: Run, model_folder: Path, folder: Path, mixed_precision: str = "no") -> dict[str, Any]:
-    """Writes the launcher's YAML (and JSON), starts the script on two ranks, and returns its report."""
+    """Writes the launcher's YAML (and JSON), runs the script on two ranks, and returns its report."""
     deepspeed_config = dict(case.deepspeed_config)
     if case.json is not None:
         (folder / "ds.json").write_text(json.dumps(case.json))
@@ -133,13 +139,15 @@ def start(case: Run, model_folder: Path, folder: Path, mixed_precision: str = "n
         **({} if case.json is not None else {"mixed_precision": mixed_precision}),
     }
     (folder / "launcher.yaml").write_text(yaml.safe_dump(launcher))
-    command = ["accelerate", "launch", "--config_file", str(folder / "launcher.yaml"), script.__file__]
-    command += ["--model", str(model_folder), "--output", str(folder), "--optimizer", case.optimizer, "--scheduler", case.scheduler]
+    words = words_of(case, model_folder, folder)
     if case.zero_options is not None:
-        command += ["--plugin", "zero", "--zero_options", json.dumps(case.zero_options)]
-    out = run(command, cwd=folder, timeout=240)
-    (line,) = [line for line in out.splitlines() if line.startswith("REPORT ")]
-    return json.loads(line.removeprefix("REPORT "))
+        words += ["--plugin", "zero", "--zero_options", json.dumps(case.zero_options)]
+    report: dict[str, Any] = report_of(launch_on_ranks(folder / "launcher.yaml", Path(script.__file__), *words))
+    return report
+
+
+def words_of(case: Run, model_folder: Path, folder: Path) -> list[str]:
+    return ["--model", str(model_folder), "--output", str(folder), "--optimizer", case.optimizer, "--scheduler", case.scheduler]
 
 
 def reference(case: Run, model_folder: Path) -> tuple[list[float], list[float], dict[str, torch.Tensor], float]:
@@ -194,11 +202,10 @@ def _stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
 
-def check(case: Run, model_folder: Path, folder: Path) -> None:
+def check(report: dict[str, Any], case: Run, model_folder: Path, folder: Path) -> None:
     """One run against the reference, and everything a no-trainer script relies on besides the numbers."""
     from transformers import AutoModelForCausalLM
 
-    report = start(case, model_folder, folder)
     losses, norms, weights, held_out = reference(case, model_folder)
     stage = int(case.name[-1])
     assert report["world"] == [RANKS, stage]
@@ -228,13 +235,13 @@ def check(case: Run, model_folder: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize("case", RUNS, ids=lambda case: case.name)
 def test_loop_equals_plain_pytorch(case: Run, model_folder: Path, tmp_path: Path) -> None:
-    check(case, model_folder, tmp_path)
+    check(start(case, model_folder, tmp_path), case, model_folder, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW_RUNS, ids=lambda case: case.name)
 def test_loop_equals_plain_pytorch_in_every_combination(case: Run, model_folder: Path, tmp_path: Path) -> None:
-    check(case, model_folder, tmp_path)
+    check(start(case, model_folder, tmp_path), case, model_folder, tmp_path)
 
 
 @pytest.mark.slow
@@ -243,12 +250,120 @@ def test_loop_in_mixed_precision(precision: str, model_folder: Path, tmp_path: P
     """The launcher's answer reaches the engine; the weights learn and the export is 16-bit and loads."""
     from transformers import AutoModelForCausalLM
 
-    case = Run("answers_stage3", {**PLUGIN, "zero_stage": 3})
-    report = start(case, model_folder, tmp_path, mixed_precision=precision)
-    losses, _, _, held_out = reference(case, model_folder)
+    report = start(ANSWERS, model_folder, tmp_path, mixed_precision=precision)
+    losses, _, _, held_out = reference(ANSWERS, model_folder)
     assert report["run"]["losses"] == pytest.approx(losses, rel=0.05)
     assert report["eval_after"][0] == pytest.approx(held_out, rel=0.05)
     assert math.isfinite(report["run"]["norms"][-1])
     expected = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto")
     assert {p.dtype for p in exported.parameters()} == {expected}
+
+
+# -- the terminal ----------------------------------------------------------------------------------------------------------
+
+DOWN = "\x1b[B"
+ENTER = "\r"
+# What each question needs: a number is a menu row, a text is typed, None takes the default.
+TYPED: tuple[tuple[str, int | str | None], ...] = (
+    ("In which compute environment", 0),
+    ("Which type of machine", 4),
+    ("How many different machines", None),
+    ("Should distributed operations be checked", None),
+    ("optimize your script with torch dynamo", None),
+    ("Do you want to use DeepSpeed", "yes"),
+    ("json file to a DeepSpeed config", "no"),
+    ("ZeRO optimization stage", 3),
+    ("offload optimizer states", 0),
+    ("offload parameters", 0),
+    ("How many gradient accumulation steps", "2"),
+    ("use gradient clipping", "yes"),
+    ("gradient clipping value", "1.0"),
+    ("save 16-bit model weights", "yes"),
+    ("enable `deepspeed.zero.Init`", "yes"),
+    ("enable Mixture-of-Experts", None),
+    ("How many GPU", "2"),
+    ("mixed precision", 0),
+)
+
+
+def answer(home: Path, answers: tuple[tuple[str, int | str | None], ...]) -> dict[str, Any]:
+    """Runs `accelerate config` on a pseudo-terminal, answers its questions in order, and returns the file it wrote.
+
+    The file goes where it always goes, below ``HF_HOME``, and `accelerate launch` finds it there.
+    """
+    command = str(Path(sys.executable).with_name("accelerate"))
+    env: Any = environment({"TERM": "xterm", "COLUMNS": "200", "HF_HOME": str(home)})
+    pexpect = pytest.importorskip("pexpect", reason="the terminal tests need pexpect (in the extra `test`)")
+    child = pexpect.spawn(command, ["config"], env=env, encoding="utf-8", timeout=60, dimensions=(60, 200))
+    try:
+        for question, given in answers:
+            child.expect_exact(question)
+            if isinstance(given, int):
+                child.expect_exact("selecting with enter")
+                _choose(child, question, given)
+            else:
+                child.sendline(given or "")
+        child.expect(pexpect.EOF)
+    except pexpect.TIMEOUT:
+        pytest.fail(f"no such question; the terminal shows {child.before!r}")
+    finally:
+        child.close(force=True)
+    assert child.exitstatus == 0, child.before
+    return yaml.safe_load((home / "accelerate" / "default_config.yaml").read_text())
+
+
+def _choose(child: Any, question: str, row: int) -> None:
+    """Moves to a row of a menu (the ZeRO stage starts at 2, all others at 0) and takes it.
+
+    The menu reads single keys in raw mode, and a key that arrives between two reads is turned into another one by the
+    terminal, so there is a pause before each.
+    """
+    start = 2 if "ZeRO" in question else 0
+    for key in [DOWN] * (row - start) + [ENTER]:
+        time.sleep(0.3)
+        child.send(key)
+
+
+def test_a_terminals_answers_become_two_real_ranks_and_their_numbers(model_folder: Path, tmp_path: Path) -> None:
+    """On gloo where there is no accelerator; stock accelerate would let both ranks see all rows there."""
+    written = answer(tmp_path, TYPED)
+    assert written["distributed_type"] == "DEEPSPEED" and written["num_processes"] == 2 and written["use_cpu"] is False
+    assert written["deepspeed_config"] == ANSWERS.deepspeed_config
+    command = ["accelerate", "launch", script.__file__, *words_of(ANSWERS, model_folder, tmp_path), "--workers", "1"]
+    report = report_of(run(command, cwd=tmp_path, env={"HF_HOME": str(tmp_path)}, timeout=240))
+    check(report, ANSWERS, model_folder, tmp_path)
+    facts = report["facts"]
+    assert facts["ranks"][:3] == [2, 2, "DistributedType.DEEPSPEED"] and (torch.cuda.is_available() or facts["ranks"][3] == "gloo")
+    assert facts["gathered"] == [0, 1, 1, 0] and facts["total"] == 3.0
+    assert facts["config"]["zero_optimization"]["stage"] == 3 and facts["config"]["gradient_accumulation_steps"] == ACCUMULATION
+    assert facts["config"]["gradient_clipping"] == CLIP and facts["init"] is True
+
+
+SHOWS_CONFIG = """
+import json
+from accelerate import Accelerator
+accelerator = Accelerator()
+report = [accelerator.num_processes, str(accelerator.distributed_type), accelerator.state.deepspeed_plugin.deepspeed_config]
+accelerator.print("REPORT " + json.dumps(report))
+accelerator.end_training()
+"""
+
+
+def test_a_json_named_on_the_terminal_reaches_the_plugin(tmp_path: Path) -> None:
+    ours = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}
+    (tmp_path / "zero2.json").write_text(json.dumps(ours))
+    questions = [question for question, _ in TYPED]
+    answers = (
+        *TYPED[: questions.index("json file to a DeepSpeed config")],
+        ("json file to a DeepSpeed config", "yes"),
+        ("path to the json DeepSpeed config file", str(tmp_path / "zero2.json")),
+        ("enable `deepspeed.zero.Init`", None),
+        *TYPED[questions.index("enable Mixture-of-Experts") : -1],
+    )
+    written = answer(tmp_path, answers)
+    assert written["deepspeed_config"] == {"deepspeed_config_file": str(tmp_path / "zero2.json"), "zero3_init_flag": False}
+    (tmp_path / "script.py").write_text(SHOWS_CONFIG)
+    world, kind, config = report_of(launch_on_ranks(tmp_path / "accelerate" / "default_config.yaml", tmp_path / "script.py"))
+    assert (world, kind) == (2, "DistributedType.DEEPSPEED")
+    assert config["zero_optimization"] == {"stage": 2} and config["gradient_accumulation_steps"] == 3

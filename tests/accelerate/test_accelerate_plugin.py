@@ -5,17 +5,19 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import accelerate.utils
 import pytest
 import torch
 
 from hf_zero import DummyOptim, DummyScheduler, ZeroPlugin
 from hf_zero.errors import ConfigError, UnsupportedError
-from tests.support.processes import run_python
+from tests.support import ranks, trainers
 
 JSON: dict[str, Any] = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 3, "steps_per_print": 5}
 
@@ -185,37 +187,35 @@ def test_stand_ins_are_accelerates() -> None:
     assert (scheduler.optimizer, scheduler.total_num_steps, scheduler.warmup_num_steps) == (optimizer, 10, 2)
 
 
-def test_model_with_sizes_in_its_text_config_is_prepared(tmp_path: Path) -> None:
-    """accelerate asks `model.config.hidden_size` and raises ValueError for vision-language models; ours does not ask."""
-    out = run_python(
-        """
-        import types, torch
-        from accelerate import Accelerator
-        from hf_zero import ZeroPlugin
+class TextModel(torch.nn.Module):
+    """Its sizes stand in the configuration of its text part, as in vision-language models."""
 
-        class Model(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.layer = torch.nn.Linear(4, 4)
-                self.config = types.SimpleNamespace(text_config=types.SimpleNamespace(hidden_size=4))
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.config = types.SimpleNamespace(text_config=types.SimpleNamespace(hidden_size=4))
 
-            def forward(self, x):
-                return self.layer(x).pow(2).mean()
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs).pow(2).mean()
 
-        keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **{key: "auto" for key in keys}}}
-        accelerator = Accelerator(deepspeed_plugin=ZeroPlugin(config))
-        torch.manual_seed(0)
-        model = Model()
+
+def _sizes_in_the_text_config() -> list[float]:
+    keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **dict.fromkeys(keys, "auto")}}
+    with trainers.clean_state():
+        accelerator = accelerate.Accelerator(deepspeed_plugin=ZeroPlugin(config))
+        model = TextModel()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
         losses = []
         for _ in range(3):
             loss = model(torch.ones(1, 4))
             accelerator.backward(loss)
             losses.append(loss.item())
-        print("decreasing", losses == sorted(losses, reverse=True) and len(set(losses)) == 3)
         accelerator.end_training()
-        """,
-        cwd=tmp_path,
-    )
-    assert "decreasing True" in out
+    return losses
+
+
+def test_model_with_sizes_in_its_text_config_is_prepared() -> None:
+    """accelerate asks `model.config.hidden_size` and raises ValueError for vision-language models; ours does not ask."""
+    losses = ranks.run_ranks(_sizes_in_the_text_config, 1, group=False)[0]
+    assert losses == sorted(losses, reverse=True) and len(set(losses)) == 3

@@ -7,6 +7,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +17,7 @@ import _hf_zero_startup
 from hf_zero.errors import UnsupportedError
 from hf_zero.integrations import callers, rotation
 from hf_zero.observe import logger
-from tests.support.processes import run_python
+from tests.support.processes import run_forked, run_python
 
 
 def running() -> list[Any]:
@@ -163,6 +164,7 @@ def test_the_hook_watches_what_is_wrapped() -> None:
     assert {method.module for method in callers.METHODS} == _hf_zero_startup.WATCHED
 
 
+MODULES = ", ".join(sorted(_hf_zero_startup.WATCHED))
 CHECK = """
 from hf_zero.integrations import callers
 for method in callers.METHODS:
@@ -173,18 +175,27 @@ for method in callers.METHODS:
 assert not callers._lost
 print("all wrapped")
 """
+ORDERS = {
+    "before": f"""
+import sys, _hf_zero_startup
+sys.meta_path.remove(_hf_zero_startup.DeepSpeedAliasFinder)
+import {MODULES}
+import hf_zero.deepspeed
+hf_zero.deepspeed.install_as_deepspeed()
+import deepspeed
+{CHECK}""",
+    "after": f"""
+import sys, hf_zero, deepspeed
+hf_zero.initialize
+assert not sys.modules.keys() & {{"accelerate", "transformers", "lightning"}}
+import {MODULES}
+{CHECK}""",
+}
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_the_installed_libraries_have_every_method_whenever_they_are_imported(order: str) -> None:
-    modules = ", ".join(sorted(_hf_zero_startup.WATCHED))
-    code = {
-        "before": f"sys.meta_path.remove(_hf_zero_startup.DeepSpeedAliasFinder)\nimport {modules}\n"
-        "import hf_zero.deepspeed\nhf_zero.deepspeed.install_as_deepspeed()\nimport deepspeed",
-        "after": f"import hf_zero, deepspeed\nhf_zero.initialize\n"
-        f"assert not sys.modules.keys() & {{'accelerate', 'transformers', 'lightning'}}\nimport {modules}",
-    }[order]
-    assert run_python(f"import sys, _hf_zero_startup\n{code}\n{CHECK}").endswith("all wrapped\n")
+def test_the_installed_libraries_have_every_method_whenever_they_are_imported(tmp_path: Path) -> None:
+    for order, found in run_forked(ORDERS, tmp_path, "import torch._dynamo, datasets, matplotlib.pyplot").items():
+        assert found.out.endswith("all wrapped\n"), (order, found)
 
 
 def test_with_the_alias_off_nothing_is_wrapped() -> None:

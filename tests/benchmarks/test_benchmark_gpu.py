@@ -273,6 +273,7 @@ def test_a_row_of_step_times() -> None:
     assert step_time_gpu.row_of("DDP", answer, 0.0, 2e14, 8192, 1, 0.0)[2:5] == ["", "16384", ""]
 
 
+@pytest.mark.slow
 def test_contenders_train_alike_at_toy_size(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     command = [

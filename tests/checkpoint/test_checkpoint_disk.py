@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from hf_zero.checkpoint.model.host_copies import HostCopies
+from hf_zero.errors import CheckpointError
 from tests.support import ranks
 from tests.support.checkpoints import differences, full_state, start, steps
 from tests.support.processes import REPO, environment
@@ -72,6 +75,7 @@ def _unlock(folder: str) -> None:
 
 def inside(folder: str) -> None:
     """Body of the process in the namespace: everything below ``folder`` is a tmpfs of 1 MiB."""
+    ranks.PRELOAD = ("tests.support.alias_first", "torch._dynamo", "tests.support.checkpoints")  # type: ignore[assignment]
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={MEBIBYTE}", "tmpfs", folder], check=True)
     for background in (False, True):
         full, locked = zip(*ranks.run_ranks(_save_until_it_fails, 2, folder, background), strict=True)
@@ -81,6 +85,19 @@ def inside(folder: str) -> None:
         for path in Path(folder).iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     ranks.close_pools()
+    _copies_that_find_no_room(folder)
+
+
+def _copies_that_find_no_room(folder: str) -> None:
+    """A page of a mapped file that finds no room ends the process: status -7, no message."""
+    os.environ["HF_ZERO_SPILL_DIR"] = folder
+    host = HostCopies(8 * MEBIBYTE)
+    small = host.take(torch.ones(1000))
+    with pytest.raises(CheckpointError) as caught:
+        host.take(torch.ones(2 * MEBIBYTE))
+    told = str(caught.value)
+    assert f"a tensor of 8.0 MiB cannot be kept in a file in {folder}" in told and "No space left on device" in told, told
+    assert "HF_ZERO_SPILL_DIR" in told and os.listdir(folder) == [] and small.sum().item() == 1000.0
 
 
 def test_full_and_read_only_file_systems(tmp_path: Path) -> None:

@@ -177,6 +177,7 @@ def test_killed_while_a_checkpoint_of_the_same_name_is_replaced(tmp_path: Path, 
     assert _resume(Plan(str(tmp_path), 3, tag="t"), reference) == (2 if phase == "checkpoint_named" else 1)
 
 
+@pytest.mark.slow
 def test_killed_in_the_first_save_the_run_begins_anew(tmp_path: Path, reference: Any) -> None:
     _kill(Plan(str(tmp_path), 2, phase="checkpoint_sealed", at_step=1, victims=(0, 1)))
     assert _resume(Plan(str(tmp_path), 2), reference) == 0

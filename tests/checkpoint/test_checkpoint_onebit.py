@@ -60,7 +60,10 @@ def _interrupted(folder: str, stage: int, dtype: str, saved_at: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize(("stage", "dtype", "saved_at"), [(0, "fp32", 5), (1, "fp32", 5), (1, "bf16", 6), (0, "fp32", 2), (1, "fp32", 3)])
+SLOW = [pytest.param(*run, marks=pytest.mark.slow) for run in ((0, "fp32", 5), (1, "fp32", 5), (1, "fp32", 3))]
+
+
+@pytest.mark.parametrize(("stage", "dtype", "saved_at"), [(1, "bf16", 6), (0, "fp32", 2), *SLOW])
 def test_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stage: int, dtype: str, saved_at: int) -> None:
     """Saved in the compressed phase, in the warm-up, and on the step between them."""
     ranks.run_ranks(_interrupted, 2, str(tmp_path), stage, dtype, saved_at)
@@ -86,7 +89,10 @@ def _load(folder: str, stage: int) -> tuple[dict[str, Any], dict[str, torch.Tens
     return state, debts, losses
 
 
-@pytest.mark.parametrize(("saved", "stage", "loaded", "other"), [(2, 0, 3, 0), (3, 1, 2, 1), (2, 1, 4, 0), (3, 0, 1, 1)])
+MOVED = [pytest.param(*move, marks=pytest.mark.slow) for move in ((2, 0, 3, 0), (2, 1, 4, 0), (3, 0, 1, 1))]
+
+
+@pytest.mark.parametrize(("saved", "stage", "loaded", "other"), [(3, 1, 2, 1), *MOVED])
 def test_at_another_number_of_ranks_the_average_of_the_errors_is_kept(
     tmp_path: Path, saved: int, stage: int, loaded: int, other: int
 ) -> None:

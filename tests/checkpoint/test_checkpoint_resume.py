@@ -11,7 +11,7 @@ import torch
 
 from tests.support import ranks
 from tests.support.checkpoints import differences, full_state, start, steps
-from tests.support.rows import thinned
+from tests.support.rows import slow_but
 
 STAGES = (0, 1, 2, 3)
 
@@ -38,7 +38,11 @@ def _interrupted(folder: str, stage: int, dtype: str, optimizer: Any, extra: dic
     engine.destroy()
 
 
-@thinned(stage=STAGES, dtype=["fp32", "bf16", "fp16"])
+RESUMED = itertools.product(STAGES, ["fp32", "bf16", "fp16"])
+FAST = {(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "fp32")}  # the tests below have stage 3 in bf16
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [pytest.param(*run, marks=() if run in FAST else pytest.mark.slow) for run in RESUMED])
 def test_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stage: int, dtype: str) -> None:
     ranks.run_ranks(_interrupted, 2, str(tmp_path), stage, dtype, torch.optim.AdamW)
 
@@ -48,7 +52,7 @@ def test_units_that_stay_gathered_at_stage_3_resume(tmp_path: Path) -> None:
     ranks.run_ranks(_interrupted, 2, str(tmp_path), 3, "bf16", torch.optim.AdamW, persistent)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", slow_but([1, 3], 1))
 def test_sgd_with_momentum_resumes(tmp_path: Path, stage: int) -> None:
     ranks.run_ranks(_interrupted, 2, str(tmp_path), stage, "fp32", torch.optim.SGD)
 
@@ -79,7 +83,7 @@ def _load_at_all_stages(folder: str, dtype: str, expected: dict[str, Any]) -> li
     return wrong
 
 
-QUICK = {(0, 1, 2), (1, 2, 3), (2, 3, 2), (3, 2, 1), (3, 2, 3), (3, 1, 2)}  # stage that saves, ranks before and after
+QUICK = {(0, 1, 2), (1, 2, 3), (2, 3, 2), (3, 2, 1)}  # stage that saves, ranks before and after
 
 
 @pytest.mark.parametrize(
@@ -105,7 +109,7 @@ def _load_in_other_precision(folder: str, dtype: str, expected: dict[str, Any]) 
     return wrong
 
 
-@pytest.mark.parametrize("pair", [("bf16", "fp32"), ("fp32", "fp16"), ("fp16", "bf16")], ids="-".join)
+@pytest.mark.parametrize("pair", slow_but([("bf16", "fp32"), ("fp32", "fp16"), ("fp16", "bf16")], ("fp32", "fp16")), ids="-".join)
 def test_masters_and_moments_survive_a_change_of_precision(tmp_path: Path, pair: tuple[str, str]) -> None:
     expected = ranks.run_ranks(_save, 2, str(tmp_path), 2, pair[0])[0]
     for wrong in ranks.run_ranks(_load_in_other_precision, 2, str(tmp_path), pair[1], expected):
@@ -188,7 +192,7 @@ def _memory_of_a_save(folder: str, stage: int) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc/self/status")
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 3], 3))
 def test_a_save_takes_little_memory(tmp_path: Path, stage: int) -> None:
     for grown, state in ranks.run_ranks(_memory_of_a_save, 2, str(tmp_path), stage):
         assert grown < 24 * 2**20 < state / 1.5, (grown, state)

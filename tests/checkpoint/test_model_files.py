@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,6 @@ from hf_zero.checkpoint.model.host_copies import HostCopies
 from hf_zero.checkpoint.model.model_files import ModelFiles, PlannedTensor, bytes_of
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.support import ranks
-from tests.support.processes import REPO, environment
 
 VALUES = {
     "flags": torch.tensor([True, False, True]),
@@ -126,32 +122,6 @@ def test_copies_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for name, value in VALUES.items():
         assert torch.equal(copies[name], value.t() if value.dim() == 2 else value) and copies[name].is_contiguous()
     assert len({copy.untyped_storage().data_ptr() for copy in copies.values() if copy.numel()}) == 4, "copies share a storage"
-
-
-_SPILLING = """
-import os, resource, subprocess, sys, torch
-from hf_zero.checkpoint.model.host_copies import HostCopies
-from hf_zero.errors import CheckpointError
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", sys.argv[1]], check=True)
-os.environ["HF_ZERO_SPILL_DIR"] = sys.argv[1]
-host = HostCopies(8 << 20)
-small = host.take(torch.ones(1000))
-try:
-    host.take(torch.ones(2 << 20))
-except CheckpointError as error:
-    print(error, os.listdir(sys.argv[1]), small.sum().item())
-"""
-
-
-def test_a_full_disk_is_named_before_a_copy_is_mapped(tmp_path: Path) -> None:
-    """A page of a mapped file that finds no room ends the process: status -7, no message."""
-    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "x", tmp_path]).returncode:
-        pytest.skip("no file system of a known size can be mounted here")
-    command = ["unshare", "-rm", sys.executable, "-c", _SPILLING, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(), cwd=REPO)
-    assert done.returncode == 0, (done.returncode, done.stderr)
-    assert f"a tensor of 8.0 MiB cannot be kept in a file in {tmp_path}" in done.stdout and "No space left on device" in done.stdout
-    assert "HF_ZERO_SPILL_DIR" in done.stdout and done.stdout.endswith("[] 1000.0\n")
 
 
 def _nowhere_to_spill(folder: Path) -> str:

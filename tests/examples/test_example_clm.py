@@ -9,7 +9,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from tests.support.examples import EXAMPLES, REPOSITORY, RUN_SECONDS, modules, run, tracked
+from tests.support.examples import EXAMPLES, REPOSITORY, RUN_SECONDS, launch_on_ranks, modules, run, tracked
 from tests.support.examples import launch as launch_script
 
 EXAMPLE = EXAMPLES / "clm"
@@ -44,6 +44,7 @@ def example() -> Iterator[SimpleNamespace]:
 # Text
 
 
+@pytest.mark.slow  # parses all of it; the other examples read a part
 def test_text_without_any_flag_is_the_library_of_this_python(example: SimpleNamespace) -> None:
     raw = example.data.load_raw_datasets(example.arguments.parse_arguments([]))
     texts = raw["train"]["text"][:] + raw["validation"]["text"][:]
@@ -221,10 +222,10 @@ def text_file(example: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory
     return path
 
 
-def launch(config: Path, text_file: Path, output_dir: Path, *flags: str) -> str:
+def launch(config: Path, text_file: Path, output_dir: Path, *flags: str, start: Callable[..., str] = launch_on_ranks) -> str:
     """Run the script on two ranks of this machine's CPU under the given launcher file; what it printed."""
     words = ["--train_file", str(text_file), "--output_dir", str(output_dir), *TINY_FLAGS, *flags]
-    return launch_script(config, EXAMPLE / "run_clm_no_trainer.py", *words, cache=text_file.parent)
+    return start(config, EXAMPLE / "run_clm_no_trainer.py", *words, cache=text_file.parent)
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +233,7 @@ def zero3_run(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
     """One run at stage 3 with every tracker and a checkpoint in the middle of each epoch: its folder and what it printed."""
     folder = tmp_path_factory.mktemp("zero3")
     flags = ("--checkpointing_steps", "8", "--with_tracking", "--report_to", "all")
-    return folder, launch(EXAMPLE / "accelerate_zero3.yaml", text_file, folder, *flags)
+    return folder, launch(EXAMPLE / "accelerate_zero3.yaml", text_file, folder, *flags, start=launch_script)
 
 
 @pytest.mark.timeout(RUN_SECONDS)
@@ -278,7 +279,8 @@ def test_killed_zero3_run_resumes_from_its_latest_whole_checkpoint(zero3_run: tu
 @pytest.mark.parametrize("name", ["accelerate_ddp.yaml", "accelerate_zero2.yaml", "accelerate_zero2_plugin.yaml"])
 def test_other_launcher_files_train_as_zero3_does(zero3_run: tuple[Path, str], text_file: Path, tmp_path: Path, name: str) -> None:
     folder, _ = zero3_run
-    launch(EXAMPLE / name, text_file, tmp_path, "--with_tracking", "--report_to", "csv", "--lr_scheduler_type", "linear")
+    flags = ("--with_tracking", "--report_to", "csv", "--lr_scheduler_type", "linear")
+    launch(EXAMPLE / name, text_file, tmp_path, *flags, start=launch_script)
     expected = tracked(folder / "metrics.csv", "train_loss")
     found = tracked(tmp_path / "metrics.csv", "train_loss")
     assert found.keys() == expected.keys()

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.examples import EXAMPLES, RUN_SECONDS, launch, library_part, modules, run, small_library, tracked
+from tests.support.examples import EXAMPLES, RUN_SECONDS, launch, launch_on_ranks, library_part, modules, run, small_library, tracked
 
 EXAMPLE = EXAMPLES / "seq2seq"
 # The command of the experiment that the script stands for.
@@ -147,7 +147,9 @@ def test_zero3_run_generates_on_both_ranks_and_then_talks(
     flags = shlex.split("--per_device_train_batch_size 4 --per_device_eval_batch_size 3 --learning_rate 5e-3 --logging_steps 8")
     flags += ["--output_dir", str(tmp_path), "--with_tracking", "--report_to", "csv", "--skip_initial_eval"]
     script = EXAMPLE / "run_seq2seq_no_trainer.py"
-    printed = launch(EXAMPLE / "accelerate_zero3.yaml", script, *MODEL_FLAGS, *DATA_FLAGS, *samples, *flags, cache=tmp_path / "cache")
+    printed = launch_on_ranks(
+        EXAMPLE / "accelerate_zero3.yaml", script, *MODEL_FLAGS, *DATA_FLAGS, *samples, *flags, cache=tmp_path / "cache"
+    )
     facts, results = example.common_results.read_results(tmp_path / "results.json")
     assert (facts.method, facts.ranks, results.steps) == ("ZeRO stage 3", 2, 16)
     losses = tracked(tmp_path / "metrics.csv", "train_loss")

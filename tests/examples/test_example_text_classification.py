@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.examples import EXAMPLES, RUN_SECONDS, launch, library_part, modules, run, small_library, tracked
+from tests.support.examples import EXAMPLES, RUN_SECONDS, launch, launch_on_ranks, library_part, modules, run, small_library, tracked
 
 EXAMPLE = EXAMPLES / "text_classification"
 # The command of the experiment that the script stands for.
@@ -129,7 +129,7 @@ def test_plugin_file_holds_the_answers_of_the_experiment() -> None:
 @pytest.mark.timeout(RUN_SECONDS)
 def test_zero2_run_learns_judges_and_reloads(example: SimpleNamespace, pairs: list[str], tmp_path: Path) -> None:
     flags = ["--output_dir", str(tmp_path), "--num_train_epochs", "2", "--with_tracking", "--report_to", "csv"]
-    printed = launch(
+    printed = launch_on_ranks(
         EXAMPLE / "accelerate_zero2.yaml", EXAMPLE / "run_cls_no_trainer.py", *TINY_FLAGS, *pairs, *flags, cache=tmp_path / "cache"
     )
     facts, results = example.common_results.read_results(tmp_path / "results.json")

@@ -160,7 +160,7 @@ class TestAccelerator:
         accelerator.reset_peak_memory_stats()
         device = accelerator.current_device_name()
         before = accelerator.memory_allocated()
-        block = torch.ones(1 << 25, dtype=torch.uint8, device=device)  # 32 MiB
+        block = torch.ones(1 << 28, dtype=torch.uint8, device=device)  # more than the heap keeps of what went
         assert accelerator.memory_allocated() - before >= block.numel() * 0.9
         assert accelerator.max_memory_allocated() >= accelerator.memory_allocated() * 0.9
         assert accelerator.total_memory() > accelerator.available_memory() > 0

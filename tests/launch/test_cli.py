@@ -14,6 +14,7 @@ import pytest
 import hf_zero
 from hf_zero.cli import main
 from hf_zero.environment import as_text, environment_facts
+from tests.support.rows import each
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
@@ -122,25 +123,36 @@ def test_explain_strict(capsys: pytest.CaptureFixture[str]) -> None:
     assert "`mine`" in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["explain", "absent.json"], 1, "absent.json"),
-        (["explain", "{}", "--model", "/no/such/model"], 1, "/no/such/model"),
-        (["explain", "{}", "--source", "learning_rat=1"], 1, "learning_rate"),
-        (["explain"], 2, "config"),
-        (["explain", "{}", "--world", "0"], 2, "1 or more"),
-        (["explain", "{}", "--world", "two"], 2, "two"),
-        (["explain", "{}", "--source", "lr"], 2, "NAME=VALUE"),
-        (["train"], 2, "train"),
-    ],
+FAULTS = (
+    (["explain", "absent.json"], 1, "absent.json"),
+    (["explain", "{}", "--model", "/no/such/model"], 1, "/no/such/model"),
+    (["explain", "{}", "--source", "learning_rat=1"], 1, "learning_rate"),
+    (["explain"], 2, "config"),
+    (["explain", "{}", "--world", "0"], 2, "1 or more"),
+    (["explain", "{}", "--world", "two"], 2, "two"),
+    (["explain", "{}", "--source", "lr"], 2, "NAME=VALUE"),
+    (["train"], 2, "train"),
 )
-def test_faults_are_printed_once_without_traceback(arguments: list[str], code: int, words: str) -> None:
+
+
+def test_faults_are_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def check(row: tuple[list[str], int, str]) -> None:
+        arguments, expected, words = row
+        try:
+            code = main(arguments)
+        except SystemExit as end:  # argparse's
+            code = int(end.code or 0)
+        said = capsys.readouterr()
+        assert (code, said.out) == (expected, "") and said.err.count(words) >= 1 and "Traceback" not in said.err, said.err
+
+    each(FAULTS, check)
+
+
+def test_a_fault_ends_the_process_without_traceback() -> None:
+    arguments, code, words = FAULTS[0]
     done = subprocess.run([sys.executable, "-m", "hf_zero", *arguments], capture_output=True, text=True, timeout=240)
     assert done.returncode == code, done.stderr
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    assert words in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
 
 
 def test_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from tests.support import ranks
 from tests.support.models import CASES, class_loss
 from tests.support.parity import Run, initialize
 from tests.support.processes import REPO, environment
-from tests.support.rows import slow_but, thinned
+from tests.support.rows import thinned
 
 TIMEOUT = 3.0
 # Where rank 1 stops: before a block's forward, in its backward, between backward and step.
@@ -90,13 +90,13 @@ if dist.get_rank() == 1:
 time.sleep(1000)
 """
 LAUNCHERS = {
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
     "hf-zero launch": ["-m", "hf_zero", "launch", "--num_gpus", "2", "--master_port", "{port}"],
     "accelerate launch": ["-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2", "--main_process_port", "{port}"],
 }
 
 
-@pytest.mark.parametrize("launcher", slow_but(LAUNCHERS, "torchrun"))
+@pytest.mark.slow  # `test_checkpoint_restarts.py` has torchrun
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_launcher_ends_the_others_when_a_rank_aborts(launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(ABORTING)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,7 +16,7 @@ from hf_zero.errors import OffloadError
 from hf_zero.memory.buffers import ALIGNMENT, HostMemory
 from hf_zero.offload import files
 from hf_zero.offload.files import IoSettings, SwapFile, SwapFolder
-from tests.support.processes import REPO, environment
+from tests.support.processes import Ended, run_forked
 
 MEMORY = HostMemory(torch.device("cpu"))
 
@@ -81,35 +78,17 @@ def test_a_new_region_is_zero_and_aligned(tmp_path: Path) -> None:
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-def limited(code: str, tmp_path: Path) -> str:
-    """Runs ``code`` where files may have 1 MiB at most; returns its output."""
-    head = f"""
-import resource, signal, torch
-from pathlib import Path
+# Where files may have 1 MiB at most.
+LIMITED = """
+import resource, signal, sys, torch
 from hf_zero.errors import OffloadError
-from hf_zero.offload import files
-from hf_zero.offload.files import SwapFile, SwapFolder
 from hf_zero.memory.buffers import HostMemory
+from hf_zero.offload.files import SwapFile, SwapFolder
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-folder = SwapFolder({str(tmp_path)!r}, 0)
-file = SwapFile(folder.path / "states.bin")
+file = SwapFile((folder := SwapFolder(sys.argv[1] + "/swap", 0)).path / "states.bin")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", head + code], capture_output=True, text=True, timeout=60, env=environment(), cwd=REPO, check=False
-    )
-    return done.stdout + done.stderr
-
-
-def test_a_disk_without_room_is_named(tmp_path: Path) -> None:
-    text = limited("file.reserve(8 << 20)", tmp_path)
-    assert "OffloadError: cannot reserve 8.0 MiB at byte 0 of the swap file" in text and "states.bin" in text
-    assert str(tmp_path) in text and "are free there). Make room, or set nvme_path to another disk" in text
-    assert not list(tmp_path.iterdir()), "the folder stayed after the exception"
-
-
-def test_a_failing_write_is_named_and_the_buffer_is_free_again(tmp_path: Path) -> None:
-    code = """
+WRITES = """
 buffer = HostMemory(torch.device("cpu")).empty(4 << 20, torch.uint8)
 transfer = file.write(0, buffer)
 try:
@@ -117,7 +96,112 @@ try:
 except OffloadError as error:
     print("caught", error, transfer.futures)
 """
-    text = limited(code, tmp_path)
+# Three processes that hold a folder: one is killed, one raises after that, one runs on.
+HOLDING = """
+import os, signal, sys, time
+from hf_zero.offload.files import SwapFile, SwapFolder
+
+def start(seconds):
+    ready, told = os.pipe()
+    child = os.fork()
+    if child:
+        assert os.read(ready, 1) == b"x"
+        return child
+    folder = SwapFolder(place, 0)
+    SwapFile(folder.path / "a.bin").reserve(4096)
+    os.write(told, b"x")
+    time.sleep(seconds)
+    raise RuntimeError("on purpose")
+
+place = sys.argv[1] + "/swap"
+killed, running = start(60), start(60)
+os.kill(killed, signal.SIGKILL)
+os.waitpid(killed, 0)
+print("killed", len(os.listdir(place)))
+status = os.waitstatus_to_exitcode(os.waitpid(start(0), 0)[1])
+print("raised", status, len(os.listdir(place)))
+os.kill(running, signal.SIGKILL)
+os.waitpid(running, 0)
+"""
+FORKING = """
+import os, sys
+from hf_zero.offload.files import SwapFile, SwapFolder
+folder = SwapFolder(sys.argv[1] + "/swap", 0)
+SwapFile(folder.path / "a.bin").reserve(4096)
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+os.waitpid(child, 0)
+print(sorted(os.listdir(folder.path)))
+"""
+# Children of a process that has imported everything start within a few milliseconds, find what the last ones left when they were killed,
+# and each looks after its folder when all of them have one. Waits let all orders happen.
+TOGETHER = """
+import os, random, sys, time
+from hf_zero.offload import files
+from hf_zero.offload.files import SwapFile, SwapFolder
+
+lock, place = files._try_lock, sys.argv[1] + "/swap"
+files._try_lock = lambda descriptor: (time.sleep(random.choice([0, 0.001, 0.003])), lock(descriptor))[1]
+
+def rank(number, go, ready, checked):
+    random.seed(os.getpid())
+    os.read(go, 1)
+    time.sleep(random.choice([0, 0.002, 0.004, 0.006]))
+    folder = SwapFolder(place, number)
+    SwapFile(folder.path / "a.bin").reserve(4096)
+    os.write(ready, b"x")
+    os.read(checked, 1)
+    os._exit(0 if sorted(os.listdir(folder.path)) == ["a.bin", "in_use"] else 3)
+
+lost = 0
+for start in range(STARTS):
+    pipes = [os.pipe() for _ in range(3)]
+    children = []
+    for number in range(4):
+        child = os.fork()
+        if child == 0:
+            try:
+                rank(number, pipes[0][0], pipes[1][1], pipes[2][0])
+            except BaseException as error:
+                print(error, flush=True)
+                os.write(pipes[1][1], b"x")
+                os._exit(4)
+        children.append(child)
+    os.close(pipes[1][1])
+    os.write(pipes[0][1], b"gggg")
+    for _ in children:
+        os.read(pipes[1][0], 1)
+    os.write(pipes[2][1], b"cccc")
+    lost += sum(os.waitpid(child, 0)[1] != 0 for child in children)
+    for end in (pipes[0][0], pipes[0][1], pipes[1][0], pipes[2][0], pipes[2][1]):
+        os.close(end)
+SwapFolder(place, 0).remove()
+print("lost", lost, "left", len(os.listdir(place)))
+"""
+IMPORTS = "import hf_zero.memory.buffers, hf_zero.offload.files"
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    codes = {"no room": LIMITED + "file.reserve(8 << 20)", "writes": LIMITED + WRITES, "holding": HOLDING, "forking": FORKING}
+    codes["together"] = TOGETHER.replace("STARTS", "8")
+    return run_forked(codes, tmp_path_factory.mktemp("ended"), IMPORTS)
+
+
+def left_of(process: Ended) -> list[str]:
+    return os.listdir(process.folder / "swap")
+
+
+def test_a_disk_without_room_is_named(ended: dict[str, Ended]) -> None:
+    found = ended["no room"]
+    assert "OffloadError: cannot reserve 8.0 MiB at byte 0 of the swap file" in found.err and "states.bin" in found.err
+    assert str(found.folder) in found.err and "are free there). Make room, or set nvme_path to another disk" in found.err
+    assert left_of(found) == [], "the folder stayed after the exception"
+
+
+def test_a_failing_write_is_named_and_the_buffer_is_free_again(ended: dict[str, Ended]) -> None:
+    text = ended["writes"].out
     assert "caught cannot write" in text and "states.bin" in text and text.rstrip().endswith("[]")
 
 
@@ -153,37 +237,12 @@ def test_a_path_that_is_no_folder_is_named(tmp_path: Path) -> None:
 
 # -- folders ----------------------------------------------------------------------------------------------------------
 
-_HOLD = """
-import sys, time
-from hf_zero.offload.files import SwapFile, SwapFolder
-folder = SwapFolder(sys.argv[1], 0)
-SwapFile(folder.path / "a.bin").reserve(4096)
-print("ready", flush=True)
-time.sleep(float(sys.argv[2]))
-raise RuntimeError("on purpose")
-"""
 
-
-def test_folders_go_at_exit_and_those_of_killed_processes_with_the_next(tmp_path: Path) -> None:
-    def start(seconds: float) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", _HOLD, str(tmp_path), str(seconds)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=REPO)
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        return process
-
-    killed, running = start(60), start(60)
-    try:
-        killed.send_signal(signal.SIGKILL)
-        killed.wait(30)
-        assert len(list(tmp_path.iterdir())) == 2, "nobody can remove the folder of a killed process at once"
-        raised = start(0)
-        assert "on purpose" in raised.communicate(timeout=30)[1]
-        assert len(list(tmp_path.iterdir())) == 1, "the folder of the process that still runs must stay, the others must go"
-    finally:
-        running.kill()
-        running.wait(30)
-    for process in (killed, running):
-        process.communicate()
+def test_folders_go_at_exit_and_those_of_killed_processes_with_the_next(ended: dict[str, Ended]) -> None:
+    found = ended["holding"]
+    killed, raised = found.out.splitlines()
+    assert killed == "killed 2", "nobody can remove the folder of a killed process at once"
+    assert raised == "raised 1 1" and "on purpose" in found.err, "the folder of the process that still runs must stay, the others must go"
 
 
 def test_a_folder_goes_with_its_owner(tmp_path: Path) -> None:
@@ -232,74 +291,16 @@ def test_what_others_keep_in_nvme_path_stays(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("thesis.tex"))) == 3
 
 
-_FORKING = """
-import os, sys
-from hf_zero.offload.files import SwapFile, SwapFolder
-folder = SwapFolder(sys.argv[1], 0)
-SwapFile(folder.path / "a.bin").reserve(4096)
-child = os.fork()
-if child == 0:
-    sys.exit(0)
-os.waitpid(child, 0)
-print(sorted(os.listdir(folder.path)))
-"""
+def test_a_forked_child_leaves_its_parents_folder(ended: dict[str, Ended]) -> None:
+    assert ended["forking"].out == "['a.bin', 'in_use']\n" and left_of(ended["forking"]) == []
 
 
-def test_a_forked_child_leaves_its_parents_folder(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _FORKING, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), cwd=REPO, check=True)
-    assert done.stdout == "['a.bin', 'in_use']\n" and not list(tmp_path.iterdir())
+def test_simultaneous_starts_lose_nothing(ended: dict[str, Ended]) -> None:
+    assert ended["together"].out == "lost 0 left 0\n", ended["together"]
 
 
-# Children of a process that has imported everything start within a few milliseconds, find what the last ones left when they were killed,
-# and each looks after its folder when all of them have one. Waits let all orders happen.
-_TOGETHER = """
-import os, random, sys, time
-from hf_zero.offload import files
-from hf_zero.offload.files import SwapFile, SwapFolder
-
-lock = files._try_lock
-files._try_lock = lambda descriptor: (time.sleep(random.choice([0, 0.001, 0.003])), lock(descriptor))[1]
-
-def rank(number, go, ready, checked):
-    random.seed(os.getpid())
-    os.read(go, 1)
-    time.sleep(random.choice([0, 0.002, 0.004, 0.006]))
-    folder = SwapFolder(sys.argv[1], number)
-    SwapFile(folder.path / "a.bin").reserve(4096)
-    os.write(ready, b"x")
-    os.read(checked, 1)
-    os._exit(0 if sorted(os.listdir(folder.path)) == ["a.bin", "in_use"] else 3)
-
-lost = 0
-for start in range(int(sys.argv[2])):
-    pipes = [os.pipe() for _ in range(3)]
-    children = []
-    for number in range(4):
-        child = os.fork()
-        if child == 0:
-            try:
-                rank(number, pipes[0][0], pipes[1][1], pipes[2][0])
-            except BaseException as error:
-                print(error, flush=True)
-                os.write(pipes[1][1], b"x")
-                os._exit(4)
-        children.append(child)
-    os.close(pipes[1][1])
-    os.write(pipes[0][1], b"gggg")
-    for _ in children:
-        os.read(pipes[1][0], 1)
-    os.write(pipes[2][1], b"cccc")
-    lost += sum(os.waitpid(child, 0)[1] != 0 for child in children)
-    for end in (pipes[0][0], pipes[0][1], pipes[1][0], pipes[2][0], pipes[2][1]):
-        os.close(end)
-SwapFolder(sys.argv[1], 0).remove()
-print("lost", lost, "left", len(os.listdir(sys.argv[1])))
-"""
-
-
-@pytest.mark.parametrize("starts", [8, pytest.param(200, marks=(pytest.mark.slow, pytest.mark.timeout(1000)))])
-def test_simultaneous_starts_lose_nothing(tmp_path: Path, starts: int) -> None:
-    command = [sys.executable, "-c", _TOGETHER, str(tmp_path), str(starts)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment(), cwd=REPO, check=False)
-    assert done.stdout == "lost 0 left 0\n", done.stdout + done.stderr
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_many_simultaneous_starts_lose_nothing(tmp_path: Path) -> None:
+    found = run_forked({"together": TOGETHER.replace("STARTS", "200")}, tmp_path, IMPORTS, timeout=900)["together"]
+    assert found.out == "lost 0 left 0\n", found

@@ -16,6 +16,7 @@ from tests.support import ranks
 from tests.support.models import CASES
 from tests.support.offload_runs import blocks_of, differing, sections, state_of, ways
 from tests.support.parity import Run, collect, initialize, train
+from tests.support.rows import slow_but
 
 BOTH = {2: ["cpu, half, apart", "nvme, pipelined, apart"], 3: ["both nvme", "both nvme, some kept, apart"]}
 
@@ -39,7 +40,7 @@ def _destroy(engine: Any) -> None:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def _through_checkpoints(stage: int, folder: str) -> list[str]:
+def _through_checkpoints(stage: int, folder: str, labels: list[str]) -> list[str]:
     """Saves offloaded, loads plain and the other way round; each time training goes on as if nothing had happened."""
     run = Run(stage=stage, dtype="bf16", clip=0.05, steps=2)
     plain = make(run, {})
@@ -49,7 +50,7 @@ def _through_checkpoints(stage: int, folder: str) -> list[str]:
     expected = state_of(plain)
     _destroy(plain)
     wrong = []
-    for label in BOTH[stage]:
+    for label in labels:
         with blocks_of(ways(stage)[label]) as blocks:
             engine = make(run, blocks)
             steps(engine, run, 0)
@@ -76,9 +77,9 @@ def _through_checkpoints(stage: int, folder: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_checkpoints_go_from_tier_to_tier(stage: int, tmp_path: Path) -> None:
-    assert ranks.run_ranks(_through_checkpoints, 2, stage, str(tmp_path)) == [[], []]
+@pytest.mark.parametrize(("stage", "labels"), [(3, BOTH[3][1:]), *(pytest.param(*both, marks=pytest.mark.slow) for both in BOTH.items())])
+def test_checkpoints_go_from_tier_to_tier(stage: int, labels: list[str], tmp_path: Path) -> None:
+    assert ranks.run_ranks(_through_checkpoints, 2, stage, str(tmp_path), labels) == [[], []]
 
 
 # -- whole values -----------------------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ def _whole_values(stage: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", slow_but([2, 3], 3))
 def test_values_can_be_read_and_set(stage: int) -> None:
     assert ranks.run_ranks(_whole_values, 2, stage) == [[], []]
 
@@ -179,7 +180,7 @@ def _optimizers(stage: int, label: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("stage", "label"), [(1, "cpu"), (2, "nvme, pipelined, apart")])
+@pytest.mark.parametrize(("stage", "label"), [pytest.param(1, "cpu", marks=pytest.mark.slow), (2, "nvme, pipelined, apart")])
 def test_any_element_wise_optimizer_can_be_offloaded(stage: int, label: str) -> None:
     assert ranks.run_ranks(_optimizers, 2, stage, label) == [[], []]
 

@@ -101,6 +101,24 @@ def evaluate(accelerator: Accelerator, model: Any, loader: DataLoader[Any]) -> t
     return counted.mean().item(), counted.numel()
 
 
+def facts(accelerator: Accelerator) -> dict[str, Any]:
+    """What the ranks know of each other, and what became of the launcher's answers."""
+    plugin = accelerator.state.deepspeed_plugin
+    own = torch.tensor([accelerator.process_index, int(accelerator.is_main_process)], device=accelerator.device)
+    return {
+        "ranks": [
+            accelerator.num_processes,
+            torch.distributed.get_world_size(),
+            str(accelerator.distributed_type),
+            accelerator.state.backend,
+        ],
+        "gathered": accelerator.gather(own).tolist(),
+        "total": accelerator.reduce(torch.tensor([accelerator.process_index + 1.0], device=accelerator.device)).item(),
+        "config": plugin.deepspeed_config,
+        "init": plugin.zero3_init_flag,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
@@ -109,6 +127,7 @@ def main() -> None:
     parser.add_argument("--scheduler", choices=["code", "callable", "config", "ours"], default="code")
     parser.add_argument("--plugin", choices=["launcher", "zero"], default="launcher")
     parser.add_argument("--zero_options", default="{}")
+    parser.add_argument("--workers", type=int, default=0)
     args = parser.parse_args()
 
     set_seed(1)
@@ -117,7 +136,7 @@ def main() -> None:
     optimizer = make_optimizer(args.optimizer, model)
     scheduler = make_scheduler(args.scheduler, optimizer, accelerator.num_processes)
     train_loader = DataLoader(rows(ROWS, 1), batch_size=BATCH)
-    eval_loader = DataLoader(rows(EVAL_ROWS, 2), batch_size=BATCH)
+    eval_loader = DataLoader(rows(EVAL_ROWS, 2), batch_size=BATCH, num_workers=args.workers)
     model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(model, optimizer, train_loader, eval_loader, scheduler)
 
     report: dict[str, Any] = {"eval_before": evaluate(accelerator, model, eval_loader)}
@@ -143,12 +162,12 @@ def main() -> None:
     train(accelerator, model, optimizer, scheduler, batches[half:], again)
     report["again"] = again
 
+    report["facts"] = facts(accelerator)
     report["skipped"] = bool(accelerator.optimizer_step_was_skipped)
     report["world"] = [accelerator.num_processes, accelerator.state.deepspeed_plugin.zero_stage]
     model, optimizer, train_loader, eval_loader, scheduler = accelerator.free_memory(model, optimizer, train_loader, eval_loader, scheduler)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        print("REPORT " + json.dumps(report), flush=True)
+    with accelerator.main_process_first():
+        accelerator.print("REPORT " + json.dumps(report), flush=True)
     accelerator.end_training()
 
 

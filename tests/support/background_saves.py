@@ -44,7 +44,7 @@ def check_background_save(folder: str, stage: int, extra: dict[str, Any]) -> Non
     engine = start(stage, "bf16", **extra)
     steps(engine, 0, 2, "bf16")
     saved = full_state(engine)
-    with Slowly(0.1):
+    with Slowly(0.05):
         engine.save_checkpoint(folder, client_state={"x": torch.ones(2)})
         assert not (Path(folder) / "global_step2" / "complete").exists()
         expected = steps(engine, 2, 2, "bf16")  # while it is written

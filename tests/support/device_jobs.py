@@ -48,7 +48,7 @@ def offload(name: str, runs: list[Run], only: list[str]) -> None:
             with blocks_of(way) as blocks:
                 trace, _ = train_case(name, run, blocks)
             found = difference(trace, plain)
-            assert trace.skipped == plain.skipped and found.within(limits_of(run.dtype)), f"{label}: {found}"
+            assert trace.skipped == plain.skipped and found.within(limits_of(run)), f"{label}: {found}"
             if pretend.loaded():
                 assert _copies()[0] > late and _copies()[1] == pageable, f"{label}: copies that overlap nothing"
                 assert pretend.recorded() == recorded, f"{label}: memory that is reused when the host catches up, not before"

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from tests.support import processes, ranks
+from tests.support import launches, processes, ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
@@ -87,6 +87,11 @@ def launch(config: Path, script: Path, *flags: str, cache: Path) -> str:
     port = str(ranks._free_port())  # 0 means a free one to newer accelerate only
     words = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config), "--main_process_port", port]
     return run([*words, str(script), *flags], cache=cache, on_cpu="MULTI_GPU" in config.read_text())
+
+
+def launch_on_ranks(config: Path, script: Path, *flags: str, cache: Path) -> str:
+    """As `launch`, without its processes: on ranks of the pool."""
+    return launches.launch_on_ranks(config, script, *flags, NETRC=os.devnull, HF_DATASETS_CACHE=str(cache))
 
 
 @contextmanager

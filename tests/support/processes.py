@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
@@ -16,6 +18,36 @@ PROBE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('deepspee
 # What a launcher or another test may have set, and what would change what a fresh process does.
 DROPPED_PREFIXES = ("ACCELERATE_", "DEEPSPEED_", "HF_ZERO", "MASTER_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
 DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTHONPATH")
+
+# One interpreter imports what takes seconds; each piece of code goes on from there in a process of its own, and ends as a whole one would.
+FORKING = """
+import json, os, sys
+{imports}
+children = {{}}
+for name, code in json.load(open(sys.argv[1] + "/codes.json")).items():
+    folder = f"{{sys.argv[1]}}/{{name}}"
+    os.mkdir(folder)
+    children[name] = os.fork()
+    if not children[name]:
+        break
+else:
+    print(json.dumps({{name: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for name, child in children.items()}}))
+    sys.exit()
+for number in (1, 2):
+    os.dup2(os.open(f"{{folder}}/{{number}}", os.O_WRONLY | os.O_CREAT), number)
+sys.argv = ["-c", folder]
+exec(compile(code, "<script>", "exec"))
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended: its status, what it printed, and the folder that it had."""
+
+    status: int
+    out: str
+    err: str
+    folder: Path
 
 
 @functools.cache
@@ -50,6 +82,14 @@ def run_python(
 ) -> str:
     """Runs ``code`` in a fresh interpreter and returns what it printed; fails with its output if it fails."""
     return run([sys.executable, *options, "-c", textwrap.dedent(code)], cwd=cwd, env=env, timeout=timeout)
+
+
+def run_forked(codes: Mapping[str, str], folder: Path, imports: str = "import torch._dynamo", timeout: float = 120.0) -> dict[str, Ended]:
+    """Runs pieces of code at the same time, as run_python would, with imports that they share; they find their folder in sys.argv[1]."""
+    (folder / "codes.json").write_text(json.dumps({name: textwrap.dedent(code) for name, code in codes.items()}))
+    statuses = json.loads(run([sys.executable, "-c", FORKING.format(imports=imports), str(folder)], cwd=REPO, timeout=timeout))
+    printed = {name: [(folder / name / number).read_text() for number in "12"] for name in codes}
+    return {name: Ended(statuses[name], *printed[name], folder / name) for name in codes}
 
 
 def run(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 120.0) -> str:

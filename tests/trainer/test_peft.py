@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.support import ranks, trainers
 from tests.support.models import CASES, Batch
 from tests.support.parity import Run, check_training, initialize
+from tests.support.rows import slow_but
 
 KINDS = ("lora", "ia3", "prompt", "prefix", "dora", "lora_and_embeddings")
 STAGES = (2, 3)
@@ -49,26 +50,32 @@ def adapted(base: nn.Module, kind: str, checkpointing: bool = False) -> nn.Modul
 # ------------------------------------------------------------------------------------------------ the engine alone
 
 
+@pytest.mark.parametrize(("kind", "checkpointing"), [("lora", True), ("ia3", False), ("prompt", True)])
+def test_kinds_against_plain_pytorch(kind: str, checkpointing: bool) -> None:
+    ranks.run_ranks(_against_plain, 2, kind, checkpointing, (3,))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "ia3", "prompt"])
-def test_kinds_against_plain_pytorch(kind: str, checkpointing: bool) -> None:
-    ranks.run_ranks(_against_plain, 2, kind, checkpointing)
+def test_kinds_at_every_stage(kind: str, checkpointing: bool) -> None:
+    ranks.run_ranks(_against_plain, 2, kind, checkpointing, STAGES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["prefix", "dora", "lora_and_embeddings"])
 def test_more_kinds_against_plain_pytorch(kind: str) -> None:
-    ranks.run_ranks(_against_plain, 3, kind, False)
+    ranks.run_ranks(_against_plain, 3, kind, False, STAGES)
 
 
-def _against_plain(kind: str, checkpointing: bool) -> None:
+def _against_plain(kind: str, checkpointing: bool, stages: tuple[int, ...]) -> None:
     def feed(step: int, micro: int, rank: int) -> Batch:
         return CASES["llama"].rows(step, micro, rank)
 
     def forward(model: nn.Module, batch: Batch) -> Tensor:
         return model(**batch).loss
 
-    for stage in STAGES:
+    for stage in stages:
         run = Run(stage, accumulation=2, clip=0.1, lr=1e-2)
         check_training(lambda: adapted(CASES["llama"].build(), kind, checkpointing), feed, forward, run, label=kind)
 
@@ -92,8 +99,9 @@ def _prompt_on_one_rank() -> None:
 # ------------------------------------------------------------------------------------------------ Trainer
 
 
-def test_lora_through_trainer(trainer_models: Path, tmp_path: Path) -> None:
-    ranks.run_ranks(_through_trainer, 2, trainer_models, tmp_path, "lora", STAGES, True)
+@pytest.mark.parametrize("stage", slow_but([2, 3], 3))
+def test_lora_through_trainer(stage: int, trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_through_trainer, 2, trainer_models, tmp_path, "lora", (stage,), True)
 
 
 def test_prompt_through_trainer(trainer_models: Path, tmp_path: Path) -> None:

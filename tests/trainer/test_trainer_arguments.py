@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.support import ranks, trainers
-from tests.support.processes import run_python
 
 
 def _configs(folder: Path) -> None:
@@ -100,30 +101,25 @@ def test_training_without_a_json(trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_train, 2, trainer_models, tmp_path)
 
 
+def _command_line() -> tuple[dict[str, Any], str]:
+    from transformers import HfArgumentParser
+
+    from hf_zero import ZeroTrainingArguments
+
+    def parse(line: str) -> Any:
+        trainers.forget()
+        return HfArgumentParser(ZeroTrainingArguments).parse_args_into_dataclasses(line.split(), look_for_args_file=False)[0]
+
+    with trainers.clean_state():
+        options = "--zero_stage 3 --gather_16bit_weights_on_model_save false --overlap_comm true --learning_rate 1e-3"
+        config = parse(f"--output_dir out {options}").deepspeed
+        said = io.StringIO()
+        with pytest.raises(SystemExit), contextlib.redirect_stderr(said):
+            parse("--output_dir out --zero_stage 5")
+    return config, said.getvalue()
+
+
 def test_command_line() -> None:
-    out = run_python(
-        """
-        import json
-        from transformers import HfArgumentParser
-        from hf_zero import ZeroTrainingArguments
-
-        line = "--output_dir out --zero_stage 3 --gather_16bit_weights_on_model_save false --overlap_comm true --learning_rate 1e-3"
-        (args,) = HfArgumentParser(ZeroTrainingArguments).parse_args_into_dataclasses(line.split(), look_for_args_file=False)
-        print("CONFIG", json.dumps(args.deepspeed))
-        """
-    )
-    (line,) = [line for line in out.splitlines() if line.startswith("CONFIG ")]
-    zero = json.loads(line.removeprefix("CONFIG "))["zero_optimization"]
-    assert zero == {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False, "overlap_comm": True}
-
-
-def test_wrong_choice_on_the_command_line() -> None:
-    with pytest.raises(AssertionError, match="invalid choice"):
-        run_python(
-            """
-            from transformers import HfArgumentParser
-            from hf_zero import ZeroTrainingArguments
-
-            HfArgumentParser(ZeroTrainingArguments).parse_args_into_dataclasses(["--output_dir", "out", "--zero_stage", "5"])
-            """
-        )
+    config, said = ranks.run_ranks(_command_line, 1, group=False)[0]
+    expected = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False, "overlap_comm": True}
+    assert config["zero_optimization"] == expected and "invalid choice" in said

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from tests.support import ranks, trainers
-from tests.support.rows import slow_but, thinned
+from tests.support.rows import slow_but
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
 SCHEDULER = {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}}
@@ -61,7 +60,7 @@ def _resume(models: Path, folder: Path, stage: int, in_json: tuple[str, ...], op
 @pytest.mark.parametrize(
     ("stage", "in_json"),
     [
-        (0, ()),
+        pytest.param(0, (), marks=pytest.mark.slow),
         pytest.param(1, (), marks=pytest.mark.slow),
         (2, ("optimizer", "scheduler")),
         (3, ()),
@@ -74,7 +73,7 @@ def test_resume_repeats_bit_for_bit(stage: int, in_json: tuple[str, ...], traine
     ranks.run_ranks(_resume, 2, trainer_models, tmp_path, stage, in_json, {})
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", slow_but([2, 3], 3))
 def test_resume_in_fp16(stage: int, trainer_models: Path, tmp_path: Path) -> None:
     """The loss scale starts too high, so that steps are skipped before and the scale grows after the checkpoint."""
     options = {"fp16": True, "use_cpu": True}
@@ -148,7 +147,13 @@ def _check_saved(folder: Path, weights: dict[str, torch.Tensor], name: str, dtyp
         assert torch.equal(found[key], value), key
 
 
-@thinned(stage=[2, 3], name=["gpt2", "llama"], precision=["fp32", "bf16"])
+SAVED = [*itertools.product(["gpt2", "llama"], [2, 3], ["fp32", "bf16"])]
+SAVED_FAST = {("gpt2", 3, "bf16"), ("llama", 3, "fp32"), ("gpt2", 2, "fp32")}
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "precision"), [pytest.param(*row, marks=() if row in SAVED_FAST else pytest.mark.slow) for row in SAVED]
+)
 def test_saved_models_load(name: str, stage: int, precision: str, trainer_models: Path, tmp_path: Path) -> None:
     """gpt2 has tied embeddings, llama has not; one file and many, the dtype of training, the generation configuration."""
     options = {"bf16": True, "use_cpu": True} if precision == "bf16" else {}
@@ -178,8 +183,7 @@ def test_saving_without_a_gather_leaves_a_checkpoint(trainer_models: Path, tmp_p
     weights = ranks.run_ranks(_save_without_gather, 2, trainer_models, tmp_path)[0]
     final = tmp_path / "final"
     assert not list(final.glob("*.safetensors")) and not list((tmp_path / "by_engine").glob("*"))
-    done = subprocess.run([sys.executable, str(final / "zero_to_fp32.py"), str(final), str(final)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    trainers.run_zero_to_fp32(final)
     _check_saved(final, weights, "gpt2", torch.float32)
 
 
@@ -193,7 +197,7 @@ def _save_only_model(models: Path, folder: Path, stage: int) -> None:
         assert "model.safetensors" in found and not any(name.startswith(("global_step", "optimizer", "latest")) for name in found), found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", slow_but([2, 3], 3))
 def test_save_only_model(stage: int, trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_save_only_model, 2, trainer_models, tmp_path, stage)
     shutil.rmtree(tmp_path)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support import ranks, trainers
 
 
@@ -31,17 +29,17 @@ def test_values_that_contradict_the_arguments(trainer_models: Path, tmp_path: Pa
     ranks.run_ranks(_mismatches, 2, trainer_models, tmp_path)
 
 
-def _typo(models: Path, folder: Path, stage: int) -> None:
-    config = trainers.zero_config(stage)
-    config["zero_optimization"]["overlap_com"] = True
-    with trainers.clean_state():
-        text = trainers.error_of(lambda: _train(models, folder, config))
-    assert "overlap_com" in text and "overlap_comm" in text, text
+def _typo(models: Path, folder: Path) -> None:
+    for stage in (2, 3):
+        config = trainers.zero_config(stage)
+        config["zero_optimization"]["overlap_com"] = True
+        with trainers.clean_state():
+            text = trainers.error_of(lambda config=config: _train(models, folder, config))
+        assert "overlap_com" in text and "overlap_comm" in text, text
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_typo_in_the_json(stage: int, trainer_models: Path, tmp_path: Path) -> None:
-    ranks.run_ranks(_typo, 2, trainer_models, tmp_path, stage)
+def test_typo_in_the_json(trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_typo, 2, trainer_models, tmp_path)
 
 
 def _engine_freed_by_hand(models: Path, folder: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support import ranks, trainers
+from tests.support.rows import slow_but
 
 
 def _pairs(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
@@ -17,14 +19,14 @@ def _pairs(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def _predict_with_generate(models: Path, folder: Path, beams: int) -> None:
-    """The same tokens as DDP generates after the same training."""
+def _predict_with_generate(models: Path, folder: Path, stages: tuple[int, ...]) -> None:
+    """The same tokens as DDP generates after the same training, with beams and without."""
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     data = _pairs(16, 5)
     found: dict[Any, tuple[trainers.Logs, Any, float]] = {}
     with trainers.clean_state():
-        for stage in (None, 2, 3):
+        for stage in (None, *stages):
             trainers.forget()
             args = trainers.arguments(
                 folder,
@@ -32,7 +34,7 @@ def _predict_with_generate(models: Path, folder: Path, beams: int) -> None:
                 Seq2SeqTrainingArguments,
                 predict_with_generate=True,
                 generation_max_length=7,
-                generation_num_beams=beams,
+                generation_num_beams=1,
                 learning_rate=1e-2,
                 max_steps=3,
             )
@@ -44,20 +46,17 @@ def _predict_with_generate(models: Path, folder: Path, beams: int) -> None:
                 compute_metrics=lambda prediction: {"tokens": float((prediction.predictions > 0).sum())},
             )
             trainer.train()
-            predicted = trainer.predict(data[:7])
+            predicted = trainer.predict(data[:7], num_beams=3)
             metrics = trainer.evaluate()
             found[stage] = (trainers.logs_of(trainer), predicted.predictions.tolist(), metrics["eval_tokens"])
-    for stage in (2, 3):
+    for stage in stages:
         trainers.assert_close(found[None][0], found[stage][0], f"stage {stage}")
         assert found[None][1:] == found[stage][1:], f"stage {stage}"
 
 
-def test_predict_with_generate(trainer_models: Path, tmp_path: Path) -> None:
-    ranks.run_ranks(_predict_with_generate, 2, trainer_models, tmp_path, 1)
-
-
-def test_predict_with_beams(trainer_models: Path, tmp_path: Path) -> None:
-    ranks.run_ranks(_predict_with_generate, 2, trainer_models, tmp_path, 3)
+@pytest.mark.parametrize("stage", slow_but([2, 3], 3))
+def test_predict_with_generate(stage: int, trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_predict_with_generate, 2, trainer_models, tmp_path, (stage,))
 
 
 def _ranks_stop_at_different_lengths(models: Path, folder: Path) -> None:

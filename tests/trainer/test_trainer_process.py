@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support import ranks, trainers
+from tests.support.rows import slow_but
 
 FILE = {
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
@@ -65,7 +66,7 @@ def _scale_too_high(models: Path, folder: Path, stage: int) -> None:
         assert [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry] == [0.0] * 3
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", slow_but([2, 3], 3))
 def test_the_rate_can_be_logged_before_the_first_step(stage: int, trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_scale_too_high, 1, trainer_models, tmp_path, stage, group=False)
 
@@ -111,15 +112,12 @@ def _saved_before_training(models: Path, folder: Path, gathers: bool) -> None:
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_saving_after_an_evaluation(gathers: bool, trainer_models: Path, tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     import torch
     from safetensors.torch import load_file
 
     ranks.run_ranks(_saved_before_training, 2, trainer_models, tmp_path, gathers)
     final = tmp_path / "final"
     if not gathers:
-        subprocess.run([sys.executable, str(final / "zero_to_fp32.py"), str(final), str(final)], check=True, capture_output=True)
+        trainers.run_zero_to_fp32(final)
     found, wanted = load_file(final / "model.safetensors"), dict(trainers.load(trainer_models).named_parameters())
     assert wanted.keys() <= found.keys() | {"lm_head.weight"} and all(torch.equal(value, wanted[name]) for name, value in found.items())

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support import ranks, trainers
+from tests.support.rows import slow_but
 
 # -- train, evaluate, predict ----------------------------------------------------------------------------------------------
 
@@ -39,6 +40,16 @@ def test_train_evaluate_predict(trainer_models: Path, tmp_path: Path) -> None:
 # -- options of TrainingArguments --------------------------------------------------------------------------------------------
 
 OPTIONS: dict[str, dict[str, Any]] = {
+    "checkpointing and clipping": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "max_grad_norm": 0.05,
+    },
+    "reentrant checkpointing and label smoothing": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+        "label_smoothing_factor": 0.1,
+    },
     "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
     "checkpointing_reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
     "accumulation_3": {"gradient_accumulation_steps": 3, "num_train_epochs": 1, "max_steps": -1},
@@ -52,7 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "input_tokens_seen": {"include_num_input_tokens_seen": True},
     "compile": {"torch_compile": True, "torch_compile_backend": "eager"},
 }
-SLOW = ("accumulation_3", "no_clipping", "tokens_per_rank", "cosine", "sgd", "input_tokens_seen", "compile")
+FAST = {"checkpointing and clipping": (3,), "reentrant checkpointing and label smoothing": (2, 3), "group_by_length": (2,)}
 
 
 def _option(models: Path, folder: Path, options: dict[str, Any], stages: tuple[int, ...]) -> None:
@@ -67,8 +78,14 @@ def _option(models: Path, folder: Path, options: dict[str, Any], stages: tuple[i
             trainers.assert_close(plain, found, f"stage {stage}")
 
 
-@pytest.mark.parametrize("name", [name if name not in SLOW else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS])
+@pytest.mark.parametrize("name", FAST)
 def test_option(name: str, trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_option, 2, trainer_models, tmp_path, OPTIONS[name], FAST[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option(name: str, trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_option, 2, trainer_models, tmp_path, OPTIONS[name], (2, 3))
 
 
@@ -109,8 +126,12 @@ def _sources(models: Path, folder: Path, in_json: tuple[str, ...], stages: tuple
             trainers.assert_close(expected, found, f"stage {stage}, {in_json} in the JSON")
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("in_json", [(), ("optimizer",), ("scheduler",), ("optimizer", "scheduler")], ids="+".join)
+SOURCES = [((), 3), (("optimizer",), 3), (("scheduler",), 3), (("optimizer", "scheduler"), 3), (("optimizer",), 2), (("scheduler",), 2)]
+
+
+@pytest.mark.parametrize(
+    ("in_json", "stage"), [pytest.param(*source, marks=() if source in SOURCES[2:4] else pytest.mark.slow) for source in SOURCES]
+)
 def test_optimizer_and_scheduler_sources(in_json: tuple[str, ...], stage: int, trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_sources, 2, trainer_models, tmp_path, in_json, (stage,))
 
@@ -135,7 +156,7 @@ def _mixed_precision(models: Path, folder: Path, precision: str) -> None:
         assert all(torch.equal(value, found[1][1][name]) for name, value in found[stage][1].items())
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", slow_but(["bf16", "fp16"], "bf16"))
 def test_mixed_precision(precision: str, trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_mixed_precision, 2, trainer_models, tmp_path, precision)
 
@@ -158,15 +179,13 @@ def _callbacks(models: Path, folder: Path) -> None:
     with trainers.clean_state():
         plain = Watcher()
         trainers.train_with(models, folder, None, callbacks=[plain])
-        for stage in (2, 3):
-            watcher = Watcher()
-            trainers.train_with(
-                models, folder, trainers.zero_config(stage), callbacks=[watcher], eval_strategy="steps", eval_steps=1, eval_on_start=True
-            )
-            for (kind, total, rate), (name, found, found_rate) in zip(plain.seen, watcher.seen, strict=True):
-                assert name == kind == "GPT2LMHeadModel"
-                assert abs(total - found) < 1e-2
-                assert abs(rate - found_rate) < 1e-9
+        watcher = Watcher()
+        options = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
+        trainers.train_with(models, folder, trainers.zero_config(3), callbacks=[watcher], **options)
+        for (kind, total, rate), (name, found, found_rate) in zip(plain.seen, watcher.seen, strict=True):
+            assert name == kind == "GPT2LMHeadModel"
+            assert abs(total - found) < 1e-2
+            assert abs(rate - found_rate) < 1e-9
 
 
 def test_callbacks_read_parameters(trainer_models: Path, tmp_path: Path) -> None:

@@ -20,12 +20,16 @@ def _trainer(models: Path, folder: Path, config: Any, **options: Any) -> Any:
     return Trainer(model=trainers.load(models), args=args, train_dataset=trainers.rows(24, 1))
 
 
-def _against_ddp(models: Path, folder: Path, options: dict[str, Any], zero: dict[str, Any]) -> None:
+OFFLOADED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}, "offload_param": {"device": "cpu", "pin_memory": True}}
+WITH_OPTIONS = {"optim_args": "scale_parameter=True,relative_step=False,beta1=0.9"}
+
+
+def _against_ddp(models: Path, folder: Path, options: dict[str, Any], zero: dict[str, Any], stages: tuple[int, ...]) -> None:
     with trainers.clean_state():
         plain = _trainer(models, folder, None, **options)
         plain.train()
         weights = trainers.weights_of(plain.model)
-        for stage in (2, 3):
+        for stage in stages:
             config = trainers.zero_config(stage, zero_force_ds_cpu_optimizer=False)  # else accelerate puts Adam in its place
             config["zero_optimization"] |= zero
             trainer = _trainer(models, folder, config, **options)
@@ -36,15 +40,16 @@ def _against_ddp(models: Path, folder: Path, options: dict[str, Any], zero: dict
 
 
 @pytest.mark.parametrize(
-    "optim_args", [None, "scale_parameter=True,relative_step=False,beta1=0.9"], ids=["as Trainer builds it", "with options"]
+    ("options", "zero", "stages"),
+    [
+        pytest.param({}, {}, (2,), id="as Trainer builds it"),
+        pytest.param(WITH_OPTIONS, OFFLOADED, (3,), id="options and offload"),
+        pytest.param({}, OFFLOADED, (2, 3), id="offload", marks=pytest.mark.slow),
+        pytest.param(WITH_OPTIONS, {}, (2, 3), id="options", marks=pytest.mark.slow),
+    ],
 )
-def test_training_is_that_of_ddp(optim_args: str | None, trainer_models: Path, tmp_path: Path) -> None:
-    ranks.run_ranks(_against_ddp, 2, trainer_models, tmp_path, {"optim_args": optim_args}, {})
-
-
-def test_training_with_offload_is_that_of_ddp(trainer_models: Path, tmp_path: Path) -> None:
-    zero = {"offload_optimizer": {"device": "cpu", "pin_memory": True}, "offload_param": {"device": "cpu", "pin_memory": True}}
-    ranks.run_ranks(_against_ddp, 2, trainer_models, tmp_path, {}, zero)
+def test_training_is_that_of_ddp(options: Any, zero: Any, stages: tuple[int, ...], trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_against_ddp, 2, trainer_models, tmp_path, options, zero, stages)
 
 
 def _replaced(models: Path, folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""TRL's trainers at stages 2 and 3: ten steps with the numbers of plain DDP."""
+"""TRL's trainers at stages 2 and 3: the numbers of plain DDP."""
 
 from __future__ import annotations
 
@@ -11,33 +11,26 @@ import pytest
 
 from tests.support import ranks, trainers
 
-STEPS = 10
+STEPS = 4
 LOGGED = ("loss", "grad_norm", "rewards/margins", "logps/chosen", "accuracy", "reward")
 
 
-def test_sft(trainer_models: Path, tmp_path: Path) -> None:
-    ranks.run_ranks(_same_numbers, 2, trainer_models, tmp_path, "sft", timeout=200)
-
-
-def test_dpo_with_a_reference_model(trainer_models: Path, tmp_path: Path) -> None:
-    """The reference model is a second engine."""
-    ranks.run_ranks(_same_numbers, 2, trainer_models, tmp_path, "dpo", timeout=200)
-
-
-def test_reward(trainer_models: Path, tmp_path: Path) -> None:
-    ranks.run_ranks(_same_numbers, 2, trainer_models, tmp_path, "reward", timeout=200)
+# The reference model of DPO is a second engine.
+@pytest.mark.parametrize(("kind", "stage"), [("sft", 3), ("dpo", 3), ("reward", 2)])
+def test_same_numbers(kind: str, stage: int, trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_same_numbers, 2, trainer_models, tmp_path, kind, (stage,), timeout=200)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sft_lora", "sft_checkpointing", "dpo_lora", "grpo", "grpo_block_by_block"])
-def test_more(kind: str, trainer_models: Path, tmp_path: Path) -> None:
-    ranks.run_ranks(_same_numbers, 2, trainer_models, tmp_path, kind, timeout=250)
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward", "sft_lora", "sft_checkpointing", "dpo_lora", "grpo", "grpo_block_by_block"])
+def test_same_numbers_at_both_stages(kind: str, trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_same_numbers, 2, trainer_models, tmp_path, kind, (2, 3), timeout=250)
 
 
-def _same_numbers(models: Path, folder: Path, kind: str) -> None:
+def _same_numbers(models: Path, folder: Path, kind: str, stages: tuple[int, ...]) -> None:
     with trainers.clean_state():
         expected = None
-        for stage in (None, 2, 3):
+        for stage in (None, *stages):
             trainers.forget()
             trainer = KINDS[kind](models, folder / f"{kind}{stage}", None if stage is None else trainers.zero_config(stage))
             trainer.train()

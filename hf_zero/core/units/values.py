@@ -46,5 +46,5 @@ def write_back_assigned(unit: Unit) -> None:
 def broadcast_from(unit: Unit, source: int) -> None:
     """Makes the whole buffer equal to rank ``source``'s on all ranks, and shards and masters with it; collective."""
     unit.whole.adopt()
-    unit.collectives.broadcast(unit.full, source, unit.name)
+    unit.collectives.data.broadcast(unit.full, source, unit.name)
     write_back(unit)

@@ -1,0 +1,70 @@
+"""Scripts on the ranks of the pool, with the variables that a real launcher would give them, but without its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.support import ranks, trainers
+from tests.support.processes import REPO
+
+
+def accelerate_environment(config: Path) -> dict[str, str]:
+    """The variables that ``accelerate launch --config_file`` gives its ranks: all of the launcher but the ranks' start."""
+    import torch.distributed.run
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    found: dict[str, str] = {}
+    words = ["--config_file", str(config), "--main_process_port", str(ranks._free_port()), "script.py"]
+    with contextlib.chdir(REPO), mock.patch.object(torch.distributed.run, "run", lambda _: found.update(os.environ)):
+        launch_command(launch_command_parser().parse_args(words))
+    assert found, "the launcher started nothing"
+    return {name: value for name, value in found.items() if name != "PYTHONPATH" and os.environ.get(name) != value}
+
+
+def launch_on_ranks(config: Path, script: Path, *words: str, group: bool = False, world: int = 2, **environment: str) -> str:
+    """What ``accelerate launch --config_file config script words`` prints, on ranks of the pool.
+
+    Args:
+        config: The launcher's YAML.
+        script: To be run as ``__main__``, in the root of the repository.
+        *words: Of the script's command line.
+        group: The process group is there before the script.
+        world: Ranks.
+        **environment: More variables.
+    """
+    variables = {**accelerate_environment(config), **environment}
+    return "".join(ranks.run_ranks(_run, world, script, words, timeout=240, group=group, env=variables))
+
+
+def _run(script: Path, words: Sequence[str]) -> str:
+    modules, printed = set(sys.modules), io.StringIO()
+    path = [str(script.parent), *sys.path]
+    with contextlib.ExitStack() as stack:
+        stack.callback(trainers.forget)
+        stack.enter_context(mock.patch.multiple(sys, argv=[str(script), *words], path=path))
+        if "HF_DATASETS_CACHE" in os.environ:  # which was read when the package was imported
+            import datasets
+
+            stack.enter_context(mock.patch.object(datasets.config, "HF_DATASETS_CACHE", Path(os.environ["HF_DATASETS_CACHE"])))
+        stack.enter_context(contextlib.chdir(REPO))
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        runpy.run_path(str(script), run_name="__main__")
+    for name in sys.modules.keys() - modules:  # those of the script's own folders: the next one's may have the same names
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(script.parents[1]):
+            del sys.modules[name]
+    return printed.getvalue()
+
+
+def report_of(printed: str) -> Any:
+    """What a script printed as JSON behind the word REPORT, on one rank."""
+    (line,) = [line for line in printed.splitlines() if line.startswith("REPORT ")]
+    return json.loads(line.removeprefix("REPORT "))
