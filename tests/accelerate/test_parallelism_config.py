@@ -124,6 +124,9 @@ def one_rank(replicas: int) -> dict[str, Any]:
         (2, {"tp": 2}, "object", {"dp_shard": 2, "tp": 2}),
         (3, {"tp": 2, "dp_shard": 2}, "variables", {"dp_shard": 2, "tp": 2}),
         (2, {"dp_shard": 4}, "object", {"dp_shard": 4}),
+        (1, {"dp_replicate": 2, "dp_shard": 2}, "object", {"dp_replicate": 2, "dp_shard": 2}),
+        (2, {"dp_replicate": 2, "dp_shard": 2}, "variables", {"dp_replicate": 2, "dp_shard": 2}),
+        (3, {"dp_replicate": 2, "dp_shard": 2}, "object", {"dp_replicate": 2, "dp_shard": 2}),
     ],
 )
 def test_loop_is_that_of_one_rank(stage: int, sizes: dict[str, int], how: str, mesh: dict[str, int]) -> None:
