@@ -144,7 +144,9 @@ def deepspeed_io(
     drop_last = engine.settings.dataloader_drop_last
     if data_sampler is None and hasattr(dataset, "__len__") and not isinstance(dataset, torch.utils.data.IterableDataset):
         axes = engine.collectives.topology
-        data_sampler = torch.utils.data.DistributedSampler(dataset, axes.replicas, axes.replica, shuffle=route == "train", drop_last=drop_last)
+        data_sampler = torch.utils.data.DistributedSampler(
+            dataset, axes.replicas, axes.replica, shuffle=route == "train", drop_last=drop_last
+        )
     return DataLoader(
         dataset,
         batch_size=batch,
