@@ -13,15 +13,20 @@ SCANNED := hf_zero build_backend _hf_zero_startup.py examples benchmarks tests d
 
 DEMO_ARGS ?=
 TEST_ARGS ?=
+TEST_WORKERS ?= 2
 BENCH_ARGS ?=
 GPU_ARGS ?= --out results-gpu
 GPU_PYTHON ?=
+
+# Ranks wait for each other about as long as they compute, so two processes of tests share two cores well. A file stays in one of them.
+# TEST_WORKERS=0: one process, as a debugger wants it.
+SIDE_BY_SIDE = -n $(TEST_WORKERS) --dist loadfile
 
 .PHONY: help demo test test-quick test-all lint format audit advisories bench gpu venv kernels clean
 
 help:
 	@echo "make demo      train, evaluate, save and reload a small GPT-2 with ZeRO-3 on 2 ranks (DEMO_ARGS)"
-	@echo "make test      run the fast tests (TEST_ARGS='-k alias')"
+	@echo "make test      run the fast tests (TEST_ARGS='-k alias', TEST_WORKERS=4)"
 	@echo "make test-quick  run what a minute allows, after every edit: configuration, imports, traces, one row of the parity matrix per stage"
 	@echo "make test-all  run every test"
 	@echo "make lint      check format, style, types and spelling; make format repairs the first two"
@@ -37,13 +42,13 @@ demo: $(READY)
 	$(BIN)/python examples/clm/demo.py $(DEMO_ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(TEST_ARGS)
 
 test-quick: $(READY)
-	$(BIN)/python -m pytest -m quick $(TEST_ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m quick $(TEST_ARGS)
 
 test-all: $(READY)
-	$(BIN)/python -m pytest --slow $(TEST_ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --slow $(TEST_ARGS)
 
 lint: $(READY_DEV)
 	$(BIN)/ruff format --check .

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import yaml
 
 from tests.support.launches import launch_on_ranks, report_of
-from tests.support.processes import Ended, environment, run, run_forked
+from tests.support.processes import Ended, run, run_forked, run_python
 
 DEEPSPEED_SCRIPT = """
 import argparse, json
@@ -167,8 +166,16 @@ def test_data_is_shared_out_whoever_made_the_group(group: bool, launcher: Path) 
     assert report == {"seen": list(range(10)), "main": [0, 2, True], "own": 6}
 
 
-def test_switched_off_accelerate_finds_no_deepspeed(launcher: Path) -> None:
-    command = ["accelerate", "launch", "--config_file", str(launcher), "data.py"]
-    env = environment({"HF_ZERO": "0"})
-    done = subprocess.run(command, cwd=launcher.parent, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0 and "DeepSpeed is not installed" in done.stderr
+def test_switched_off_nothing_is_wrapped_and_accelerate_finds_no_deepspeed(launcher: Path) -> None:
+    code = f"""
+        import sys, accelerate
+        from accelerate.commands.launch import launch_command, launch_command_parser
+        assert not any(name.startswith("hf_zero.integrations") for name in sys.modules)
+        print(accelerate.Accelerator.gather.__dict__)
+        try:
+            launch_command(launch_command_parser().parse_args(["--config_file", {str(launcher)!r}, "data.py"]))
+        except ImportError as error:
+            print(error)
+    """
+    wrapped, told = run_python(code, env={"HF_ZERO": "0"}).splitlines()[-2:]
+    assert wrapped == "{}" and "DeepSpeed is not installed" in told

@@ -1,7 +1,4 @@
-"""The whole no-trainer loop, from stock `accelerate config` on a terminal through `accelerate launch` to the numbers of plain PyTorch.
-
-One run is started for real; the others are ranks with the variables that the launcher makes of its file.
-"""
+"""The whole no-trainer loop, from stock `accelerate config` on a terminal through its launcher to the numbers of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ import yaml
 from hf_zero.optim.scheduler_factory import build_scheduler
 from tests.support import accelerate_loop as script
 from tests.support.launches import launch_on_ranks, report_of
-from tests.support.processes import environment, run
+from tests.support.processes import environment
 
 RANKS, ACCUMULATION, CLIP = 2, 2, 1.0
 OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "betas": [0.9, 0.95], "eps": 1e-7}}
@@ -325,13 +322,13 @@ def _choose(child: Any, question: str, row: int) -> None:
         child.send(key)
 
 
-def test_a_terminals_answers_become_two_real_ranks_and_their_numbers(model_folder: Path, tmp_path: Path) -> None:
+def test_a_terminals_answers_become_two_ranks_and_their_numbers(model_folder: Path, tmp_path: Path) -> None:
     """On gloo where there is no accelerator; stock accelerate would let both ranks see all rows there."""
     written = answer(tmp_path, TYPED)
     assert written["distributed_type"] == "DEEPSPEED" and written["num_processes"] == 2 and written["use_cpu"] is False
     assert written["deepspeed_config"] == ANSWERS.deepspeed_config
-    command = ["accelerate", "launch", script.__file__, *words_of(ANSWERS, model_folder, tmp_path), "--workers", "1"]
-    report = report_of(run(command, cwd=tmp_path, env={"HF_HOME": str(tmp_path)}, timeout=240))
+    words = words_of(ANSWERS, model_folder, tmp_path)
+    report = report_of(launch_on_ranks(tmp_path / "accelerate" / "default_config.yaml", Path(script.__file__), *words))
     check(report, ANSWERS, model_folder, tmp_path)
     facts = report["facts"]
     assert facts["ranks"][:3] == [2, 2, "DistributedType.DEEPSPEED"] and (torch.cuda.is_available() or facts["ranks"][3] == "gloo")
@@ -350,6 +347,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.slow
 def test_a_json_named_on_the_terminal_reaches_the_plugin(tmp_path: Path) -> None:
     ours = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}
     (tmp_path / "zero2.json").write_text(json.dumps(ours))

@@ -17,7 +17,7 @@ import _hf_zero_startup
 from hf_zero.errors import UnsupportedError
 from hf_zero.integrations import callers, rotation
 from hf_zero.observe import logger
-from tests.support.processes import run_forked, run_python
+from tests.support.processes import run_forked
 
 
 def running() -> list[Any]:
@@ -196,12 +196,3 @@ import {MODULES}
 def test_the_installed_libraries_have_every_method_whenever_they_are_imported(tmp_path: Path) -> None:
     for order, found in run_forked(ORDERS, tmp_path, "import torch._dynamo, datasets, matplotlib.pyplot").items():
         assert found.out.endswith("all wrapped\n"), (order, found)
-
-
-def test_with_the_alias_off_nothing_is_wrapped() -> None:
-    code = """
-        import sys, accelerate
-        assert not any(name.startswith("hf_zero.integrations") for name in sys.modules)
-        print(accelerate.Accelerator.gather.__dict__)
-    """
-    assert run_python(code, env={"HF_ZERO": "0"}).strip() == "{}"

@@ -100,6 +100,7 @@ def _copies_that_find_no_room(folder: str) -> None:
     assert "HF_ZERO_SPILL_DIR" in told and os.listdir(folder) == [] and small.sum().item() == 1000.0
 
 
+@pytest.mark.slow
 def test_full_and_read_only_file_systems(tmp_path: Path) -> None:
     probe = [*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
     if shutil.which("unshare") is None or subprocess.run(probe, capture_output=True).returncode != 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from tests.support import ranks
+from tests.support.background_saves import Slowly
 from tests.support.checkpoints import differences, full_state, start, steps
 
 WORLD = 2
@@ -168,25 +168,12 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(saved: Path, tmp_path: P
 
 def _disk_full(folder: str, failing_rank: int, stage: int) -> str:
     """One rank's disk fills during a save over the previous checkpoint of the same tag; the next save works again."""
-    from hf_zero.checkpoint import save
-
     engine = start(stage, "bf16")
     engine.save_checkpoint(folder, "t")
     saved = full_state(engine)
     steps(engine, 0, 1, "bf16")
-    original = save.write_tensor_file
-
-    def full(path: Path, entries: Any, **options: Any) -> Any:
-        if ranks.rank() == failing_rank and "exp_avg" in path.name:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return original(path, entries, **options)
-
-    save.write_tensor_file = full
-    try:
-        with pytest.raises(Exception) as caught:
-            engine.save_checkpoint(folder, "t")
-    finally:
-        save.write_tensor_file = original
+    with Slowly(fails=(failing_rank,)), pytest.raises(Exception) as caught:
+        engine.save_checkpoint(folder, "t")
     assert ranks.rank() != 0 or sorted(os.listdir(folder)) == ["latest", "t", "zero_to_fp32.py"]  # rank 0 clears up
     engine.load_checkpoint(folder)
     assert differences(full_state(engine), saved) == []

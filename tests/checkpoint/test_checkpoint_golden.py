@@ -29,7 +29,7 @@ def _load(folder: str, stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize(("stage", "world"), [(0, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize(("stage", "world"), [(2, 3), *(pytest.param(*place, marks=pytest.mark.slow) for place in ((0, 1), (3, 2)))])
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_released_checkpoint_loads(folder: Path, stage: int, world: int) -> None:
     ranks.run_ranks(_load, world, str(folder), stage)

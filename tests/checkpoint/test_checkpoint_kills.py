@@ -158,7 +158,8 @@ def test_all_ranks_killed_at_a_phase_of_a_save(tmp_path: Path, reference: Any, p
     assert first == PHASES[phase]
 
 
-@pytest.mark.parametrize("background", [pytest.param(False), pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [False, True])
 def test_one_rank_killed_while_it_writes(tmp_path: Path, reference: Any, background: bool) -> None:
     _kill(Plan(str(tmp_path), 3, background=background, phase="checkpoint_file", at_step=2, victims=(1,)))
     assert _resume(Plan(str(tmp_path), 3), reference) == 1
@@ -192,7 +193,9 @@ def test_two_hundred_kills_at_random_moments(tmp_path: Path, reference: Any, see
     total, kills, runs = 6, 0, 0
     folder = tmp_path / "run"
     seconds = ranks.run_ranks(_run, WORLD, Plan(str(tmp_path / "whole"), total))[0][-1]
-    while kills < 50:
+    while kills < 50 or not runs:
+        if kills > 25 and not runs:
+            seconds *= 1.2  # the machine has more to do than when a whole run was timed
         folder.mkdir(exist_ok=True)
         victims = chance.choice([(0,), (1,), (0, 1)])
         mode: dict[str, Any] = {"background": chance.random() < 0.5, "tag": chance.choice([None, None, "t"])}
@@ -210,4 +213,3 @@ def test_two_hundred_kills_at_random_moments(tmp_path: Path, reference: Any, see
             assert differences(begin, reference[first]) == [] and differences(end, reference[total]) == []
         runs += 1
         shutil.rmtree(folder)
-    assert runs > 0

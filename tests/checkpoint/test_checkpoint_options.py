@@ -309,7 +309,7 @@ def test_names_of_the_output_and_errors_of_zero_to_fp32(
     said = capsys.readouterr().err
     assert "absent is no complete checkpoint" in said and "Traceback" not in said
     monkeypatch.setattr(sys, "argv", [*command, "-d"])
-    with pytest.raises(ValueError, match="absent is no complete checkpoint"):
+    with pytest.raises(FileNotFoundError, match="absent is no complete checkpoint"):
         runpy.run_path(command[0], run_name="__main__")
 
 

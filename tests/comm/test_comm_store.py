@@ -43,7 +43,7 @@ def free_port() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
-@pytest.mark.parametrize(("address", "expected"), [("127.0.0.1", LOOPBACK), ("localhost", ANY)])
+@pytest.mark.parametrize(("address", "expected"), [("127.0.0.1", LOOPBACK), pytest.param("localhost", ANY, marks=pytest.mark.slow)])
 def test_ranks_meet_and_the_store_listens_at_their_address(address: str, expected: str) -> None:
     common = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "PYTHONPATH": str(REPO)}
     command = [sys.executable, "-c", SCRIPT]

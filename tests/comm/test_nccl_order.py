@@ -24,6 +24,7 @@ from tests.support import ranks
 from tests.support.models import CASES, LENGTH, Batch, Block, Mlp, class_loss
 from tests.support.multimodal import feed_of, llava, llava_batch, loss, seeded
 from tests.support.parity import Run, Trace, check, check_training, collect, initialize, mean_over_ranks
+from tests.support.rows import slow_but, thinned
 from tests.support.skipped_blocks import Chosen, TwoTowers, loss_of_choice
 
 ALWAYS = 4  # blocks that every rank runs, behind those that some skip
@@ -97,13 +98,12 @@ def _skips(choice: str, blocks: int, checkpointing: bool, run: Run) -> None:
     check_training(build, feed, loss_of_choice, run, label=choice)
 
 
-@pytest.mark.parametrize("limits", LIMITS)
-@pytest.mark.parametrize(("choice", "blocks"), [("in_turns", 12), ("in_turns", 24), ("last_in_turns", 12), ("drawn", 16)])
-def test_towers_that_ranks_skip_in_turns(choice: str, blocks: int, limits: str) -> None:
-    on_ranks(_skips, choice, blocks, False, run_of(limits, accumulation=2, clip=0.1))
+@thinned("one ahead", limits=LIMITS, tower=[("in_turns", 12), ("last_in_turns", 12), ("drawn", 16), ("in_turns", 24)])
+def test_towers_that_ranks_skip_in_turns(limits: str, tower: tuple[str, int]) -> None:
+    on_ranks(_skips, *tower, False, run_of(limits, accumulation=2, clip=0.1))
 
 
-@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("limits", slow_but(LIMITS, "four ahead"))
 def test_experts_in_an_order_of_each_ranks_own(limits: str) -> None:
     on_ranks(_skips, "half_in_any_order", 16, False, run_of(limits, accumulation=2, clip=0.1))
 
@@ -139,9 +139,8 @@ def _llava(run: Run) -> None:
     check_training(lambda: seeded(lambda: llava(layers=8)), feed_of(llava_batch), loss, run, label="llava")
 
 
-@pytest.mark.parametrize("limits", LIMITS)
-@pytest.mark.parametrize("model", [_two_towers, _llava])
-def test_a_rank_without_an_image(model: Callable[[Run], None], limits: str) -> None:
+@thinned("four ahead", limits=LIMITS, model=[_two_towers, _llava])
+def test_a_rank_without_an_image(limits: str, model: Callable[[Run], None]) -> None:
     on_ranks(model, run_of(limits, accumulation=2, clip=0.1))
 
 
@@ -228,9 +227,8 @@ def _adversaries(who_skips: str, run: Run) -> None:
             check(trace, expected, run, name)
 
 
-@pytest.mark.parametrize("limits", LIMITS)
-@pytest.mark.parametrize("who_skips", ["nobody", "generator", "critic"])
-def test_two_engines_in_one_backward(who_skips: str, limits: str) -> None:
+@thinned("one ahead", limits=LIMITS, who_skips=["generator", "nobody", "critic"])
+def test_two_engines_in_one_backward(limits: str, who_skips: str) -> None:
     on_ranks(_adversaries, who_skips, run_of(limits))
 
 

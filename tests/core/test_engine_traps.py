@@ -16,6 +16,7 @@ from torch import nn
 from tests.support import ranks
 from tests.support.models import CASES, class_loss
 from tests.support.parity import Run, initialize, micro_step
+from tests.support.rows import slow_but
 
 STAGES = (0, 1, 2, 3)
 MLP = CASES["mlp"]
@@ -302,7 +303,7 @@ def test_training_data_gives_a_loader() -> None:
     ranks.run_ranks(_training_data, 2)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_engine_surface(stage: int) -> None:
     ranks.run_ranks(_engine_surface, 2, stage)
 
@@ -312,7 +313,7 @@ def test_consolidated_state_dict(stage: int) -> None:
     ranks.run_ranks(_state_dict, 2, stage)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_optimizer_surface(stage: int) -> None:
     ranks.run_ranks(_optimizer_surface, 2, stage)
 
@@ -321,7 +322,7 @@ def test_trl_takes_the_hooks_off() -> None:
     ranks.run_ranks(_trl_takes_the_hooks_off, 2, 3)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_forward_is_looked_up_at_call_time(stage: int) -> None:
     ranks.run_ranks(_forward_is_looked_up_at_call_time, 2, stage)
 

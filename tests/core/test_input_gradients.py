@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import hf_zero
 from tests.support import ranks
 from tests.support.parity import DTYPES, Run, Trace, check_bitwise, collect, initialize, train
+from tests.support.rows import slow_but
 
 STAGES = (0, 1, 2, 3)
 Model = Callable[..., Tensor]
@@ -81,7 +82,7 @@ def _right_and_unscaled(stage: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_gradients_of_inputs_are_right_and_unscaled(stage: int, dtype: str) -> None:
     ranks.run_ranks(_right_and_unscaled, 2, stage, dtype)
 
@@ -147,7 +148,7 @@ def _recomputed(stage: int) -> None:
     check_bitwise(*traces, "reentrant")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_recomputation_in_a_backward_for_inputs(stage: int) -> None:
     ranks.run_ranks(_recomputed, 2, stage)
 
@@ -176,7 +177,7 @@ def _penalty(stage: int, transform: bool) -> None:
 
 
 @pytest.mark.parametrize("transform", [False, True], ids=["autograd", "torch.func"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_gradient_penalties(stage: int, transform: bool) -> None:
     ranks.run_ranks(_penalty, 2, stage, transform)
 
@@ -194,6 +195,6 @@ def _of_parameters(stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_gradients_of_parameters_go_to_the_caller(stage: int) -> None:
     ranks.run_ranks(_of_parameters, 2, stage)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from hf_zero.errors import StateError
 from tests.support import ranks
 from tests.support.parity import Run, initialize
+from tests.support.rows import slow_but
 
 STAGES = (0, 1, 2, 3)
 
@@ -51,7 +52,7 @@ def _named(stage: int) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_an_unused_parameter_is_an_error_on_all_ranks_alike(stage: int) -> None:
     first, second = ranks.run_ranks(_named, 2, stage)
     assert first == second
@@ -78,6 +79,6 @@ def _over_micro_steps(stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_a_gradient_in_any_micro_step_is_enough(stage: int) -> None:
     ranks.run_ranks(_over_micro_steps, 2, stage)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.support import ranks
 from tests.support.models import CASES, class_loss
 from tests.support.parity import Run, check, check_bitwise, initialize, reference, train
+from tests.support.rows import slow_but
 from tests.support.zero3 import whole_parameters
 
 MLP = CASES["mlp"]
@@ -103,7 +104,7 @@ def _copy_is_no_part_of_the_engine(stage: int) -> None:
     second.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 2, 3))
 def test_a_whole_copy_is_no_part_of_the_engine(stage: int) -> None:
     ranks.run_ranks(_copy_is_no_part_of_the_engine, 2, stage)
 

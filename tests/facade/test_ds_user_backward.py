@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tests.support import ranks
 from tests.support.models import CASES, Batch
 from tests.support.parity import Forward, Run, check_bitwise, check_training, initialize, train
+from tests.support.rows import slow_but
 
 STAGES = (0, 1, 2, 3)
 CASE = CASES["gpt2"]
@@ -61,7 +62,7 @@ def _checkpointed(run: Run, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_recomputed_blocks_in_a_backward_of_the_user(stage: int, reentrant: bool) -> None:
     ranks.run_ranks(_checkpointed, 2, Run(stage, accumulation=2, steps=2), reentrant)
 
@@ -115,7 +116,7 @@ def _two_losses(stage: int, own: bool) -> None:
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["engine", "own"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_two_backwards_over_one_forward_and_zero_grad_between(stage: int, own: bool) -> None:
     ranks.run_ranks(_two_losses, 2, stage, own)
 
@@ -129,7 +130,7 @@ def _sum_of_two_backwards(stage: int) -> None:
     torch.testing.assert_close(gradients(engine.module), {name: grad + wanted[1][name] for name, grad in wanted[0].items()})
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_two_backwards_over_one_forward_add_up(stage: int) -> None:
     ranks.run_ranks(_sum_of_two_backwards, 2, stage)
 

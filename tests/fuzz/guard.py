@@ -31,10 +31,15 @@ class TooSlow(BaseException):
 
 def fuzzed(check: Callable[..., None]) -> tuple[Any, Any]:
     """The fast and the slow test of one reader: ``check(random, fixtures...)`` for many ``random.Random``."""
+    return given_many(check, FAST, SLOW, random=st.randoms(use_true_random=False))
+
+
+def given_many(check: Callable[..., None], fast: int, slow: int, **cases: st.SearchStrategy[Any]) -> tuple[Any, Any]:
+    """The fast and the slow test of ``check``, which take that many examples of ``cases``."""
     made = []
-    for count in (FAST, SLOW):
+    for count in (fast, slow):
         limits = settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
-        made.append(limits(given(random=st.randoms(use_true_random=False))(check)))
+        made.append(limits(given(**cases)(check)))
     return made[0], pytest.mark.slow(pytest.mark.timeout(3600)(made[1]))
 
 

@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 OPTIMIZERS = ("adamw", "adafactor")
 # What may say anything: it names, or is the caller's; and numbers that a run might have had.
 FREE = re.compile(
-    r"units/\d+/params/\d+/(shape.*|name)|optimizer/scalars/\d+/values(/step/value)?|counters/.*|scaler/(scale|good_steps|tolerance)|scheduler(/last_batch_iteration)?|library|tag|stage|client_state.*|extra_state.*|excluded.*|aliases.*|optimizer/name|units/\d+/dtype"
+    r"units/\d+/params/\d+/(shape.*|name)|optimizer/scalars/\d+/values(/step/value)?|counters/.*|scaler(/(scale|good_steps|tolerance))?|scheduler(/last_batch_iteration)?|library|tag|stage|client_state.*|extra_state.*|excluded.*|aliases.*|optimizer/name|units/\d+/dtype"
     r"|optimizer/(groups/\d+/values/(lr|foreach|fused|capturable|weight_decay|initial_lr|beta2_decay|d|eps.*)|params.*)"
 )
 # Numbers of which another one may be as good.

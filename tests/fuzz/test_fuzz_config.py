@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_zero.config.keys import all_keys
@@ -21,6 +20,7 @@ from hf_zero.config.table import rows_of
 from hf_zero.errors import HfZeroError
 from tests.fuzz.bounded import bounded
 from tests.fuzz.edits import edited, edits
+from tests.fuzz.guard import given_many
 
 SEEDS: list[dict[str, Any]] = [
     {
@@ -89,9 +89,6 @@ BELOW_ZERO = {
 }
 resolve(SEEDS[1], match_sources=False)  # loads torch, to look classes up, before memory is watched
 _folder = tempfile.TemporaryDirectory(prefix="hf_zero_fuzz_")
-
-FAST = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-SLOW = settings(max_examples=6000, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def check(source: Any, nbytes: int, world_size: int = 2) -> bool:
@@ -171,9 +168,9 @@ def change(config: dict[Any, Any], kind: str, path: str, value: Any, new_name: A
         block[new_name] = {name: copy.deepcopy(value)}
 
 
-TEXT_CASES = {"number": st.integers(0, len(TEXTS) - 1), "changes": edits(HOSTILE_TEXT), "as_file": st.booleans()}
+TEXT_CASES: dict[str, Any] = {"number": st.integers(0, len(TEXTS) - 1), "changes": edits(HOSTILE_TEXT), "as_file": st.booleans()}
 VALUES = st.one_of(st.sampled_from(HOSTILE_VALUES), st.floats(), st.integers(), st.text(max_size=6))
-TREE_CASES = {
+TREE_CASES: dict[str, Any] = {
     "number": st.integers(0, len(SEEDS) - 1),
     "changes": st.lists(
         st.tuples(
@@ -192,29 +189,5 @@ def test_what_is_mutated_is_valid(number: int) -> None:
     assert check(source, len(source), world_size=2)
 
 
-@FAST
-@given(**TEXT_CASES)
-def test_texts(number: int, changes: list[tuple[str, int, int, bytes]], as_file: bool) -> None:
-    check_text(number, changes, as_file)
-
-
-@FAST
-@given(**TREE_CASES)
-def test_trees(number: int, changes: list[tuple[str, str, Any, Any]], as_text: bool) -> None:
-    check_tree(number, changes, as_text)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@SLOW
-@given(**TEXT_CASES)
-def test_many_texts(number: int, changes: list[tuple[str, int, int, bytes]], as_file: bool) -> None:
-    check_text(number, changes, as_file)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@SLOW
-@given(**TREE_CASES)
-def test_many_trees(number: int, changes: list[tuple[str, str, Any, Any]], as_text: bool) -> None:
-    check_tree(number, changes, as_text)
+test_texts, test_many_texts = given_many(check_text, 100, 6000, **TEXT_CASES)
+test_trees, test_many_trees = given_many(check_tree, 100, 6000, **TREE_CASES)

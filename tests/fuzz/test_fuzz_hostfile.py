@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_zero.errors import ConfigError
@@ -18,6 +17,7 @@ from hf_zero.launch.passed_on import read_environment_files
 from hf_zero.launch.placement import find_placement, first_host
 from tests.fuzz.bounded import bounded
 from tests.fuzz.edits import edited, edits
+from tests.fuzz.guard import given_many
 
 HOSTFILES = [
     "worker-1 slots=4\nworker-2 slots=4\n",
@@ -27,45 +27,9 @@ HOSTFILES = [
 VARIABLES = ["NCCL_DEBUG=INFO\n# a\nHF_TOKEN=S3CRET=x\n", "A=b c\nB=\nC = d, e\n"]
 FILTERS = ["worker-1", "worker-1:0,2@worker-2:1", "worker-2@worker-1:3"]
 TOKENS = [
-    *(
-        "slots=",
-        "slots",
-        "=",
-        " ",
-        "\t",
-        "\n",
-        "\r",
-        "\0",
-        "#",
-        ":",
-        "@",
-        ",",
-        "-",
-        "--host",
-        "worker-1",
-        "worker-2",
-        "é",
-        "\u00b2",
-        "\u0663",
-    ),
-    *(
-        "0",
-        "1",
-        "4",
-        "99999999999",
-        "-1",
-        "1e3",
-        "9" * 5000,
-        "a" * 5000,
-        "worker-1 slots=4\n",
-        "\ud800",
-        "\ufeff",
-        "export ",
-        '"',
-        "'",
-        "$(x)",
-    ),
-    *("x slots=1\n" * 2000, ":0" * 2000, "@" * 2000, "\u2028", "\x0b", "[1-3]", "(x9999999999)", "2(x3),"),
+    *("slots=", "slots", "=", "#", ":", "@", ",", "-", "--host", "worker-1", "worker-2", "é", "\u00b2", "\u0663", "0", "1", "4", '"', "'"),
+    *("99999999999", "-1", "1e3", "$(x)", "[1-3]", "(x9999999999)", "2(x3),", " ", "\t", "\n", "\r", "\0", "\u2028", "\x0b"),
+    *("\ud800", "\ufeff", "export ", "worker-1 slots=4\n", "9" * 5000, "a" * 5000, "x slots=1\n" * 2000, ":0" * 2000, "@" * 2000),
 ]
 LAUNCHERS = ["standard", "openmpi", "mpich", "mvapich", "slurm", "pdsh"]
 PLACEMENTS = [
@@ -81,10 +45,6 @@ _parser = argparse.ArgumentParser()
 add_arguments(_parser)
 
 Edits = list[tuple[str, int, int, bytes]]
-
-
-def run_settings(examples: int) -> settings:
-    return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def check_hostfile(number: int, changes: Edits) -> None:
@@ -164,57 +124,7 @@ def test_what_is_mutated_is_valid(number: int) -> None:
     assert len(read_hostfile(str(path))) > 1
 
 
-@run_settings(250)
-@given(**HOST_CASES)
-def test_hostfiles(number: int, changes: Edits) -> None:
-    check_hostfile(number, changes)
-
-
-@run_settings(150)
-@given(**VARIABLE_CASES)
-def test_files_of_variables(number: int, changes: Edits) -> None:
-    check_variables(number, changes)
-
-
-@run_settings(150)
-@given(**FILTER_CASES)
-def test_filters(number: int, changes: Edits, launcher: str, exclude: bool) -> None:
-    check_filter(number, changes, launcher, exclude)
-
-
-@run_settings(100)
-@given(**PLACEMENT_CASES)
-def test_variables_of_launchers(number: int, name: int, changes: Edits) -> None:
-    check_placement(number, name, changes)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@run_settings(4000)
-@given(**HOST_CASES)
-def test_many_hostfiles(number: int, changes: Edits) -> None:
-    check_hostfile(number, changes)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@run_settings(1500)
-@given(**VARIABLE_CASES)
-def test_many_files_of_variables(number: int, changes: Edits) -> None:
-    check_variables(number, changes)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@run_settings(1500)
-@given(**FILTER_CASES)
-def test_many_filters(number: int, changes: Edits, launcher: str, exclude: bool) -> None:
-    check_filter(number, changes, launcher, exclude)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@run_settings(1000)
-@given(**PLACEMENT_CASES)
-def test_many_variables_of_launchers(number: int, name: int, changes: Edits) -> None:
-    check_placement(number, name, changes)
+test_hostfiles, test_many_hostfiles = given_many(check_hostfile, 250, 4000, **HOST_CASES)
+test_files_of_variables, test_many_files_of_variables = given_many(check_variables, 150, 1500, **VARIABLE_CASES)
+test_filters, test_many_filters = given_many(check_filter, 150, 1500, **FILTER_CASES)
+test_variables_of_launchers, test_many_variables_of_launchers = given_many(check_placement, 100, 1000, **PLACEMENT_CASES)

@@ -14,6 +14,7 @@ import pytest
 import tomllib
 
 from tests.support.processes import REPO, environment
+from tests.support.rows import slow_but
 
 SOURCES = ("hf_zero", "build_backend", "kernels")
 FILES = ("pyproject.toml", "_hf_zero_startup.py", "README.md", "LICENSE", "MANIFEST.in")
@@ -38,7 +39,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source))
+    said = _pip("wheel", "-v", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source))
+    (folder / "said.txt").write_text(said)
     (path,) = folder.glob("*.whl")
     return path
 
@@ -72,7 +74,7 @@ def _ask(python: Path) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.parametrize("kind", ["folder", "wheel", "editable"])
+@pytest.mark.parametrize("kind", slow_but(["folder", "wheel", "editable"], "wheel", "editable"))
 def test_alias_is_active_after_every_kind_of_install(kind: str, source: Path, wheel: Path, tmp_path: Path) -> None:
     python = _fresh_python(tmp_path / "venv")
     what = {"folder": [str(source)], "wheel": [str(wheel)], "editable": ["-e", str(source)]}[kind]
@@ -107,9 +109,8 @@ def test_wheel_is_pure_and_its_record_is_complete(wheel: Path) -> None:
     assert not {name for name in names if name.startswith(("tests", "examples", "benchmarks"))}
 
 
-def test_without_compiler_the_install_says_so_in_one_line(source: Path, tmp_path: Path) -> None:
-    said = _pip("wheel", "-v", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source))
-    (line,) = [line for line in said.splitlines() if "native kernels" in line]
+def test_without_compiler_the_install_says_so_in_one_line(wheel: Path) -> None:
+    (line,) = [line for line in wheel.with_name("said.txt").read_text().splitlines() if "native kernels" in line]
     assert "no C++ compiler was found; the torch reference serves" in line
 
 
@@ -136,7 +137,7 @@ def real_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("first", ["ours", "real"])
+@pytest.mark.parametrize("first", slow_but(["ours", "real"], "real"))
 def test_two_packages_with_one_command(first: str, wheel: Path, real_wheel: Path, tmp_path: Path) -> None:
     """What the documentation says of uninstalling one of them: the command goes, the rest stays, the report tells, pip brings it back."""
     python = _fresh_python(tmp_path / "venv")

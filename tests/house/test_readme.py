@@ -157,6 +157,7 @@ def quickstart(heading: str) -> str:
     return next(text for language, text in FENCE.findall(section) if language == "python")
 
 
+@pytest.mark.slow
 def test_quickstart_without_trainer(tmp_path: Path) -> None:
     (tmp_path / "accelerate.yaml").write_text(textwrap.dedent(LAUNCHER))
     before = """

@@ -84,26 +84,37 @@ if __name__ == "__main__":
 """
 
 
+IMPORTS = "import torch._dynamo, hf_zero.checkpoint.save; hf_zero.initialize"
+FAST = ("by itself", "with its own exception")
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """Every end of the script, by its name."""
-    codes = {name: SCRIPT + end for name, (end, _) in ENDS.items()} | {
-        "heard": SCRIPT + HEARD,
-        "slowly": SCRIPT + SLOWLY,
-        "children": CHILDREN,
-    }
-    return run_forked(codes, tmp_path_factory.mktemp("ends"), "import torch._dynamo, hf_zero.checkpoint.save; hf_zero.initialize")
+    """Ends of the script, by their names."""
+    codes = {name: SCRIPT + ENDS[name][0] for name in FAST}
+    codes |= {"heard": SCRIPT + HEARD, "slowly": SCRIPT + SLOWLY, "children": CHILDREN}
+    return run_forked(codes, tmp_path_factory.mktemp("ends"), IMPORTS)
 
 
-@pytest.mark.parametrize("name", ENDS)
-def test_a_last_save_that_failed_is_told_by_the_exit_status(ended: dict[str, Ended], name: str) -> None:
-    found, expected = ended[name], ENDS[name][1]
+def check_end(name: str, found: Ended) -> None:
+    expected = ENDS[name][1]
     assert found.status in (expected if isinstance(expected, tuple) else (expected,)), (found.status, found.err)
     assert LOST.search(found.err), found.err
     assert (found.folder / "log").read_text() == "the last line", "files are closed as at any end"
     if "streams" not in name:
         assert found.out == "handler after\nhandler before\n", "exit handlers run as at any end"
     assert ("on purpose" in found.err) == ("own" in name)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_last_save_that_failed_is_told_by_the_exit_status(ended: dict[str, Ended], name: str) -> None:
+    check_end(name, ended[name])
+
+
+@pytest.mark.slow
+def test_every_end_tells_of_a_last_save_that_failed(tmp_path: Path) -> None:
+    for name, found in run_forked({name: SCRIPT + end for name, (end, _) in ENDS.items()}, tmp_path, IMPORTS).items():
+        check_end(name, found)
 
 
 def test_an_error_that_was_heard_is_not_told_again(ended: dict[str, Ended]) -> None:
@@ -150,42 +161,3 @@ print("ready", flush=True)
     err = process.communicate(timeout=60)[1]
     assert process.returncode == 120, (process.returncode, err)
     assert "saving checkpoint 'third'" in err and "the process ends before it is written" in err and "first" in err
-
-
-RANKS = """
-import json, os, signal, sys, time
-import torch.distributed as dist
-from hf_zero.checkpoint import save
-from tests.support.checkpoints import start, steps
-
-folder, end = sys.argv[1:]
-engine = start(3, "bf16", checkpoint={"writer": {"decoupled": True}})
-steps(engine, 0, 1, "bf16")
-engine.save_checkpoint(folder)
-engine.wait_for_checkpoint()
-original, rank = save.write_tensor_file, dist.get_rank()
-
-def write(path, entries, **options):
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(path, entries, **options)
-
-if end != "whole":
-    save.write_tensor_file = write
-steps(engine, 1, 1, "bf16")
-engine.save_checkpoint(folder)
-"""
-
-
-@pytest.mark.slow  # `test_checkpoint_restarts.py` has the one that fails
-@pytest.mark.parametrize("end", ["whole", "killed"])
-def test_torchrun_hears_of_a_last_save_that_was_lost(tmp_path: Path, end: str) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(RANKS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    env = environment({"PYTHONPATH": str(REPO)})
-    done = subprocess.run(
-        [*command, str(tmp_path / "run"), end], capture_output=True, text=True, timeout=200, env=env, cwd=REPO, check=False
-    )
-    assert (done.returncode == 0) == (end == "whole"), done.stderr
-    assert (tmp_path / "run" / "latest").read_text() == ("global_step2" if end == "whole" else "global_step1")

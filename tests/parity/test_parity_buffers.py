@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.support import ranks
 from tests.support.models import CASES, Mlp, class_loss
 from tests.support.parity import Run, check, check_training, initialize, reference, train
-from tests.support.rows import thinned
+from tests.support.rows import slow_but, thinned
 
 STAGES = (0, 1, 2, 3)
 
@@ -100,11 +100,11 @@ def test_parameters_of_size_zero_and_one(stage: int, world_size: int) -> None:
     ranks.run_ranks(_odd_sizes, world_size, Run(stage=stage, accumulation=2, clip=0.1))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_a_model_smaller_than_the_world(stage: int) -> None:
     ranks.run_ranks(_scalars, 4, Run(stage=stage))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_rotary_tables_stay_fp32(stage: int) -> None:
     ranks.run_ranks(_rotary_table_stays_fp32, 2, stage)

@@ -10,7 +10,7 @@ from tests.support import ranks
 from tests.support.models import CASES
 from tests.support.parity import Run, check, check_bitwise, initialize, reference_case, train
 from tests.support.recomputation import check_recomputation, train_transformers
-from tests.support.rows import thinned
+from tests.support.rows import slow_but, thinned
 
 STAGES = (0, 1, 2, 3)
 
@@ -51,11 +51,11 @@ def test_transformers_checkpointing_is_bitwise_the_same(stage: int, name: str, r
     ranks.run_ranks(_transformers, 2, name, Run(stage=stage, accumulation=2, clip=0.1), reentrant)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_checkpointing_in_bf16(stage: int) -> None:
     ranks.run_ranks(_transformers, 2, "llama", Run(stage=stage, dtype="bf16"), False)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_reentrant_checkpointing_of_a_mostly_frozen_model(stage: int) -> None:
     ranks.run_ranks(_input_gradients, 2, Run(stage=stage))

@@ -24,7 +24,7 @@ from tests.support.parity import (
     reference_case,
     train,
 )
-from tests.support.rows import thinned
+from tests.support.rows import slow_but, thinned
 
 STAGES = (0, 1, 2, 3)
 CASE = CASES["gpt2"]
@@ -163,22 +163,22 @@ def test_policy_and_reference_engine(stage: int, reference_stage: int) -> None:
     ranks.run_ranks(_policy_and_reference, 2, stage, reference_stage)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_two_trained_engines(stage: int) -> None:
     ranks.run_ranks(_two_trained_engines, 2, stage)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_two_engines_on_one_module(stage: int) -> None:
     ranks.run_ranks(_two_on_one_module, 2, stage, False)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_training_after_an_inference_engine(stage: int) -> None:
     ranks.run_ranks(_train_after_inference, 2, stage)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_destroy_leaves_a_usable_module(stage: int) -> None:
     ranks.run_ranks(_destroy_leaves_a_usable_module, 2, stage)
 

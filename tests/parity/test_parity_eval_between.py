@@ -11,7 +11,7 @@ import torch
 from tests.support import ranks
 from tests.support.models import CASES, Batch
 from tests.support.parity import Forward, Run, Trace, check, check_bitwise, initialize, micro_step, reference_case, train
-from tests.support.rows import thinned
+from tests.support.rows import slow_but
 
 STAGES = (0, 1, 2, 3)
 CASE = CASES["gpt2"]
@@ -92,11 +92,12 @@ def _train(run: Run, interruption: str | None) -> Trace:
     return trace
 
 
-def _interrupted(run: Run, interruption: str) -> None:
-    trace = _train(run, interruption)
-    check_bitwise(trace, _train(run, None), interruption)
+def _interrupted(run: Run, interruptions: list[str]) -> None:
+    plain = _train(run, None)
     if ranks.rank() == 0:
-        check(trace, partial(reference_case, "gpt2", run, ranks.world()), run, interruption)
+        check(plain, partial(reference_case, "gpt2", run, ranks.world()), run)
+    for interruption in interruptions:
+        check_bitwise(_train(run, interruption), plain, interruption)
 
 
 def _generation_equals_plain(stage: int) -> None:
@@ -129,21 +130,31 @@ def _evaluation_sees_the_new_weights(stage: int) -> None:
     engine.destroy()
 
 
-@thinned(stage=STAGES, interruption=list(INTERRUPTIONS))
-def test_training_does_not_notice(stage: int, interruption: str) -> None:
-    ranks.run_ranks(_interrupted, 2, Run(stage=stage, accumulation=2, clip=0.1), interruption, timeout=60, group_timeout=20)
+ODD, EVEN = list(INTERRUPTIONS)[::2], list(INTERRUPTIONS)[1::2]
 
 
-@thinned(stage=STAGES, interruption=["evaluate_before", "generate_before"])
-def test_training_does_not_notice_in_bf16(stage: int, interruption: str) -> None:
-    ranks.run_ranks(_interrupted, 3, Run(stage=stage, dtype="bf16", accumulation=2), interruption, timeout=60, group_timeout=20)
+@pytest.mark.parametrize(("stage", "interruptions"), [(0, ODD), (2, EVEN), (3, list(INTERRUPTIONS))])
+def test_training_does_not_notice(stage: int, interruptions: list[str]) -> None:
+    ranks.run_ranks(_interrupted, 2, Run(stage=stage, accumulation=2, clip=0.1), interruptions, group_timeout=20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
+def test_training_notices_nothing_at_any_stage(stage: int) -> None:
+    ranks.run_ranks(_interrupted, 2, Run(stage=stage, accumulation=2, clip=0.1), list(INTERRUPTIONS), group_timeout=20)
+
+
+@pytest.mark.parametrize("stage", slow_but(STAGES, 3))
+def test_training_does_not_notice_in_bf16(stage: int) -> None:
+    interruptions = ["evaluate_before", "generate_before"]
+    ranks.run_ranks(_interrupted, 3, Run(stage=stage, dtype="bf16", accumulation=2), interruptions, group_timeout=20)
+
+
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_generation_equals_the_plain_model(stage: int) -> None:
     ranks.run_ranks(_generation_equals_plain, 2, stage)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_evaluation_sees_the_new_weights(stage: int) -> None:
     ranks.run_ranks(_evaluation_sees_the_new_weights, 2, stage)

@@ -10,7 +10,7 @@ from torch.nn import functional
 from tests.support import ranks
 from tests.support.models import CASES, CLASSES, LENGTH, Block, class_loss
 from tests.support.parity import Run, check_training, initialize
-from tests.support.rows import thinned
+from tests.support.rows import slow_but, thinned
 
 STAGES = (0, 1, 2, 3)
 
@@ -97,12 +97,12 @@ def test_declared_external_parameter(stage: int, dtype: str) -> None:
     ranks.run_ranks(_declared, 2, Run(stage=stage, dtype=dtype, accumulation=2))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_parameter_of_a_block_read_by_the_root(stage: int) -> None:
     ranks.run_ranks(_root_reads_block_parameter, 2, Run(stage=stage, accumulation=2))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_undeclared_external_parameter_works_or_is_named(stage: int) -> None:
     for answer in ranks.run_ranks(_not_declared, 2, stage):
         assert answer == "right" or "blocks.0.up.weight" in answer, answer

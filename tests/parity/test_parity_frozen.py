@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.support import ranks
 from tests.support.models import CASES, Mlp, class_loss
 from tests.support.parity import Run, Trace, check_training, initialize, train
-from tests.support.rows import thinned
+from tests.support.rows import slow_but, thinned
 
 STAGES = (0, 1, 2, 3)
 FROZEN = {
@@ -122,6 +122,6 @@ def test_peft_lora(stage: int, dtype: str) -> None:
     ranks.run_ranks(_peft, 2, Run(stage=stage, dtype=dtype, accumulation=2))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_frozen_base_has_no_optimizer_state(stage: int) -> None:
     ranks.run_ranks(_frozen_base_has_no_state, 2, stage)

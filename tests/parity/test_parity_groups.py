@@ -12,7 +12,7 @@ from torch import nn
 from tests.support import ranks
 from tests.support.models import CASES, concatenate
 from tests.support.parity import Run, Trace, check, collect, initialize, mean_over_ranks, micro_step
-from tests.support.rows import thinned
+from tests.support.rows import slow_but, thinned
 
 STAGES = (0, 1, 2, 3)
 CASE = CASES["gpt2"]
@@ -173,22 +173,22 @@ def test_groups_that_split_every_block_on_three_ranks(stage: int, name: str) -> 
     ranks.run_ranks(_client_optimizer, 3, name, Run(stage=stage, clip=0.1), True)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_learning_rate_changed_by_hand(stage: int) -> None:
     ranks.run_ranks(_client_optimizer, 2, "AdamW", Run(stage=stage), True, [1e-2, 0.0, 5e-2])
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_scheduler_of_the_caller(stage: int) -> None:
     ranks.run_ranks(_scheduler_writes_the_rate, 2, stage)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_groups_as_dicts_with_a_configured_optimizer(stage: int) -> None:
     ranks.run_ranks(_groups_as_dicts, 2, Run(stage=stage), "AdamW")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_optimizer_over_a_subset(stage: int) -> None:
     ranks.run_ranks(_subset_of_parameters, 2, stage)
 

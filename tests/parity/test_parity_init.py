@@ -400,18 +400,18 @@ def test_transformers_initialises_a_sharded_model_as_a_plain_one(name: str) -> N
     ranks.run_ranks(_initial_values, 2, name)
 
 
-@pytest.mark.parametrize("name", slow_but(MODELS, "gpt2", "t5", "mixtral", "deberta_v2"))
+@pytest.mark.parametrize("name", slow_but(MODELS, "t5", "mixtral", "deberta_v2"))
 def test_transformers_from_config_under_zero3(name: str) -> None:
     ranks.run_ranks(_from_config, 2, Run(stage=3, dtype="bf16", accumulation=2), name)
 
 
-@pytest.mark.parametrize("name", slow_but(MODELS[:6], "gpt2", "t5", "mixtral"))
+@pytest.mark.parametrize("name", slow_but(MODELS[:6], "gpt2", "mixtral"))
 def test_transformers_from_pretrained_under_zero3(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ranks.run_ranks(_from_pretrained, 2, Run(stage=3, dtype="fp32"), name, folder)
 
 
-@pytest.mark.parametrize("name", ["wav2vec2", "hubert", "sew", "patchtst", "distilbert"])
+@pytest.mark.parametrize("name", slow_but(["wav2vec2", "hubert", "sew", "patchtst", "distilbert"], "wav2vec2", "patchtst", "distilbert"))
 def test_models_that_gather_while_they_build(name: str) -> None:
     if name == "distilbert" and metadata.version("transformers").startswith("4."):
         pytest.skip("transformers 4 freezes its position embeddings on rank 0 alone")
@@ -431,7 +431,7 @@ def test_disabled_init_and_errors_inside_it() -> None:
     ranks.run_ranks(_disabled, 2, 3)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_gathered_parameters_is_lenient(stage: int) -> None:
     ranks.run_ranks(_lenient, 2, stage)
 
@@ -446,7 +446,7 @@ def test_modifier_rank_after_initialize(stage: int, dtype: str) -> None:
     ranks.run_ranks(_modifier_rank_after_initialize, 2, Run(stage=stage, dtype=dtype))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_deep_copy_inside_a_gather(stage: int) -> None:
     ranks.run_ranks(_deep_copy_inside_a_gather, 2, stage)
 

@@ -18,25 +18,31 @@ RUNS = {
 }
 
 
-def _compare(stage: int, names: list[str], case: str) -> list[str]:
-    return [f"{name}: {text}" for name in names for text in compare(case, Run(**{**vars(RUNS[name]), "stage": stage}))]
+def _compare(stage: int, names: list[str], case: str, parts: int = 1) -> list[str]:
+    """Each run in the ways of one part; all of them for each run where there is one part."""
+    runs = {name: Run(**{**vars(RUNS[name]), "stage": stage}) for name in names}
+    return [
+        f"{name}: {text}"
+        for turn, (name, run) in enumerate(runs.items())
+        for text in compare(case, run, part=slice(turn % parts, None, parts))
+    ]
 
 
-# Every stage, element type, accumulation and clipping once; the slow test has all combinations.
+# Every stage, way, element type, accumulation and clipping once; the slow test has all combinations.
 QUICK = [
     (1, 1, ["fp16, accumulation"]),
-    (2, 2, ["bf16, clip"]),
+    (2, 2, ["bf16, clip", "fp16, accumulation"]),
     (2, 3, ["fp16, overflow, clip", "fp32, accumulation, clip"]),
 ]
 
 
 @pytest.mark.parametrize(("world", "stage", "names"), QUICK)
 def test_offloading_changes_no_bit(world: int, stage: int, names: list[str]) -> None:
-    wrong = [text for rank in ranks.run_ranks(_compare, world, stage, names, "odd_mlp") for text in rank]
+    wrong = [text for rank in ranks.run_ranks(_compare, world, stage, names, "odd_mlp", 2) for text in rank]
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("stage", "ways"), [(2, "no overlap"), (3, "apart")])
+@pytest.mark.parametrize(("stage", "ways"), [(2, "no overlap"), (3, "both cpu"), pytest.param(3, "apart", marks=pytest.mark.slow)])
 def test_a_model_of_one_unit(stage: int, ways: str) -> None:
     """ALBERT is one block: two buffers in turn then hold two shards of the same unit, an old one and a new one."""
     wrong = [text for rank in ranks.run_ranks(compare, 2, "albert", Run(dtype="bf16", stage=stage), ways) for text in rank]

@@ -52,10 +52,10 @@ def expected(name: str, run: Run, world: int, places: reference.Places) -> refer
 
 @pytest.mark.parametrize(
     ("stage", "world"),
-    [(0, 2), (0, 3), (1, 4)],
+    [(0, 2), (1, 3)],
 )
 def test_equals_the_reference_bit_for_bit(stage: int, world: int) -> None:
-    _equals_the_reference(world, one_bit(stage, steps=40, freeze=15))
+    _equals_the_reference(world, one_bit(stage, steps=24, freeze=10))
 
 
 @pytest.mark.slow
@@ -72,11 +72,11 @@ def _equals_the_reference(world: int, run: Run) -> None:
     assert trace.norms == pytest.approx(wanted.norms, rel=1e-5)
     different = [name for name, weight in trace.weights.items() if not torch.equal(weight, wanted.weights[name])]
     assert not different
-    assert trace.losses[-1] < trace.losses[0]
+    assert sum(trace.losses[-8:]) < sum(trace.losses[:8])  # batches come again after 8 steps
 
 
 def test_accumulation_sums_locally_and_communicates_at_the_boundary() -> None:
-    run = replace(one_bit(0, steps=30, freeze=10), accumulation=2)
+    run = replace(one_bit(0, steps=16, freeze=7), accumulation=2)
     trace, places = ranks.run_ranks(train_case, 2, "odd_mlp", run)[0]
     wanted = expected("odd_mlp", run, 2, places)
     assert trace.losses == pytest.approx(wanted.losses, rel=1e-5)
@@ -86,7 +86,7 @@ def test_accumulation_sums_locally_and_communicates_at_the_boundary() -> None:
 
 def test_clipping_scales_by_the_root_mean_square_of_local_norms() -> None:
     """``max_grad_norm`` is ``gradient_clipping``; the norm reported is the one that is clipped."""
-    run = replace(one_bit(1, steps=20, freeze=8, params={"max_grad_norm": 0.5}), clip=0.5)
+    run = replace(one_bit(1, steps=12, freeze=5, params={"max_grad_norm": 0.5}), clip=0.5)
     run.extra["gradient_clipping"] = 0.0
     trace, places = ranks.run_ranks(train_case, 2, "odd_mlp", run)[0]
     wanted = expected("odd_mlp", run, 2, places)
@@ -114,7 +114,7 @@ def _low_precision(stage: int, dtype: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (1, "fp16"), (1, "bf16")])
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (1, "fp16")])
 def test_16_bit_training(stage: int, dtype: str) -> None:
     losses = ranks.run_ranks(_low_precision, 2, stage, dtype)[0]
     assert sum(losses[-8:]) < 0.9 * sum(losses[8:16]) < 0.9 * sum(losses[:8])

@@ -13,7 +13,7 @@ from torch.nn import functional
 from tests.support import ranks
 from tests.support.models import CASES, CLASSES, LENGTH, Batch, Block, Mlp, class_loss
 from tests.support.parity import Run, check_training
-from tests.support.rows import thinned
+from tests.support.rows import slow_but, thinned
 
 STAGES = (0, 1, 2, 3)
 
@@ -170,6 +170,6 @@ def test_blocks_without_input_or_output_gradient(kind: type[nn.Module], stage: i
     ranks.run_ranks(_model, 2, kind, Run(stage=stage, dtype=dtype, accumulation=2))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_a_rank_whose_loss_is_masked(stage: int) -> None:
     ranks.run_ranks(_no_loss_from_one_rank, 2, Run(stage=stage, accumulation=2))

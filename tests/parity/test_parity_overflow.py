@@ -11,7 +11,7 @@ import torch
 from tests.support import ranks
 from tests.support.models import CASES, Batch, class_loss
 from tests.support.parity import Run, check_training, initialize
-from tests.support.rows import thinned
+from tests.support.rows import slow_but, thinned
 
 STAGES = (0, 1, 2, 3)
 SCHEDULE = {
@@ -94,17 +94,17 @@ def _smallest_scale_is_an_error(stage: int) -> str:
     return "no error in 8 steps"
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_every_rank_skips_the_overflow_of_one(stage: int) -> None:
     ranks.run_ranks(_against_reference, 2, Run(stage=stage, dtype="fp16", steps=4, accumulation=2, clip=0.1))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_three_ranks_skip_the_overflow_of_one(stage: int) -> None:
     ranks.run_ranks(_against_reference, 3, Run(stage=stage, dtype="fp16", steps=4, accumulation=2))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_too_large_initial_scale_falls_until_it_fits(stage: int) -> None:
     ranks.run_ranks(_initial_scale_too_large, 2, Run(stage=stage, dtype="fp16", steps=4, scale_power=18))
 

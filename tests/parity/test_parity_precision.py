@@ -24,7 +24,7 @@ from tests.support.parity import (
     reference_case,
     train,
 )
-from tests.support.rows import thinned
+from tests.support.rows import slow_but, thinned
 
 STAGES = (0, 1, 2, 3)
 CASE = CASES["gpt2"]
@@ -176,7 +176,7 @@ def test_communication_data_type(stage: int, dtype: str) -> None:
     ranks.run_ranks(_wire, 3, stage, dtype)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_gradients_accumulate_in_fp32(stage: int) -> None:
     ranks.run_ranks(_accumulation_dtype, 2, stage)
 
@@ -186,7 +186,7 @@ def test_prescaled_gradients(stage: int, dtype: str) -> None:
     ranks.run_ranks(_prescale, 2, stage, dtype)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_parameters_read_right_after_a_step(stage: int) -> None:
     ranks.run_ranks(_parameters_read_right_after_a_step, 3, stage)
 
@@ -196,6 +196,6 @@ def test_clipping_defaults_to_one(stage: int) -> None:
     ranks.run_ranks(_clipping_defaults_to_one, 2, stage)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_moving_and_switching_between_steps(stage: int) -> None:
     ranks.run_ranks(_moved_and_switched, 2, stage)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from tests.support import ranks
 from tests.support.models import CASES, LENGTH, Batch, Mlp, class_loss
 from tests.support.parity import Forward, Run, check_training
-from tests.support.rows import thinned
+from tests.support.rows import slow_but, thinned
 
 STAGES = (0, 1, 2, 3)
 
@@ -101,12 +101,12 @@ def test_blocks_that_run_twice_in_a_forward(stage: int, dtype: str) -> None:
     ranks.run_ranks(_repeated, 2, Run(stage=stage, dtype=dtype, accumulation=2))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_albert(stage: int) -> None:
     ranks.run_ranks(_albert, 3, Run(stage=stage, dtype="bf16", accumulation=2, clip=0.1))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_two_forwards_before_one_backward(stage: int) -> None:
     ranks.run_ranks(_two_forwards, 2, Run(stage=stage, accumulation=2))
 

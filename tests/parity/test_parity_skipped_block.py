@@ -9,7 +9,7 @@ from torch import nn
 from tests.support import ranks
 from tests.support.models import CASES, Batch
 from tests.support.parity import Run, check_training
-from tests.support.rows import thinned
+from tests.support.rows import slow_but, thinned
 from tests.support.skipped_blocks import Chosen, TwoTowers, loss_of_choice
 
 STAGES = (0, 1, 2, 3)
@@ -77,11 +77,11 @@ def test_skipped_blocks_on_three_ranks_in_16_bit(stage: int, choice: str) -> Non
     ranks.run_ranks(_check, 3, "blocks", choice, Run(stage=stage, dtype="bf16", accumulation=2), timeout=40, group_timeout=15)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_skipped_blocks_under_activation_checkpointing(stage: int) -> None:
     ranks.run_ranks(_check, 2, "checkpointed", "layer_drop", Run(stage=stage, accumulation=2), timeout=40, group_timeout=15)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_a_batch_without_pixels_on_one_rank(stage: int) -> None:
     ranks.run_ranks(_check, 2, "towers", "nothing_on_rank_zero", Run(stage=stage, accumulation=2), timeout=40, group_timeout=15)

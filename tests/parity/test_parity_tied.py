@@ -10,7 +10,7 @@ from torch.nn import functional
 from tests.support import ranks
 from tests.support.models import CASES, CLASSES, LENGTH, Batch, Block, class_loss
 from tests.support.parity import Run, check_training, initialize
-from tests.support.rows import thinned
+from tests.support.rows import slow_but, thinned
 
 STAGES = (0, 1, 2, 3)
 
@@ -93,11 +93,11 @@ def test_weight_shared_by_two_blocks(stage: int, dtype: str) -> None:
     ranks.run_ranks(_tied_blocks, 3, Run(stage=stage, dtype=dtype, accumulation=2))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_tied_weights_stay_one_parameter(stage: int) -> None:
     ranks.run_ranks(_stays_tied, 2, stage)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_frozen_tied_weight(stage: int) -> None:
     ranks.run_ranks(_tied_to_frozen, 2, stage)

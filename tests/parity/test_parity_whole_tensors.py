@@ -40,13 +40,18 @@ def _close(name: str, case: str, run: Run) -> None:
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_bitwise_on_two_ranks(name: str) -> None:
+    ranks.run_ranks(_bitwise, 2, name, "odd_mlp", (list(OPTIMIZERS).index(name) % 3, 3), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_bitwise_at_every_stage(name: str) -> None:
     ranks.run_ranks(_bitwise, 2, name, "odd_mlp", STAGES, 1)
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
-def test_bitwise_on_other_numbers_of_ranks(world: int) -> None:
-    for name in ("Adafactor groups", "RowScaled"):
-        ranks.run_ranks(_bitwise, world, name, "odd_mlp", (1, 3), 2)
+@pytest.mark.parametrize(("world", "name"), [(1, "Adafactor groups"), (3, "RowScaled"), (4, "Adafactor groups")])
+def test_bitwise_on_other_numbers_of_ranks(world: int, name: str) -> None:
+    ranks.run_ranks(_bitwise, world, name, "odd_mlp", (1, 3), 2)
 
 
 def test_optimizers_that_look_at_all_parameters_where_every_rank_has_them() -> None:
@@ -59,11 +64,12 @@ def test_tied_weights_transformers_and_convolutions(case: str) -> None:
     ranks.run_ranks(_close, 2, "Adafactor", case, Run(stage=3, clip=0.1))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["transformers relative step", "LAMB"])
-def test_16_bit(dtype: str, name: str) -> None:
-    for stage in (2, 3):
-        ranks.run_ranks(_close, 2, name, "mlp", Run(stage=stage, dtype=dtype, clip=0.1, accumulation=2))
+@pytest.mark.parametrize(
+    ("stage", "dtype", "name"),
+    [(2, "bf16", "transformers relative step"), (3, "fp16", "transformers relative step"), (3, "bf16", "LAMB"), (2, "fp16", "LAMB")],
+)
+def test_16_bit(stage: int, dtype: str, name: str) -> None:
+    ranks.run_ranks(_close, 2, name, "mlp", Run(stage=stage, dtype=dtype, clip=0.1, accumulation=2))
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "RowScaled"])
@@ -150,7 +156,7 @@ def _by_config(stage: int, optimizer: dict[str, Any], dtype: str = "fp32", **ext
 )
 def test_types_of_the_configuration_are_the_same_on_any_number_of_ranks_and_stages(optimizer: dict[str, Any]) -> None:
     """Stages agree on two ranks bit for bit, norms aside, which they add up in different orders."""
-    traces = [ranks.run_ranks(_by_config, 2, stage, optimizer)[0] for stage in (0, 2, 3)]
+    traces = [ranks.run_ranks(_by_config, 2, stage, optimizer)[0] for stage in (0, 3)]
     for trace in traces[1:]:
         check(trace, traces[0], Run(), str(optimizer))
     assert traces[0].losses[-1] < traces[0].losses[0]

@@ -14,6 +14,7 @@ from tests.pretend import network
 from tests.support import ranks
 from tests.support.models import CASES
 from tests.support.parity import DTYPES, Run, initialize, prepare
+from tests.support.rows import slow_but
 
 pytestmark = pytest.mark.skipif(bool(pretend.missing()), reason=pretend.missing())
 
@@ -42,7 +43,7 @@ def _waits_by_step(run: Run) -> list[Waits]:
     return steps[2:]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 2, 3))
 def test_a_step_in_bf16_waits_once_at_most(stage: int) -> None:
     for steps in on_devices(Run(stage=stage, dtype="bf16", accumulation=2, clip=1.0)):
         for waits in steps:

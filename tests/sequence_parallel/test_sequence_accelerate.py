@@ -104,12 +104,12 @@ def loop(stage: int, accumulation: int, size: int, length: int) -> None:
         accelerator.free_memory()
 
 
-@pytest.mark.parametrize(("stage", "accumulation", "length"), [(2, 1, LENGTH), (3, 2, LENGTH - 1)])
+@pytest.mark.parametrize(("stage", "accumulation", "length"), [pytest.param(2, 1, LENGTH, marks=pytest.mark.slow), (3, 2, LENGTH - 1)])
 def test_accelerate_loop_over_two_ranks(stage: int, accumulation: int, length: int) -> None:
     ranks.run_ranks(loop, 2, stage, accumulation, 2, length)
 
 
-@pytest.mark.parametrize(("stage", "size"), [(1, 2), (3, 4)])
+@pytest.mark.parametrize(("stage", "size"), [(1, 2), pytest.param(3, 4, marks=pytest.mark.slow)])
 def test_accelerate_loop_over_four_ranks(stage: int, size: int) -> None:
     ranks.run_ranks(loop, 4, stage, 2, size, LENGTH)
 
@@ -142,7 +142,7 @@ def close(found: dict[str, list[float]], expected: dict[str, list[float]]) -> No
         assert found[name] == pytest.approx(values, rel=2e-4 if name == "grad_norm" else 2e-5), name
 
 
-@pytest.mark.parametrize(("world", "stage", "accumulation"), [(2, 1, 1), (2, 3, 2), (4, 2, 1)])
+@pytest.mark.parametrize(("world", "stage", "accumulation"), [pytest.param(2, 1, 1, marks=pytest.mark.slow), (2, 3, 2), (4, 2, 1)])
 def test_trainer_trains_and_evaluates_like_one_rank(tmp_path: Path, world: int, stage: int, accumulation: int) -> None:
     extra = {"gradient_accumulation_steps": accumulation}
     expected = ranks.run_ranks(_plain, 1, str(tmp_path / "whole"), accumulation)[0]

@@ -127,7 +127,6 @@ def main() -> None:
     parser.add_argument("--scheduler", choices=["code", "callable", "config", "ours"], default="code")
     parser.add_argument("--plugin", choices=["launcher", "zero"], default="launcher")
     parser.add_argument("--zero_options", default="{}")
-    parser.add_argument("--workers", type=int, default=0)
     args = parser.parse_args()
 
     set_seed(1)
@@ -136,7 +135,7 @@ def main() -> None:
     optimizer = make_optimizer(args.optimizer, model)
     scheduler = make_scheduler(args.scheduler, optimizer, accelerator.num_processes)
     train_loader = DataLoader(rows(ROWS, 1), batch_size=BATCH)
-    eval_loader = DataLoader(rows(EVAL_ROWS, 2), batch_size=BATCH, num_workers=args.workers)
+    eval_loader = DataLoader(rows(EVAL_ROWS, 2), batch_size=BATCH)
     model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(model, optimizer, train_loader, eval_loader, scheduler)
 
     report: dict[str, Any] = {"eval_before": evaluate(accelerator, model, eval_loader)}

@@ -110,11 +110,11 @@ def cpu_checkpointing() -> None:
     assert not pretend.loaded() or found[1][1] >= found[0][1] + 2 * 3 * 4, "inputs of four blocks, there and back, in three steps"
 
 
-def saves(folder: str) -> None:
+def saves(folder: str, names: list[str] | None = None) -> None:
     from tests.support.background_saves import CONFIGS, check_background_save
 
-    for name, (stage, extra) in CONFIGS.items():
-        check_background_save(f"{folder}/{name}", stage, extra)
+    for name in names or CONFIGS:
+        check_background_save(f"{folder}/{name}", *CONFIGS[name])
 
 
 def save(folder: str, extra: dict[str, Any]) -> dict[str, Any]:

@@ -30,19 +30,22 @@ MicroStep = Callable[[Any, Batch, Forward, int], float]  # (engine, batch, forwa
 
 @dataclass(frozen=True)
 class Run:
-    """One training run. ``extra`` is merged into the engine's configuration, a level deep."""
+    """One training run. ``extra`` is merged into the engine's configuration, a level deep.
+
+    Two steps, because the second sees what the first has left: weights, moments, the order of blocks, the loss scale.
+    """
 
     stage: int = 0
     dtype: str = "fp32"
     accumulation: int = 1
     clip: float = 0.0  # 0: off
-    steps: int = 3
+    steps: int = 2
     lr: float = 1e-2
     weight_decay: float = 0.05
     # Large against rounding noise in gradients that are zero in exact arithmetic (key biases), small against real ones.
     eps: float = 1e-3
     scale_power: int = 8  # fp16: initial loss scale 2 ** scale_power
-    scale_window: int = 2  # fp16: steps without overflow after which the scale doubles
+    scale_window: int = 1  # fp16: steps without overflow after which the scale doubles
     extra: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> dict[str, Any]:
@@ -261,18 +264,20 @@ def train(engine: Any, feed: Feed, forward: Forward, run: Run, micro_step: Micro
     """Train through the engine on this rank's parts. Collective; every rank returns the same losses and norms."""
     trace = Trace()
     dtype = DTYPES[run.dtype]
+    losses: list[list[float]] = []
     for step in range(run.steps):
-        losses = []
+        losses.append([])
         for micro in range(run.accumulation):
             batch = prepare(feed(step, micro, ranks.rank()), dtype)
-            losses.append(micro_step(engine, batch, forward, micro))
-        trace.losses.append(mean_over_ranks(losses))
+            losses[-1].append(micro_step(engine, batch, forward, micro))
         trace.norms.append(as_float(engine.get_global_grad_norm()))
         trace.skipped.append(bool(engine.optimizer.overflow))
         if run.dtype != "fp32":
             trace.history.append(full_masters(engine))
-    collect(engine, trace)
-    return trace
+    everyone: list[list[list[float]]] = [[] for _ in range(ranks.world())]
+    dist.all_gather_object(everyone, losses)  # at the end, all at once: in between it would keep the ranks in step
+    trace.losses = [_mean([loss for mine in everyone for loss in mine[step]]) for step in range(run.steps)]
+    return collect(engine, trace)
 
 
 def collect(engine: Any, trace: Trace) -> Trace:
@@ -282,7 +287,7 @@ def collect(engine: Any, trace: Trace) -> Trace:
     named = list(engine.module.named_parameters())
     with hf_zero.zero.GatheredParameters([parameter for _, parameter in named]):
         trace.weights = {name: parameter.detach().clone().cpu() for name, parameter in named}
-    trace.masters = full_masters(engine)
+    trace.masters = trace.history[-1] if trace.history else full_masters(engine)
     return trace
 
 
@@ -298,8 +303,11 @@ def mean_over_ranks(values: list[float]) -> float:
     """Mean of the values of all ranks, the same number everywhere."""
     gathered: list[list[float]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, values)
-    flat = [value for part in gathered for value in part]
-    return math.fsum(flat) / len(flat)
+    return _mean([value for part in gathered for value in part])
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)
 
 
 def as_float(norm: Any) -> float:

@@ -21,8 +21,9 @@ DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTHONPATH")
 
 # One interpreter imports what takes seconds; each piece of code goes on from there in a process of its own, and ends as a whole one would.
 FORKING = """
-import json, os, sys
+import gc, json, os, sys
 {imports}
+gc.freeze()  # or each child copies what the collector looks at
 children = {{}}
 for name, code in json.load(open(sys.argv[1] + "/codes.json")).items():
     folder = f"{{sys.argv[1]}}/{{name}}"

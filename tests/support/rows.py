@@ -25,17 +25,23 @@ def each(rows: Iterable[Any], check: Callable[[Any], None]) -> None:
 def thinned(whole: Any = 3, /, **axes: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrises a test over all combinations; most of them are slow.
 
-    The fast run takes every combination of one value of the first axis, ``whole`` (of stages the one that does most), and a
-    diagonal through the rest: every value of every axis at least once.
+    The fast run takes every value of the other axes with one of the first, ``whole`` (of stages the one that does most), and each
+    other value of the first once. Without ``whole`` it takes a diagonal through all axes. Stage 1 is slow beside 2: they differ in
+    ``no_sync`` alone (``core/stages.py``), and the matrix, the traces and the protocols of accumulation have it.
     """
-    values = [list(axis) for axis in axes.values()]
-    first, *others = values
-    rest = [value for value in first if value != whole] or first
-    diagonal = [tuple(axis[i % len(axis)] for axis in (rest, *others)) for i in range(max(map(len, (rest, *others))))]
-    cells = [
-        pytest.param(*cell, marks=() if cell[0] == whole or cell in diagonal else pytest.mark.slow) for cell in itertools.product(*values)
-    ]
+    first, *others = values = [list(axis) for axis in axes.values()]
+    if whole is None:
+        fast = _diagonal(values)
+    else:
+        rest = [value for value in first if value not in ((whole, 1) if {1, 2} <= set(first) else (whole,))]
+        fast = _diagonal([[whole], *others]) + [(value, *(axis[i % len(axis)] for axis in others)) for i, value in enumerate(rest)]
+    cells = [pytest.param(*cell, marks=() if cell in fast else pytest.mark.slow) for cell in itertools.product(*values)]
     return pytest.mark.parametrize(list(axes), cells)
+
+
+def _diagonal(axes: list[list[Any]]) -> list[tuple[Any, ...]]:
+    """Every value of every axis at least once, in as few cells as that takes."""
+    return [tuple(axis[i % len(axis)] for axis in axes) for i in range(max(map(len, axes)))]
 
 
 def slow_but(values: Iterable[Any], *fast: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from tests.support import ranks
 from tests.support.models import CASES, ModelCase
 from tests.support.parity import Run
+from tests.support.rows import slow_but
 from tests.support.tp_trainer import rows
 from tests.support.tp_training import check_against_one_rank
 from tests.support.trainers import forget
@@ -115,6 +116,6 @@ def train_adapters(stage: int) -> None:
     check_against_one_rank(case, 2, [Run(stage=stage, clip=0.5)])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", slow_but([1, 3], 3))
 def test_adapters_train_as_on_one_rank(stage: int) -> None:
     ranks.run_ranks(train_adapters, 2, stage)

@@ -28,7 +28,9 @@ def one_rank(folder: str, batch: int) -> tuple[list[float], list[float], float, 
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("stage", "world"), [(1, 2), (3, 2), pytest.param(2, 4, marks=SLOW), pytest.param(3, 4, marks=SLOW)])
+@pytest.mark.parametrize(
+    ("stage", "world"), [pytest.param(1, 2, marks=SLOW), (3, 2), pytest.param(2, 4, marks=SLOW), pytest.param(3, 4, marks=SLOW)]
+)
 def test_trainer_trains_like_one_rank_and_saves_the_whole_model(stage: int, world: int, tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
     found = ranks.run_ranks(train_and_save, world, stage, 2, saved, group=False)

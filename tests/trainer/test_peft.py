@@ -56,16 +56,9 @@ def test_kinds_against_plain_pytorch(kind: str, checkpointing: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", ["lora", "ia3", "prompt"])
-def test_kinds_at_every_stage(kind: str, checkpointing: bool) -> None:
+@pytest.mark.parametrize(("kind", "checkpointing"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in KINDS[:3])])
+def test_every_kind_at_both_stages(kind: str, checkpointing: bool) -> None:
     ranks.run_ranks(_against_plain, 2, kind, checkpointing, STAGES)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["prefix", "dora", "lora_and_embeddings"])
-def test_more_kinds_against_plain_pytorch(kind: str) -> None:
-    ranks.run_ranks(_against_plain, 3, kind, False, STAGES)
 
 
 def _against_plain(kind: str, checkpointing: bool, stages: tuple[int, ...]) -> None:

@@ -50,8 +50,10 @@ def check_scaler(scaler: Any) -> None:
     Raises:
         CheckpointError: Names the key.
     """
-    if not scaler:
+    if scaler == {}:
         return
+    if not isinstance(scaler, dict):
+        raise CheckpointError(f"scaler is {shown(scaler)}, expected its state by name")
     if set(scaler) != _SCALER:
         raise CheckpointError(f"scaler has the keys {shown(sorted(map(str, scaler)))}, expected {sorted(_SCALER)}")
     check_values(scaler, "scaler")
