@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from hf_zero.build.mesh import is_to_split, mesh_of
+from hf_zero.build.mesh import is_to_split, mesh_of, shards
 from hf_zero.comm.mpu import model_parallel_group
 from hf_zero.comm.topology import Topology, build_topology, divide_replicas, join_topologies
 from hf_zero.config.batch import count_replicas_once
@@ -48,19 +47,13 @@ def axes_of(source: dict[str, Any], mpu: Any, mesh: Any, model: nn.Module) -> tu
     described = mesh_of(source, mpu, mesh, model)
     sequence = sequence_parallel_of(described.sp, mpu)
     whole = sequence.topology if sequence is not None else _topology(mpu, model, described.tp)
-    topology = divide_replicas(whole, described.dp_replicate) if _shards(source) else whole
+    topology = divide_replicas(whole, described.dp_replicate) if shards(source) else whole
     return Axes(described, topology, sequence), count_samples(source, described)
 
 
 def count_samples(source: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     """``source`` with a ``train_batch_size`` over replicas, where it was given over all ranks of ``mesh`` or over one group."""
     return count_replicas_once(source, mesh.replicas, (mesh.ranks, 1) if mesh.sp > 1 else (mesh.ranks,))
-
-
-def _shards(source: Mapping[str, Any]) -> bool:
-    """Whether the stage of a configuration, as the user gave it, shards anything; True is the old form of stage 1."""
-    zero = source.get("zero_optimization")
-    return str(zero.get("stage", 0)) != "0" if isinstance(zero, Mapping) else bool(zero)
 
 
 def _topology(mpu: Any, model: nn.Module, model_parallel: int) -> Topology:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_zero.comm.mpu import MODEL_GROUPS, model_parallel_group
-from hf_zero.config.mesh import Claim, Mesh, claims_of_config, claims_of_environment, claims_of_pair, solve
+from hf_zero.config.mesh import SHARD_GROUP, Claim, Mesh, claims_of_config, claims_of_environment, claims_of_pair, solve
 from hf_zero.sequence_parallel.state import sequence_groups
 from hf_zero.tensor_parallel.apply import ranks_of
 from hf_zero.tensor_parallel.sharded_elsewhere import require_whole
@@ -37,13 +37,38 @@ def mesh_of(source: Mapping[str, Any], mpu: Any = None, mesh_param: Any = None, 
     if model is not None:
         require_whole(model)
     of_groups, ranks = _claims_of_mpu(mpu)
-    claims = [*claims_of_config(source), *claims_of_pair(mesh_param), *of_groups, *claims_of_environment(os.environ)]
+    claims = [*claims_of_pair(mesh_param), *of_groups, *_claims_around(source)]
     split = ranks_of(model) if model is not None else None
     if split:
         claims.append(Claim("tp", len(split), "tp_model_init"))
-    for further in sources:
-        claims += further()
     return solve(claims, ranks)
+
+
+def shard_groups(source: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> int:
+    """Into how many shard groups ``zero.Init`` divides ``group`` (default: all ranks), before there is a model or an engine.
+
+    Args:
+        source: The configuration as the user gave it.
+        group: A script's own; None is all ranks.
+
+    Raises:
+        ConfigError: Sources contradict each other, or do not fit the ranks.
+    """
+    claims = _claims_around(source)
+    if group is not None:  # one of the data-parallel ranks: nobody shares samples in it
+        claims = [claim for claim in claims if claim.axis in ("dp_replicate", SHARD_GROUP)]
+    return solve(claims, dist.get_world_size(group)).dp_replicate if shards(source) else 1
+
+
+def shards(source: Mapping[str, Any]) -> bool:
+    """Whether the stage of a configuration, as the user gave it, shards anything; True is the old form of stage 1."""
+    zero = source.get("zero_optimization")
+    return str(zero.get("stage", 0)) != "0" if isinstance(zero, Mapping) else bool(zero)
+
+
+def _claims_around(source: Mapping[str, Any]) -> list[Claim]:
+    """What is said outside the calls: the configuration, the environment, the libraries."""
+    return [*claims_of_config(source), *claims_of_environment(os.environ), *(claim for further in sources for claim in further())]
 
 
 def _claims_of_mpu(mpu: Any) -> tuple[list[Claim], int]:

@@ -124,7 +124,7 @@ class PartsBuilder:
         runtime.attach()
         heap.keep_large_blocks(on_host=self.topology.device.type == "cpu")
         if schedule is not None:
-            generation = Generation(runtime, units, self.collectives, self.config.hf_zero.gather_for_generation)
+            generation = Generation(runtime, units, self.collectives.data, self.config.hf_zero.gather_for_generation)
             generation.attach()
             runtime.keep(generation)
         return parts
@@ -177,7 +177,7 @@ class PartsBuilder:
         if not any(unit.reshards for block in (root, *blocks) for unit in block.units):
             return None
         limits = policies.unshard_limits(self.config, self.offloading.updates_overlap)
-        return UnshardSchedule(root, blocks, limits, self.collectives)
+        return UnshardSchedule(root, blocks, limits, self.collectives.data)
 
     def _reducer(self, units: list[Unit], one_bit: bool) -> Reducer:
         collectives, topology = self.collectives, self.topology

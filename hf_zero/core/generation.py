@@ -32,7 +32,7 @@ class Generation:
     Args:
         runtime: The hooks of the engine.
         units: The flat buffers.
-        collectives: The data-parallel axis.
+        collectives: All data-parallel ranks.
         gather: ``"auto"`` asks how much memory is free, True and False decide.
     """
 
@@ -40,7 +40,7 @@ class Generation:
         self.gather = gather
         self._runtime = runtime
         self._units = [unit for unit in units if unit.reshards]
-        self._collectives = collectives.data
+        self._collectives = collectives
         self._modules: list[nn.Module] = []
         self._told: set[bool] = set()
 

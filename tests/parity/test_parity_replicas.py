@@ -245,3 +245,105 @@ def _sequences(stage: int, size: int) -> None:
 def test_sequence_parallelism(stage: int, size: int) -> None:
     """Two ranks share each sequence, in shard groups as large as theirs or smaller."""
     ranks.run_ranks(_sequences, 4, stage, size)
+
+
+# -- built sharded, and whole again ---------------------------------------------------------------------------------------
+
+
+def _built_sharded() -> None:
+    import hf_zero
+    from hf_zero.integrations.loading import MiCSInit
+
+    case, run = CASES["gpt2"], Run(stage=3, extra=grouped(2))
+    for kind in (hf_zero.zero.Init, MiCSInit):
+        with kind(config_dict_or_path=run.config()):
+            torch.manual_seed(1000 + ranks.rank())  # values are rank 0's
+            model = case.build()
+        parts = [param.ds_tensor.numel() for param in model.parameters()]
+        assert sum(parts) >= sum(param.ds_numel for param in model.parameters()) // 3
+        assert all(param.ds_process_group.size() == 2 for param in model.parameters())
+        engine = initialize(model, run)
+        trace = train(engine, lambda *at: case.rows(*at), case.forward, run)
+        engine.destroy()
+        if ranks.rank() == 0:
+            check(trace, reference_case("gpt2", run, ranks.world()), run, kind.__name__)
+
+
+def test_a_model_that_was_built_in_shard_groups() -> None:
+    ranks.run_ranks(_built_sharded, 4)
+
+
+def _changed_on_the_last_rank() -> None:
+    """What a rank of another group writes inside GatheredParameters reaches all."""
+    import hf_zero
+
+    engine = initialize(CASES["mlp"].build(), Run(stage=3, dtype="bf16", extra=grouped(2)))
+    param = engine.module.head.weight
+    with hf_zero.zero.GatheredParameters([param], modifier_rank=3):
+        if ranks.rank() == 3:
+            param.data.fill_(0.5)
+    with hf_zero.zero.GatheredParameters([param]):
+        assert bool((param == 0.5).all())
+    assert bool((hf_zero.utils.safe_get_full_fp32_param(param) == 0.5).all())
+    assert (engine.dp_world_size, engine.get_data_parallel_rank()) == (4, ranks.rank())
+    engine.destroy()
+
+
+def test_gathered_parameters() -> None:
+    ranks.run_ranks(_changed_on_the_last_rank, 4)
+
+
+def _generated(gather: bool) -> None:
+    case = CASES["gpt2"]
+    plain = case.build().eval()
+    engine = initialize(case.build(), Run(stage=3, extra={**grouped(2), "hf_zero": {"gather_for_generation": gather}}))
+    engine.eval()
+    prompt = torch.tensor([[3, 4, 5, 6]]) + ranks.rank()
+    new = {"min_new_tokens": 8 - 2 * ranks.rank(), "max_new_tokens": 8 - 2 * ranks.rank(), "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(engine.generate(prompt, **new), plain.generate(prompt, **new))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_generation_where_every_rank_stops_elsewhere(gather: bool) -> None:
+    ranks.run_ranks(_generated, 4, gather)
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------------
+
+
+def _refusal(extra: dict[str, Any], replicate: int = 1) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", str(replicate))
+        try:
+            initialize(CASES["mlp"].build(), Run(stage=3, extra=extra)).destroy()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("world", "extra", "replicate", "words"),
+    [
+        (4, {"zero_optimization": {"mics_shard_size": 3}}, 1, ("ConfigError", "mics_shard_size", "shard groups of 3", "1 or 2 or 4 would")),
+        (4, {"zero_optimization": {"mics_shard_size": 8}}, 1, ("ConfigError", "mics_shard_size: shard group 8", "1 or 2 or 4 would")),
+        (2, {"zero_optimization": {"mics_shard_size": 0}}, 1, ("ConfigError", "mics_shard_size", "is 0", "-1")),
+        (2, {"zero_optimization": {"mics_shard_size": 1, "stage": 0}}, 1, ("ConfigError", "mics_shard_size", "stage` is 0", "1, 2 or 3")),
+        (2, {}, 3, ("ConfigError", "dp_replicate is 3", "the 2 rank(s)", "1 or 2 would")),
+        (
+            4,
+            {"zero_optimization": {"mics_shard_size": 2}},
+            4,
+            ("ConfigError", "_DP_REPLICATE_SIZE: dp_replicate 4", "shard group 2 makes 8"),
+        ),
+        (
+            2,
+            {"zero_optimization": {"mics_shard_size": 1, "stage": 1}, "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}},
+            1,
+            ("UnsupportedError", "OneBitAdam with 2 shard groups", "mics_shard_size"),
+        ),
+    ],
+)
+def test_refusals(world: int, extra: dict[str, Any], replicate: int, words: tuple[str, ...]) -> None:
+    for answer in ranks.run_ranks(_refusal, world, extra, replicate):
+        assert all(word in answer for word in words), answer

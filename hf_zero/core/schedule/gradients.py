@@ -311,19 +311,13 @@ class UnitGradients:
             self.pool.give(sent)
         self._take(received, sent.dtype)
 
-    def start_all_reduce(self, all_of_it: bool = False) -> bool:
+    def start_all_reduce(self) -> bool:
         """Sends off to the replicas of the shard, if there are any, what the last reduction has left to be sent; collective.
 
-        Args:
-            all_of_it: What earlier micro-steps have left too.
-
         Returns:
-            Whether something was sent: ``finish_all_reduce`` ends it.
+            Whether something was sent: ``finish_reduce`` ends this part too.
         """
         return False
-
-    def finish_all_reduce(self) -> None:
-        """Waits for what ``start_all_reduce`` has sent off."""
 
     def _take(self, received: torch.Tensor, travelled: torch.dtype) -> None:
         """Adds a sum over ranks to ``shard``.

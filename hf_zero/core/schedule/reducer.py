@@ -198,7 +198,7 @@ class Reducer:
             if entry.start_all_reduce():
                 self._crossing.append(entry)
         while len(self._crossing) > leave:
-            self._crossing.popleft().finish_all_reduce()
+            self._crossing.popleft().finish_reduce()
 
     def flush(self) -> None:
         """Ends a backward: sends what is left, in order; collective if it reduces."""
@@ -216,11 +216,6 @@ class Reducer:
         if not self.exchange.keeps_whole:
             self._reduces = self.exchange.completes = True
             self.flush()
-
-    def complete(self) -> None:
-        """Brings to the replicas what backwards that were none of a boundary have left to a step; collective."""
-        self._crossing.extend(entry for entry in self.gradients if entry.start_all_reduce(all_of_it=True))
-        self._finish()
 
     def _send_late(self) -> None:
         """Reduces once more what arrived behind its place in the order, on any rank."""

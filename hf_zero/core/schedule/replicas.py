@@ -64,24 +64,31 @@ class ReplicatedGradients(UnitGradients):
         elif self._policy.post_scale != 1.0:
             self.shard.div_(self._policy.post_scale)
 
-    def start_all_reduce(self, all_of_it: bool = False) -> bool:
-        if all_of_it and self._partial:
-            wide = self._policy.accumulation_dtype
-            self._waiting = self._fetch_partial(wide).to(self._policy.message_dtype or wide)
+    def start_all_reduce(self) -> bool:
         if self._waiting is None:
             return False
         self._crossing = self._replicas.all_reduce(self._waiting, self.unit.name)
         return True
 
-    def finish_all_reduce(self) -> None:
-        if self._crossing is None or self._waiting is None:
-            return
-        self._crossing.wait()
-        received, self._crossing, self._waiting = self._waiting, None, None
-        super()._take(received, received.dtype)
+    def finish_reduce(self) -> None:
+        """As ``UnitGradients.finish_reduce``, for the part that is in flight."""
+        super().finish_reduce()
+        if self._crossing is not None and self._waiting is not None:
+            self._crossing.wait()
+            received, self._crossing, self._waiting = self._waiting, None, None
+            super()._take(received, received.dtype)
+
+    def reduced(self) -> torch.Tensor:
+        """As ``UnitGradients.reduced``; collective where no boundary has brought the sum to the replicas."""
+        self.finish_reduce()
+        if self._partial:
+            wide = self._policy.accumulation_dtype
+            self._waiting = self._fetch_partial(wide).to(self._policy.message_dtype or wide)
+            self.start_all_reduce()
+        return super().reduced()
 
     def held(self) -> torch.Tensor | None:
-        """As ``UnitGradients.held``; in the middle of an accumulation, where the sum is a copy, collective."""
+        """As ``UnitGradients.held``; collective in the middle of an accumulation, where the sum is a copy."""
         held = super().held()
         if held is None or not self._partial:
             return held
@@ -89,13 +96,7 @@ class ReplicatedGradients(UnitGradients):
         self._replicas.all_reduce(total, f"{self.unit.name}: gradient so far").wait()
         return total.mul_(self._policy.post_scale)
 
-    def writable(self) -> torch.Tensor:
-        if self.start_all_reduce(all_of_it=True):
-            self.finish_all_reduce()
-        return super().writable()
-
     def clear(self) -> None:
-        self.finish_all_reduce()
-        self._partial = False
+        self.finish_reduce()
+        self._partial, self._waiting = False, None
         super().clear()
-        self._waiting = None

@@ -31,7 +31,7 @@ class UnshardSchedule:
         self.root = root
         self.order = list(blocks)  # in the order of forward; the root, needed throughout, is not part of a pass
         self.limits = limits
-        self._collectives = collectives.data
+        self._collectives = collectives
         self._learned = False  # whether `order` is what forward was seen to do; until then nothing skipped is resharded
         self._observed: dict[str, None] = {}  # names of blocks in the order in which they first ran
         self._positions: dict[int, int] | None = None  # see `_place_reductions`; None until it is known

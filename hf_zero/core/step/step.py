@@ -122,7 +122,6 @@ class Stepper:
         if self.settings.wants_all:
             self._require_all()
         with span("finish_reduce"):
-            self.reducer.complete()
             shards = [self._gradients[id(unit)].reduced() for unit in self.optimizer.units]
         with span("norm"):
             scaled_norm = self.norm_of(shards)
