@@ -334,7 +334,7 @@ def _refusal(extra: dict[str, Any], replicate: int = 1) -> str:
             4,
             {"zero_optimization": {"mics_shard_size": 2}},
             4,
-            ("ConfigError", "_DP_REPLICATE_SIZE: dp_replicate 4", "shard group 2 makes 8"),
+            ("ConfigError", "REPLICATE_SIZE: dp_replicate 4", "group 2 makes 8"),
         ),
         (
             2,

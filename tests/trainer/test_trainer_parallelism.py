@@ -27,11 +27,16 @@ def parallelism(sizes: dict[str, int]) -> Any:
     return ParallelismConfig(**{f"{axis}_size": size for axis, size in sizes.items()})
 
 
+def evaluated() -> list[dict[str, torch.Tensor]]:
+    """Without masks: Trainer weighs the rows that ranks evaluate together by their tokens."""
+    return rows(EVALUATED, 2, masked=False)
+
+
 def trained(trainer: Any, resume: str | None = None) -> dict[str, Any]:
     trainer.train(resume_from_checkpoint=resume)
     found = {"losses": losses(trainer), "norms": norms(trainer), "tokens": trainer.state.num_input_tokens_seen}
     found["eval"] = trainer.evaluate()["eval_loss"]
-    found["predictions"] = trainer.predict(rows(EVALUATED, 2)).predictions
+    found["predictions"] = trainer.predict(evaluated()).predictions
     return found
 
 
@@ -56,7 +61,7 @@ def over_ranks(folder: str, stage: int, sizes: dict[str, int], typed: bool) -> t
             else:
                 args = arguments(folder, config, max_steps=STEPS, **options)
             model = CASES["gpt2"].build()
-            trainer = Trainer(model=model, args=args, train_dataset=rows(32, 1), eval_dataset=rows(EVALUATED, 2))
+            trainer = Trainer(model=model, args=args, train_dataset=rows(32, 1), eval_dataset=evaluated())
             found.append(trained(trainer, resume))
             if resume is None:
                 trainer.save_model(str(Path(folder) / "saved"))
@@ -70,7 +75,7 @@ def one_rank(folder: str, batch: int) -> dict[str, Any]:
     with clean_state():
         options = {"max_steps": STEPS, "include_num_input_tokens_seen": "all", "per_device_eval_batch_size": 1}
         args = arguments(folder, None, batch=batch, **options)
-        trainer = Trainer(model=CASES["gpt2"].build(), args=args, train_dataset=rows(32, 1), eval_dataset=rows(EVALUATED, 2))
+        trainer = Trainer(model=CASES["gpt2"].build(), args=args, train_dataset=rows(32, 1), eval_dataset=evaluated())
         found = trained(trainer)
         found["state"] = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     return found
