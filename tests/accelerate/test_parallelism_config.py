@@ -18,6 +18,7 @@ from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.integrations.parallelism import validate_launch
 from tests.support import parity, ranks
 from tests.support.models import CASES
+from tests.support.sequences import build, llama
 from tests.support.tp_trainer import rows
 from tests.support.trainers import clean_state
 
@@ -142,6 +143,36 @@ def test_loop_is_that_of_one_rank(stage: int, sizes: dict[str, int], how: str, m
     assert sorted(sum((run["seen"] for run in found[::sharers]), [])) == sorted(SUMS), "each sample once an epoch"
     for name, value in expected["state"].items():
         torch.testing.assert_close(found[0]["state"][name], value, rtol=2e-3, atol=2e-4)
+
+
+def over_slices(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
+    """Sizes of torch's mesh, and how often a batch is trained on, where ranks share sequences."""
+    from accelerate import Accelerator, ParallelismConfig
+
+    with clean_state():
+        config = ParallelismConfig(**{f"{axis}_size": size for axis, size in sizes.items()})
+        accelerator = Accelerator(deepspeed_plugin=plugin(2), parallelism_config=config)
+        model = build(llama)
+        loader = DataLoader(rows(ROWS), batch_size=BATCH)
+        engine, _, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), loader)
+        mesh, topology = accelerator.torch_device_mesh, engine.collectives.topology
+        assert tuple(dist.get_process_group_ranks(mesh["sp"].get_group())) == topology.sequence.ranks
+        groups = {"dp_replicate": topology.replicate, "dp_shard": topology if "dp_replicate" not in sizes else None}
+        for name, axis in groups.items():
+            if axis is not None and name in mesh.mesh_dim_names:
+                assert set(dist.get_process_group_ranks(mesh[name].get_group())) <= set(axis.ranks)
+        assert engine.train_batch_size() == BATCH * ACCUMULATION * 2 == BATCH * ACCUMULATION * config.data_parallel_size
+        assert accelerator.data_parallel_rank == (topology.replicate.rank if topology.replicate else 0)
+        accelerator.free_memory()
+    return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)), len(loader)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mesh"), [({"sp": 2}, {"dp_shard": 2, "sp": 2}), ({"dp_replicate": 2, "sp": 2}, {"dp_replicate": 2, "sp": 2})]
+)
+def test_ranks_that_share_sequences_are_an_axis_of_the_mesh(sizes: dict[str, int], mesh: dict[str, int]) -> None:
+    for found, batches in ranks.run_ranks(over_slices, 4, sizes, group=False):
+        assert found == mesh and batches == ROWS // BATCH // 2
 
 
 def refused() -> list[str]:
