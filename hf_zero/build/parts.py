@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from hf_zero.checkpoint.engine_checkpoints import EngineCheckpoints
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.own_groups import borrow, give_back, own_topology
-from hf_zero.comm.topology import Topology
+from hf_zero.comm.topology import Topology, divide_replicas
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.engine import EngineParts
 from hf_zero.core.generation import Generation
@@ -40,6 +41,7 @@ from hf_zero.core.units.grouping import modules_kept_unsharded
 from hf_zero.core.units.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.unit import Unit
+from hf_zero.errors import ConfigError
 from hf_zero.memory import heap
 from hf_zero.metrics import build_sinks
 from hf_zero.offload.policy import Offloading
@@ -103,7 +105,7 @@ class PartsBuilder:
             warn_if_built_whole(self.module)
         kept = modules_kept_unsharded(self.module)
         leaves = self._leaves(kept)
-        builder = UnitBuilder(self.module, self.stage, self.precision, self.collectives, self.offloading, leaves, self._listener)
+        builder = UnitBuilder(self.module, self.stage, self.precision, self.collectives, self.offloading, leaves, self._listener, self._node())
         root, blocks = builder.build(inner, whole_tensors)
         units = [unit for block in (root, *blocks) for unit in block.units]
         trained = [unit for unit in units if unit.trainable]
@@ -198,6 +200,24 @@ class PartsBuilder:
             for unit in units
         ]
         return Reducer(entries, exchange, overlap, partial(self.collectives.data.any_of, unit="late gradients"))
+
+    def _node(self) -> Collectives | None:
+        """The ranks that keep secondary copies between them; None where nobody does. Collective."""
+        topology, size = self.topology, self.config.zero_optimization.zero_hpz_partition_size
+        if size == 1 or not self.stage.parameters_sharded:
+            return None
+        if topology.world % size:
+            usable = ", ".join(str(found) for found in range(1, topology.world + 1) if topology.world % found == 0)
+            raise ConfigError(
+                f"zero_optimization.zero_hpz_partition_size is {size}, which does not divide the {topology.world} ranks that parameters "
+                f"are sharded over; {usable} would"
+            )
+        if size == topology.world:
+            return None  # the shards are that copy
+        node = replace(divide_replicas(topology, topology.world // size), replicate=None)
+        collectives = open_collectives(own_topology(node))
+        collectives.connect()
+        return collectives
 
     def _borrow(self, topology: Topology) -> Collectives:
         """The ranks of ``topology`` in another group for reductions, until the engine is destroyed; collective."""

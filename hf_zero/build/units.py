@@ -35,6 +35,7 @@ class UnitBuilder:
         offloading: Where shards rest.
         leaves: Names of modules that are one block each.
         listener: Is told what happens to the parameters at stage 3.
+        node: Network of the ranks that keep secondary copies, if any do.
     """
 
     module: nn.Module
@@ -44,6 +45,7 @@ class UnitBuilder:
     offloading: Offloading
     leaves: set[str]
     listener: ParamListener
+    node: Collectives | None = None
 
     def build(self, inner: torch.optim.Optimizer | None, whole_tensors: bool) -> tuple[Block, list[Block]]:
         """The root and the other blocks, in the model's order; collective.
@@ -113,6 +115,7 @@ class UnitBuilder:
             master_dtype=master,
             shard_storage=shard_storage,
             listener=self.listener if self.stage.parameters_sharded else ParamListener(),
+            node=self.node,
         )
 
     def _sync_buffers(self) -> None:

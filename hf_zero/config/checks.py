@@ -128,8 +128,11 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
 
 
 def _check_shard_group(zero: dict[str, Any], problems: Problems) -> None:
-    """`mics_shard_size`, as far as it can be judged without the ranks."""
-    size, stage = zero.get("mics_shard_size", -1), zero.get("stage", 0)
+    """`mics_shard_size` and `zero_hpz_partition_size`, as far as they can be judged without the ranks."""
+    size, stage, node = zero.get("mics_shard_size", -1), zero.get("stage", 0), zero.get("zero_hpz_partition_size", 1)
+    if node > 1 and stage != 3:
+        text = f"is {show(node)} and `zero_optimization.stage` is {stage}, where parameters stay whole; set the stage to 3, or leave the key out"
+        problems.error("zero_optimization.zero_hpz_partition_size", text)
     if size != -1 and size < 1:
         problems.error(
             "zero_optimization.mics_shard_size", f"is {show(size)}; allowed: -1 (one group of all ranks) or a whole number above 0"

@@ -142,10 +142,8 @@ class ZeroOptimization(Section):
     stage3_allgather_sequential: Bool = accepted(
         False, "Gather parameters one after another instead of coalesced", "a unit is one collective; gathers follow one fixed order"
     )
-    zero_hpz_partition_size: Count = refused(
-        1,
-        "Ranks that hold a secondary parameter copy; 1 is off",
-        "not supported: use stage 2, or stage 3 with a larger stage3_param_persistence_threshold",
+    zero_hpz_partition_size: Count = used(
+        1, "Adjacent ranks (of a node) that keep a copy of all parameters between them from the first gather to the update (stage 3); 1 is off"
     )
     zero_quantized_weights: Bool = refused(False, "Quantize weights for the all-gather", NO_QUANTIZATION)
     zero_quantized_nontrainable_weights: Bool = refused(False, "Quantize frozen weights for the all-gather", NO_QUANTIZATION)

@@ -135,6 +135,8 @@ class Stepper:
                 factor = clip_factor(norm, self.settings.max_norm) / self.scaler.scale
             with span("update"):
                 self.runtime.reshard_for_update()
+                for unit in self.optimizer.units:
+                    unit.secondary.forget()  # an update that goes on after the step is not told of
                 spreads: list[Pending | None] = []
                 self.optimizer.update(shards, factor, lambda unit: spreads.append(all_gather_updated(unit)))
             with span("spread"):

@@ -18,6 +18,7 @@ from hf_zero.core.units.layout import FROZEN, UnitLayout
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.own_part import OwnPart, require_memory
 from hf_zero.core.units.pins import Pins
+from hf_zero.core.units.secondary import SecondaryCopy
 from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
 from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.whole_buffer import WholeBuffer
@@ -37,6 +38,7 @@ class UnitSpec:
         sync_values: Take rank 0's values at construction, as DDP does.
         shard_storage: Where shards rest between uses.
         listener: Is told what happens to the parameters.
+        node: Network of the ranks that keep secondary copies between them, see [Note: secondary copies].
     """
 
     collectives: Collectives
@@ -46,6 +48,7 @@ class UnitSpec:
     sync_values: bool = True
     shard_storage: ShardStorage = ON_DEVICE
     listener: ParamListener = field(default_factory=ParamListener)
+    node: Collectives | None = None
 
 
 class Unit:
@@ -63,6 +66,7 @@ class Unit:
         reshards: Whether the whole buffer goes away between uses.
         shard_storage: Where the shard rests between uses.
         listener: Is told what happens to the parameters.
+        secondary: What the ranks of a node keep between them.
         state: Where the parameters are.
     """
 
@@ -77,6 +81,7 @@ class Unit:
         self.state = UnitState.UNSHARDED
         self.pins = Pins()
         self.listener = spec.listener
+        self.secondary = SecondaryCopy(spec.node)
         self.whole = WholeBuffer(layout, buffer, self.params)
         own = buffer[self.owned.start : self.owned.stop]
         self.shard_storage = spec.shard_storage
@@ -132,7 +137,8 @@ class Unit:
         if self.own.offloaded:
             require_memory(self.own.shard, f"unit {self.name}")
         self.whole.allocate()
-        self._pending = self.start_all_gather()
+        secondary, whole = self.secondary, self.whole
+        self._pending = secondary.all_gather(whole.flat, self.name) if secondary.held else self.start_all_gather()
         self._enter(UnitState.UNSHARDING)
 
     def start_all_gather(self) -> Pending:
@@ -181,6 +187,7 @@ class Unit:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
+            self.secondary.keep(self.whole.flat)
 
     def _enter(self, state: UnitState) -> None:
         self.state = state

@@ -18,7 +18,13 @@ def publish(units: Sequence[Unit]) -> None:
         shards, masters = zip(*changed, strict=True)
         torch._foreach_copy_(shards, masters)
     for unit in units:
-        unit.shard_storage.changed(unit)
+        shard_changed(unit)
+
+
+def shard_changed(unit: Unit) -> None:
+    """The shard was written to: copies of it are forgotten; local, on every rank."""
+    unit.shard_storage.changed(unit)
+    unit.secondary.forget()
 
 
 def all_gather_updated(unit: Unit) -> Pending | None:
@@ -33,7 +39,7 @@ def write_back(unit: Unit) -> None:
     unit.whole.adopt()
     if unit.reshards:
         unit.shard.copy_(unit.full[unit.owned.start : unit.owned.stop])
-        unit.shard_storage.changed(unit)
+        shard_changed(unit)
     unit.own.refresh_master()
 
 
