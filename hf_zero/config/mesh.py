@@ -186,7 +186,8 @@ def solve(claims: Iterable[Claim], ranks: int) -> Mesh:
     replicate = _shard_groups(said, sizes, ranks, data)
     if data % replicate:
         raise ConfigError(_misfit(said, ranks, f"dp_replicate is {replicate}", _divisors(data), "dp_replicate"))
-    mesh = Mesh(replicate, sizes.get("dp_shard", data // replicate), *(sizes.get(axis, 1) for axis in ("cp", "sp", "tp")), said)
+    shard, cp, sp, tp = sizes.get("dp_shard", data // replicate), *(sizes.get(axis, 1) for axis in ("cp", "sp", "tp"))
+    mesh = Mesh(replicate, shard, cp, sp, tp, said)
     if mesh.ranks != ranks:
         raise ConfigError(_misfit(said, ranks, f"{mesh} makes {mesh.ranks} ranks", [data // replicate], "dp_shard"))
     return mesh
