@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 // Raised with every change of a signature, a struct or the meaning of an argument; the loader compares it.
-#define HFZ_ABI_VERSION 4
+#define HFZ_ABI_VERSION 5
 
 enum hfz_status { HFZ_OK = 0, HFZ_BAD_TYPE = 1, HFZ_BAD_SIZE = 2 };
 enum hfz_type { HFZ_NONE = 0, HFZ_F32 = 1, HFZ_BF16 = 2, HFZ_F16 = 3 };
@@ -34,6 +34,8 @@ HFZ_EXPORT int32_t hfz_supported_isas(void);
 
 // Sums come one per this many elements.
 #define HFZ_BLOCK 65536
+// quantize gives this many elements one scale.
+#define HFZ_QUANTIZE_BLOCK 256
 
 // The optimizers' passes: master fp32; states fp32 or bf16 (computed in fp32); low is a bf16 or fp16 copy of the result, or null.
 // In all of them g = grad * grad_factor, and decay L2 means g = fma(p, decay, g) next.
@@ -103,6 +105,13 @@ struct hfz_move_rule {
 // crc32: CRC-32 as zlib's of each `chunk` bytes of `count`, the last chunk maybe shorter.
 // move: one update along a momentum. take: decompress of one worker into momentum, and move; momentum, master and variance begin at
 // element `first`.
+// quantize codes vectors of `count` elements that lie one behind the other, dequantize decodes them; both do blocks `first` to `last` of
+// all of them. Strides lead from message to message, in floats and bytes.
+// quantize: per block, scale = largest magnitude / 127 (8 bits) or 7 (4), code = value / scale to the nearest whole number, even if two
+// are as near; two's complement, with 4 bits the even element in the low half of its byte. A block that is everywhere below 2**-100 in
+// magnitude has scale 0, one with an infinity or NaN scale NaN, both codes 0. With error codes (8 bits, in place, by the same rule) the
+// error is added to the values first, and error = error * keep + (value - scale * code) * take is kept, but for blocks of scale NaN.
+// dequantize: the sum of scale * code over the `workers` messages of each vector, in their order, rounded once to the type.
 #define HFZ_DECLARE(isa)                                                                                                     \
   HFZ_DECLARE_PASS(adam, isa)                                                                                                \
   HFZ_DECLARE_PASS(lion, isa)                                                                                                \
@@ -125,6 +134,13 @@ struct hfz_move_rule {
   HFZ_EXPORT int32_t hfz_take_##isa(int64_t chunks, const int64_t* starts, const int64_t* counts, const uint8_t* bits,       \
                                     const float* scales, const uint8_t* alive, int64_t first, float* momentum,               \
                                     float* master, const float* variance, const struct hfz_move_rule* rule);                 \
+  HFZ_EXPORT int32_t hfz_quantize_##isa(int64_t first, int64_t last, int64_t count, const void* from, int32_t from_type,     \
+                                        int32_t bits, float* scales, int64_t scales_stride, uint8_t* codes,                  \
+                                        int64_t codes_stride, float* error_scales, int64_t error_scales_stride,              \
+                                        uint8_t* error_codes, int64_t error_codes_stride, float keep, float take);           \
+  HFZ_EXPORT int32_t hfz_dequantize_##isa(int64_t first, int64_t last, int64_t count, int32_t workers, int32_t bits,         \
+                                          const float* scales, int64_t scales_stride, const uint8_t* codes,                  \
+                                          int64_t codes_stride, void* to, int32_t to_type);                                  \
   HFZ_EXPORT int32_t hfz_crc32_##isa(int64_t count, const void* bytes, int64_t chunk, uint32_t* sums);
 
 HFZ_DECLARE(baseline)

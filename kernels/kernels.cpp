@@ -24,4 +24,6 @@ constexpr int64_t kStreamFrom = 1 << 16;
 
 #include "codes.inc"
 
+#include "quantize.inc"
+
 #include "crc32.inc"

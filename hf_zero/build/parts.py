@@ -27,7 +27,8 @@ from hf_zero.core.generation import Generation
 from hf_zero.core.model_init import warn_if_built_whole
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.block import Block
-from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, UnitGradients
+from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, GradientPolicy, UnitGradients
+from hf_zero.core.schedule.quantized_gradients import QuantizedExchange
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.replicas import ReplicatedGradients
 from hf_zero.core.schedule.runtime import Runtime
@@ -41,7 +42,7 @@ from hf_zero.core.units.grouping import modules_kept_unsharded
 from hf_zero.core.units.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.unit import Unit
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.memory import heap
 from hf_zero.metrics import build_sinks
 from hf_zero.offload.policy import Offloading
@@ -105,7 +106,10 @@ class PartsBuilder:
             warn_if_built_whole(self.module)
         kept = modules_kept_unsharded(self.module)
         leaves = self._leaves(kept)
-        builder = UnitBuilder(self.module, self.stage, self.precision, self.collectives, self.offloading, leaves, self._listener, self._node())
+        quantized = policies.quantized_weights(self.config)
+        builder = UnitBuilder(
+            self.module, self.stage, self.precision, self.collectives, self.offloading, leaves, self._listener, quantized, self._node()
+        )
         root, blocks = builder.build(inner, whole_tensors)
         units = [unit for block in (root, *blocks) for unit in block.units]
         trained = [unit for unit in units if unit.trainable]
@@ -116,6 +120,8 @@ class PartsBuilder:
         optimizer, stepper = None, None
         if inner is not None and reducer is not None:
             optimizer = sharded_optimizer(inner, trained, self.stage, self.collectives, self.offloading.state_store, whole_tensors)
+            if isinstance(reducer.exchange, QuantizedExchange):
+                optimizer.memory = reducer.exchange
             stepper = self._stepper(runtime, reducer, optimizer, scaler)
         if self.config.activation_checkpointing is not None:
             configure(checkpoint_settings(self.config.activation_checkpointing), self.model_collectives, by_script=False)
@@ -188,9 +194,7 @@ class PartsBuilder:
         replicas = self._borrow(topology.replicate) if topology.replicate is not None else None
         sharers = self.axes.sequence.axis.world if self.axes.sequence is not None else 1
         policy = policies.gradient_policy(self.config, self.precision, self.stage, topology.data.world, sharers)
-        exchange = GradientExchange(collectives, policy)
-        if one_bit:
-            exchange = OneBitExchange(collectives, policy, averages=self.config.gradient_allreduce_op != "sum")
+        exchange = self._exchange(collectives, policy, one_bit)
         overlap = self.config.zero_optimization.overlap_comm is not False
         pool, place = BufferPool(), self.offloading.gradient_place
         entries = [
@@ -226,6 +230,19 @@ class PartsBuilder:
         borrow(collectives.topology)
         self._borrowed.append(collectives.topology)
         return collectives
+
+    def _exchange(self, collectives: Collectives, policy: GradientPolicy, one_bit: bool) -> GradientExchange:
+        quantizes = self.config.zero_optimization.zero_quantized_gradients
+        if quantizes and one_bit:
+            raise UnsupportedError(
+                "zero_optimization.zero_quantized_gradients and OneBitAdam, which sends signs itself, exclude each other: use Adam, or set "
+                "the key to false"
+            )
+        if quantizes:
+            return QuantizedExchange(collectives, policy, policies.error_feedback(self.config))
+        if one_bit:
+            return OneBitExchange(collectives, policy, averages=self.config.gradient_allreduce_op != "sum")
+        return GradientExchange(collectives, policy)
 
     def _stepper(self, runtime: Runtime, reducer: Reducer, optimizer: ShardedOptimizer, scaler: LossScaler) -> Stepper:
         max_norm = max_norm_of(optimizer.inner, self.config.gradient_clipping)

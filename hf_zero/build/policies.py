@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from hf_zero.checkpoint.engine_checkpoints import CheckpointSettings
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.core.schedule.gradients import GradientPolicy
+from hf_zero.core.schedule.quantized_gradients import ErrorFeedback
 from hf_zero.core.schedule.unshard_pass import UnshardLimits
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.clock import Clock
@@ -89,6 +91,26 @@ def gradient_policy(config: ZeroConfig, precision: PrecisionPolicy, stage: Stage
         post_scale=total / pre,
         sharded=stage.optimizer_sharded,
     )
+
+
+@dataclass(frozen=True)
+class QuantizedWeights:
+    """Which units' all-gathers carry codes at stage 3: those that are trained, those that are frozen."""
+
+    trained: bool = False
+    frozen: bool = False
+
+
+def quantized_weights(config: ZeroConfig) -> QuantizedWeights:
+    """What ``zero_quantized_weights`` (all) and ``zero_quantized_nontrainable_weights`` (frozen ones) ask for."""
+    zero = config.zero_optimization
+    return QuantizedWeights(zero.zero_quantized_weights, zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights)
+
+
+def error_feedback(config: ZeroConfig) -> ErrorFeedback | None:
+    """How ``zeropp_loco_param`` keeps what codes of gradients lose."""
+    section = config.zero_optimization.zeropp_loco_param
+    return None if section is None else ErrorFeedback(section.err_beta, section.reset_T)
 
 
 def _headroom(world: int) -> int:

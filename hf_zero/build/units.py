@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hf_zero.build.policies import QuantizedWeights
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.param_groups import group_of_params
 from hf_zero.core.schedule.block import Block
@@ -20,6 +21,7 @@ from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.shard_storage import ShardStorage
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
+from hf_zero.native.quantize import can_quantize
 from hf_zero.offload.policy import Offloading
 
 
@@ -35,6 +37,7 @@ class UnitBuilder:
         offloading: Where shards rest.
         leaves: Names of modules that are one block each.
         listener: Is told what happens to the parameters at stage 3.
+        quantized: Whose all-gathers carry codes.
         node: Network of the ranks that keep secondary copies, if any do.
     """
 
@@ -45,6 +48,7 @@ class UnitBuilder:
     offloading: Offloading
     leaves: set[str]
     listener: ParamListener
+    quantized: QuantizedWeights
     node: Collectives | None = None
 
     def build(self, inner: torch.optim.Optimizer | None, whole_tensors: bool) -> tuple[Block, list[Block]]:
@@ -100,11 +104,11 @@ class UnitBuilder:
         for (frozen, dtype), members in kinds.items():
             suffix = "" if len(kinds) == 1 else f" [{'frozen ' if frozen else ''}{str(dtype).removeprefix('torch.')}]"
             shard_storage = self.offloading.shard_storage(sum(full_shape(member.param).numel() for member in members), not frozen)
-            units.append(build_unit(spec.name + suffix, members, dtype, self._unit_spec(dtype, shard_storage)))
+            units.append(build_unit(spec.name + suffix, members, dtype, self._unit_spec(dtype, shard_storage, frozen)))
             self.offloading.take(units[-1])
         return Block(spec.name, spec.module, units, spec.read_in_backward)
 
-    def _unit_spec(self, dtype: torch.dtype, shard_storage: ShardStorage) -> UnitSpec:
+    def _unit_spec(self, dtype: torch.dtype, shard_storage: ShardStorage, frozen: bool) -> UnitSpec:
         master = self.precision.master_dtype
         if master is None or (self.precision.param_dtype is None and dtype == torch.float64):
             master = dtype
@@ -115,6 +119,7 @@ class UnitBuilder:
             master_dtype=master,
             shard_storage=shard_storage,
             listener=self.listener if self.stage.parameters_sharded else ParamListener(),
+            quantized=can_quantize(dtype) and (self.quantized.frozen if frozen else self.quantized.trained),
             node=self.node,
         )
 

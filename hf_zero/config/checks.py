@@ -114,6 +114,7 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
         text = "needs each rank's whole gradient, and `zero_optimization.stage` 2 and 3 keep a part of it: use stage 0 or 1, or Adam"
         problems.refuse("optimizer.type", data["optimizer"]["type"], text)
     _check_shard_group(data.get("zero_optimization", {}), problems)
+    _check_quantization(data, problems)
     for name in ("offload_optimizer", "offload_param"):
         block = data.get("zero_optimization", {}).get(name) or {}
         if block.get("device") == "nvme" and not block.get("nvme_path"):
@@ -131,7 +132,7 @@ def _check_shard_group(zero: dict[str, Any], problems: Problems) -> None:
     """`mics_shard_size` and `zero_hpz_partition_size`, as far as they can be judged without the ranks."""
     size, stage, node = zero.get("mics_shard_size", -1), zero.get("stage", 0), zero.get("zero_hpz_partition_size", 1)
     if node > 1 and stage != 3:
-        text = f"is {show(node)} and `zero_optimization.stage` is {stage}, where parameters stay whole; set the stage to 3, or leave the key out"
+        text = f"is {show(node)} and `zero_optimization.stage` is {stage}, where parameters stay whole; set that to 3, or leave this out"
         problems.error("zero_optimization.zero_hpz_partition_size", text)
     if size != -1 and size < 1:
         problems.error(
@@ -140,6 +141,36 @@ def _check_shard_group(zero: dict[str, Any], problems: Problems) -> None:
     elif size != -1 and stage == 0:
         text = f"is {show(size)} and `zero_optimization.stage` is 0, which shards nothing; set the stage to 1, 2 or 3, or leave the key out"
         problems.error("zero_optimization.mics_shard_size", text)
+
+
+def _check_quantization(data: dict[str, Any], problems: Problems) -> None:
+    """Keys of ZeRO++ where they would mean nothing, or less than they say."""
+    zero = data.get("zero_optimization", {})
+    stage, here = zero.get("stage", 0), "zero_optimization"
+    for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+        if zero.get(name) and stage != 3:
+            text = f"it is for the all-gathers of stage 3, and `{here}.stage` is {stage}: set that to 3, or leave this out"
+            problems.refuse(f"{here}.{name}", True, text)
+    if not zero.get("zero_quantized_gradients"):
+        if zero.get("zeropp_loco_param") is not None:
+            text = (
+                f"it keeps what codes of gradients lose, and `{here}.zero_quantized_gradients` is false: set that to true, or remove this"
+            )
+            problems.refuse(f"{here}.zeropp_loco_param", zero["zeropp_loco_param"], text)
+        return
+    reason = ""
+    if stage == 0:
+        reason = f"it is for gradients that are reduced to an owner, and `{here}.stage` is 0: use stage 1, 2 or 3"
+    elif not (data.get("fp16", {}).get("enabled") or data.get("bf16", {}).get("enabled")) and (
+        data.get("data_types", {}).get("param_dtype") in (None, "fp32")
+    ):
+        reason = (
+            "it is for 16-bit training, and this is fp32: enable `bf16` or `fp16`, or set `communication_data_type` to bf16 in its place"
+        )
+    elif str(data.get("optimizer", {}).get("type")).lower() == "onebitadam":
+        reason = "it and `optimizer.type` OneBitAdam, which sends signs itself, exclude each other: use Adam, or leave this out"
+    if reason:
+        problems.refuse(f"{here}.zero_quantized_gradients", True, reason)
 
 
 def _check_type(section: str, name: str | None, known: tuple[str, ...], problems: Problems) -> None:

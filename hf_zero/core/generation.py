@@ -87,7 +87,7 @@ class Generation:
 
     def _unsharded(self, generate: Callable[[], Any]) -> Any:
         for unit in self._units:
-            unit.start_unshard()
+            unit.start_unshard(exact=True)
         pinned: list[Unit] = []
         try:
             for unit in self._units:

@@ -78,7 +78,7 @@ def _units_of(itself: ref[Any], params: Iterable[torch.Tensor] | None) -> list[U
 
 def _all_gather(itself: ref[Any], param_list: Iterable[torch.Tensor] | None = None, *args: object, **kwargs: object) -> None:
     for unit in _units_of(itself, param_list):
-        unit.unshard()
+        unit.unshard(exact=True)
 
 
 def _partition(

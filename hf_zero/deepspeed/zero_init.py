@@ -39,8 +39,8 @@ class Init:
         dtype: Type of the parameters; None takes the configuration's.
         mpu: Object whose ``get_sequence_data_parallel_group()``, or else ``get_data_parallel_group()``, names the group.
         zero_param_parallel_group: Refused.
-        zero_quantized_weights: Refused.
-        zero_quantized_nontrainable_weights: Refused.
+        zero_quantized_weights: Refused: gathers before ``initialize`` are exact, afterwards the configuration's key of this name says.
+        zero_quantized_nontrainable_weights: Likewise.
         sequence_data_parallel_group: As ``data_parallel_group``.
         param_swapper: Refused.
 
@@ -75,7 +75,8 @@ class Init:
         }
         for name, value in refused.items():
             if value:
-                raise UnsupportedError(f"zero.Init({name}={value!r}) is not provided; leave it out")
+                hint = f"; the configuration has zero_optimization.{name}" if name.startswith("zero_quantized") else ""
+                raise UnsupportedError(f"zero.Init({name}={value!r}) is not provided; leave it out{hint}")
         offloads, pins = remote_device not in (None, "none"), pin_memory
         group = data_parallel_group or sequence_data_parallel_group or _group_of(mpu)
         source, replicate = config_dict_or_path if config_dict_or_path is not None else config, 1

@@ -38,7 +38,7 @@ class Init(init.Init):
 
 
 class MiCSInit(Init):
-    """``Init`` over shard groups, which ``zero_optimization.mics_shard_size`` of the configuration asks for; DeepSpeed's ``zero.MiCS_Init``.
+    """``Init`` over the shard groups of ``zero_optimization.mics_shard_size``; DeepSpeed's ``zero.MiCS_Init``.
 
     ``Init`` reads the key too: this one insists on it.
 

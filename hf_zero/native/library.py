@@ -21,7 +21,7 @@ from hf_zero.observe import log_rank0
 VARIABLE = "HF_ZERO_NATIVE"
 # "0" keeps Triton out on GPUs. "1" lets its Adam serve, which has been tested in Triton's interpreter only; else torch's fused kernel does.
 TRITON_VARIABLE = "HF_ZERO_TRITON"
-ABI_VERSION = 4
+ABI_VERSION = 5
 NAMES = ("libhf_zero_kernels.so", "libhf_zero_kernels.dylib")
 # The best first, each with its bit in hfz_supported_isas().
 ISAS = {"avx512bf16": 8, "avx512": 4, "avx2": 2, "baseline": 1}

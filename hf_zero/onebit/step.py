@@ -56,8 +56,8 @@ def check_topology(policy: StagePolicy, topology: Topology) -> None:
         )
     if topology.replicate is not None:
         raise UnsupportedError(
-            f"OneBitAdam with {topology.replicate.world} shard groups (zero_optimization.mics_shard_size, dp_replicate_size) is not provided: "
-            "it averages over all ranks itself. Leave the shard groups out, or use Adam"
+            f"OneBitAdam with {topology.replicate.world} shard groups (zero_optimization.mics_shard_size, dp_replicate_size) is not "
+            "provided: it averages over all ranks itself. Leave the shard groups out, or use Adam"
         )
     if topology.model is not None:
         raise UnsupportedError("OneBitAdam with tensor parallelism is not provided: use Adam, or data parallelism alone")

@@ -279,7 +279,7 @@ def test_values_that_do_not_fit(config: dict[str, Any], key: str, allowed: str) 
     ("config", "key"),
     [
         ({"aio": {"use_gds": True}}, "aio.use_gds"),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights"),
+        ({"zero_optimization": {"legacy_stage1": True}}, "zero_optimization.legacy_stage1"),
         ({"zero_optimization": {"mics_shard_size": 8}}, "zero_optimization.mics_shard_size"),
         ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow"),
         ({"optimizer": {"type": "OneBitLamb", "params": {"lr": 1e-3, "freeze_step": 3}}}, "optimizer.type"),
@@ -301,6 +301,19 @@ def test_values_that_do_not_fit(config: dict[str, Any], key: str, allowed: str) 
         ({"nebula": {"enabled": True}}, "nebula.enabled"),
         ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled"),
         ({"disable_allgather": True}, "disable_allgather"),
+        ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "zero_quantized_weights` is true: it is for the all-gathers"),
+        ({"zero_optimization": {"stage": 1, "zero_quantized_nontrainable_weights": True}}, "zero_quantized_nontrainable_weights"),
+        ({"zero_optimization": {"zero_quantized_gradients": True}, "bf16": {"enabled": True}}, "use stage 1, 2 or 3"),
+        ({"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}, "this is fp32: enable `bf16` or `fp16`"),
+        (
+            {
+                "zero_optimization": {"stage": 1, "zero_quantized_gradients": True},
+                "bf16": {"enabled": True},
+                "optimizer": {"type": "OneBitAdam"},
+            },
+            "OneBitAdam, which sends signs itself",
+        ),
+        ({"zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.5}}}, "zeropp_loco_param"),
     ],
 )
 def test_refused_when_it_asks_for_something(config: dict[str, Any], key: str) -> None:
@@ -378,7 +391,7 @@ def test_scheduler_without_optimizer_is_fine() -> None:
 def test_everything_is_reported_at_once() -> None:
     config = {
         "gradient_clipp1ng": 1,
-        "zero_optimization": {"stage": 9, "zero_quantized_weights": True, "stag": 1},
+        "zero_optimization": {"stage": 9, "legacy_stage1": True, "stag": 1},
         "fp16": {"enabled": 1},
         "bf16": {"enabled": 1},
     }

@@ -21,7 +21,7 @@ _REPLICAS = ["all_reduce (layers.1)", "end_backward", "all_reduce (layers.0)", "
 
 
 def _one_step(stage: int, accumulation: int, dtype: str) -> tuple[list[list[str]], dict[str, int], int, int]:
-    """Labels of each micro-step of the second step, bytes that this rank sent in all of it by network, elements of the units, and of the root."""
+    """Of the second step: labels of each micro-step, and bytes that this rank sent by network; elements of the units, and of the root."""
     import hf_zero
     from hf_zero.observe import record_labels
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero.native import triton_codes
+from hf_zero.native import triton_codes, triton_quantize
 from tests.support.processes import run_python
 
 needs_triton = pytest.mark.skipif(
@@ -52,6 +52,28 @@ print("same")
 """
 
 
+QUANTIZED = """
+import itertools, torch
+from hf_zero.native import quantize_reference, triton_quantize
+from tests.support.block_codes import differences, step
+from tests.support.native import values
+
+assert triton_quantize.agrees(torch.device("cpu"))
+dtypes = (torch.float32, torch.bfloat16, torch.float16)
+for bits, dtype, (count, parts), finite in itertools.product((8, 4), dtypes, ((300, 2), (517, 1), (1, 3)), (True, False)):
+    vectors = [values(count * parts, seed, dtype=dtype, finite=finite) for seed in range(2)]
+    mine, theirs = (step(functions, vectors, bits, parts) for functions in (triton_quantize, quantize_reference))
+    del mine["sum in torch.bfloat16"]  # Triton's interpreter cuts off, its compiler rounds
+    assert not differences(mine, theirs), (bits, dtype, count, finite)
+print("same")
+"""
+
+
+@needs_triton
+def test_quantized_blocks_equal_plain_torch_bit_for_bit() -> None:
+    assert run_python(QUANTIZED, env={"TRITON_INTERPRET": "1"}).split()[-1] == "same"
+
+
 @needs_triton
 def test_codes_equal_plain_torch_bit_for_bit() -> None:
     assert run_python(CODES, env={"TRITON_INTERPRET": "1"}).split()[-1] == "same"
@@ -67,7 +89,8 @@ def test_all_kernels_compile_for_gpus(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_codes_serve_on_a_gpu() -> None:
     device = torch.device("cuda")
-    assert triton_codes.serves(device) and triton_codes.agrees(device)
+    for functions in (triton_codes, triton_quantize):
+        assert functions.serves(device) and functions.agrees(device)
 
 
 @needs_triton

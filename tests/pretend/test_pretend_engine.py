@@ -20,7 +20,7 @@ from tests.support import device_jobs, ranks
 from tests.support.checkpoints import IN_BACKGROUND
 from tests.support.models import CASES
 from tests.support.offload_runs import blocks_of, train_case, ways
-from tests.support.parity import LIMITS, Run, difference
+from tests.support.parity import LIMITS, SMALL_MODEL, Run, difference
 
 pytestmark = pytest.mark.skipif(bool(pretend.missing()), reason=pretend.missing())
 
@@ -67,6 +67,13 @@ def test_other_models(stage: int) -> None:
 def test_offload_changes_nothing() -> None:
     on_devices(device_jobs.offload, "mlp", [Run(stage=3, dtype="bf16")], ["parameters cpu, apart", "both nvme, some kept, apart"])
     on_devices(device_jobs.offload, "mlp", [Run(stage=2, accumulation=2, clip=0.5)], ["cpu, apart"])
+
+
+def test_offload_of_quantized_collectives_changes_nothing() -> None:
+    """Codes of shards that come from the host, written and read in the order of the streams."""
+    keys = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}
+    run = Run(stage=3, dtype="bf16", extra={"zero_optimization": {"stage": 3, **SMALL_MODEL, **keys}})
+    on_devices(device_jobs.offload, "mlp", [run], ["parameters cpu, apart", "both cpu, apart"])
 
 
 @pytest.mark.slow

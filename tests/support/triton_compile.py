@@ -12,7 +12,7 @@ import triton  # type: ignore[import-not-found]
 from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
 from triton.compiler import ASTSource  # type: ignore[import-not-found]
 
-from hf_zero.native import triton_codes_kernel, triton_kernel
+from hf_zero.native import triton_codes_kernel, triton_kernel, triton_quantize_kernel
 
 _FLOATS = (
     "grad_factor",
@@ -26,9 +26,11 @@ _FLOATS = (
     "beta",
     "weight",
     "divisor",
+    "keep",
+    "take",
 )
-_COUNTS = ("count", "first", "begin", "bits_stride", "scales_stride")
-_BYTES = ("sent_bits", "bits", "alive")
+_COUNTS = ("count", "first", "begin", "bits_stride", "scales_stride", "codes_stride", "error_scales_stride", "error_codes_stride")
+_BYTES = ("sent_bits", "bits", "alive", "codes", "error_codes")
 _PLACES = ("starts", "counts")
 TARGETS = (80, 90, 100)
 
@@ -69,7 +71,31 @@ def main() -> None:
             constants = {**dict(zip(flags, values, strict=True)), "BLOCK": 1024, **dict.fromkeys(some, 1), **more}
             built = build(kernel, constants, target, enable_fp_fusion=False)
             assert "cubin" in built.asm and "fma.rn.f32" not in built.asm["ptx"], f"{constants}: products and sums round by themselves"
+    quantized()
     print("compiled")
+
+
+def quantized() -> None:
+    """The codes of ZeRO++, in every type and width."""
+    ones = ("count", "scales_stride", "codes_stride")
+    for target, (bits, limit), kind in itertools.product(TARGETS, ((8, 127), (4, 7)), ("*fp32", "*bf16", "*fp16")):
+        for more in ({}, dict.fromkeys(ones, 1)):
+            constants = {"BITS": bits, "BLOCK": 256, **more}
+            built = [
+                build(
+                    triton_quantize_kernel.quantize,
+                    {**constants, "LIMIT": limit, "HAS_ERROR": kept},
+                    target,
+                    {"values": kind},
+                    enable_fp_fusion=False,
+                )
+                for kept in (False, True)
+            ]
+            built += [
+                build(triton_quantize_kernel.dequantize, {**constants, "WORKERS": workers}, target, {"out": kind}, enable_fp_fusion=False)
+                for workers in (1, 3)
+            ]
+            assert not any("fma.rn.f32" in one.asm["ptx"] for one in built), "products and sums round by themselves"
 
 
 if __name__ == "__main__":

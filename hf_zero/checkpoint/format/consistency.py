@@ -21,6 +21,7 @@ from hf_zero.checkpoint.format.names import (
     values_file,
 )
 from hf_zero.checkpoint.format.records import FileRecord, GroupRecord, LooseRecord, OptimizerRecord, ParamRecord, UnitRecord, check_tp_shard
+from hf_zero.core.schedule.quantized_gradients import GRADIENT_ERROR
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.errors import CheckpointError
 from hf_zero.onebit.sharded import SERVER_ERROR, WORKER_ERROR
@@ -50,7 +51,7 @@ def check_files(files: Mapping[str, FileRecord], world: int, tensor_world: int, 
         raise CheckpointError(
             f"{world} ranks and {tensor_world} tensor-parallel shards: expected 1 or more, and a number that divides the ranks"
         )
-    known = {MASTER, WEIGHTS, MODULE, PARAM_STATES, WORKER_ERROR, SERVER_ERROR, *map(state_kind, states)}
+    known = {MASTER, WEIGHTS, MODULE, PARAM_STATES, WORKER_ERROR, SERVER_ERROR, GRADIENT_ERROR, *map(state_kind, states)}
     kinds = set()
     for name, file in files.items():
         kind = _kind_of(name, world, tensor_world)
@@ -61,7 +62,8 @@ def check_files(files: Mapping[str, FileRecord], world: int, tensor_world: int, 
     for state in states:
         if state_kind(state) not in kinds:
             raise CheckpointError(f"no file holds the optimizer state {state!r}")
-    for kind in (WORKER_ERROR, SERVER_ERROR) if kinds & {WORKER_ERROR, SERVER_ERROR} else ():
+    both = {WORKER_ERROR, SERVER_ERROR}
+    for kind in (both if kinds & both else set()) | (kinds & {GRADIENT_ERROR}):
         present = sum(name.startswith(f"{kind}-") for name in files)
         if present != world:
             raise CheckpointError(f"{present} of {world} ranks have a file {kind}")

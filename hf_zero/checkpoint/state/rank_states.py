@@ -1,4 +1,4 @@
-"""Optimizer vectors that every rank has its own of (the errors of 1-bit Adam): saved per rank, re-divided for other numbers."""
+"""Vectors that every rank has its own of: the errors of 1-bit Adam, re-divided for other numbers of ranks, and those of LoCo."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import torch
 from hf_zero.checkpoint.files.catalog import Catalog, Located
 from hf_zero.checkpoint.files.rows import Entry, whole
 from hf_zero.checkpoint.files.tensor_reader import Copy, RangeReader
+from hf_zero.checkpoint.format.element_types import DTYPES
 from hf_zero.checkpoint.format.names import shard_file
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.schedule.quantized_gradients import GRADIENT_ERROR
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
+from hf_zero.errors import CheckpointError
 from hf_zero.onebit.sharded import SERVER_ERROR, WORKER_ERROR
 from hf_zero.onebit.unit import part_numel
+from hf_zero.system.reading import shown
 
 
 def rank_states(optimizer: ShardedOptimizer) -> dict[str, list[Entry]]:
@@ -25,7 +29,7 @@ def restore_rank_states(optimizer: ShardedOptimizer, catalog: Catalog, reader: R
 
     [Note: errors at another number of ranks] The server adds to the average what it lost, and the average of what the workers lost. The
     first is cut anew; each worker of another number of ranks starts with the mean of the saved ones. So the average of what has still to
-    be sent is kept.
+    be sent is kept. LoCo's errors are codes of parts of a shard's size: at another number of ranks they start from zero.
 
     Args:
         optimizer: Whose state is restored.
@@ -40,7 +44,21 @@ def restore_rank_states(optimizer: ShardedOptimizer, catalog: Catalog, reader: R
         sources = [rank] if saved_world == world else list(range(saved_world))
         states[WORKER_ERROR] = {unit.name: _mean_error(unit, catalog, reader, sources) for unit in optimizer.units}
         states[SERVER_ERROR] = {unit.name: _server_error(unit, catalog, reader, rank, world) for unit in optimizer.units}
+    file = shard_file(GRADIENT_ERROR, rank, saved_world)
+    if saved_world == world and file in catalog.index.files:
+        states[GRADIENT_ERROR] = _whole_vectors(catalog, reader, file)
     optimizer.load_rank_states(states)
+
+
+def _whole_vectors(catalog: Catalog, reader: RangeReader, file: str) -> dict[str, torch.Tensor]:
+    """All tensors of ``file``, which are vectors."""
+    tensors = catalog.index.files[file].tensors
+    vectors = {name: torch.empty(record.shape, dtype=DTYPES[record.dtype]) for name, record in tensors.items()}
+    for name, vector in vectors.items():
+        if vector.dim() != 1:
+            raise CheckpointError(f"{file}: {shown(name)} has the shape {tuple(vector.shape)}, expected a vector")
+    reader.read([Copy(file, name, 0, vector) for name, vector in vectors.items()])
+    return vectors
 
 
 def _mean_error(unit: Unit, catalog: Catalog, reader: RangeReader, sources: list[int]) -> torch.Tensor:

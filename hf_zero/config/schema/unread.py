@@ -171,8 +171,6 @@ INFERENCE = _block(free=True,
     tensor_parallel=section(None, "Tensor parallelism as transformers reads it",
         model=_block(tp_size=accepted(1, "Tensor-parallel degree of inference", "read by transformers only"))))
 
-ZEROPP_LOCO_PARAM = _block(err_beta=0.8, reset_T=1024)
-
 ZENFLOW = _block(
     topk_ratio=(0.1, Share), select_strategy=("auto", str), select_interval=("auto", Int | str), update_interval=("auto", Int | str),
     overlap_step=False, offload=False, auto_ratio=(0.99, Share), full_warm_up_rounds=0, pt_reserved_cores_perc=(0.5, Share),

@@ -7,10 +7,24 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from hf_zero.config.schema import unread
-from hf_zero.config.schema.fields import Bool, Count, Device, Int, Section, Share, Size, accepted, mapped, part, refused, section, used
+from hf_zero.config.schema.fields import (
+    Bool,
+    Count,
+    Device,
+    Float,
+    Int,
+    Section,
+    Share,
+    Size,
+    accepted,
+    mapped,
+    part,
+    refused,
+    section,
+    used,
+)
 
 NO_BUCKETS = "every unit is one flat buffer with one collective, so there are no buckets to size"
-NO_QUANTIZATION = "not supported: set communication_data_type to bf16 for less traffic"
 
 
 DEFAULT_LEAF_CLASSES: tuple[str, ...] = (
@@ -73,6 +87,15 @@ class OffloadOptimizer(Section, switch="device"):
     def pipeline(self) -> bool:
         """Whether reading or writing overlaps updates; DeepSpeed's configuration class has it."""
         return self.pipeline_read or self.pipeline_write
+
+
+class LocoParam(Section):
+    """`zero_optimization.zeropp_loco_param`. What codes of gradients lose is added before the next coding."""
+
+    err_beta: Annotated[Float, Field(ge=0, lt=1)] = used(
+        0.8, "Weight of the old error when what a code has lost is mixed in; 0 keeps what the last code lost"
+    )
+    reset_T: Annotated[Int, Field(ge=1)] = used(1024, "Errors start from zero again after so many optimizer steps")  # noqa: N815
 
 
 class ZeroOptimization(Section):
@@ -143,14 +166,17 @@ class ZeroOptimization(Section):
         False, "Gather parameters one after another instead of coalesced", "a unit is one collective; gathers follow one fixed order"
     )
     zero_hpz_partition_size: Count = used(
-        1, "Adjacent ranks (of a node) that keep a copy of all parameters between them from the first gather to the update (stage 3); 1 is off"
+        1,
+        "Adjacent ranks (of a node) that keep all parameters between them from the first gather to the update (stage 3); 1 is off",
     )
-    zero_quantized_weights: Bool = refused(False, "Quantize weights for the all-gather", NO_QUANTIZATION)
-    zero_quantized_nontrainable_weights: Bool = refused(False, "Quantize frozen weights for the all-gather", NO_QUANTIZATION)
-    zero_quantized_gradients: Bool = refused(False, "Quantize gradients for the reduction", NO_QUANTIZATION)
-    zeropp_loco_param: dict[str, Any] | None = refused(
-        None, "Error compensation of quantized gradients", NO_QUANTIZATION, model=unread.ZEROPP_LOCO_PARAM
+    zero_quantized_weights: Bool = used(
+        False, "Stage 3: all-gather parameters as codes of 8 bits; shards, masters and saved weights stay exact"
     )
+    zero_quantized_nontrainable_weights: Bool = used(False, "Stage 3: as zero_quantized_weights, for frozen parameters alone")
+    zero_quantized_gradients: Bool = used(
+        False, "Stages 1 to 3, 16-bit training: reduce gradients as codes of 4 bits, by an all-to-all, summed in fp32 in rank order"
+    )
+    zeropp_loco_param: LocoParam | None = section(None, "Error feedback of quantized gradients (LoCo)")
     mics_shard_size: Int = used(-1, "Data-parallel ranks per shard group, each of which holds everything (stages 1 to 3); -1 is all")
     mics_hierarchical_params_gather: Bool = accepted(
         False, "Gather inside and across nodes in two steps", "gathers never leave the shard group, which a node can hold"

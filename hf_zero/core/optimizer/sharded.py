@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,6 +13,16 @@ from hf_zero.core.optimizer.segments import Segments, lay_out
 from hf_zero.core.optimizer.state_store import StateStore
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
+
+
+class RankMemory(Protocol):
+    """What a rank keeps from step to step beside masters and optimizer states."""
+
+    def rank_states(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Vectors of this rank: kind -> name -> (n,)."""
+
+    def load_rank_states(self, states: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Restores what ``rank_states`` returned."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -27,6 +37,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         units: Trainable units.
         segments: What ``inner`` updates, in order.
         state_store: Where masters and moments live.
+        memory: What its gradients' way over the network keeps; None where that is nothing.
         overflow: Whether the last step was skipped for a gradient that is not finite.
         norm: Norm of all gradients in the last step, before clipping, 0-dim tensor, inf if that step was skipped; None before the first.
 
@@ -41,6 +52,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner = inner
         self.units = list(units)
         self.state_store = state_store or StateStore()
+        self.memory: RankMemory | None = None
         self.overflow = False
         self.norm: torch.Tensor | None = None
         self._step: Callable[[], None] | None = None
@@ -150,11 +162,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.state_store.tiers(lambda unit: [value for segment in self.segments.of(unit) for _, value in segment.elementwise()])
 
     def rank_states(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Vectors that differ from rank to rank without being shards, for checkpoints: kind -> unit -> (n,). None here."""
-        return {}
+        """Vectors that differ from rank to rank without being shards, for checkpoints: kind -> unit -> (n,). ``memory`` has them."""
+        return self.memory.rank_states() if self.memory is not None else {}
 
     def load_rank_states(self, states: dict[str, dict[str, torch.Tensor]]) -> None:
         """Restores what ``rank_states`` returned; an optimizer that has none ignores those of another."""
+        if self.memory is not None:
+            self.memory.load_rank_states(states)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

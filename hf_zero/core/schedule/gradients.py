@@ -64,6 +64,14 @@ class GradientExchange:
             return self.collectives.reduce_scatter(message, self.policy.accumulation_dtype, unit)
         return self.collectives.all_reduce(message, unit)
 
+    def stepped(self, skipped: bool, growth: float) -> None:
+        """An optimizer step is over, alike on all ranks; for exchanges that keep something from one step to the next.
+
+        Args:
+            skipped: Its gradients were dropped.
+            growth: The loss scale from now on, divided by the one until now.
+        """
+
 
 class BufferPool:
     """Flat buffers of one backward, handed from unit to unit: fresh memory costs a page fault per 4 KiB on a host."""

@@ -147,5 +147,7 @@ class Stepper:
         self.reducer.clear()
         if overflow:
             log_rank0("step skipped: the gradient of %s is not finite at loss scale %g", culprit, self.scaler.scale)
+        scale = self.scaler.scale
         self.scaler.update(overflow)
+        self.reducer.exchange.stepped(overflow, self.scaler.scale / scale)
         return StepResult(norm, overflow, culprit)

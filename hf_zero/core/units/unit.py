@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_zero import observe
 from hf_zero.comm.collectives import Collectives, Pending
+from hf_zero.comm.quantized import all_gather_codes
 from hf_zero.core.units.layout import FROZEN, UnitLayout
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.own_part import OwnPart, require_memory
@@ -38,6 +39,7 @@ class UnitSpec:
         sync_values: Take rank 0's values at construction, as DDP does.
         shard_storage: Where shards rest between uses.
         listener: Is told what happens to the parameters.
+        quantized: The schedule's all-gathers carry codes of 8 bits, see [Note: exact values].
         node: Network of the ranks that keep secondary copies between them, see [Note: secondary copies].
     """
 
@@ -48,11 +50,16 @@ class UnitSpec:
     sync_values: bool = True
     shard_storage: ShardStorage = ON_DEVICE
     listener: ParamListener = field(default_factory=ParamListener)
+    quantized: bool = False
     node: Collectives | None = None
 
 
 class Unit:
     """A flat buffer of parameters of one dtype, all trainable or all frozen.
+
+    [Note: exact values] Where a unit is quantized, the whole buffer holds what the codes say while the schedule has unsharded it: forward
+    and backward compute with that. Shard and master never see it. Whoever pins the unit (``GatheredParameters``, saving, a generation that
+    gathers the model) gets exact values, by a second all-gather if it is whole already; a unit that stays unsharded for good is exact.
 
     Attributes:
         layout: Offsets and division over ranks.
@@ -68,6 +75,7 @@ class Unit:
         listener: Is told what happens to the parameters.
         secondary: What the ranks of a node keep between them.
         state: Where the parameters are.
+        exact: The whole buffer holds, or is about to hold, the values of the shards; else those of their codes.
     """
 
     def __init__(self, layout: UnitLayout, params: Sequence[nn.Parameter | None], spec: UnitSpec, buffer: torch.Tensor) -> None:
@@ -88,6 +96,8 @@ class Unit:
         shard = host_memory.empty(own.numel(), own.dtype, own.device).copy_(own) if self.reshards else own
         self.own = OwnPart(shard)
         self.own.shard = spec.shard_storage.rest(self, shard)
+        self.exact = True
+        self._quantized = spec.quantized
         self._pending: Pending | None = None
 
     @property
@@ -129,36 +139,47 @@ class Unit:
 
     # -- unshard and reshard ------------------------------------------------------------------------------------------
 
-    def start_unshard(self) -> None:
-        """Allocates the whole buffer and starts the all-gather; collective. Does nothing unless SHARDED."""
+    def start_unshard(self, exact: bool = False) -> None:
+        """Allocates the whole buffer and starts the all-gather; collective. Does nothing unless SHARDED.
+
+        Args:
+            exact: Of exact values, see [Note: exact values].
+        """
         if self.state is not UnitState.SHARDED:
             return
         self.whole.refuse_assigned()
         if self.own.offloaded:
             require_memory(self.own.shard, f"unit {self.name}")
         self.whole.allocate()
-        secondary, whole = self.secondary, self.whole
-        self._pending = secondary.all_gather(whole.flat, self.name) if secondary.held else self.start_all_gather()
+        if self.secondary.holds(exact or not self._quantized):
+            self.exact = self.secondary.exact
+            self._pending = self.secondary.all_gather(self.whole.flat, self.name)
+        else:
+            self._pending = self.start_all_gather(exact)
         self._enter(UnitState.UNSHARDING)
 
-    def start_all_gather(self) -> Pending:
-        """Starts the all-gather of the shards into the whole buffer, which has memory; collective."""
+    def start_all_gather(self, exact: bool) -> Pending:
+        """Starts the all-gather of the shards into the whole buffer, which has memory; collective. ``exact`` as in ``start_unshard``."""
         self.own.settle()
+        self.exact = exact or not self._quantized
+        gather = self.collectives.all_gather if self.exact else partial(all_gather_codes, self.collectives)
         own = self.whole.flat[self.owned.start : self.owned.stop]
         with self.shard_storage.bringing(self, own) as source:
-            pending = self.collectives.all_gather(self.whole.flat, source, self.name)
+            pending = gather(self.whole.flat, source, self.name)
         pending.before_finish = partial(self.shard_storage.arrive, self)
         return pending
 
-    def unshard(self) -> None:
-        """Makes the parameters whole: waits for the all-gather, starting it if need be; collective."""
+    def unshard(self, exact: bool = False) -> None:
+        """Makes the parameters whole: waits for the all-gather, starting it if need be; collective. ``exact`` as in ``start_unshard``."""
         if self.state is UnitState.UNSHARDED:
             self.whole.require_shown(f"unit {self.name}")
-            return
-        self.start_unshard()
-        self._wait()
-        self.whole.show()
-        self._enter(UnitState.UNSHARDED)
+        else:
+            self.start_unshard(exact)
+            self._wait()
+            self.whole.show()
+            self._enter(UnitState.UNSHARDED)
+        if exact and not self.exact:
+            self.start_all_gather(exact=True).wait()
 
     def show_placeholders(self) -> None:
         """Gives sharded parameters their shapes, without values, until the unit is unsharded or resharded; local.
@@ -187,7 +208,7 @@ class Unit:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
-            self.secondary.keep(self.whole.flat)
+            self.secondary.keep(self.whole.flat, self.exact)
 
     def _enter(self, state: UnitState) -> None:
         self.state = state
@@ -207,7 +228,7 @@ class Unit:
             self.unpin(reshard=not was_whole)
 
     def pin(self, modifier_rank: int | None = None) -> bool:
-        """Unshards and keeps the unit unsharded until ``unpin``; collective. Returns whether it was whole already.
+        """Unshards and keeps the unit unsharded, exact, until ``unpin``; collective. Returns whether it was whole already.
 
         Args:
             modifier_rank: Rank whose changes the holder will broadcast before it lets go.
@@ -216,7 +237,7 @@ class Unit:
             for part in self.own.tensors():  # the changes will go there
                 require_memory(part, f"unit {self.name}")
         was_whole = self.state is not UnitState.SHARDED
-        self.unshard()
+        self.unshard(exact=True)
         self.pins.add(modifier_rank)
         _pinned.add(self)
         return was_whole

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hf_zero.comm.collectives import Pending
+from hf_zero.comm.quantized import coded
 from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.unit import Unit
 
@@ -31,14 +32,18 @@ def all_gather_updated(unit: Unit) -> Pending | None:
     """Starts the all-gather of updated shards into the whole buffer, for a unit that stays unsharded; collective."""
     if unit.state is not UnitState.UNSHARDED or (unit.layout.world == 1 and not unit.reshards):
         return None
-    return unit.start_all_gather()
+    return unit.start_all_gather(exact=unit.pinned)
 
 
 def write_back(unit: Unit) -> None:
     """Copies this rank's part of the whole buffer into shard and master, after the parameters were written to; local."""
     unit.whole.adopt()
     if unit.reshards:
-        unit.shard.copy_(unit.full[unit.owned.start : unit.owned.stop])
+        values = unit.full[unit.owned.start : unit.owned.stop]
+        if not unit.exact:  # what still is as its code says was not written to
+            shard = unit.shard.to(values.device)
+            values = torch.where(values == coded(shard), shard, values)
+        unit.shard.copy_(values)
         shard_changed(unit)
     unit.own.refresh_master()
 

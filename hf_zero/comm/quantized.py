@@ -1,0 +1,79 @@
+"""Collectives whose messages are codes of blocks: all-gathers of 8 bits per element, reduce-scatters of 4.
+
+Wang et al., "ZeRO++", arXiv:2306.10209 (qwZ and qgZ). The codes are ``native/quantize.py``'s ([Note: the code of a block]); a back end
+carries them as bytes. One rank sends nothing, so nothing is coded there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from hf_zero.comm.collectives import Collectives, Pending
+from hf_zero.native.block_codes import KeptError, message_bytes
+from hf_zero.native.quantize import dequantize, quantize
+
+WEIGHT_BITS = 8
+GRADIENT_BITS = 4
+
+
+def all_gather_codes(collectives: Collectives, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
+    """As ``Collectives.all_gather``, of codes of 8 bits; this rank's own part of ``full`` becomes what its code says too.
+
+    So all ranks hold the same bits.
+    """
+    world = collectives.world
+    if world == 1:
+        return collectives.all_gather(full, shard, unit)
+    messages = torch.empty(world, 1, message_bytes(shard.numel(), WEIGHT_BITS), dtype=torch.uint8, device=full.device)
+    own = messages[collectives.rank]
+    quantize(shard, own, WEIGHT_BITS, threads=_threads())
+    pending = collectives.all_gather(messages.view(-1), own.view(-1), unit)
+    return _finished_by(pending, lambda _: dequantize(messages, full, WEIGHT_BITS, _threads()))
+
+
+def coded(shard: torch.Tensor) -> torch.Tensor:
+    """What an all-gather of codes makes of ``shard`` (n,), a new tensor; local."""
+    message, values = (
+        torch.empty(1, 1, message_bytes(shard.numel(), WEIGHT_BITS), dtype=torch.uint8, device=shard.device),
+        torch.empty_like(shard),
+    )
+    quantize(shard, message[0], WEIGHT_BITS, threads=_threads())
+    dequantize(message, values, WEIGHT_BITS, _threads())
+    return values
+
+
+def reduce_scatter_codes(
+    collectives: Collectives, full: torch.Tensor, dtype: torch.dtype, unit: str, error: KeptError | None = None
+) -> Pending:
+    """As ``Collectives.reduce_scatter``, of codes of 4 bits by an all-to-all; summed in fp32 in rank order, on every back end.
+
+    Args:
+        collectives: Two ranks or more.
+        full: This rank's values, (world * n,).
+        dtype: Type of the result, (n,): fp32, bf16 or fp16.
+        unit: Name for labels.
+        error: What this rank's earlier codes have lost, (world, message_bytes(n, 8)).
+    """
+    world, numel = collectives.world, full.numel() // collectives.world
+    messages = torch.empty(world, message_bytes(numel, GRADIENT_BITS), dtype=torch.uint8, device=full.device)
+    quantize(full, messages, GRADIENT_BITS, error, _threads())
+
+    def sums(received: torch.Tensor | None) -> torch.Tensor:
+        total = torch.empty(numel, dtype=dtype, device=full.device)
+        dequantize((messages if received is None else received).unsqueeze(0), total, GRADIENT_BITS, _threads())
+        return total
+
+    return _finished_by(collectives.exchange(messages, unit), sums)
+
+
+def _finished_by(pending: Pending, work: Callable[[torch.Tensor | None], torch.Tensor | None]) -> Pending:
+    """``pending``, which then does ``work`` on what it has received."""
+    finish = pending.finish
+    pending.finish = lambda: work(finish() if finish is not None else None)
+    return pending
+
+
+def _threads() -> int:
+    return torch.get_num_threads()

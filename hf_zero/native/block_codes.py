@@ -1,0 +1,57 @@
+"""The message that a vector becomes when its blocks are coded: one fp32 scale per block, then integers of 8 or 4 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+QUANTIZE_BLOCK = 256  # elements with one scale; HFZ_QUANTIZE_BLOCK of the native library
+LIMITS = {8: 127, 4: 7}
+"""Bits of an integer -> the largest one; the smallest is its negative."""
+
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class KeptError:
+    """What codes have lost so far, as a moving average that is added before the next coding (Xie et al., "LoCo", arXiv:2407.04480).
+
+    Attributes:
+        messages: Codes of 8 bits of as many parts, (parts, message_bytes(n, 8)) uint8; updated. Zeros at the start.
+        keep: Weight of the old error in the new one, from 0 (what the last code lost) to below 1.
+    """
+
+    messages: torch.Tensor
+    keep: float
+
+    @property
+    def take(self) -> float:
+        """Weight of what the present code loses."""
+        return 1.0 - self.keep
+
+
+def block_count(numel: int) -> int:
+    """Blocks of a vector of ``numel`` elements."""
+    return -(-numel // QUANTIZE_BLOCK)
+
+
+def code_bytes(numel: int, bits: int) -> int:
+    """Bytes of the integers of ``numel`` elements."""
+    return -(-numel * bits // 8)
+
+
+def message_bytes(numel: int, bits: int) -> int:
+    """Bytes of the message of ``numel`` elements: a multiple of four, so that rows of messages keep their scales aligned."""
+    return block_count(numel) * _SCALE_BYTES + -(-code_bytes(numel, bits) // 4) * 4
+
+
+def scales_of(message: torch.Tensor, numel: int) -> torch.Tensor:
+    """The scales at the head of a message, or of each row of messages: (..., blocks) fp32, a view."""
+    return message[..., : block_count(numel) * _SCALE_BYTES].view(torch.float32)
+
+
+def codes_of(message: torch.Tensor, numel: int, bits: int) -> torch.Tensor:
+    """The integers behind them: (..., code_bytes) uint8, a view."""
+    start = block_count(numel) * _SCALE_BYTES
+    return message[..., start : start + code_bytes(numel, bits)]

@@ -1,0 +1,141 @@
+"""Vectors as integers of 8 or 4 bits and one fp32 scale per block of 256 elements: what ZeRO++ sends in place of 16-bit numbers.
+
+Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", arXiv:2306.10209. Served by the native
+library on a host, by Triton on a GPU, and by ``quantize_reference`` where there is neither; all give the same bits.
+
+[Note: the code of a block] The scale is the largest magnitude of the block divided by 127 (8 bits) or 7 (4 bits); an element becomes the
+whole number nearest to its quotient by the scale, the even one of two as near, and stands for that number times the scale. Everything is
+computed in fp32, every operation rounds by itself. Zero stays zero, and -0 becomes 0. A block without an element of 2**-100 or more in
+magnitude becomes zeros, so that no operation meets a subnormal scale. A block with an infinity or NaN arrives as NaN, whole: an overflow
+cannot vanish. The last block of a vector may be shorter.
+
+A message (``block_codes.py``) is the scales of a vector and behind them its integers, in two's complement: one byte per element, or half
+of one, the even element in the low half. Its length is a multiple of four bytes; what is behind the integers says nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from hf_zero.errors import HfZeroError
+from hf_zero.native import quantize_reference, triton_quantize
+from hf_zero.native.block_codes import LIMITS, QUANTIZE_BLOCK, KeptError, block_count, codes_of, message_bytes, scales_of
+from hf_zero.native.library import ELEMENT_TYPES, Library, announce, library
+from hf_zero.native.passes import address
+from hf_zero.native.thread_ranges import for_thread_ranges
+
+_STEP = 16 * QUANTIZE_BLOCK
+
+
+def can_quantize(dtype: torch.dtype) -> bool:
+    """Whether vectors of ``dtype`` can be coded: fp32, bf16 and fp16 can."""
+    return dtype in ELEMENT_TYPES
+
+
+def quantize(values: torch.Tensor, messages: torch.Tensor, bits: int, error: KeptError | None = None, threads: int = 1) -> None:
+    """Writes the code of each part of ``values``; see [Note: the code of a block].
+
+    Args:
+        values: (parts * n,) fp32, bf16 or fp16, contiguous.
+        messages: (parts, message_bytes(n, bits)) uint8, contiguous; overwritten.
+        bits: 8 or 4.
+        error: What earlier codes have lost: it is added to the values first, and what this one loses is mixed into it. A block that is
+            not finite leaves its error alone.
+        threads: The most threads to use; the result does not depend on it.
+
+    Raises:
+        HfZeroError: Tensors that do not fit together.
+    """
+    parts, numel = len(messages), values.numel() // max(1, len(messages))
+    _require(values, messages, parts, numel, bits)
+    if error is not None:
+        _require(values, error.messages, parts, numel, 8)
+    native = _native(values)
+    if native is None:
+        _without_library(values).quantize(values, messages, bits, error)
+        return
+    target = _places(messages, numel, bits)
+    kept = _places(error.messages, numel, 8) if error is not None else _NOWHERE
+    weights = (ctypes.c_float(error.keep), ctypes.c_float(error.take)) if error is not None else (ctypes.c_float(0.0),) * 2
+    source = (ctypes.c_int64(numel), address(values), ELEMENT_TYPES[values.dtype])
+
+    def work(first: int, last: int) -> None:
+        native.call("hfz_quantize", ctypes.c_int64(first), ctypes.c_int64(last), *source, bits, *target, *kept, *weights)
+
+    _for_blocks(parts * block_count(numel), threads, work)
+
+
+def dequantize(messages: torch.Tensor, out: torch.Tensor, bits: int, threads: int = 1) -> None:
+    """Writes what ``messages`` stand for: for each part the sum over workers, in their order, in fp32, rounded once to the type of ``out``.
+
+    Args:
+        messages: (parts, workers, message_bytes(n, bits)) uint8, contiguous.
+        out: (parts * n,) fp32, bf16 or fp16, contiguous; overwritten.
+        bits: 8 or 4.
+        threads: The most threads to use; the result does not depend on it.
+
+    Raises:
+        HfZeroError: Tensors that do not fit together.
+    """
+    parts, workers = messages.shape[:2]
+    numel = out.numel() // max(1, parts)
+    _require(out, messages, parts, numel, bits, workers)
+    native = _native(out)
+    if native is None:
+        _without_library(out).dequantize(messages, out, bits)
+        return
+    source = (ctypes.c_int64(numel), workers, bits, *_places(messages.view(parts * workers, -1), numel, bits))
+    target = (address(out), ELEMENT_TYPES[out.dtype])
+
+    def work(first: int, last: int) -> None:
+        native.call("hfz_dequantize", ctypes.c_int64(first), ctypes.c_int64(last), *source, *target)
+
+    _for_blocks(parts * block_count(numel), threads, work)
+
+
+_NOWHERE = (address(None), ctypes.c_int64(0)) * 2
+
+
+def _places(messages: torch.Tensor, numel: int, bits: int) -> tuple[object, ...]:
+    """Addresses and strides of the scales and the codes of (rows, message bytes)."""
+    scales, codes = scales_of(messages, numel), codes_of(messages, numel, bits)
+    return address(scales), ctypes.c_int64(scales.stride(0)), address(codes), ctypes.c_int64(codes.stride(0))
+
+
+def _for_blocks(blocks: int, threads: int, work: Callable[[int, int], None]) -> None:
+    """Calls ``work(first, last)`` for ranges of blocks that cover all."""
+
+    def part(start: int, stop: int) -> None:  # in elements, as if all blocks were full
+        work(start // QUANTIZE_BLOCK, -(-stop // QUANTIZE_BLOCK))
+
+    for_thread_ranges(blocks * QUANTIZE_BLOCK, threads, part, step=_STEP)
+
+
+def _require(values: torch.Tensor, messages: torch.Tensor, parts: int, numel: int, bits: int, workers: int = 1) -> None:
+    nbytes = parts * workers * message_bytes(numel, bits) if bits in LIMITS else 0
+    fits = values.dim() == 1 and can_quantize(values.dtype) and values.numel() == parts * numel
+    fits = fits and messages.dtype == torch.uint8 and messages.numel() == nbytes > 0 and values.device == messages.device
+    if not fits or not (values.is_contiguous() and messages.is_contiguous()):
+        raise HfZeroError(
+            f"a code of {bits} bits: {tuple(values.shape)} {values.dtype} on {values.device} and {tuple(messages.shape)} "
+            f"{messages.dtype} on {messages.device}; 8 or 4 bits, 1D fp32, bf16 or fp16 values that make {parts} equal parts, and {nbytes} "
+            "bytes of uint8 in the same memory are expected, contiguous"
+        )
+
+
+def _native(tensor: torch.Tensor) -> Library | None:
+    if tensor.device.type != "cpu":
+        return None
+    found = library()
+    if found is None:
+        announce()
+    return found
+
+
+def _without_library(tensor: torch.Tensor) -> ModuleType:
+    """The functions of the same names that serve where the native library does not."""
+    return triton_quantize if triton_quantize.serves(tensor.device) else quantize_reference

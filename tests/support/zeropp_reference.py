@@ -1,0 +1,152 @@
+"""ZeRO++ in one process with N simulated ranks, in plain torch.
+
+Written from section 3 of Wang et al., "ZeRO++" (arXiv 2306.10209) and Algorithm 1 of Xie et al., "LoCo" (arXiv 2407.04480), with the code
+that docs/quantized-collectives.md defines, one block at a time. It knows nothing of the engine but where the parameters lie: one scale
+belongs to up to 256 elements of one of the N equal parts of a flat unit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+BLOCK = 256
+Lossy = Callable[[nn.Module, int, int, int], Tensor]  # (model, step, micro-step, rank) -> loss
+Places = list[tuple[int, list[tuple[str, int, int]]]]  # per unit: padded elements; name, first element, elements
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is quantized, and the hyper-parameters. ``keep`` None keeps no error."""
+
+    world: int
+    steps: int
+    weights: bool = False
+    gradients: bool = False
+    keep: float | None = None
+    reset: int = 1024
+    dtype: torch.dtype = torch.bfloat16
+    accumulation: int = 1
+    max_norm: float = 0.0
+    lr: float = 1e-2
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = 1e-3
+    weight_decay: float = 0.05
+
+
+@dataclass
+class Outcome:
+    """Mean loss and norm per step; masters, and weights as forward sees them, at the end."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    masters: dict[str, Tensor] = field(default_factory=dict)
+
+
+def code(values: Tensor, limit: int) -> Tensor:
+    """What the code of one part stands for, in fp32."""
+    return torch.cat([_code_block(block, limit) for block in values.float().split(BLOCK)])
+
+
+def _code_block(block: Tensor, limit: int) -> Tensor:
+    largest = block.abs().max()
+    if not torch.isfinite(largest):
+        return torch.full_like(block, math.nan)
+    if largest < 2.0**-100:
+        return torch.zeros_like(block)
+    scale = largest / limit
+    return torch.round(block / scale).add(0.0) * scale
+
+
+class Reference:
+    """The model of all ranks, its masters, and what each rank has lost of each unit."""
+
+    def __init__(self, model: nn.Module, settings: Settings, places: Places) -> None:
+        self.settings, self.places = settings, places
+        self.model = model.to(settings.dtype)
+        self.params = dict(model.named_parameters())
+        self.shown = [torch.zeros(padded, dtype=settings.dtype) for padded, _ in places]  # what forward computes with
+        self.masters = [torch.zeros(padded) for padded, _ in places]
+        for (_, slots), shown, master in zip(places, self.shown, self.masters, strict=True):
+            for name, offset, numel in slots:
+                param = self.params[name]
+                master[offset : offset + numel] = param.detach().reshape(-1).float()
+                param.data = shown[offset : offset + numel].view(param.shape)
+        self.adam = torch.optim.AdamW(
+            self.masters, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=True
+        )
+        self.errors = [[torch.zeros(padded) for padded, _ in places] for _ in range(settings.world)]
+        self.count = 0
+
+    def show(self) -> None:
+        """Gives the model the weights that all ranks gather."""
+        for shown, master in zip(self.shown, self.masters, strict=True):
+            low = master.to(self.settings.dtype)
+            parts = low.chunk(self.settings.world)
+            shown.copy_(torch.cat([code(part, 127).to(low.dtype) for part in parts]) if self.settings.weights else low)
+
+    def gradients(self, rank: int) -> list[Tensor]:
+        """What this rank sends of each unit's gradient, in fp32, after the model's backward."""
+        sent = []
+        for index, (padded, slots) in enumerate(self.places):
+            flat = torch.zeros(padded, dtype=self.settings.dtype)
+            for name, offset, numel in slots:
+                grad = self.params[name].grad
+                if grad is not None:
+                    flat[offset : offset + numel] = grad.reshape(-1)
+                    self.params[name].grad = None
+            sent.append(self._send(flat.float(), self.errors[rank][index]))
+        return sent
+
+    def _send(self, values: Tensor, error: Tensor) -> Tensor:
+        if not self.settings.gradients:
+            return values
+        world, keep = self.settings.world, self.settings.keep
+        if keep is not None:
+            values = values + error
+        seen = torch.cat([code(part, 7) for part in values.chunk(world)])
+        if keep is not None:
+            error.copy_(torch.cat([code(part, 127) for part in (error * keep + (values - seen) * (1 - keep)).chunk(world)]))
+        return seen
+
+    def step(self, totals: list[Tensor]) -> float:
+        """One step with the gradients of all ranks; returns their norm."""
+        settings = self.settings
+        norm = math.sqrt(sum(total.double().square().sum().item() for total in totals))
+        factor = torch.clamp(settings.max_norm / (torch.tensor(norm) + 1e-6), max=1.0) if settings.max_norm else torch.tensor(1.0)
+        for master, total in zip(self.masters, totals, strict=True):
+            master.grad = total * factor if factor != 1.0 else total
+        self.adam.step()
+        self.count += 1
+        if self.count % settings.reset == 0:
+            for errors in self.errors:
+                for error in errors:
+                    error.zero_()
+        return norm
+
+
+def run(model: nn.Module, loss_of: Lossy, settings: Settings, places: Places) -> Outcome:
+    """Trains ``model``."""
+    reference, outcome = Reference(model, settings, places), Outcome()
+    for step in range(settings.steps):
+        losses, totals = [], [torch.zeros(padded) for padded, _ in places]
+        reference.show()
+        for micro in range(settings.accumulation):
+            sums: list[Tensor] = []
+            for rank in range(settings.world):
+                loss = loss_of(reference.model, step, micro, rank)
+                losses.append(loss.item())
+                (loss / settings.accumulation if settings.accumulation > 1 else loss).backward()
+                sent = reference.gradients(rank)
+                sums = sent if rank == 0 else [total + one for total, one in zip(sums, sent, strict=True)]
+            totals = [total + one * (1 / settings.world) for total, one in zip(totals, sums, strict=True)]
+        outcome.losses.append(math.fsum(losses) / len(losses))
+        outcome.norms.append(reference.step(totals))
+    for (_, slots), master in zip(places, reference.masters, strict=True):
+        for name, offset, numel in slots:
+            outcome.masters[name] = master[offset : offset + numel].view(reference.params[name].shape).clone()
+    return outcome
