@@ -137,9 +137,8 @@ def _words(schema: dict[str, Any]) -> str:
     above = schema.get("exclusiveMinimum", schema.get("gt"))
     if low is not None and high is not None:
         return f"{words} from {low} to {high}"
-    below = schema.get("exclusiveMaximum", schema.get("lt"))
     if low is not None:
-        return f"{words}, at least {low}" + (f" and below {below}" if below is not None else "")
+        return f"{words}, at least {low}"
     return f"{words} above {above}" if above is not None else words
 
 

@@ -19,7 +19,7 @@ class KeptError:
 
     Attributes:
         messages: Codes of 8 bits of as many parts, (parts, message_bytes(n, 8)) uint8; updated. Zeros at the start.
-        keep: Weight of the old error in the new one, from 0 (what the last code lost) to below 1.
+        keep: Weight of the old error in the new one, from 0 (the error is what the last code lost) to 1 (there is none).
     """
 
     messages: torch.Tensor

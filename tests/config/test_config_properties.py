@@ -21,8 +21,12 @@ from hf_zero.errors import ConfigError
 
 PATHS = [path for path, key in all_keys().items() if not any(mark in path for mark in ("*", "<", "[]"))]
 OF_ONE_TYPE = {f"optimizer.params.{name}" for name in ONLY_OF}  # refused beside any other optimizer
+WITH_OTHERS = ("zero_optimization.zero_quantized_", "zero_optimization.zeropp_loco_param.")  # refused at stages, or without other keys
 HARMLESS = [
-    path for path in PATHS if all_keys()[path].fate in ("used", "accepted") and not all_keys()[path].is_section and path not in OF_ONE_TYPE
+    path
+    for path in PATHS
+    if all_keys()[path].fate in ("used", "accepted")
+    and not (all_keys()[path].is_section or path in OF_ONE_TYPE or path.startswith(WITH_OTHERS))
 ]
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 

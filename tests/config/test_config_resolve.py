@@ -147,6 +147,9 @@ def test_auto_is_accepted_for_every_key() -> None:
         for section, kind in (("optimizer", "SGD"), ("scheduler", "WarmupLR")):
             if section in config:
                 config[section]["type"] = "OneBitAdam" if name == "freeze_step" else kind
+        if "zeropp_loco_param" in sections:
+            config["zero_optimization"].update(stage=1, zero_quantized_gradients=True)
+            config["bf16"] = {"enabled": True}
         try:
             resolved = resolve(config).resolved
         except ConfigError as error:  # a section whose mere presence asks for something

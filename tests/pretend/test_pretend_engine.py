@@ -20,7 +20,7 @@ from tests.support import device_jobs, ranks
 from tests.support.checkpoints import IN_BACKGROUND
 from tests.support.models import CASES
 from tests.support.offload_runs import blocks_of, train_case, ways
-from tests.support.parity import LIMITS, SMALL_MODEL, Run, difference
+from tests.support.parity import LIMITS, Run, difference
 
 pytestmark = pytest.mark.skipif(bool(pretend.missing()), reason=pretend.missing())
 
@@ -72,8 +72,7 @@ def test_offload_changes_nothing() -> None:
 def test_offload_of_quantized_collectives_changes_nothing() -> None:
     """Codes of shards that come from the host, written and read in the order of the streams."""
     keys = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}
-    run = Run(stage=3, dtype="bf16", extra={"zero_optimization": {"stage": 3, **SMALL_MODEL, **keys}})
-    on_devices(device_jobs.offload, "mlp", [run], ["parameters cpu, apart", "both cpu, apart"])
+    on_devices(device_jobs.offload, "mlp", [Run(stage=3, dtype="bf16")], ["parameters cpu, apart", "both cpu, apart"], keys)
 
 
 @pytest.mark.slow
@@ -116,7 +115,9 @@ def _keeps_nothing(mark: Any, device: torch.device, event: Any = None, keep: Any
 
 
 @pytest.mark.parametrize(
-    ("target", "replacement"), [("Mark.__init__", _keeps_nothing), ("Mark.wait", _nothing), ("Mark.order", _nothing)], ids=str
+    ("target", "replacement"),
+    [("Mark.__init__", _keeps_nothing), ("Mark.wait", _nothing), ("Mark.order", _nothing)],
+    ids=["init", "wait", "order"],
 )
 def test_a_forgotten_wait_is_noticed(target: str, replacement: Any) -> None:
     outcomes = ranks.observe_ranks(

@@ -35,18 +35,21 @@ def parity(names: list[str], runs: list[Run]) -> None:
             check_case(name, run)
 
 
-def offload(name: str, runs: list[Run], only: list[str]) -> None:
-    """Every way to offload against none: late copies happen, and none of them from memory that is not page-locked."""
+def offload(name: str, runs: list[Run], only: list[str], keys: dict[str, Any] | None = None) -> None:
+    """Every way to offload against none: late copies happen, and none of them from memory that is not page-locked.
+
+    ``keys`` are further ones of ``zero_optimization``, in all runs.
+    """
     torch.set_num_threads(1)
     recorded = pretend.recorded() if pretend.loaded() else 0
     for run in runs:
-        plain, _ = train_case(name, run, {})
+        plain, _ = train_case(name, run, dict(keys or {}))
         for label, way in ways(run.stage).items():
             if only and label not in only:
                 continue
             late, pageable = _copies()
             with blocks_of(way) as blocks:
-                trace, _ = train_case(name, run, blocks)
+                trace, _ = train_case(name, run, {**blocks, **(keys or {})})
             found = difference(trace, plain)
             assert trace.skipped == plain.skipped and found.within(limits_of(run)), f"{label}: {found}"
             if pretend.loaded():
@@ -98,10 +101,10 @@ def cpu_checkpointing() -> None:
     for host in (False, True):
         checkpointing.configure(None, checkpoint_in_cpu=host)
         torch.manual_seed(0)
-        engine = initialize(_HostInputs().train(), Run(stage=3, dtype="bf16"))
+        engine = initialize(_HostInputs().train(), Run(stage=3, dtype="bf16", steps=3))
         late, pageable = _copies()
         torch.manual_seed(1)
-        trace = train(engine, CASES["mlp"].rows, class_loss, Run(stage=3, dtype="bf16"))
+        trace = train(engine, CASES["mlp"].rows, class_loss, Run(stage=3, dtype="bf16", steps=3))
         found.append((trace, _copies()[0] - late))
         assert _copies()[1] == pageable
         engine.destroy()

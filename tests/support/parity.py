@@ -32,7 +32,7 @@ MicroStep = Callable[[Any, Batch, Forward, int], float]  # (engine, batch, forwa
 class Run:
     """One training run. ``extra`` is merged into the engine's configuration, a level deep.
 
-    Two steps, because the second sees what the first has left: weights, moments, the order of blocks, the loss scale.
+    Two steps, because the second sees what the first has left: weights, moments, the order of blocks.
     """
 
     stage: int = 0
@@ -45,7 +45,7 @@ class Run:
     # Large against rounding noise in gradients that are zero in exact arithmetic (key biases), small against real ones.
     eps: float = 1e-3
     scale_power: int = 8  # fp16: initial loss scale 2 ** scale_power
-    scale_window: int = 1  # fp16: steps without overflow after which the scale doubles
+    scale_window: int = 2  # fp16: steps without overflow after which the scale doubles
     extra: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> dict[str, Any]:

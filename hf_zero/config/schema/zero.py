@@ -11,7 +11,6 @@ from hf_zero.config.schema.fields import (
     Bool,
     Count,
     Device,
-    Float,
     Int,
     Section,
     Share,
@@ -92,9 +91,7 @@ class OffloadOptimizer(Section, switch="device"):
 class LocoParam(Section):
     """`zero_optimization.zeropp_loco_param`. What codes of gradients lose is added before the next coding."""
 
-    err_beta: Annotated[Float, Field(ge=0, lt=1)] = used(
-        0.8, "Weight of the old error when what a code has lost is mixed in; 0 keeps what the last code lost"
-    )
+    err_beta: Share = used(0.8, "Weight of the old error when what a code has lost is mixed in; 0 keeps what the last code lost, 1 nothing")
     reset_T: Annotated[Int, Field(ge=1)] = used(1024, "Errors start from zero again after so many optimizer steps")  # noqa: N815
 
 

@@ -18,7 +18,7 @@ class ErrorFeedback:
     """How what codes lose is kept (Xie et al., "LoCo", arXiv:2407.04480).
 
     Attributes:
-        keep: Weight of the old error when a new one is mixed in, from 0 to below 1.
+        keep: Weight of the old error when a new one is mixed in, from 0 to 1.
         reset_steps: Errors start from zero again after so many optimizer steps.
     """
 
