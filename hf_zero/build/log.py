@@ -33,9 +33,10 @@ def describe(units: Sequence[Unit], stage: StagePolicy, topology: Topology, offl
     states = sum(unit.shard.nbytes for unit in units)
     masters = sum(unit.master.nbytes for unit in units if unit.master is not None and unit.master is not unit.shard)
     dtypes = sorted({str(unit.layout.dtype).removeprefix("torch.") for unit in units}) or ["no units"]
+    world = topology.data.world
     groups = f" in {topology.replicate.world} shard groups of {topology.world}" if topology.replicate is not None else ""
     return (
-        f"DeepSpeed info: ZeRO stage {stage.stage} of hf_zero on {topology.data.world} rank(s){groups}, {', '.join(dtypes)}, {len(units)} units, "
+        f"DeepSpeed info: ZeRO stage {stage.stage} of hf_zero on {world} rank(s){groups}, {', '.join(dtypes)}, {len(units)} units, "
         f"{sum(unit.layout.numel for unit in units):,} parameters, {(states + masters) / 2**20:.1f} MiB of shards and masters here"
         f"{describe_offload(offload, stage)}"
     )

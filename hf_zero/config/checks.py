@@ -132,7 +132,7 @@ def _check_shard_group(zero: dict[str, Any], problems: Problems) -> None:
     """`mics_shard_size` and `zero_hpz_partition_size`, as far as they can be judged without the ranks."""
     size, stage, node = zero.get("mics_shard_size", -1), zero.get("stage", 0), zero.get("zero_hpz_partition_size", 1)
     if node > 1 and stage != 3:
-        text = f"is {show(node)} and `zero_optimization.stage` is {stage}, where parameters stay whole; set the stage to 3, or leave the key out"
+        text = f"is {show(node)} and `zero_optimization.stage` is {stage}, where parameters stay whole; set that to 3, or leave this out"
         problems.error("zero_optimization.zero_hpz_partition_size", text)
     if size != -1 and size < 1:
         problems.error(

@@ -6,10 +6,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from hf_zero.build.axes import shard_groups
+from hf_zero.build.mesh import shard_groups
 from hf_zero.build.policies import precision_policy
 from hf_zero.comm.bootstrap import init_distributed
 from hf_zero.comm.device import default_device
@@ -88,7 +87,7 @@ class Init:
                 config = resolve(_without_batch_sizes(source), world_size=1).config
                 dtype = dtype or precision_policy(config).param_dtype
                 section = config.zero_optimization.offload_param
-                replicate = shard_groups(source, dist.get_world_size(group))
+                replicate = shard_groups(source, group)
                 offloads, pins = offloads or section.device != "none", pins or section.pin_memory
         shard_storage = init_shard_storage(default_device(), pins) if enabled and offloads else ON_DEVICE
         self._inner = ModelInit(group, dtype, enabled=enabled, shard_storage=shard_storage, listener=PARAM_ATTRIBUTES, replicate=replicate)

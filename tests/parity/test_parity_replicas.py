@@ -313,37 +313,28 @@ def test_generation_where_every_rank_stops_elsewhere(gather: bool) -> None:
 
 
 def _refusal(extra: dict[str, Any], replicate: int = 1) -> str:
-    from hf_zero.build.axes import axes_of
-
-    model = CASES["mlp"].build()
-    try:
-        if replicate > 1:
-            axes_of(Run(stage=3, extra=extra).config(), None, None, model, replicate)
-        else:
-            initialize(model, Run(stage=3, extra=extra)).destroy()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", str(replicate))
+        try:
+            initialize(CASES["mlp"].build(), Run(stage=3, extra=extra)).destroy()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
     return ""
 
 
 @pytest.mark.parametrize(
     ("world", "extra", "replicate", "words"),
     [
-        (
-            4,
-            {"zero_optimization": {"mics_shard_size": 3}},
-            1,
-            ("ConfigError", "mics_shard_size is 3", "the 4 data-parallel ranks; 1, 2, 4"),
-        ),
-        (4, {"zero_optimization": {"mics_shard_size": 8}}, 1, ("ConfigError", "mics_shard_size is 8", "1, 2, 4 would")),
+        (4, {"zero_optimization": {"mics_shard_size": 3}}, 1, ("ConfigError", "mics_shard_size", "shard groups of 3", "1 or 2 or 4 would")),
+        (4, {"zero_optimization": {"mics_shard_size": 8}}, 1, ("ConfigError", "mics_shard_size: shard group 8", "1 or 2 or 4 would")),
         (2, {"zero_optimization": {"mics_shard_size": 0}}, 1, ("ConfigError", "mics_shard_size", "is 0", "-1")),
         (2, {"zero_optimization": {"mics_shard_size": 1, "stage": 0}}, 1, ("ConfigError", "mics_shard_size", "stage` is 0", "1, 2 or 3")),
-        (2, {}, 3, ("ConfigError", "dp_replicate_size is 3", "the 2 data-parallel ranks; 1, 2 would")),
+        (2, {}, 3, ("ConfigError", "dp_replicate is 3", "the 2 rank(s)", "1 or 2 would")),
         (
             4,
             {"zero_optimization": {"mics_shard_size": 2}},
             4,
-            ("ConfigError", "dp_replicate_size is 4", "mics_shard_size 2", "there are 4"),
+            ("ConfigError", "REPLICATE_SIZE: dp_replicate 4", "group 2 makes 8"),
         ),
         (
             2,

@@ -105,7 +105,7 @@ def _all_reduced(nbytes: int, world: int) -> int:
 @pytest.mark.parametrize(
     ("stage", "size", "words"),
     [
-        (2, 2, ("ConfigError", "zero_hpz_partition_size", "stage` is 2", "set the stage to 3")),
+        (2, 2, ("ConfigError", "zero_hpz_partition_size", "stage` is 2", "set that to 3")),
         (3, 3, ("ConfigError", "zero_hpz_partition_size is 3", "the 4 ranks", "1, 2, 4 would")),
     ],
 )

@@ -164,7 +164,7 @@ class ZeroOptimization(Section):
     )
     zero_hpz_partition_size: Count = used(
         1,
-        "Adjacent ranks (of a node) that keep a copy of all parameters between them from the first gather to the update (stage 3); 1 is off",
+        "Adjacent ranks (of a node) that keep all parameters between them from the first gather to the update (stage 3); 1 is off",
     )
     zero_quantized_weights: Bool = used(
         False, "Stage 3: all-gather parameters as codes of 8 bits; shards, masters and saved weights stay exact"

@@ -13,8 +13,8 @@ from hf_zero.errors import StateError
 class ReplicatedGradients(UnitGradients):
     """The flat gradient of one trainable unit, whose shard other groups hold too.
 
-    [Note: two sums] A reduction sums over the ranks of the shard group, and micro-steps are added up there (``_partial``). The backward that
-    completes an optimizer step sends each unit's sum to the replicas as soon as its reduction has ended, which is when the reducer
+    [Note: two sums] A reduction sums over the ranks of the shard group, and micro-steps are added up there (``_partial``). The backward
+    that completes an optimizer step sends each unit's sum to the replicas as soon as its reduction has ended, which is when the reducer
     takes the entry from its queue: a place in the order of reductions ([Note: one order]) that depends on nothing else. So this second
     part has one order too, on a group of its own, and overlaps with backward. What is late comes through both parts once more. One
     micro-step's sum travels in the type that its reduction had, that of several in the accumulation type. ``post_scale`` comes last:
