@@ -11,6 +11,7 @@ import sys
 WATCHED = frozenset(
     (
         "accelerate.accelerator",
+        "accelerate.commands.launch",
         "accelerate.state",
         "lightning.pytorch.callbacks.model_checkpoint",
         "pytorch_lightning.callbacks.model_checkpoint",

@@ -51,7 +51,7 @@ FAULTS: tuple[Fault, ...] = (
         "core/units/layout.py",
         (
             "the buffer is not padded",
-            "padded = max(round_up(offset, world * ALIGNMENT), world * ALIGNMENT)",
+            "padded = max(round_up(offset, multiple), multiple)",
             "padded = offset",
             ("tests/launch/test_world_sizes.py",),
         ),
@@ -169,7 +169,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "ranks are not compared at a step",
-            "        require_same_pace(self.collectives, self.runtime.micro_steps)\n",
+            "        require_same_pace(self.collectives.data, self.runtime.micro_steps)\n",
             "",
             ("tests/core/test_same_pace.py",),
         ),

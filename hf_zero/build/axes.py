@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.comm.mpu import MODEL_GROUPS, model_parallel_group
-from hf_zero.comm.topology import Topology, build_topology, join_topologies
-from hf_zero.errors import ConfigError
-from hf_zero.sequence_parallel.state import SequenceParallel, count_slices_once, sequence_parallel_of
-from hf_zero.tensor_parallel.split import count_groups_once, is_split, model_topology, requested_ranks, split_model
+from hf_zero.build.mesh import is_to_split, mesh_of, shards
+from hf_zero.comm.mpu import model_parallel_group
+from hf_zero.comm.topology import Topology, build_topology, divide_replicas, join_topologies
+from hf_zero.config.batch import count_replicas_once
+from hf_zero.config.mesh import Mesh
+from hf_zero.sequence_parallel.state import SequenceParallel, sequence_parallel_of
+from hf_zero.tensor_parallel.split import is_split, model_topology, split_model
 
 
 @dataclass(frozen=True)
@@ -19,10 +21,12 @@ class Axes:
     """Where an engine's ranks stand.
 
     Attributes:
+        mesh: The description that all sources fit.
         topology: The axis to shard over, with the model axis if there is one.
         sequence: Groups of ranks that share their samples; None where sequences are whole.
     """
 
+    mesh: Mesh
     topology: Topology
     sequence: SequenceParallel | None
 
@@ -40,38 +44,30 @@ def axes_of(source: dict[str, Any], mpu: Any, mesh: Any, model: nn.Module) -> tu
         ConfigError: What these say does not agree, or does not fit the ranks.
         UnsupportedError: A combination of axes that is not provided.
     """
-    sequence = sequence_parallel_of(source, mpu, mesh)
-    if sequence is not None:
-        topology = sequence.topology
-        return Axes(topology, sequence), count_slices_once(source, topology)
-    topology = _topology(mpu, model, requested_ranks(source))
-    together = topology.model.world if topology.model is not None else 1
-    return Axes(topology, None), count_groups_once(source, topology.world, together)
+    described = mesh_of(source, mpu, mesh, model)
+    sequence = sequence_parallel_of(described.sp, mpu)
+    whole = sequence.topology if sequence is not None else _topology(mpu, model, described.tp)
+    topology = divide_replicas(whole, described.dp_replicate) if shards(source) else whole
+    return Axes(described, topology, sequence), count_samples(source, described)
+
+
+def count_samples(source: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """``source`` with a ``train_batch_size`` over replicas, where it was given over all ranks of ``mesh`` or over one group."""
+    return count_replicas_once(source, mesh.replicas, (mesh.ranks, 1) if mesh.sp > 1 else (mesh.ranks,))
 
 
 def _topology(mpu: Any, model: nn.Module, model_parallel: int) -> Topology:
-    """The axes: those of the ``mpu`` object if one is given, else ``model_parallel`` adjacent ranks hold one model together.
-
-    Raises:
-        ConfigError: The ``mpu`` object and the configuration disagree.
-    """
+    """The axes of a mesh: those of the ``mpu`` object if one is given, else ``model_parallel`` adjacent ranks hold one model together."""
     if mpu is None:
         return model_topology(model, model_parallel)
-    found = model_parallel_group(mpu)
-    size = found.size() if found is not None else 1
-    if model_parallel not in (1, size):
-        names = " or ".join(f"{name}()" for name in MODEL_GROUPS)
-        raise ConfigError(
-            f"tensor_parallel.autotp_size is {model_parallel}, and the model-parallel group of the mpu object has {size} rank(s) "
-            f"({names}); make them equal, or leave mpu out: {model_parallel} adjacent ranks then hold one model together"
-        )
     data = mpu.get_data_parallel_group()
-    return build_topology(data) if found is None or size == 1 else join_topologies(data, found)
+    found = model_parallel_group(mpu)
+    return build_topology(data) if found is None or found.size() == 1 else join_topologies(data, found)
 
 
 def divide(model: nn.Module, source: dict[str, Any], axes: Axes) -> nn.Module:
     """``model`` as the axes want it: its parameters split over the model axis, its forwards over sequences; collective."""
-    if requested_ranks(source) > 1 or is_split(model):
+    if is_to_split(axes.mesh) or is_split(model):
         model = split_model(model, source.get("tensor_parallel") or {}, axes.topology)
     if axes.sequence is not None:
         axes.sequence.bind(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_zero.comm.comms_log import CommsLogSettings, start_log
+from hf_zero.comm.topology import Topology
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.units.unit import Unit
@@ -27,13 +28,15 @@ def announce(resolved: ResolvedConfig) -> None:
         start_log(CommsLogSettings.of(section))
 
 
-def describe(units: Sequence[Unit], stage: StagePolicy, ranks: int, offload: OffloadSettings) -> str:
+def describe(units: Sequence[Unit], stage: StagePolicy, topology: Topology, offload: OffloadSettings) -> str:
     """One line: stage, ranks, precision, units, bytes of model state on this rank. Logs are searched for its first two words."""
     states = sum(unit.shard.nbytes for unit in units)
     masters = sum(unit.master.nbytes for unit in units if unit.master is not None and unit.master is not unit.shard)
     dtypes = sorted({str(unit.layout.dtype).removeprefix("torch.") for unit in units}) or ["no units"]
+    world = topology.data.world
+    groups = f" in {topology.replicate.world} shard groups of {topology.world}" if topology.replicate is not None else ""
     return (
-        f"DeepSpeed info: ZeRO stage {stage.stage} of hf_zero on {ranks} rank(s), {', '.join(dtypes)}, {len(units)} units, "
+        f"DeepSpeed info: ZeRO stage {stage.stage} of hf_zero on {world} rank(s){groups}, {', '.join(dtypes)}, {len(units)} units, "
         f"{sum(unit.layout.numel for unit in units):,} parameters, {(states + masters) / 2**20:.1f} MiB of shards and masters here"
         f"{describe_offload(offload, stage)}"
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from hf_zero.checkpoint.engine_checkpoints import EngineCheckpoints
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.own_groups import borrow, give_back, own_topology
+from hf_zero.comm.topology import Topology, divide_replicas
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.engine import EngineParts
 from hf_zero.core.generation import Generation
@@ -28,6 +30,7 @@ from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, GradientPolicy, UnitGradients
 from hf_zero.core.schedule.quantized_gradients import QuantizedExchange
 from hf_zero.core.schedule.reducer import Reducer
+from hf_zero.core.schedule.replicas import ReplicatedGradients
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.stages import stage_policy
@@ -39,7 +42,7 @@ from hf_zero.core.units.grouping import modules_kept_unsharded
 from hf_zero.core.units.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.unit import Unit
-from hf_zero.errors import UnsupportedError
+from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.memory import heap
 from hf_zero.metrics import build_sinks
 from hf_zero.offload.policy import Offloading
@@ -89,7 +92,7 @@ class PartsBuilder:
         self.offloading = Offloading(self.offload, self.precision, self.collectives, self.stage)
         self._scaler_kind = scaler_kind
         self._listener = listener or ParamListener()
-        self._give_back: Callable[[], None] | None = None  # lets go of the group for reductions
+        self._borrowed: list[Topology] = []  # the groups for reductions
 
     def build(self, inner: torch.optim.Optimizer | None, lr_scheduler: Any) -> EngineParts:
         """Makes units of the model's parameters, the step over them and all else; collective.
@@ -104,7 +107,9 @@ class PartsBuilder:
         kept = modules_kept_unsharded(self.module)
         leaves = self._leaves(kept)
         quantized = policies.quantized_weights(self.config)
-        builder = UnitBuilder(self.module, self.stage, self.precision, self.collectives, self.offloading, leaves, self._listener, quantized)
+        builder = UnitBuilder(
+            self.module, self.stage, self.precision, self.collectives, self.offloading, leaves, self._listener, quantized, self._node()
+        )
         root, blocks = builder.build(inner, whole_tensors)
         units = [unit for block in (root, *blocks) for unit in block.units]
         trained = [unit for unit in units if unit.trainable]
@@ -127,7 +132,7 @@ class PartsBuilder:
         runtime.attach()
         heap.keep_large_blocks(on_host=self.topology.device.type == "cpu")
         if schedule is not None:
-            generation = Generation(runtime, units, self.collectives, self.config.hf_zero.gather_for_generation)
+            generation = Generation(runtime, units, self.collectives.data, self.config.hf_zero.gather_for_generation)
             generation.attach()
             runtime.keep(generation)
         return parts
@@ -142,8 +147,8 @@ class PartsBuilder:
         scheduler: Any,
     ) -> EngineParts:
         config, progress = self.config, Progress()
-        clock = policies.clock_of(config, self.topology.device, self.collectives.world, self.module, progress)
-        sinks = build_sinks(config) if self.collectives.rank == 0 and optimizer is not None else []
+        clock = policies.clock_of(config, self.topology.device, self.topology.data.world, self.module, progress)
+        sinks = build_sinks(config) if self.topology.data.rank == 0 and optimizer is not None else []
         return EngineParts(
             runtime=runtime,
             units=units,
@@ -160,7 +165,7 @@ class PartsBuilder:
             optimizer=optimizer,
             stepper=stepper,
             scheduler=scheduler,
-            give_back=self._give_back,
+            give_back=partial(_give_back_all, self._borrowed),
         )
 
     def _needs_whole_tensors(self, inner: torch.optim.Optimizer) -> bool:
@@ -180,23 +185,51 @@ class PartsBuilder:
         if not any(unit.reshards for block in (root, *blocks) for unit in block.units):
             return None
         limits = policies.unshard_limits(self.config, self.offloading.updates_overlap)
-        return UnshardSchedule(root, blocks, limits, self.collectives)
+        return UnshardSchedule(root, blocks, limits, self.collectives.data)
 
     def _reducer(self, units: list[Unit], one_bit: bool) -> Reducer:
-        collectives = self.collectives
-        if self.stage.parameters_sharded and self.topology.world > 1:
-            collectives = open_collectives(own_topology(self.topology, "reductions"))
-            collectives.connect()
-            borrow(collectives.topology)
-            self._give_back = partial(give_back, collectives.topology)
+        collectives, topology = self.collectives, self.topology
+        if self.stage.parameters_sharded and topology.world > 1:
+            collectives = self._borrow(topology)
+        replicas = self._borrow(topology.replicate) if topology.replicate is not None else None
         sharers = self.axes.sequence.axis.world if self.axes.sequence is not None else 1
-        policy = policies.gradient_policy(self.config, self.precision, self.stage, self.topology.world, sharers)
+        policy = policies.gradient_policy(self.config, self.precision, self.stage, topology.data.world, sharers)
         exchange = self._exchange(collectives, policy, one_bit)
         overlap = self.config.zero_optimization.overlap_comm is not False
-        pool = BufferPool()
-        place = self.offloading.gradient_place
-        entries = [UnitGradients(unit, exchange, pool, place(unit)) for unit in units]
-        return Reducer(entries, exchange, overlap, partial(self.collectives.any_of, unit="late gradients"))
+        pool, place = BufferPool(), self.offloading.gradient_place
+        entries = [
+            UnitGradients(unit, exchange, pool, place(unit))
+            if replicas is None
+            else ReplicatedGradients(unit, exchange, pool, place(unit), replicas)
+            for unit in units
+        ]
+        return Reducer(entries, exchange, overlap, partial(self.collectives.data.any_of, unit="late gradients"))
+
+    def _node(self) -> Collectives | None:
+        """The ranks that keep secondary copies between them; None where nobody does. Collective."""
+        topology, size = self.topology, self.config.zero_optimization.zero_hpz_partition_size
+        if size == 1 or not self.stage.parameters_sharded:
+            return None
+        if topology.world % size:
+            usable = ", ".join(str(found) for found in range(1, topology.world + 1) if topology.world % found == 0)
+            raise ConfigError(
+                f"zero_optimization.zero_hpz_partition_size is {size}, which does not divide the {topology.world} ranks that parameters "
+                f"are sharded over; {usable} would"
+            )
+        if size == topology.world:
+            return None  # the shards are that copy
+        node = replace(divide_replicas(topology, topology.world // size), replicate=None)
+        collectives = open_collectives(own_topology(node))
+        collectives.connect()
+        return collectives
+
+    def _borrow(self, topology: Topology) -> Collectives:
+        """The ranks of ``topology`` in another group for reductions, until the engine is destroyed; collective."""
+        collectives = open_collectives(own_topology(topology, "reductions"))
+        collectives.connect()
+        borrow(collectives.topology)
+        self._borrowed.append(collectives.topology)
+        return collectives
 
     def _exchange(self, collectives: Collectives, policy: GradientPolicy, one_bit: bool) -> GradientExchange:
         quantizes = self.config.zero_optimization.zero_quantized_gradients
@@ -216,3 +249,9 @@ class PartsBuilder:
         settings = policies.step_settings(self.config, self.precision, self.stage, max_norm)
         kind = OneBitStepper if isinstance(optimizer.inner, OneBitAdam) else Stepper
         return kind(runtime, reducer, optimizer, scaler, self.collectives, settings, self.model_collectives)
+
+
+def _give_back_all(borrowed: list[Topology]) -> None:
+    """Lets go of process groups; every rank must come here."""
+    while borrowed:
+        give_back(borrowed.pop())

@@ -38,6 +38,7 @@ class UnitBuilder:
         leaves: Names of modules that are one block each.
         listener: Is told what happens to the parameters at stage 3.
         quantized: Whose all-gathers carry codes.
+        node: Network of the ranks that keep secondary copies, if any do.
     """
 
     module: nn.Module
@@ -48,6 +49,7 @@ class UnitBuilder:
     leaves: set[str]
     listener: ParamListener
     quantized: QuantizedWeights
+    node: Collectives | None = None
 
     def build(self, inner: torch.optim.Optimizer | None, whole_tensors: bool) -> tuple[Block, list[Block]]:
         """The root and the other blocks, in the model's order; collective.
@@ -63,7 +65,7 @@ class UnitBuilder:
         members = self._members(inner)
         extent = "whole tensors" if whole_tensors else "flat shards"
         notes = [f"an optimizer that updates {extent}"] if inner is not None else ["no optimizer"]
-        require_same_model(self.module, members, self.collectives, notes)
+        require_same_model(self.module, members, self.collectives.data, notes)
         in_units = [member for member in members if self._belongs_in_unit(member)]
         specs = build_blocks(self.module, in_units, self.leaves)
         sizes = [sum(full_shape(member.param).numel() for member in spec.members) for spec in specs]
@@ -118,6 +120,7 @@ class UnitBuilder:
             shard_storage=shard_storage,
             listener=self.listener if self.stage.parameters_sharded else ParamListener(),
             quantized=can_quantize(dtype) and (self.quantized.frozen if frozen else self.quantized.trained),
+            node=self.node,
         )
 
     def _sync_buffers(self) -> None:
@@ -125,7 +128,7 @@ class UnitBuilder:
         for name, buffer in self.module.named_buffers():
             if buffer.numel() and not buffer.is_meta:
                 contiguous = buffer.data.contiguous()
-                self.collectives.broadcast(contiguous, 0, f"buffer {name}")
+                self.collectives.data.broadcast(contiguous, 0, f"buffer {name}")
                 if contiguous.data_ptr() != buffer.data_ptr():
                     buffer.data.copy_(contiguous)
 

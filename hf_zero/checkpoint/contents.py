@@ -51,8 +51,8 @@ class Contents:
 def contents_of(state: TrainingState, exclude_frozen: bool) -> Contents:
     """Plans what this rank writes; local, copies nothing.
 
-    Units that are divided are written by their owners. What every rank holds whole (units of stage 0, parameters without unit,
-    buffers) is divided among the ranks too, so that no rank writes more than its share.
+    Units that are divided are written by their owners. What several ranks hold (shards that have replicas, units of stage 0, parameters
+    without unit, buffers) is divided among them too, so that no rank writes more than its share.
     """
     files: dict[str, list[Entry]] = {}
     kept = [unit for unit in state.units if unit.master is not None or not exclude_frozen]
@@ -71,7 +71,8 @@ def contents_of(state: TrainingState, exclude_frozen: bool) -> Contents:
         for kind, entries in rank_states(state.optimizer).items():
             files[_own_file(state, kind)] = entries
         if isinstance(state.optimizer, WholeTensorOptimizer):
-            params, files[_own_file(state, PARAM_STATES)] = param_states(state.optimizer, _own_file(state, PARAM_STATES))
+            name, replicas = _own_file(state, PARAM_STATES), state.writers // state.collectives.world
+            params, files[name] = param_states(state.optimizer, name, state.writer % replicas, replicas)
     loose = [] if exclude_frozen else list(state.loose_params())
     records, buffers = _add_loose(files, state, loose)
     dropped = [slot.name for unit in state.units if unit not in kept for slot in unit.layout.slots]
@@ -82,7 +83,7 @@ def contents_of(state: TrainingState, exclude_frozen: bool) -> Contents:
 
 
 def _own_file(state: TrainingState, kind: str) -> str:
-    return shard_file(kind, state.collectives.rank, state.collectives.world, state.tensor.rank, state.tensor.world)
+    return shard_file(kind, state.writer, state.writers, state.tensor.rank, state.tensor.world)
 
 
 def _kind(unit: Unit) -> str:
@@ -90,16 +91,16 @@ def _kind(unit: Unit) -> str:
 
 
 def _padded_numel(state: TrainingState, unit: Unit) -> int:
-    """Elements of the unit as it is written: a unit that every rank holds is cut into one shard per rank."""
+    """Elements of the unit as it is written: cut into one part per rank, whoever holds it."""
     layout = unit.layout
-    return layout.padded_numel if layout.world > 1 else round_up(layout.padded_numel, state.collectives.world * ALIGNMENT)
+    return layout.padded_numel if layout.world > 1 else round_up(layout.padded_numel, state.writers * ALIGNMENT)
 
 
 def _add(files: dict[str, list[Entry]], state: TrainingState, unit: Unit, kind: str, entry: Entry) -> None:
-    rank, world = state.collectives.rank, state.collectives.world
-    if unit.layout.world == 1 and world > 1:
-        numel = _padded_numel(state, unit) // world
-        entry = Entry(entry.name, entry.dtype, (numel,), tuple(cut(entry.pieces, rank * numel, (rank + 1) * numel)))
+    holders = state.writers // unit.layout.world  # ranks that hold what this one does
+    if holders > 1:
+        numel, place = _padded_numel(state, unit) // state.writers, state.writer % holders
+        entry = Entry(entry.name, entry.dtype, (numel,), tuple(cut(entry.pieces, place * numel, (place + 1) * numel)))
     files.setdefault(_own_file(state, kind), []).append(entry)
 
 
@@ -109,22 +110,22 @@ def _unit_record(state: TrainingState, unit: Unit) -> UnitRecord:
     for slot in layout.slots:
         held = tensor.tp_shard_of(slot.name, slot.shape)
         params.append(ParamRecord(slot.name, held.shape, slot.offset, slot.group, held.dim, held.ranges))
-    dtype, world = dtype_name(layout.dtype, unit.name), state.collectives.world
-    return UnitRecord(unit.name, _kind(unit), dtype, world, _padded_numel(state, unit), tensor.rank, tuple(params))
+    dtype = dtype_name(layout.dtype, unit.name)
+    return UnitRecord(unit.name, _kind(unit), dtype, state.writers, _padded_numel(state, unit), tensor.rank, tuple(params))
 
 
 def _add_loose(
     files: dict[str, list[Entry]], state: TrainingState, params: Iterable[tuple[str, torch.Tensor]]
 ) -> tuple[tuple[LooseRecord, ...], dict[str, str]]:
     """Shares the tensors that every data-parallel rank holds out among them."""
-    tensor, rank, world = state.tensor, state.collectives.rank, state.collectives.world
+    tensor = state.tensor
     shards = {name: tensor.tp_shard_of(name, param.shape) for name, param in params}
     mine = [(name, param) for name, param in params if shards[name].dim is not None or tensor.rank == 0]
     buffers = dict(state.buffers()) if tensor.rank == 0 else {}
     tensors: list[tuple[str, torch.Tensor]] = [*mine, *buffers.items()]
     name_of_file = _own_file(state, MODULE)
-    owners = share_out([value.nbytes for _, value in tensors], world)
-    held = [entry for entry, owner in zip(tensors, owners, strict=True) if owner == rank]
+    owners = share_out([value.nbytes for _, value in tensors], state.writers)
+    held = [entry for entry, owner in zip(tensors, owners, strict=True) if owner == state.writer]
     files[name_of_file] = [whole(name, value.detach()) for name, value in held]
     records = [_loose_record(name, name_of_file, shards[name]) for name, _ in held if name in shards]
     return tuple(records), {name: name_of_file for name, _ in held if name in buffers}

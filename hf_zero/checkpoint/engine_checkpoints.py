@@ -20,6 +20,7 @@ from hf_zero.core import hooks
 from hf_zero.core.engine import Engine, Restored
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.tp_shard import tp_shard_of
+from hf_zero.errors import UnsupportedError
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.tensor_parallel.same_data import SameData
 
@@ -58,6 +59,13 @@ class EngineCheckpoints:
         self._settings = settings
         self._collectives = collectives
         self.background: Background | None = None
+        replicate = collectives.topology.replicate
+        if settings.node_local and replicate is not None:
+            raise UnsupportedError(
+                f"checkpoint.use_node_local_storage with {replicate.world} shard groups (zero_optimization.mics_shard_size, "
+                "dp_replicate_size) is not provided: the groups share out what is written, so no node's disk has all that its ranks "
+                "need. Save to a folder that all nodes see, or leave the shard groups out"
+            )
         if settings.in_background and settings.node_local:
             log_rank0("checkpoints on each node's own disk are written before save_checkpoint returns, not in the background")
         elif settings.in_background:

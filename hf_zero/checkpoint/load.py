@@ -255,8 +255,7 @@ class _Plan:
                 module.set_extra_state(self._decoder.decode(self.index.extra_state[name]))
         if self._optimizer is not None:
             self._optimizer.apply()
-            net = state.collectives
-            restore_rank_states(self._optimizer.optimizer, self.catalog, self.reader, net.rank, net.world)
+            restore_rank_states(self._optimizer.optimizer, self.catalog, self.reader, state.writer, state.writers)
             if self.index.scaler:  # a conversion may have none
                 state.scaler.load_state_dict(self._decoder.decode(self.index.scaler))
         elif not request.masters_from_fp32:

@@ -17,6 +17,9 @@ def build_collectives(topology: Topology) -> Collectives:
 
 
 def open_collectives(topology: Topology) -> Collectives:
-    """The same, recorded where this process has a comms log."""
+    """The same, recorded where this process has a comms log; with the network of all data-parallel ranks where there are replicas."""
     inner, log = build_collectives(topology), current_log()
-    return inner if log is None else RecordedCollectives(inner, log)
+    opened = inner if log is None else RecordedCollectives(inner, log)
+    if topology.replicate is not None and topology.joint is not None:
+        opened.joint = open_collectives(topology.joint)
+    return opened

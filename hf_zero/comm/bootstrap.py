@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.comm.device import default_device
-from hf_zero.comm.store import store_at_address, store_of_launcher
+from hf_zero.comm.store import meeting, store_at_address, store_of_launcher
 from hf_zero.errors import ConfigError
 from hf_zero.launch.placement import export_placement, require_address
 from hf_zero.observe import log_rank0
@@ -73,6 +73,7 @@ def init_distributed(
 
     Raises:
         ConfigError: The environment is incomplete, or no group exists and ``dist_init_required`` is False.
+        CollectiveError: The ranks did not meet: rank 0 is not reached, or not all came.
     """
     device = default_device()
     if device.type != "cpu":
@@ -96,9 +97,10 @@ def init_distributed(
         missing = [name for name in _RENDEZVOUS if name not in os.environ]
         if init_method is None and rank < 0 and missing:
             raise ConfigError(f"environment variables {', '.join(missing)} are missing; start with torchrun or accelerate launch")
-        store = (store_of_launcher(timeout) or store_at_address(timeout)) if init_method is None and rank < 0 else None
-        if store is not None:
-            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(backend, init_method=init_method, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        with meeting(timeout):
+            store = (store_of_launcher(timeout) or store_at_address(timeout)) if init_method is None and rank < 0 else None
+            if store is not None:
+                rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group(backend, init_method=init_method, store=store, rank=rank, world_size=world_size, timeout=timeout)
     if verbose:
         log_rank0("process group: backend %s, %d rank(s), timeout %s", backend, dist.get_world_size(), timeout)

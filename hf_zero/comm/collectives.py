@@ -83,9 +83,11 @@ class Collectives(ABC):
         topology: The axis all calls run over.
         sent_bytes: Bytes this rank has handed to the network so far.
         blocks_host: Waiting stops this process, not just a device stream.
+        joint: The network of all data-parallel ranks, where the axis is a part of them.
     """
 
     blocks_host = False
+    joint: Collectives | None = None
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
@@ -100,6 +102,11 @@ class Collectives(ABC):
     def world(self) -> int:
         """Number of ranks on the axis."""
         return self.topology.world
+
+    @property
+    def data(self) -> Collectives:
+        """The network of all data-parallel ranks: over it they agree, and take values that all must have; this one where it is of all."""
+        return self.joint or self
 
     @abstractmethod
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:

@@ -27,17 +27,19 @@ def own_topology(topology: Topology, purpose: Purpose = "gathers") -> Topology:
 
     Votes and objects travel over the group for gathers.
     """
+    joint = own_topology(topology.joint, purpose) if topology.joint is not None and purpose == "gathers" else topology.joint
     if topology.world == 1:
-        return topology
+        return replace(topology, joint=joint)
     for gone in [key for key in _made if not exists(key[0])]:
         del _made[gone]  # of a default group that was destroyed
     key = topology.group, purpose
     if key not in _made:
         alone = str(dist.get_backend(topology.group))
         backend = backend_with_host(topology.group, topology.device) if purpose == "gathers" else alone
-        group = copy_group(topology.group, topology.device, backend, crossed=topology.model is not None)
+        crossed = topology.model is not None or topology.joint is not None
+        group = copy_group(topology.group, topology.device, backend, crossed)
         _made[key] = replace(topology, group=group, script_group=topology.group)
-    return replace(_made[key], model=topology.model, sequence=topology.sequence, replica=topology.replica)
+    return replace(topology, group=_made[key].group, script_group=topology.group, joint=joint)
 
 
 def borrow(topology: Topology) -> None:

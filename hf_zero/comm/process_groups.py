@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Lines = Sequence[Sequence[int]]  # ranks of the default group, in groups that do not overlap
 
@@ -77,6 +78,20 @@ def copy_group(group: dist.ProcessGroup, device: torch.device, backend: str, cro
     if not crossed:
         return dist.new_group(own, timeout=timeout, backend=backend, use_local_synchronization=True)
     return _make(lines_of_all(own), timeout, backend)  # every rank has to take part in making every group
+
+
+def device_mesh(sizes: Mapping[str, int], device_type: str, joint: Mapping[str, Sequence[str]]) -> DeviceMesh:
+    """All ranks as torch's mesh of named dimensions, for libraries that take one; collective.
+
+    Args:
+        sizes: Size by name, from the outside in; their product is the number of ranks.
+        device_type: "cpu", "cuda", ...
+        joint: Further names, each of several dimensions together.
+    """
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for name, parts in joint.items():
+        mesh[tuple(parts)]._flatten(name)
+    return mesh
 
 
 # -- asking -----------------------------------------------------------------------------------------------------------

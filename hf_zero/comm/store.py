@@ -5,10 +5,13 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from hf_zero.errors import CollectiveError
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _made = 0  # groups of this process: a second one must not find the addresses of the first
@@ -72,3 +75,28 @@ def _listen(family: socket.AddressFamily, address: str, port: int) -> int | None
         opened.close()
         return None
     return opened.detach()
+
+
+@contextmanager
+def meeting(timeout: timedelta) -> Iterator[None]:
+    """A context in which the ranks meet; what goes wrong there is told in one line, with this rank and the address.
+
+    Args:
+        timeout: Longest time to wait for the others.
+
+    Raises:
+        CollectiveError: Rank 0 is not reached, or not all ranks came.
+    """
+    try:
+        yield
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        rank, world, address, port = (os.environ.get(name, "?") for name in _NEEDED)
+        me, place = f"rank {rank} of {world} on {socket.gethostname()}", f"{address}:{port}"
+        text = f"{me} could not meet the others at {place}: {reason}. See what the other ranks say, and whether they reach it"
+        if rank != "0":
+            text = (
+                f"{me} did not reach rank 0 at {place} within {timeout.total_seconds():g} s: {reason}. Is MASTER_ADDR the host of rank 0, "
+                "does rank 0 run, and may this host connect to MASTER_PORT there?"
+            )
+        raise CollectiveError(f"{text} DEEPSPEED_TIMEOUT says how many minutes to wait") from None

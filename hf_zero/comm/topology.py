@@ -1,4 +1,4 @@
-"""The world of an engine as named axes: what ZeRO shards over, who holds one model together, who shares sequences."""
+"""The world of an engine as named axes: what ZeRO shards over, its replicas, who holds one model together, who shares sequences."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ Axis = Literal["model", "sequence"]
 class Topology:
     """The axis that an engine shards over, and the further axes through this rank by name.
 
+    [Note: order of axes] From the outside in: ``replicate``, the axis itself, ``sequence`` (inside it), ``model``. Ranks that are adjacent
+    are near each other, so what sends most often is innermost.
+
     Attributes:
         group: Process group of the axis.
         rank: This process' position on the axis.
@@ -29,7 +32,9 @@ class Topology:
         device: Device that parameters and collectives use on this rank.
         replica: Which of the ranks, or groups of ranks, that train on samples of their own this one is.
         model: The ranks that hold one model together (tensor parallelism), across the axis; None where each rank has it all.
-        sequence: The ranks of the axis that hold slices of the same sequences; None where sequences are whole.
+        sequence: The ranks that hold slices of the same sequences; None where sequences are whole.
+        replicate: The ranks that hold the same shards, one of each shard group; None where the axis is all data-parallel ranks.
+        joint: All data-parallel ranks, which the axis is a part of; None where it is all of them.
         script_group: The script's group of the same ranks, where ``group`` is one of the engine's own.
     """
 
@@ -40,6 +45,8 @@ class Topology:
     replica: int
     model: Topology | None = None
     sequence: Topology | None = None
+    replicate: Topology | None = None
+    joint: Topology | None = None
     script_group: dist.ProcessGroup | None = None
 
     def axis(self, name: Axis) -> Topology | None:
@@ -47,9 +54,14 @@ class Topology:
         return self.model if name == "model" else self.sequence
 
     @property
+    def data(self) -> Topology:
+        """All data-parallel ranks as one axis: what gradients are averaged over, and what must agree."""
+        return self.joint or self
+
+    @property
     def replicas(self) -> int:
         """Ranks, or groups of ranks, that train on samples of their own: the data-parallel size."""
-        return self.world if self.sequence is None else self.world // self.sequence.world
+        return self.data.world if self.sequence is None else self.data.world // self.sequence.world
 
     @property
     def public_group(self) -> dist.ProcessGroup:
@@ -68,18 +80,23 @@ def axis_over(group: dist.ProcessGroup, device: torch.device | None = None) -> T
     return Topology(group, rank, dist.get_world_size(group), device or default_device(), rank)
 
 
-def build_topology(group: dist.ProcessGroup | None = None, device: torch.device | None = None, model_parallel: int = 1) -> Topology:
-    """The data-parallel axis over ``group`` (default: all ranks), created if no process group exists yet; collective.
+def build_topology(
+    group: dist.ProcessGroup | None = None, device: torch.device | None = None, model_parallel: int = 1, replicate: int = 1
+) -> Topology:
+    """The data-parallel axes over ``group`` (default: all ranks), created if no process group exists yet; collective.
 
     Args:
         group: The ranks to divide into axes.
         device: Device of this rank; None asks ``default_device``.
         model_parallel: This many adjacent ranks hold one model together; the ranks with the same place among them form the
             data-parallel axis.
+        replicate: Shard groups among the data-parallel ranks; see ``divide_replicas``.
 
     Raises:
-        ConfigError: ``model_parallel`` does not divide the number of ranks.
+        ConfigError: ``model_parallel`` does not divide the number of ranks, or ``replicate`` that of the data-parallel ones.
     """
+    if replicate > 1:
+        return divide_replicas(build_topology(group, device, model_parallel), replicate)
     init_distributed()
     group = group if group is not None else _all_ranks()
     device = device or default_device()
@@ -119,6 +136,35 @@ def join_topologies(data: dist.ProcessGroup, model: dist.ProcessGroup, device: t
     return replace(axis_over(data, device), model=axis_over(model, device))
 
 
+def divide_replicas(topology: Topology, count: int, key: str = "dp_replicate_size") -> Topology:
+    """The data-parallel axis of ``topology`` as ``count`` shard groups of adjacent ranks, each of which holds everything; collective.
+
+    Args:
+        topology: Axes of which the data-parallel one is not divided yet.
+        count: Shard groups; 1 leaves ``topology`` as it is.
+        key: What asked for it, for messages.
+
+    Raises:
+        ConfigError: ``count`` does not divide the data-parallel ranks.
+    """
+    _require_divisor(count, topology.world, key, "data-parallel ranks")
+    if count == 1:
+        return topology
+    size, device = topology.world // count, topology.device
+    axes = [topology.ranks] if topology.ranks == tuple(range(dist.get_world_size())) else lines_of_all(topology.ranks)
+    inside = [line for axis in axes for line in _adjacent(list(axis), size)]
+    across = [list(axis[place::size]) for axis in axes for place in range(size)]
+    shard, replicate = divide_twice(topology.group, ("replicate", count), inside, across, device)
+    return replace(
+        topology,
+        group=shard,
+        rank=dist.get_rank(shard),
+        world=size,
+        replicate=replace(axis_over(replicate, device), joint=topology),
+        joint=topology,
+    )
+
+
 def sequence_topology(size: int, key: str = "sequence_parallel_size") -> Topology:
     """All ranks, where ``size`` adjacent ones share their samples; collective the first time.
 
@@ -154,16 +200,17 @@ def join_sequence(sequence: dist.ProcessGroup, joint: dist.ProcessGroup) -> Topo
 
 
 def joint_topology(topology: Topology) -> Topology:
-    """All ranks of the data-parallel and the model axis together: what saves and loads as one.
+    """All ranks of the data-parallel and the model axes together: what saves and loads as one.
 
     Raises:
         UnsupportedError: The two axes do not cover all ranks of the default group.
     """
+    data = topology.data
     if topology.model is None or topology.model.world == 1:
-        return topology
-    if topology.world * topology.model.world != dist.get_world_size():
+        return data
+    if data.world * topology.model.world != dist.get_world_size():
         raise UnsupportedError(
-            f"{topology.world} data-parallel x {topology.model.world} model-parallel ranks do not make the {dist.get_world_size()} of the "
+            f"{data.world} data-parallel x {topology.model.world} model-parallel ranks do not make the {dist.get_world_size()} of the "
             "default process group; checkpoints need all of them"
         )
     return axis_over(_all_ranks(), topology.device)

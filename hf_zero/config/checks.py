@@ -113,6 +113,7 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
     if stage >= 2 and str(data.get("optimizer", {}).get("type")).lower() == "onebitadam":
         text = "needs each rank's whole gradient, and `zero_optimization.stage` 2 and 3 keep a part of it: use stage 0 or 1, or Adam"
         problems.refuse("optimizer.type", data["optimizer"]["type"], text)
+    _check_shard_group(data.get("zero_optimization", {}), problems)
     _check_quantization(data, problems)
     for name in ("offload_optimizer", "offload_param"):
         block = data.get("zero_optimization", {}).get(name) or {}
@@ -125,6 +126,21 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
     if "scheduler" in data:
         _check_type("scheduler", data["scheduler"].get("type"), SCHEDULERS, problems)
         _check_arguments("scheduler", data["scheduler"], problems)
+
+
+def _check_shard_group(zero: dict[str, Any], problems: Problems) -> None:
+    """`mics_shard_size` and `zero_hpz_partition_size`, as far as they can be judged without the ranks."""
+    size, stage, node = zero.get("mics_shard_size", -1), zero.get("stage", 0), zero.get("zero_hpz_partition_size", 1)
+    if node > 1 and stage != 3:
+        text = f"is {show(node)} and `zero_optimization.stage` is {stage}, where parameters stay whole; set that to 3, or leave this out"
+        problems.error("zero_optimization.zero_hpz_partition_size", text)
+    if size != -1 and size < 1:
+        problems.error(
+            "zero_optimization.mics_shard_size", f"is {show(size)}; allowed: -1 (one group of all ranks) or a whole number above 0"
+        )
+    elif size != -1 and stage == 0:
+        text = f"is {show(size)} and `zero_optimization.stage` is 0, which shards nothing; set the stage to 1, 2 or 3, or leave the key out"
+        problems.error("zero_optimization.mics_shard_size", text)
 
 
 def _check_quantization(data: dict[str, Any], problems: Problems) -> None:

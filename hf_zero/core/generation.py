@@ -32,7 +32,7 @@ class Generation:
     Args:
         runtime: The hooks of the engine.
         units: The flat buffers.
-        collectives: The data-parallel axis.
+        collectives: All data-parallel ranks.
         gather: ``"auto"`` asks how much memory is free, True and False decide.
     """
 

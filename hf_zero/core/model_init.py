@@ -47,6 +47,7 @@ class ModelInit:
 
     Args:
         group: Data-parallel process group; None is all ranks.
+        replicate: Shard groups that it is divided into.
         dtype: Type floating-point parameters are cast to; None leaves them.
         device: Where shards live; None is the device of the local rank.
         enabled: False makes it do nothing.
@@ -62,11 +63,12 @@ class ModelInit:
         enabled: bool = True,
         shard_storage: ShardStorage = ON_DEVICE,
         listener: ParamListener | None = None,
+        replicate: int = 1,
     ) -> None:
         self._dtype = dtype
         self._spec: UnitSpec | None = None
         if enabled:
-            topology = own_topology(build_topology(group, device))
+            topology = own_topology(build_topology(group, device, replicate=replicate))
             reshards = topology.world > 1 or shard_storage.reshards
             listener = listener or ParamListener()
             self._spec = UnitSpec(

@@ -43,7 +43,7 @@ def _dtype(engine: ConfiguredEngine) -> torch.dtype:
 
 
 def _groups_of_ranks(engine: ConfiguredEngine) -> int:
-    return int(engine.sequence_parallel.topology.replicas) if engine.sequence_parallel is not None else int(engine.collectives.world)
+    return int(engine.collectives.topology.replicas)
 
 
 def _batch_info(engine: ConfiguredEngine) -> tuple[int, int, int]:
@@ -110,7 +110,7 @@ METHODS: dict[str, Getter] = {
     "use_node_local_storage": lambda engine: engine.settings.checkpoint.use_node_local_storage,
     "aio_config": lambda engine: engine.settings.aio,
     "autotp_size": lambda engine: engine.collectives.topology.model.world if engine.collectives.topology.model else 1,
-    "get_data_parallel_rank": lambda engine: engine.collectives.rank,
+    "get_data_parallel_rank": lambda engine: engine.collectives.data.rank,
     "get_model_parallel_rank": lambda engine: engine.collectives.topology.model.rank if engine.collectives.topology.model else 0,
     "get_tensor_parallel_rank": lambda engine: engine.collectives.topology.model.rank if engine.collectives.topology.model else 0,
     "get_wall_clock_timers": lambda engine: {name: timer.elapsed(reset=False) for name, timer in _timers(engine).get_timers().items()},
@@ -189,7 +189,7 @@ VALUES: dict[str, Getter] = {
     "micro_steps": lambda engine: engine.accumulation.micro_steps,
     "device": lambda engine: engine.collectives.topology.device,
     "dp_world_size": _groups_of_ranks,
-    "seq_dp_world_size": lambda engine: engine.collectives.world,
+    "seq_dp_world_size": lambda engine: engine.collectives.data.world,
     "sequence_parallel_size": lambda engine: engine.sequence_parallel.axis.world if engine.sequence_parallel is not None else 1,
     "seq_parallel_group": lambda engine: engine.sequence_parallel.axis.group if engine.sequence_parallel is not None else None,
     "world_size": lambda engine: torch.distributed.get_world_size(),
@@ -200,7 +200,7 @@ VALUES: dict[str, Getter] = {
     "inside_no_sync_ctxt": lambda engine: engine.accumulation.in_no_sync,
     "param_names": lambda engine: {param: name for name, param in engine.module.named_parameters()},
     "pipeline_parallelism": lambda engine: False,
-    "data_parallel_group": lambda engine: engine.collectives.topology.public_group,
+    "data_parallel_group": lambda engine: engine.collectives.data.topology.public_group,
     "seq_data_parallel_group": lambda engine: engine.collectives.topology.public_group,
     "basic_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),
     "client_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),

@@ -143,9 +143,10 @@ def deepspeed_io(
     batch = batch_size if batch_size is not None else engine.resolved.batch.micro
     drop_last = engine.settings.dataloader_drop_last
     if data_sampler is None and hasattr(dataset, "__len__") and not isinstance(dataset, torch.utils.data.IterableDataset):
-        axis, sequence = engine.collectives, engine.sequence_parallel
-        groups, place = (axis.world, axis.rank) if sequence is None else (sequence.topology.replicas, sequence.topology.replica)
-        data_sampler = torch.utils.data.DistributedSampler(dataset, groups, place, shuffle=route == "train", drop_last=drop_last)
+        axes = engine.collectives.topology
+        data_sampler = torch.utils.data.DistributedSampler(
+            dataset, axes.replicas, axes.replica, shuffle=route == "train", drop_last=drop_last
+        )
     return DataLoader(
         dataset,
         batch_size=batch,

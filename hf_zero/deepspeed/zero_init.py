@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.build.mesh import shard_groups
 from hf_zero.build.policies import precision_policy
 from hf_zero.comm.bootstrap import init_distributed
 from hf_zero.comm.device import default_device
@@ -77,7 +78,8 @@ class Init:
                 hint = f"; the configuration has zero_optimization.{name}" if name.startswith("zero_quantized") else ""
                 raise UnsupportedError(f"zero.Init({name}={value!r}) is not provided; leave it out{hint}")
         offloads, pins = remote_device not in (None, "none"), pin_memory
-        source = config_dict_or_path if config_dict_or_path is not None else config
+        group = data_parallel_group or sequence_data_parallel_group or _group_of(mpu)
+        source, replicate = config_dict_or_path if config_dict_or_path is not None else config, 1
         if enabled:
             init_distributed()
             if source is not None:
@@ -85,10 +87,10 @@ class Init:
                 config = resolve(_without_batch_sizes(source), world_size=1).config
                 dtype = dtype or precision_policy(config).param_dtype
                 section = config.zero_optimization.offload_param
+                replicate = shard_groups(source, group)
                 offloads, pins = offloads or section.device != "none", pins or section.pin_memory
-        group = data_parallel_group or sequence_data_parallel_group or _group_of(mpu)
         shard_storage = init_shard_storage(default_device(), pins) if enabled and offloads else ON_DEVICE
-        self._inner = ModelInit(group, dtype, enabled=enabled, shard_storage=shard_storage, listener=PARAM_ATTRIBUTES)
+        self._inner = ModelInit(group, dtype, enabled=enabled, shard_storage=shard_storage, listener=PARAM_ATTRIBUTES, replicate=replicate)
         if module is not None and enabled:
             self._inner.shard_all(module)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from hf_zero.build import mesh
 from hf_zero.core import hooks
 from hf_zero.deepspeed.initialize import initialize
 from hf_zero.integrations.idle_saves import stand_before_saves
 from hf_zero.integrations.metrics_once import count_samples_once
+from hf_zero.integrations.parallelism import claims_of_accelerate
 from hf_zero.integrations.retrain import let_go
 from hf_zero.integrations.rotation import keeps_too_few
 
@@ -14,3 +16,4 @@ __all__ = ["initialize"]
 hooks.on_build += [stand_before_saves, count_samples_once]
 hooks.on_destroy.append(let_go)
 hooks.reasons_to_wait.append(keeps_too_few)
+mesh.sources.append(claims_of_accelerate)

@@ -73,6 +73,25 @@ STATE = Method(
     "ranks that mpirun or srun started are not found (start with torchrun or hf-zero launch)",
     around="hf_zero.integrations.ranks:start_state",
 )
+ACCELERATOR_STATE = Method(
+    "accelerate.state",
+    "AcceleratorState.__init__",
+    "a ParallelismConfig would be ignored",
+    around="hf_zero.integrations.parallelism:start_accelerator_state",
+)
+PREPARE_TP = Method(
+    "accelerate.accelerator",
+    "Accelerator._prepare_tp",
+    "ParallelismConfig(tp_size=...) ends in an error of accelerate's own",
+    around="hf_zero.integrations.parallelism:prepare_tensor_parallel",
+    since=(1, 10),
+)
+LAUNCH = Method(
+    "accelerate.commands.launch",
+    "_validate_launch_command",
+    "accelerate launch --use_deepspeed refuses --use_parallelism_config",
+    around="hf_zero.integrations.parallelism:validate_launch",
+)
 PREPARE = Method("accelerate.accelerator", "Accelerator.prepare", _COUNTED)
 GATHER = Method("accelerate.accelerator", "Accelerator.gather", _COUNTED, around="hf_zero.integrations.metrics_once:gather")
 METRICS = Method(
@@ -95,7 +114,8 @@ CONVERSIONS = Method(
 LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 METHODS = (
-    STATE, PREPARE, GATHER, METRICS, SAVE_STATE, TRAIN, EVALUATE, MISSING_KEYS, CONVERSIONS, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE
+    STATE, ACCELERATOR_STATE, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, SAVE_STATE, TRAIN, EVALUATE, MISSING_KEYS, CONVERSIONS,
+    LIGHTNING_SAVE, OLD_LIGHTNING_SAVE,
 )  # fmt: skip
 
 _calls: ContextVar[tuple[Call, ...]] = ContextVar("hf_zero calls", default=())

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import nn
 
+from hf_zero.config.read import read_config
 from hf_zero.core.schedule import gathered_parameters as gathered
 from hf_zero.core.units.unit import full_shape
 from hf_zero.deepspeed import zero_init as init
-from hf_zero.errors import StateError
+from hf_zero.errors import ConfigError, StateError
 from hf_zero.integrations import callers
 
 ALLOW_VARIABLE = "HF_ZERO_ALLOW_MISSING_WEIGHTS"
@@ -34,6 +35,31 @@ class Init(init.Init):
         config = kwargs.get("config_dict_or_path")
         if isinstance(config, dict) and isinstance(config.get(_SECTION), dict):
             config[_SECTION] = _Section(config[_SECTION])
+
+
+class MiCSInit(Init):
+    """``Init`` over the shard groups of ``zero_optimization.mics_shard_size``; DeepSpeed's ``zero.MiCS_Init``.
+
+    ``Init`` reads the key too: this one insists on it.
+
+    Args:
+        module: An existing module to shard at once.
+        data_parallel_group: Process group to divide into shard groups; None is all ranks.
+        **arguments: As ``Init``.
+
+    Raises:
+        ConfigError: The configuration has no ``mics_shard_size``, or one that does not divide the ranks.
+    """
+
+    def __init__(self, module: nn.Module | None = None, data_parallel_group: Any = None, **arguments: Any) -> None:
+        source = arguments.get("config_dict_or_path") or arguments.get("config")
+        zero = read_config(source).get("zero_optimization") if source is not None else None
+        if arguments.get("enabled", True) and (not isinstance(zero, dict) or zero.get("mics_shard_size", -1) == -1):
+            raise ConfigError(
+                "MiCS_Init needs a configuration with zero_optimization.mics_shard_size, the ranks of a shard group: pass it as "
+                "config_dict_or_path=, or use zero.Init to shard over all ranks"
+            )
+        super().__init__(module, data_parallel_group, **arguments)
 
 
 class _Section(dict[str, Any]):

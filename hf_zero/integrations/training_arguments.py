@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
 
+from hf_zero.config.mesh import claims_of_config, claims_of_environment, solve
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.integrations.parallelism import claims_of_sizes
 from hf_zero.integrations.typed_values import config_of_launcher, lay_over
-from hf_zero.sequence_parallel.state import requested_slices
 
 __all__ = ["ZeroTrainingArguments"]
 
@@ -156,13 +158,12 @@ class ZeroTrainingArguments(TrainingArguments):
     def _mistakes_inside(self) -> list[str]:
         """What the engine would refuse in the configuration, said before a model is built."""
         config = self.hf_deepspeed_config.config
-        together = max(requested_slices(config), getattr(getattr(self, "parallelism_config", None), "sp_size", 1) or 1)
-        if self.world_size % together:
-            return [f"- {together} ranks are to share their sequences, and there are {self.world_size}: give a number that divides them"]
-        if together > 1:  # the Trainer's total counts every rank; initialize says what counts
-            config = {key: value for key, value in config.items() if key != "train_batch_size"}
         try:
-            resolve(config, world_size=self.world_size // together, match_sources=False)
-        except ConfigError as error:
+            claims = [*claims_of_config(config), *claims_of_sizes(getattr(self, "parallelism_config", None))]
+            mesh = solve([*claims, *claims_of_environment(os.environ)], self.world_size)
+            # The Trainer's total counts every rank; initialize says what counts.
+            told = {key: value for key, value in config.items() if mesh.sharers == 1 or key != "train_batch_size"}
+            resolve(told, world_size=mesh.replicas, match_sources=False)
+        except (ConfigError, UnsupportedError) as error:
             return [str(error)]
         return []

@@ -267,9 +267,13 @@ def _pdsh(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, 
     """DeepSpeed's default over ssh; on one host it is not used there either."""
     if len(hosts) == 1:
         return _standard(options, hosts, environ)
+    commands = []
+    for number, host in enumerate(hosts):
+        own = argparse.Namespace(**{**vars(options), "node_rank": number})
+        commands.append(f"- {host.name}: {_standard(own, hosts, environ)}")
     raise ConfigError(
         f"--launcher {options.launcher} would start ranks over ssh, which hf_zero does not: use openmpi, mpich, mvapich or slurm, or give "
-        "the command on every host with --launcher standard --node_rank N"
+        "the command of each host there, in the same folder:\n" + "\n".join(commands)
     )
 
 

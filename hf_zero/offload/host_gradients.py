@@ -61,6 +61,10 @@ class HostGradients(GradientPlace):
         unit.own.settle()
         return self._buffer(unit, dtype).zero_()
 
+    def fetch(self, unit: Unit, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        self.settle(unit)
+        return total.to(self._device, dtype)
+
     def settle(self, unit: Unit) -> None:
         mark = self._marks.get(id(unit))
         if mark is not None:

@@ -111,7 +111,7 @@ class Offloading:
         need = self._need(types, share if offloads_optimizer else 0, share + -(-frozen_numel // world), -(-largest_numel // world))
         _leave_out(need, passing_bytes - -(-largest_numel // world) * (self._precision.param_dtype or torch.float32).itemsize)
         if any(need.values()):
-            gather = self._collectives.gather_objects
+            gather = self._collectives.data.gather_objects
             require_host_memory(need, lambda value: gather(value, "free host memory"), _REMEDY)
         if offloads_optimizer:
             self._left_numel = (1.0 - self._optimizer.ratio) * trained_numel
@@ -166,7 +166,7 @@ class Offloading:
 
     def _overlap(self, need: int) -> OverlapPolicy:
         """When units are updated; ``need``: bytes of host memory that this rank is about to allocate."""
-        ranks = ranks_on_this_host(self._collectives.world)
+        ranks = ranks_on_this_host(self._collectives.data.world)
         threads, free = None, None
         if self._apart:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -206,7 +206,7 @@ class Offloading:
             self._in_file = FileStorage(folder, file, memory, self._inward, section.buffer_count)
 
     def _make_file(self, path: str | None, name: str, nbytes: int) -> tuple[SwapFolder, SwapFile]:
-        folder = SwapFolder(Path(path or "."), self._collectives.rank)
+        folder = SwapFolder(Path(path or "."), self._collectives.data.rank)
         file = SwapFile(folder.path / f"{name}.bin", self._settings.io)
         file.make_room(nbytes)
         return folder, file
@@ -219,7 +219,7 @@ class Offloading:
             results.append(work())
         except OffloadError as error:
             text, cause = str(error), error
-        failures = [answer for answer in self._collectives.gather_objects(text, "swap files") if answer]
+        failures = [answer for answer in self._collectives.data.gather_objects(text, "swap files") if answer]
         if failures:
             raise OffloadError(failures[0]) from cause
         return results[0]

@@ -54,6 +54,11 @@ def check_topology(policy: StagePolicy, topology: Topology) -> None:
             f"OneBitAdam with zero_optimization.stage {policy.stage}: stages 2 and 3 reduce each gradient to its owner in every backward, "
             "which is the traffic that 1-bit Adam avoids; it needs each rank's whole gradient. Use stage 0 or 1, or Adam"
         )
+    if topology.replicate is not None:
+        raise UnsupportedError(
+            f"OneBitAdam with {topology.replicate.world} shard groups (zero_optimization.mics_shard_size, dp_replicate_size) is not "
+            "provided: it averages over all ranks itself. Leave the shard groups out, or use Adam"
+        )
     if topology.model is not None:
         raise UnsupportedError("OneBitAdam with tensor parallelism is not provided: use Adam, or data parallelism alone")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -11,8 +10,7 @@ from torch import nn
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.mpu import model_parallel_group
 from hf_zero.comm.topology import Topology, join_sequence, sequence_topology
-from hf_zero.config.batch import count_replicas_once
-from hf_zero.errors import ConfigError, StateError, UnsupportedError
+from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.sequence_parallel.forward import SlicedForwards, SliceSettings, is_bound
 
 
@@ -75,68 +73,24 @@ class SequenceParallel:
         return self.topology.replica
 
 
-def sequence_parallel_of(config: Mapping[str, Any], mpu: Any, mesh: Any = None) -> SequenceParallel | None:
-    """The sequence-parallel groups that an engine is asked to have; None for none. Collective.
+def sequence_parallel_of(size: int, mpu: Any) -> SequenceParallel | None:
+    """The sequence-parallel groups of an engine; None for none. Collective.
 
     Args:
-        config: The configuration as the user gave it: ``sequence_parallel_size`` and ``data_parallel_size``.
-        mpu: The object given to ``initialize``, which wins, or None.
-        mesh: (data-parallel size, sequence-parallel size), DeepSpeed's ``mesh_param``, or None.
+        size: Ranks that share their samples, of a mesh that fits ``mpu``.
+        mpu: The object given to ``initialize``, whose groups win, or None.
+    """
+    found = sequence_groups(mpu)
+    return SequenceParallel(sequence_topology(size)) if found is None and size > 1 else found
+
+
+def sequence_groups(mpu: Any) -> SequenceParallel | None:
+    """The sequence-parallel groups of an ``mpu`` object; None where it has none. Collective where the object is another library's.
 
     Raises:
-        ConfigError: What they say does not agree, or does not fit the ranks.
-        UnsupportedError: Tensor parallelism is asked for too.
+        ConfigError: The groups of all ranks are not of one size, or overlap.
+        UnsupportedError: It has groups that hold one model together as well.
     """
-    size, data = requested_slices(config), _number(config.get("data_parallel_size"))
-    if mesh is not None:
-        data, size = _mesh_sizes(mesh, size)
-    found = _from_mpu(mpu)
-    if found is None and size > 1:
-        found = SequenceParallel(sequence_topology(size))
-    if found is None:
-        return None
-    topology, ranks = found.topology, found.axis.world
-    if size not in (1, ranks):
-        raise ConfigError(f"sequence_parallel_size is {size}, and the sequence-parallel group of the mpu object has {ranks} ranks")
-    if size > 1 and data is not None and data != topology.replicas:
-        raise ConfigError(
-            f"data_parallel_size is {data} and sequence_parallel_size {ranks}, which makes {data * ranks} "
-            f"ranks; there are {topology.world}. Set data_parallel_size to {topology.replicas}, or leave it out"
-        )
-    section = config.get("tensor_parallel")
-    tensor = section.get("autotp_size") if isinstance(section, Mapping) else None
-    if tensor not in (None, 0, 1, "0", "1"):
-        raise UnsupportedError(
-            f"tensor_parallel.autotp_size is {tensor} and sequences are divided over {ranks} ranks: the two cannot be "
-            "combined; zero_optimization.stage 3 shards the parameters over all ranks of both axes"
-        )
-    return found
-
-
-def requested_slices(config: Mapping[str, Any]) -> int:
-    """``sequence_parallel_size`` of a configuration as the user gave it; 1 where it asks for none."""
-    return max(1, _number(config.get("sequence_parallel_size")) or 1)
-
-
-def _number(value: Any) -> int | None:
-    """``value`` of a configuration as a whole number; None for what is none: the schema says what is wrong with it."""
-    try:
-        return None if value is None else int(value)
-    except (TypeError, ValueError):
-        return None
-
-
-def _mesh_sizes(mesh: Any, size: int) -> tuple[int, int]:
-    try:
-        data, sequence = (int(part) for part in mesh)
-    except (TypeError, ValueError):
-        raise ConfigError(f"mesh_param is {mesh!r}; (data-parallel size, sequence-parallel size) is allowed") from None
-    if size not in (1, sequence):
-        raise ConfigError(f"mesh_param is {mesh!r} and sequence_parallel_size {size}; make them equal")
-    return data, sequence
-
-
-def _from_mpu(mpu: Any) -> SequenceParallel | None:
     if isinstance(mpu, SequenceParallel):
         return mpu
     if not hasattr(mpu, "get_sequence_parallel_group") or mpu.get_sequence_parallel_world_size() <= 1:
@@ -148,8 +102,3 @@ def _from_mpu(mpu: Any) -> SequenceParallel | None:
     if model is not None and model.size() > 1 and dist.get_process_group_ranks(model) != dist.get_process_group_ranks(sequence):
         raise UnsupportedError("the mpu object has model-parallel and sequence-parallel groups: the two cannot be combined")
     return SequenceParallel(join_sequence(sequence, joint))
-
-
-def count_slices_once(config: dict[str, Any], topology: Topology) -> dict[str, Any]:
-    """``config`` with ``train_batch_size`` counted over groups where it was counted over ranks, or over one group."""
-    return count_replicas_once(config, topology.replicas, (1, topology.world))

@@ -12,7 +12,7 @@ from torch import nn
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import Topology, build_topology, topology_around
-from hf_zero.config.batch import count_replicas_once
+from hf_zero.config.mesh import requested_ranks
 from hf_zero.config.read import read_config
 from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.errors import ConfigError
@@ -24,30 +24,10 @@ from hf_zero.tensor_parallel.overrides import overrides_of
 from hf_zero.tensor_parallel.plan import WHOLE, TpPlan
 from hf_zero.tensor_parallel.planner import make_plan
 from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
+from hf_zero.tensor_parallel.sharded_elsewhere import require_whole
 from hf_zero.tensor_parallel.trace import Inputs
 
 _WINDOWS, _WINDOW = 4, 256  # what is looked at of a weight that is still in its file
-
-
-def requested_ranks(config: Mapping[str, Any]) -> int:
-    """``tensor_parallel.autotp_size`` of a configuration as the user gave it; 1 where it asks for none."""
-    section = config.get("tensor_parallel")
-    size = section.get("autotp_size") if isinstance(section, Mapping) else None
-    try:
-        return max(1, int(size or 1))
-    except (TypeError, ValueError):
-        return 1  # the schema says what is wrong with it
-
-
-def count_groups_once(config: dict[str, Any], groups: int, ranks: int) -> dict[str, Any]:
-    """``config`` with a ``train_batch_size`` over data-parallel ranks where it was given over all ranks.
-
-    Args:
-        config: As the user gave it.
-        groups: Size of the data-parallel axis.
-        ranks: Ranks that hold one model together.
-    """
-    return count_replicas_once(config, groups, (groups * ranks,))
 
 
 def is_split(module: nn.Module) -> bool:
@@ -226,9 +206,11 @@ def tp_model_init(
 
     Raises:
         ConfigError: ``tp_size`` does not fit the ranks, or the model does not divide.
+        UnsupportedError: Another library has divided the model over ranks.
     """
     if tp_group is not None and tp_group.size() != tp_size:
         raise ConfigError(f"tp_model_init: tp_size is {tp_size}, and tp_group has {tp_group.size()} ranks")
+    require_whole(model)
     section = read_config(config) if config is not None else {}
     section = {"autotp_size": tp_size, **(section.get("tensor_parallel") or section)}
     topology = build_topology(model_parallel=tp_size) if tp_group is None else topology_around(dist.get_process_group_ranks(tp_group))

@@ -179,3 +179,25 @@ def test_switched_off_nothing_is_wrapped_and_accelerate_finds_no_deepspeed(launc
     """
     wrapped, told = run_python(code, env={"HF_ZERO": "0"}).splitlines()[-2:]
     assert wrapped == "{}" and "DeepSpeed is not installed" in told
+
+
+MESH_SCRIPT = """
+import json
+from accelerate import Accelerator
+accelerator = Accelerator()
+mesh = accelerator.torch_device_mesh
+sizes = dict(zip(mesh.mesh_dim_names, mesh.shape))
+together = accelerator.deepspeed_plugin.deepspeed_config.get("tensor_parallel", {}).get("autotp_size", 1)
+accelerator.print("REPORT " + json.dumps({"sizes": sizes, "tp": accelerator.parallelism_config.tp_size, "together": together}))
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize("where", ["flag", "file"])
+def test_the_launcher_passes_the_sizes_of_a_parallelism_config_on(where: str, launcher: Path) -> None:
+    script = launcher.with_name("mesh.py")
+    script.write_text(MESH_SCRIPT)
+    if where == "file":
+        launcher.write_text(launcher.read_text() + yaml.safe_dump({"parallelism_config": {"parallelism_config_tp_size": 2}}))
+    flags = ["--use_deepspeed", "--parallelism_config_tp_size", "2"] if where == "flag" else []
+    assert report_of(launch_on_ranks(launcher, script, flags=flags)) == {"sizes": {"tp": 2}, "tp": 2, "together": 2}

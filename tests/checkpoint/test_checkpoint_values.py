@@ -82,7 +82,7 @@ PLAIN = [
 ]
 
 
-@pytest.mark.parametrize("value", PLAIN, ids=lambda value: f"{type(value).__name__}-{value!r}"[:40])
+@pytest.mark.parametrize("value", PLAIN, ids=lambda value: "set" if isinstance(value, set) else f"{type(value).__name__}-{value!r}"[:40])
 def test_value_comes_back_with_its_type(value: Any) -> None:
     back = round_trip(value)
     assert type(back) is type(value) and back == value

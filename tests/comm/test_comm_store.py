@@ -12,7 +12,7 @@ from datetime import timedelta
 import pytest
 
 from hf_zero.comm import store
-from tests.support.processes import REPO, environment
+from tests.support.processes import REPO, environment, run_python
 
 SCRIPT = """
 import json, os, torch, torch.distributed as dist
@@ -72,3 +72,29 @@ def test_an_address_that_is_not_here_or_taken() -> None:
     held = store._listen(socket.AF_INET, "127.0.0.1", port)
     assert held is not None and store._listen(socket.AF_INET, "127.0.0.1", port) is None
     os.close(held)
+
+
+_ALONE = """
+    from hf_zero.comm.bootstrap import init_distributed
+    from hf_zero.errors import CollectiveError
+    try:
+        init_distributed(dist_backend="gloo")
+    except CollectiveError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "text"),
+    [
+        ("1", "did not reach rank 0 at 127.0.0.1:{port} within 1.2 s: "),
+        ("0", "could not meet the others at 127.0.0.1:{port}: "),
+    ],
+)
+def test_a_rank_that_meets_nobody_says_so_in_one_line(rank: str, text: str) -> None:
+    port = str(free_port())
+    variables = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DEEPSPEED_TIMEOUT": "0.02"}
+    variables["PYTHONPATH"] = str(REPO)
+    (line,) = run_python(_ALONE, env=variables).splitlines()
+    assert line.startswith(f"rank {rank} of 2 on {socket.gethostname()} {text.format(port=port)}")
+    assert line.endswith("DEEPSPEED_TIMEOUT says how many minutes to wait")

@@ -56,6 +56,7 @@ class _Gradients:
     has_local: bool = False
     passed: bool = False
     was_late: bool = False
+    left: bool = False  # a sum that goes to the replicas next
     pool: Any = field(default_factory=lambda: SimpleNamespace(clear=lambda: None))
 
     @property
@@ -68,9 +69,15 @@ class _Gradients:
 
     def start_reduce(self) -> None:
         self.unit.log.append(f"reduce {self.unit.name}")
-        self.has_local = False
+        self.has_local, self.left = False, True
 
     def finish_reduce(self) -> None: ...
+
+    def start_all_reduce(self) -> bool:
+        sent, self.left = self.left, False
+        if sent:
+            self.unit.log.append(f"cross {self.unit.name}")
+        return sent
 
     def begin_backward(self) -> None:
         self.complete = self.passed = False
@@ -146,8 +153,8 @@ def test_ranks_that_run_other_blocks_issue_the_same_sequence(model: _Model, data
     late = [any(flags) for flags in zip(*told, strict=True)]
     logs = [_backward(model, ran, late)[0] for ran in ranks]
     assert logs[1:] == logs[:1] * 3
-    reduced = [line for line in logs[0] if line.startswith("reduce")]
-    assert len(reduced) == len(model.sizes) + 1 + sum(late)
+    for part in ("reduce", "cross"):  # the two parts of a reduction where shards have replicas
+        assert sum(line.startswith(part) for line in logs[0]) == len(model.sizes) + 1 + sum(late)
 
 
 @given(_MODELS)
@@ -241,4 +248,4 @@ def test_two_reductions_are_under_way_at_most() -> None:
     for entry in reversed(entries):
         entry.arrive()
     reducer.proceed()
-    assert log == ["reduce b3", "reduce b2", "reduce b1", "finish b3", "reduce b0", "finish b2"]
+    assert log == ["reduce b3", "reduce b2", "reduce b1", "finish b3", "cross b3", "reduce b0", "finish b2", "cross b2"]

@@ -220,6 +220,16 @@ def test_mistakes(words: list[str], message: str, hostfile: str, capsys: pytest.
     assert message in capsys.readouterr().err
 
 
+def test_instead_of_ssh_the_command_of_each_host_is_told(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--hostfile", hostfile, "--include", "worker-1:1@worker-2", "train.py", "--lr", "1"]
+    assert main(["launch", "--launcher", "pdsh", *words]) == 1
+    told = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines() if line.startswith("- worker-")]
+    for number, command in enumerate(told):
+        assert main(["launch", "--dry-run", "--node_rank", str(number), *words]) == 0
+        assert capsys.readouterr().out == command + "\n"
+    assert len(told) == 2 and told[0].startswith("CUDA_VISIBLE_DEVICES=1 ") and "--node_rank 1 --master_addr worker-1" in told[1]
+
+
 def test_deepspeeds_command_is_ours_or_a_real_ones(
     hostfile: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

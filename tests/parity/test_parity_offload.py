@@ -13,7 +13,7 @@ RUNS = {
     "bf16, clip": Run(dtype="bf16", clip=0.05),
     "fp16, accumulation": Run(dtype="fp16", accumulation=2),
     # The first step overflows and is skipped.
-    "fp16, overflow, clip": Run(dtype="fp16", clip=0.05, scale_power=18),
+    "fp16, overflow, clip": Run(dtype="fp16", clip=0.05, scale_power=18, steps=3),
     "fp32, accumulation, clip": Run(dtype="fp32", accumulation=2, clip=0.05),
 }
 

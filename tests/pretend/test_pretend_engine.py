@@ -115,7 +115,9 @@ def _keeps_nothing(mark: Any, device: torch.device, event: Any = None, keep: Any
 
 
 @pytest.mark.parametrize(
-    ("target", "replacement"), [("Mark.__init__", _keeps_nothing), ("Mark.wait", _nothing), ("Mark.order", _nothing)], ids=str
+    ("target", "replacement"),
+    [("Mark.__init__", _keeps_nothing), ("Mark.wait", _nothing), ("Mark.order", _nothing)],
+    ids=["init", "wait", "order"],
 )
 def test_a_forgotten_wait_is_noticed(target: str, replacement: Any) -> None:
     outcomes = ranks.observe_ranks(

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
+from hf_zero.config.mesh import requested_slices
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
 from hf_zero.sequence_parallel.batches import UlyssesSPDataLoaderAdapter, is_slice, prepare
 from hf_zero.sequence_parallel.layer import DistributedAttention
 from hf_zero.sequence_parallel.positions import require_even_temperature
-from hf_zero.sequence_parallel.state import requested_slices
 from tests.support import ranks, sp_breadth, zoo
 from tests.support.sequences import LENGTH, Data, build, cut, llama, loss_over_slices
 

@@ -51,7 +51,7 @@ def offload(name: str, runs: list[Run], only: list[str], keys: dict[str, Any] | 
             with blocks_of(way) as blocks:
                 trace, _ = train_case(name, run, {**blocks, **(keys or {})})
             found = difference(trace, plain)
-            assert trace.skipped == plain.skipped and found.within(limits_of(run.dtype)), f"{label}: {found}"
+            assert trace.skipped == plain.skipped and found.within(limits_of(run)), f"{label}: {found}"
             if pretend.loaded():
                 assert _copies()[0] > late and _copies()[1] == pageable, f"{label}: copies that overlap nothing"
                 assert pretend.recorded() == recorded, f"{label}: memory that is reused when the host catches up, not before"
@@ -101,10 +101,10 @@ def cpu_checkpointing() -> None:
     for host in (False, True):
         checkpointing.configure(None, checkpoint_in_cpu=host)
         torch.manual_seed(0)
-        engine = initialize(_HostInputs().train(), Run(stage=3, dtype="bf16"))
+        engine = initialize(_HostInputs().train(), Run(stage=3, dtype="bf16", steps=3))
         late, pageable = _copies()
         torch.manual_seed(1)
-        trace = train(engine, CASES["mlp"].rows, class_loss, Run(stage=3, dtype="bf16"))
+        trace = train(engine, CASES["mlp"].rows, class_loss, Run(stage=3, dtype="bf16", steps=3))
         found.append((trace, _copies()[0] - late))
         assert _copies()[1] == pageable
         engine.destroy()

@@ -17,20 +17,22 @@ from tests.support import ranks, trainers
 from tests.support.processes import REPO
 
 
-def accelerate_environment(config: Path) -> dict[str, str]:
+def accelerate_environment(config: Path, flags: Sequence[str] = ()) -> dict[str, str]:
     """The variables that ``accelerate launch --config_file`` gives its ranks: all of the launcher but the ranks' start."""
     import torch.distributed.run
     from accelerate.commands.launch import launch_command, launch_command_parser
 
     found: dict[str, str] = {}
-    words = ["--config_file", str(config), "--main_process_port", str(ranks._free_port()), "script.py"]
+    words = ["--config_file", str(config), "--main_process_port", str(ranks._free_port()), *flags, "script.py"]
     with contextlib.chdir(REPO), mock.patch.object(torch.distributed.run, "run", lambda _: found.update(os.environ)):
         launch_command(launch_command_parser().parse_args(words))
     assert found, "the launcher started nothing"
     return {name: value for name, value in found.items() if name != "PYTHONPATH" and os.environ.get(name) != value}
 
 
-def launch_on_ranks(config: Path, script: Path, *words: str, group: bool = False, world: int = 2, **environment: str) -> str:
+def launch_on_ranks(
+    config: Path, script: Path, *words: str, group: bool = False, world: int = 2, flags: Sequence[str] = (), **environment: str
+) -> str:
     """What ``accelerate launch --config_file config script words`` prints, on ranks of the pool.
 
     Args:
@@ -39,9 +41,10 @@ def launch_on_ranks(config: Path, script: Path, *words: str, group: bool = False
         *words: Of the script's command line.
         group: The process group is there before the script.
         world: Ranks.
+        flags: Of the launcher.
         **environment: More variables.
     """
-    variables = {**accelerate_environment(config), **environment}
+    variables = {**accelerate_environment(config, flags), **environment}
     return "".join(ranks.run_ranks(_run, world, script, words, timeout=240, group=group, env=variables))
 
 

@@ -90,7 +90,9 @@ def train_case(name: str, run: Run, blocks: dict[str, Any]) -> tuple[Trace, dict
     def feed(step: int, micro: int, rank: int) -> Batch:
         return case.rows(step, micro, rank)
 
-    engine = initialize(case.build(), Run(**{**vars(run), "extra": {**run.extra, **sections(run.stage, blocks)}}))
+    extra = sections(run.stage, blocks)
+    extra["zero_optimization"] = {**run.extra.get("zero_optimization", {}), **extra["zero_optimization"]}
+    engine = initialize(case.build(), Run(**{**vars(run), "extra": {**run.extra, **extra}}))
     trace = train(engine, feed, case.forward, run)
     moments = {
         parameter_name: safe_get_full_optimizer_state(parameter, "exp_avg_sq").clone()

@@ -9,20 +9,21 @@ import pytest
 import torch
 from torch import nn
 
+from hf_zero.build.axes import count_samples
 from hf_zero.build.policies import gradient_policy, precision_policy
+from hf_zero.config.mesh import Mesh
 from hf_zero.config.resolve import resolve
 from hf_zero.core.stages import stage_policy
 from hf_zero.deepspeed.served import groups
 from hf_zero.deepspeed.served.settings import DeepSpeedConfig
-from hf_zero.sequence_parallel.state import count_slices_once
-from hf_zero.tensor_parallel.split import count_groups_once
 from tests.support import ranks
 
-AXES: Any = SimpleNamespace(replicas=2, world=4)
 
+@pytest.mark.parametrize("mesh", [Mesh(dp_shard=2, sp=2), Mesh(dp_shard=2, tp=2), Mesh(dp_replicate=2, tp=2)])
+def test_a_total_over_all_ranks_is_counted_over_groups_only_where_nothing_else_explains_it(mesh: Mesh) -> None:
+    def count(config: dict[str, Any]) -> dict[str, Any]:
+        return count_samples(config, mesh)
 
-@pytest.mark.parametrize("count", [lambda config: count_slices_once(config, AXES), lambda config: count_groups_once(config, 2, 2)])
-def test_a_total_over_all_ranks_is_counted_over_groups_only_where_nothing_else_explains_it(count: Any) -> None:
     two = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}
     assert count(two) == two, "two of three keys: accumulation is 2"
     three = {**two, "gradient_accumulation_steps": 1}

@@ -140,9 +140,9 @@ def test_what_disagrees_is_named() -> None:
     first, second = ranks.run_ranks(errors, 2)
     assert first[:3] == second[:3]
     assert "tp_size is 4, and tp_group has 2 ranks" in first[0]
-    assert "autotp_size is 2, and the model-parallel group of the mpu object has 1 rank(s)" in first[1]
+    assert "- tensor_parallel.autotp_size: tp 2" in first[1] and "get_model_parallel_group()): tp 1" in first[1]
     assert "the model is split over 2 ranks, tensor_parallel.autotp_size asks for 1" in first[2]
-    assert "ranks [0, 1] hold the model together since tp_model_init, and the mpu object names no model-parallel group" in first[3]
+    assert "- tp_model_init: tp 2" in first[3] and "get_model_parallel_group()): tp 1" in first[3]
 
 
 def adapters_after_the_split() -> str:

@@ -39,7 +39,7 @@ def consolidated_state_dict(
     """
     entries = _entries(module, exclude_frozen_parameters)
     values = list({id(value): value for value in entries.values()}.values())
-    model = _model_axis(collectives)
+    collectives, model = collectives.data, _model_axis(collectives)
     keeps = collectives.rank == 0 and (model is None or model.rank == 0)
     host = HostCopies(sum(_planned("", value).nbytes for value in values)) if keeps else None
     copies: dict[int, torch.Tensor] = {}
@@ -156,7 +156,7 @@ def write_model_files(
             values.append(value)
     what = f"saving the model to {folder / name}"
     planned = [_planned(names[id(value)], value) for value in values]
-    model = _model_axis(collectives)
+    collectives, model = collectives.data, _model_axis(collectives)
     made: list[ModelFiles] = []
     _on_first_of_both(collectives, model, what, lambda: made.append(ModelFiles(folder, name, planned, limit)))
     try:

@@ -20,16 +20,24 @@ from hf_zero.core.optimizer.owner_states import WholeParam
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 
 
-def param_states(optimizer: WholeTensorOptimizer, file: str) -> tuple[tuple[ParamStateRecord, ...], list[Entry]]:
+def param_states(
+    optimizer: WholeTensorOptimizer, file: str, replica: int = 0, replicas: int = 1
+) -> tuple[tuple[ParamStateRecord, ...], list[Entry]]:
     """What this rank writes of the states: records for the index, and the tensors of ``file``; copies nothing.
+
+    Args:
+        optimizer: Whose states.
+        file: Where this rank writes.
+        replica: Which of the ranks that keep the same states this one is: it writes every ``replicas``-th of them.
+        replicas: How many such ranks there are.
 
     Raises:
         CheckpointError: A state holds an object that cannot be saved; names parameter and key.
     """
     encoder = Encoder()
     records = []
-    for entry in optimizer.whole:
-        if entry.writes and entry.state:
+    for number, entry in enumerate(optimizer.whole):
+        if entry.writes and entry.state and number % replicas == replica:
             values = encoder.encode(dict(entry.state), f"optimizer.state[{entry.slot.name}]")
             records.append(ParamStateRecord(entry.slot.name, file, values))
     return tuple(records), [whole(name, tensor) for name, tensor in encoder.tensors.items()]

@@ -58,7 +58,7 @@ class TrainingState:
         module: The user's module.
         units: Its flat buffers.
         collectives: The axis they are divided over.
-        everyone: All ranks that save and load together; ``collectives`` unless there is a tensor-parallel axis.
+        everyone: All ranks that save and load together; ``collectives`` unless there are replicas or a tensor-parallel axis.
         tensor: The tensor-parallel axis.
         stage: ZeRO stage, for information.
         optimizer: None for an engine that only runs forward.
@@ -77,6 +77,17 @@ class TrainingState:
     counters: Mapping[str, int]
     everyone: Collectives
     tensor: TensorAxis = field(default_factory=TensorAxis)
+
+    @property
+    def writers(self) -> int:
+        """Ranks that share out what is written: the data-parallel ones."""
+        return self.collectives.data.world
+
+    @property
+    def writer(self) -> int:
+        """This rank's place among them: replicas of one shard are side by side, so that a file holds a row of a unit's elements."""
+        replicate = self.collectives.topology.replicate
+        return self.collectives.rank if replicate is None else self.collectives.rank * replicate.world + replicate.rank
 
     def loose_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters that no unit holds: frozen ones at stages 0 to 2, and those that are not floating point."""

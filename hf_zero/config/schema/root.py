@@ -45,7 +45,7 @@ class ZeroConfig(Section):
         None, "Adjacent ranks that share their samples, each with a slice of every sequence; 1 is off. Batch sizes count such groups once"
     )
     data_parallel_size: Count | None = used(
-        None, "Number of groups of sequence_parallel_size ranks, checked against the ranks there are; without that key it has no effect"
+        None, "Ranks, or groups of ranks that share their samples, that train on samples of their own; checked against the ranks there are"
     )
     dataloader_drop_last: Bool = used(False, "Drop the last incomplete batch of the loader the engine builds from training_data")
     optimizer: Optimizer | None = section(

@@ -24,7 +24,6 @@ from hf_zero.config.schema.fields import (
 )
 
 NO_BUCKETS = "every unit is one flat buffer with one collective, so there are no buckets to size"
-ALL_RANKS = "not supported: shards are spread over all ranks"
 
 
 DEFAULT_LEAF_CLASSES: tuple[str, ...] = (
@@ -163,10 +162,9 @@ class ZeroOptimization(Section):
     stage3_allgather_sequential: Bool = accepted(
         False, "Gather parameters one after another instead of coalesced", "a unit is one collective; gathers follow one fixed order"
     )
-    zero_hpz_partition_size: Count = refused(
+    zero_hpz_partition_size: Count = used(
         1,
-        "Ranks that hold a secondary parameter copy; 1 is off",
-        "not supported: use stage 2, or stage 3 with a larger stage3_param_persistence_threshold",
+        "Adjacent ranks (of a node) that keep all parameters between them from the first gather to the update (stage 3); 1 is off",
     )
     zero_quantized_weights: Bool = used(
         False, "Stage 3: all-gather parameters as codes of 8 bits; shards, masters and saved weights stay exact"
@@ -176,8 +174,10 @@ class ZeroOptimization(Section):
         False, "Stages 1 to 3, 16-bit training: reduce gradients as codes of 4 bits, by an all-to-all, summed in fp32 in rank order"
     )
     zeropp_loco_param: LocoParam | None = section(None, "Error feedback of quantized gradients (LoCo)")
-    mics_shard_size: Int = refused(-1, "Ranks per shard group; -1 is off", ALL_RANKS)
-    mics_hierarchical_params_gather: Bool = refused(False, "Gather inside and across nodes in two steps", ALL_RANKS)
+    mics_shard_size: Int = used(-1, "Data-parallel ranks per shard group, each of which holds everything (stages 1 to 3); -1 is all")
+    mics_hierarchical_params_gather: Bool = accepted(
+        False, "Gather inside and across nodes in two steps", "gathers never leave the shard group, which a node can hold"
+    )
     memory_efficient_linear: Bool = accepted(
         True,
         "Replace torch.nn.functional.linear with a version that saves memory",

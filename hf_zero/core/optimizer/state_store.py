@@ -11,7 +11,7 @@ from hf_zero.core.optimizer.sub_groups import SubGroupStepper
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.unit import Unit
-from hf_zero.core.units.values import publish
+from hf_zero.core.units.values import publish, shard_changed
 from hf_zero.memory import host_memory
 from hf_zero.native.passes import LOW_TYPES
 from hf_zero.ops.host_optimizer import HostOptimizer
@@ -73,7 +73,7 @@ class StateStore:
             lows = {segment.tensor: low for segment in self.segments if (low := segment.low) is not None}
             self.inner.step(grad_factor=float(factor), lows=lows)
             for unit in self.units:
-                unit.shard_storage.changed(unit)
+                shard_changed(unit)
         else:
             self.inner.step()
             publish(self.units)
@@ -89,7 +89,7 @@ class StateStore:
             if segments:
                 grads = [segment.gradient(by_unit[id(unit)]) for segment in segments]
                 stepper.step(segments, grads, float(factor), [segment.low for segment in segments] if writes_shards else None)
-            unit.shard_storage.changed(unit) if writes_shards else publish([unit])
+            shard_changed(unit) if writes_shards else publish([unit])
             updated(unit)
         stepper.finish()
 

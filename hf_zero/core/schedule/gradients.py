@@ -41,12 +41,14 @@ class GradientExchange:
         collectives: Network of the reductions.
         policy: Element types and factors.
         keeps_whole: Nothing is reduced: each rank keeps its own gradients, whole, for the optimizer. Changes only between optimizer steps.
+        completes: The backward that runs completes an optimizer step; the reducer says.
     """
 
     def __init__(self, collectives: Collectives, policy: GradientPolicy) -> None:
         self.collectives = collectives
         self.policy = policy
         self.keeps_whole = False
+        self.completes = True
 
     @property
     def scale(self) -> float:
@@ -112,6 +114,10 @@ class GradientPlace:
     def zeros(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
         """The gradient of a unit that no backward has reached."""
         return torch.zeros(unit.layout.shard_numel, dtype=dtype, device=unit.collectives.topology.device)
+
+    def fetch(self, unit: Unit, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """``total`` in ``dtype`` where the device can add to it; it may be ``total`` itself."""
+        return total.to(dtype)
 
     def settle(self, unit: Unit) -> None:
         """Waits until the sum can be read; from any thread."""
@@ -311,6 +317,23 @@ class UnitGradients:
         received = sent if pending.result is None else pending.result  # an all-reduce works in place
         if received is not sent:
             self.pool.give(sent)
+        self._take(received, sent.dtype)
+
+    def start_all_reduce(self) -> bool:
+        """Sends off to the replicas of the shard, if there are any, what the last reduction has left to be sent; collective.
+
+        Returns:
+            Whether something was sent: ``finish_reduce`` ends this part too.
+        """
+        return False
+
+    def _take(self, received: torch.Tensor, travelled: torch.dtype) -> None:
+        """Adds a sum over ranks to ``shard``.
+
+        Args:
+            received: The sum, (shard_numel,), without ``post_scale``.
+            travelled: Its type on the network.
+        """
         if self._policy.post_scale != 1.0:
             received.mul_(self._policy.post_scale)
         self.shard = self.place.add(self.unit, self.shard, received, self._policy.accumulation_dtype)
@@ -328,9 +351,10 @@ class UnitGradients:
             self._write_kept()
             self._zero_unwritten(flat)
             return flat
-        if self.held() is None:
-            self.shard = self.place.zeros(self.unit, self._policy.accumulation_dtype)
-        return self.shard  # type: ignore[return-value]
+        held = self.held()
+        if held is None:
+            held = self.shard = self.place.zeros(self.unit, self._policy.accumulation_dtype)
+        return held
 
     def held(self) -> torch.Tensor | None:
         """As ``reduced``, ready to be read; None if no backward reached the unit."""

@@ -104,6 +104,7 @@ class Reducer:
         self._order: BackwardOrder | None = None  # of this backward's reductions and unshards; None where it unshards nothing
         self._sent = 0  # entries of the queue that were sent in this backward
         self._flying: deque[UnitGradients] = deque()
+        self._crossing: deque[UnitGradients] = deque()  # on their way between replicas of the shards
 
     def _sort(self) -> None:
         self._queue = self.gradients[::-1]
@@ -114,14 +115,16 @@ class Reducer:
 
     # -- one backward -------------------------------------------------------------------------------------------------
 
-    def begin(self, reduces: bool, factor: float = 1.0) -> None:
+    def begin(self, reduces: bool, factor: float = 1.0, completes: bool = True) -> None:
         """A backward begins, or the one that runs turns out to be a micro-step.
 
         Args:
             reduces: Its gradients are reduced in it; otherwise summed up where they are, until a backward that reduces.
             factor: What they are multiplied with.
+            completes: They complete an optimizer step.
         """
         self._reduces, self._factor = reduces and not self.exchange.keeps_whole, factor
+        self.exchange.completes = completes
 
     def order_with_unshards(self, positions: Mapping[int, int], sizes: Sequence[int], reach: int) -> None:
         """The backward unshards: its unshards and reductions get one order, the same on every rank.
@@ -190,7 +193,12 @@ class Reducer:
 
     def _finish(self, leave: int = 0) -> None:
         while len(self._flying) > leave:
-            self._flying.popleft().finish_reduce()
+            entry = self._flying.popleft()
+            entry.finish_reduce()
+            if entry.start_all_reduce():
+                self._crossing.append(entry)
+        while len(self._crossing) > leave:
+            self._crossing.popleft().finish_reduce()
 
     def flush(self) -> None:
         """Ends a backward: sends what is left, in order; collective if it reduces."""
@@ -206,7 +214,7 @@ class Reducer:
     def reduce_deferred(self) -> None:
         """Reduces what earlier backwards have left where it was; collective."""
         if not self.exchange.keeps_whole:
-            self._reduces = True
+            self._reduces = self.exchange.completes = True
             self.flush()
 
     def _send_late(self) -> None:
@@ -235,6 +243,7 @@ class Reducer:
         for entry in self.gradients:
             entry.clear()
         self._flying.clear()
+        self._crossing.clear()
         self._reset()
 
     def _reset(self) -> None:

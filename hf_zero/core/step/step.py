@@ -79,7 +79,7 @@ class Stepper:
             factor: What its gradients are multiplied with.
         """
         self.prepare(boundary)
-        self.reducer.begin(self.settings.stage.reduces(boundary, in_no_sync), factor)
+        self.reducer.begin(self.settings.stage.reduces(boundary, in_no_sync), factor, completes=boundary)
 
     def prepare(self, boundary: bool) -> None:
         """Makes optimizer and units ready for a backward."""
@@ -98,7 +98,7 @@ class Stepper:
 
     def _require_all(self) -> None:
         unused = [name for gradients in self.reducer.gradients for name in gradients.unused()]
-        by_rank = self.collectives.gather_objects(unused, "parameters without gradient")
+        by_rank = self.collectives.data.gather_objects(unused, "parameters without gradient")
         if self._model is not None:
             by_rank = [line for part in self._model.collectives.gather_objects(by_rank, "parameters without gradient") for line in part]
         # In the model's order, each once; every rank has the same lists.
@@ -118,7 +118,7 @@ class Stepper:
             StateError: On every rank, if ranks have begun different numbers of micro-steps, or a parameter had no gradient and each must
                 have one; nothing has changed then.
         """
-        require_same_pace(self.collectives, self.runtime.micro_steps)
+        require_same_pace(self.collectives.data, self.runtime.micro_steps)
         if self.settings.wants_all:
             self._require_all()
         with span("finish_reduce"):
@@ -135,6 +135,8 @@ class Stepper:
                 factor = clip_factor(norm, self.settings.max_norm) / self.scaler.scale
             with span("update"):
                 self.runtime.reshard_for_update()
+                for unit in self.optimizer.units:
+                    unit.secondary.forget()  # an update that goes on after the step is not told of
                 spreads: list[Pending | None] = []
                 self.optimizer.update(shards, factor, lambda unit: spreads.append(all_gather_updated(unit)))
             with span("spread"):

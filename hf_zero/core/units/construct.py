@@ -47,6 +47,7 @@ def build_unit(name: str, members: Sequence[NamedParam], dtype: torch.dtype, spe
         [member.group for member in members],
         dtype,
         collectives.world if spec.shards else 1,
+        collectives.data.world if spec.shards else 1,
     )
     params = [members[index].param for index in order]
     wide = _widest([dtype, *(param.dtype for param in params)])
@@ -54,7 +55,7 @@ def build_unit(name: str, members: Sequence[NamedParam], dtype: torch.dtype, spe
     for slot, param in zip(layout.slots, params, strict=True):
         _copy_value(values[slot.range.start : slot.range.stop], param, slot.name)
     if spec.sync_values and any(find_unit(param) is None for param in params):
-        collectives.broadcast(values, 0, name)
+        collectives.data.broadcast(values, 0, name)
     buffer = values if wide == dtype else host_memory.cast(values, dtype)
     unit = Unit(layout, params, spec, buffer)
     if unit.trainable:

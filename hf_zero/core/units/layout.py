@@ -131,7 +131,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def build_layout(
-    name: str, params: Sequence[tuple[str, torch.Size]], groups: Sequence[int], dtype: torch.dtype, world: int
+    name: str, params: Sequence[tuple[str, torch.Size]], groups: Sequence[int], dtype: torch.dtype, world: int, pieces: int = 1
 ) -> tuple[UnitLayout, tuple[int, ...]]:
     """Places parameters in a flat buffer, param group by param group and in the given order within one.
 
@@ -141,6 +141,7 @@ def build_layout(
         groups: Param group of each parameter, ``FROZEN`` for none.
         dtype: Their common type.
         world: Ranks that will share the buffer.
+        pieces: A multiple of ``world``: the buffer can be cut into so many equal parts too.
 
     Returns:
         The layout, and for each of its slots the index into ``params``.
@@ -152,5 +153,6 @@ def build_layout(
         numel = math.prod(shape)
         slots.append(ParamSlot(param_name, torch.Size(shape), numel, offset, groups[index]))
         offset = round_up(offset + numel, ALIGNMENT)
-    padded = max(round_up(offset, world * ALIGNMENT), world * ALIGNMENT)
+    multiple = max(world, pieces) * ALIGNMENT
+    padded = max(round_up(offset, multiple), multiple)
     return UnitLayout(name, tuple(slots), padded, world, dtype), order

@@ -19,6 +19,7 @@ from hf_zero.core.units.layout import FROZEN, UnitLayout
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.own_part import OwnPart, require_memory
 from hf_zero.core.units.pins import Pins
+from hf_zero.core.units.secondary import SecondaryCopy
 from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
 from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.whole_buffer import WholeBuffer
@@ -39,6 +40,7 @@ class UnitSpec:
         shard_storage: Where shards rest between uses.
         listener: Is told what happens to the parameters.
         quantized: The schedule's all-gathers carry codes of 8 bits, see [Note: exact values].
+        node: Network of the ranks that keep secondary copies between them, see [Note: secondary copies].
     """
 
     collectives: Collectives
@@ -49,6 +51,7 @@ class UnitSpec:
     shard_storage: ShardStorage = ON_DEVICE
     listener: ParamListener = field(default_factory=ParamListener)
     quantized: bool = False
+    node: Collectives | None = None
 
 
 class Unit:
@@ -70,6 +73,7 @@ class Unit:
         reshards: Whether the whole buffer goes away between uses.
         shard_storage: Where the shard rests between uses.
         listener: Is told what happens to the parameters.
+        secondary: What the ranks of a node keep between them.
         state: Where the parameters are.
         exact: The whole buffer holds, or is about to hold, the values of the shards; else those of their codes.
     """
@@ -85,6 +89,7 @@ class Unit:
         self.state = UnitState.UNSHARDED
         self.pins = Pins()
         self.listener = spec.listener
+        self.secondary = SecondaryCopy(spec.node)
         self.whole = WholeBuffer(layout, buffer, self.params)
         own = buffer[self.owned.start : self.owned.stop]
         self.shard_storage = spec.shard_storage
@@ -146,7 +151,11 @@ class Unit:
         if self.own.offloaded:
             require_memory(self.own.shard, f"unit {self.name}")
         self.whole.allocate()
-        self._pending = self.start_all_gather(exact)
+        if self.secondary.holds(exact or not self._quantized):
+            self.exact = self.secondary.exact
+            self._pending = self.secondary.all_gather(self.whole.flat, self.name)
+        else:
+            self._pending = self.start_all_gather(exact)
         self._enter(UnitState.UNSHARDING)
 
     def start_all_gather(self, exact: bool) -> Pending:
@@ -199,6 +208,7 @@ class Unit:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
+            self.secondary.keep(self.whole.flat, self.exact)
 
     def _enter(self, state: UnitState) -> None:
         self.state = state

@@ -19,7 +19,13 @@ def publish(units: Sequence[Unit]) -> None:
         shards, masters = zip(*changed, strict=True)
         torch._foreach_copy_(shards, masters)
     for unit in units:
-        unit.shard_storage.changed(unit)
+        shard_changed(unit)
+
+
+def shard_changed(unit: Unit) -> None:
+    """The shard was written to: copies of it are forgotten; local, on every rank."""
+    unit.shard_storage.changed(unit)
+    unit.secondary.forget()
 
 
 def all_gather_updated(unit: Unit) -> Pending | None:
@@ -38,7 +44,7 @@ def write_back(unit: Unit) -> None:
             shard = unit.shard.to(values.device)
             values = torch.where(values == coded(shard), shard, values)
         unit.shard.copy_(values)
-        unit.shard_storage.changed(unit)
+        shard_changed(unit)
     unit.own.refresh_master()
 
 
@@ -51,5 +57,5 @@ def write_back_assigned(unit: Unit) -> None:
 def broadcast_from(unit: Unit, source: int) -> None:
     """Makes the whole buffer equal to rank ``source``'s on all ranks, and shards and masters with it; collective."""
     unit.whole.adopt()
-    unit.collectives.broadcast(unit.full, source, unit.name)
+    unit.collectives.data.broadcast(unit.full, source, unit.name)
     write_back(unit)

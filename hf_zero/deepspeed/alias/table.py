@@ -172,6 +172,7 @@ PROVIDED: Final[dict[str, str]] = {
         for path in ("", "stage3.")
     },
     **{f"deepspeed.{path}.Init": _INIT for path in ("zero", "runtime.zero", "runtime.zero.partition_parameters")},
+    **{f"deepspeed.{path}.MiCS_Init": "hf_zero.integrations.loading:MiCSInit" for path in ("zero", "runtime.zero", "runtime.zero.mics")},
     "deepspeed.zero.partition_parameters": "deepspeed.runtime.zero.partition_parameters",
     "deepspeed.runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor": (
         "hf_zero.deepspeed.served.construction:zero_wrapper_for_fp_tensor_constructor"
@@ -363,8 +364,7 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.runtime.zero.stage3": "one engine serves every stage; use deepspeed.initialize(...) and engine.optimizer",
     "deepspeed.runtime.zero.parameter_offload": "one engine serves every stage; use deepspeed.initialize(...) and engine.optimizer",
     "deepspeed.zero.TiledLinear": "tiled layers are not implemented; ZeRO stage 3 shards a layer of any size",
-    "deepspeed.zero.MiCS_Init": "MiCS is not implemented; use deepspeed.zero.Init",
-    "deepspeed.runtime.zero.mics": "MiCS is not implemented; use deepspeed.zero.Init",
+    "deepspeed.runtime.zero.mics": "only MiCS_Init is provided; zero_optimization.mics_shard_size is all that deepspeed.initialize() needs",
     "deepspeed.zero.ZeroParamType": "use the parameter's ds_status and deepspeed.zero.ZeroParamStatus",
     "deepspeed.runtime.dataloader": "pass training_data to deepspeed.initialize, or a torch DataLoader to accelerate",
     "deepspeed.runtime.data_pipeline": "data efficiency is not implemented; do it in the dataset or the sampler",

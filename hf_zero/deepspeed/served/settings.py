@@ -5,12 +5,12 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
+from hf_zero.config.mesh import requested_slices
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
 from hf_zero.config.view import ConfigView, MonitorView, ZeroView
 from hf_zero.deepspeed.served.comm import get_world_size
 from hf_zero.deepspeed.served.groups import _get_sequence_parallel_world_size, get_data_parallel_world_size
-from hf_zero.sequence_parallel.state import requested_slices
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "adagrad", "lion"
 LAMB_OPTIMIZER, MUON_OPTIMIZER = "lamb", "muon"

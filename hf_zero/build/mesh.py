@@ -1,0 +1,90 @@
+"""The mesh of an engine: what the configuration, the arguments, the environment and the libraries around it say, as one description."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from hf_zero.comm.mpu import MODEL_GROUPS, model_parallel_group
+from hf_zero.config.mesh import SHARD_GROUP, Claim, Mesh, claims_of_config, claims_of_environment, claims_of_pair, solve
+from hf_zero.sequence_parallel.state import sequence_groups
+from hf_zero.tensor_parallel.apply import ranks_of
+from hf_zero.tensor_parallel.sharded_elsewhere import require_whole
+
+sources: list[Callable[[], list[Claim]]] = []
+"""Where layers above say what the libraries that they serve know of the mesh."""
+
+_OF_MPU = f"the model-parallel group of the mpu object ({' or '.join(f'{name}()' for name in MODEL_GROUPS)})"
+
+
+def mesh_of(source: Mapping[str, Any], mpu: Any = None, mesh_param: Any = None, model: nn.Module | None = None) -> Mesh:
+    """The mesh of an engine, which every source fits; collective where ``mpu`` is another library's object.
+
+    Args:
+        source: The configuration as the user gave it.
+        mpu: Object with groups, or None.
+        mesh_param: (data-parallel size, sequence-parallel size), or None.
+        model: The user's module; it may be split over ranks already.
+
+    Raises:
+        ConfigError: Sources contradict each other, or do not fit the ranks.
+        UnsupportedError: Something that is not provided is asked for, or another library has divided the model over ranks.
+    """
+    if model is not None:
+        require_whole(model)
+    of_groups, ranks = _claims_of_mpu(mpu)
+    claims = [*claims_of_pair(mesh_param), *of_groups, *_claims_around(source)]
+    split = ranks_of(model) if model is not None else None
+    if split:
+        claims.append(Claim("tp", len(split), "tp_model_init"))
+    return solve(claims, ranks)
+
+
+def shard_groups(source: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> int:
+    """Into how many shard groups ``zero.Init`` divides ``group`` (default: all ranks), before there is a model or an engine.
+
+    Args:
+        source: The configuration as the user gave it.
+        group: A script's own; None is all ranks.
+
+    Raises:
+        ConfigError: Sources contradict each other, or do not fit the ranks.
+    """
+    claims = _claims_around(source)
+    if group is not None:  # one of the data-parallel ranks: nobody shares samples in it
+        claims = [claim for claim in claims if claim.axis in ("dp_replicate", SHARD_GROUP)]
+    return solve(claims, dist.get_world_size(group)).dp_replicate if shards(source) else 1
+
+
+def shards(source: Mapping[str, Any]) -> bool:
+    """Whether the stage of a configuration, as the user gave it, shards anything; True is the old form of stage 1."""
+    zero = source.get("zero_optimization")
+    return str(zero.get("stage", 0)) != "0" if isinstance(zero, Mapping) else bool(zero)
+
+
+def _claims_around(source: Mapping[str, Any]) -> list[Claim]:
+    """What is said outside the calls: the configuration, the environment, the libraries."""
+    return [*claims_of_config(source), *claims_of_environment(os.environ), *(claim for further in sources for claim in further())]
+
+
+def _claims_of_mpu(mpu: Any) -> tuple[list[Claim], int]:
+    """What the groups of a script's object say, and the ranks that they cover."""
+    if mpu is None:
+        return [], dist.get_world_size()
+    sequence = sequence_groups(mpu)
+    if sequence is not None:
+        return [Claim("sp", sequence.axis.world, "the sequence-parallel group of the mpu object")], sequence.topology.world
+    if not hasattr(mpu, "get_data_parallel_group"):
+        return [], dist.get_world_size()
+    found, data = model_parallel_group(mpu), mpu.get_data_parallel_group().size()
+    size = found.size() if found is not None else 1
+    return [Claim("tp", size, _OF_MPU)], data * size
+
+
+def is_to_split(mesh: Mesh) -> bool:
+    """Whether somebody wants the model split over ranks; a script that only hands over groups has split its own."""
+    return any(claim.axis == "tp" and claim.size > 1 and claim.source != _OF_MPU for claim in mesh.claims)

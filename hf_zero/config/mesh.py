@@ -1,0 +1,255 @@
+"""The ranks of a run as a mesh of named axes: what each source says of it, and the one description that all of them fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_zero.errors import ConfigError, UnsupportedError
+
+AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+"""From the outside in: ranks that are adjacent are near each other, so what sends most often is innermost."""
+
+DATA = "dp"  # dp_replicate and dp_shard together
+SHARD_GROUP = "shard group"  # the ranks that parameters are divided over: dp_shard, cp and sp together
+_VARIABLE = "PARALLELISM_CONFIG_{}_SIZE"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one source says of one axis.
+
+    Attributes:
+        axis: One of ``AXES``, or a product of some of them: ``DATA`` or ``SHARD_GROUP``.
+        size: How many ranks.
+        source: Who says it, as its user knows it: a key, an argument, a variable.
+    """
+
+    axis: str
+    size: int
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.axis} {self.size}"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the axes, whose product is the number of ranks, and who said so. Rank 0 is the first in every axis, ``tp`` runs fastest.
+
+    Attributes:
+        dp_replicate: Shard groups, each of which holds everything.
+        dp_shard: Ranks of a shard group that train on samples of their own.
+        cp: Ranks that share sequences through context parallelism; always 1.
+        sp: Ranks that share sequences through sequence parallelism.
+        tp: Ranks that hold one model together.
+        claims: What the sources said.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    sp: int = 1
+    tp: int = 1
+    claims: tuple[Claim, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def replicas(self) -> int:
+        """Ranks, or groups of ranks, that train on samples of their own: the data-parallel size."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that train on the same samples together."""
+        return self.cp * self.sp * self.tp
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Every axis with its size, from the outside in."""
+        return {axis: int(getattr(self, axis)) for axis in AXES}
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The axes of more than one rank, from the outside in."""
+        return {axis: size for axis, size in self.sizes.items() if size > 1}
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
+
+
+# -- what sources say --------------------------------------------------------------------------------------------------
+
+
+def claims_of_config(config: Mapping[str, Any], where: str = "") -> list[Claim]:
+    """What the keys of a configuration say, as the user gave it; of what is no number the schema says what is wrong with it.
+
+    Args:
+        config: The configuration.
+        where: Which one it is, where there are several.
+    """
+    found = {
+        "tp": ("tensor_parallel.autotp_size", requested_ranks(config)),
+        "sp": ("sequence_parallel_size", requested_slices(config)),
+    }
+    claims = [Claim(axis, size, key + where) for axis, (key, size) in found.items() if size > 1]
+    data = _number(config.get("data_parallel_size"))
+    if data is not None and data > 0:
+        claims.append(Claim(DATA, data, f"data_parallel_size{where}"))
+    group = _number(_section(config, "zero_optimization").get("mics_shard_size"))
+    if group is not None and group > 0:
+        claims.append(Claim(SHARD_GROUP, group, f"zero_optimization.mics_shard_size{where}"))
+    return claims
+
+
+def requested_ranks(config: Mapping[str, Any]) -> int:
+    """``tensor_parallel.autotp_size`` of a configuration as the user gave it; 1 where it asks for none."""
+    return max(1, _number(_section(config, "tensor_parallel").get("autotp_size")) or 1)
+
+
+def requested_slices(config: Mapping[str, Any]) -> int:
+    """``sequence_parallel_size`` of a configuration as the user gave it; 1 where it asks for none."""
+    return max(1, _number(config.get("sequence_parallel_size")) or 1)
+
+
+def claims_of_environment(environ: Mapping[str, str]) -> list[Claim]:
+    """What ``accelerate launch`` has written into the environment; a 1 there is a default and says nothing.
+
+    Raises:
+        ConfigError: A variable is no whole number from 1 on.
+    """
+    claims = []
+    for axis in AXES:
+        name = _VARIABLE.format(axis.upper())
+        size = _number(environ.get(name, 1))
+        if size is None or size < 1:
+            raise ConfigError(f"environment variable {name} is {environ[name]!r}; a whole number from 1 on is allowed")
+        if size > 1:
+            claims.append(Claim(axis, size, name))
+    return claims
+
+
+def claims_of_pair(mesh_param: Any) -> list[Claim]:
+    """What DeepSpeed's ``mesh_param`` says: (data-parallel size, sequence-parallel size), or None.
+
+    Raises:
+        ConfigError: It is no such pair.
+    """
+    if mesh_param is None:
+        return []
+    try:
+        data, sequence = (int(part) for part in mesh_param)
+    except (TypeError, ValueError):
+        raise ConfigError(f"mesh_param is {mesh_param!r}; (data-parallel size, sequence-parallel size) is allowed") from None
+    return [Claim(DATA, data, "mesh_param"), Claim("sp", sequence, "mesh_param")]
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _number(value: Any) -> int | None:
+    try:
+        return None if value is None else int(value)
+    except (TypeError, ValueError):
+        return None
+
+
+# -- one description ---------------------------------------------------------------------------------------------------
+
+
+def solve(claims: Iterable[Claim], ranks: int) -> Mesh:
+    """The mesh of ``ranks`` that fits every claim.
+
+    An axis that nobody speaks of has one rank; but ``dp_shard`` takes what the others leave.
+
+    Raises:
+        ConfigError: Claims contradict each other, or their product is not the number of ranks. The message shows all of them.
+        UnsupportedError: Context parallelism, or sequence and tensor parallelism together.
+    """
+    said = tuple(dict.fromkeys(claims))
+    sizes = _agreed(said)
+    _require_served(said, sizes)
+    shared = math.prod(sizes.get(axis, 1) for axis in ("cp", "sp", "tp"))
+    if ranks % shared:
+        raise ConfigError(_misfit(said, ranks, f"{shared} ranks (cp x sp x tp) are to share their samples", _divisors(ranks)))
+    data = ranks // shared
+    if sizes.get(DATA, data) != data:
+        raise ConfigError(_misfit(said, ranks, f"{sizes[DATA]} x {shared} makes {sizes[DATA] * shared} ranks", [data], DATA))
+    replicate = _shard_groups(said, sizes, ranks, data)
+    if data % replicate:
+        raise ConfigError(_misfit(said, ranks, f"dp_replicate is {replicate}", _divisors(data), "dp_replicate"))
+    shard, cp, sp, tp = sizes.get("dp_shard", data // replicate), *(sizes.get(axis, 1) for axis in ("cp", "sp", "tp"))
+    mesh = Mesh(replicate, shard, cp, sp, tp, said)
+    if mesh.ranks != ranks:
+        raise ConfigError(_misfit(said, ranks, f"{mesh} makes {mesh.ranks} ranks", [data // replicate], "dp_shard"))
+    return mesh
+
+
+def _agreed(claims: Sequence[Claim]) -> dict[str, int]:
+    """The size of each axis that is spoken of."""
+    sizes: dict[str, int] = {}
+    for claim in claims:
+        if claim.size < 1:
+            raise ConfigError(f"{claim.source} is {claim.size}; a whole number from 1 on is allowed")
+        if sizes.setdefault(claim.axis, claim.size) != claim.size:
+            against = [other for other in claims if other.axis == claim.axis]
+            raise ConfigError(
+                f"the mesh of ranks is described in several places that contradict each other:\n{_listed(against)}\n"
+                "Say it once, or say the same everywhere"
+            )
+    return sizes
+
+
+def _require_served(claims: Sequence[Claim], sizes: Mapping[str, int]) -> None:
+    context, sequence, model = (
+        next((claim for claim in claims if claim.axis == axis and claim.size > 1), None) for axis in ("cp", "sp", "tp")
+    )
+    if context is not None:
+        raise UnsupportedError(
+            f"{context.source} is {context.size}: context parallelism is not provided. Sequence parallelism divides sequences over ranks "
+            f"too: ParallelismConfig(sp_size={context.size}, sp_backend='deepspeed'), or sequence_parallel_size in the configuration"
+        )
+    if sequence is not None and model is not None:
+        raise UnsupportedError(
+            f"{model.source} is {model.size} and {sequence.source} is {sequence.size}, tensor and sequence parallelism: the two cannot be "
+            "combined; zero_optimization.stage 3 shards the parameters over all ranks of both axes"
+        )
+
+
+def _shard_groups(claims: Sequence[Claim], sizes: Mapping[str, int], ranks: int, data: int) -> int:
+    """``dp_replicate``, which the size of a shard group says too."""
+    group = sizes.get(SHARD_GROUP)
+    if group is None:
+        return sizes.get("dp_replicate", 1)
+    together = sizes.get("cp", 1) * sizes.get("sp", 1)
+    if (data * together) % group or group % together:
+        usable = [found * together for found in _divisors(data)]
+        raise ConfigError(
+            _misfit(claims, ranks, f"shard groups of {group} do not divide {data * together} data-parallel ranks", usable, SHARD_GROUP)
+        )
+    found = data * together // group
+    if sizes.get("dp_replicate", found) != found:
+        made = f"dp_replicate {sizes['dp_replicate']} x shard group {group} makes {sizes['dp_replicate'] * group} data-parallel ranks"
+        raise ConfigError(_misfit(claims, ranks, made, [data * together // sizes["dp_replicate"]], SHARD_GROUP))
+    return found
+
+
+def _misfit(claims: Sequence[Claim], ranks: int, found: str, usable: Sequence[int], axis: str = "") -> str:
+    fits = f"{axis} {' or '.join(map(str, usable))} would fit".strip()
+    return f"the mesh does not fit the {ranks} rank(s): {found}; {fits}. It is described by\n{_listed(claims)}"
+
+
+def _listed(claims: Iterable[Claim]) -> str:
+    return "\n".join(f"- {claim}" for claim in claims)
+
+
+def _divisors(number: int) -> list[int]:
+    return [found for found in range(1, number + 1) if number % found == 0]

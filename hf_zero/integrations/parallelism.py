@@ -1,0 +1,151 @@
+"""accelerate's ParallelismConfig beside a DeepSpeed plugin: one mesh for the configuration, the loaders and the engine.
+
+[Note: ParallelismConfig] Of a ParallelismConfig beside a DeepSpeed plugin accelerate itself reads ``sp_size`` only: with other sizes it
+trains on as if they were not there, or fails. So as soon as an ``AcceleratorState`` exists, what all sources say becomes one mesh
+(``config.mesh``). The sizes are written where accelerate and Trainer look for them: ``tensor_parallel.autotp_size`` of the plugin's
+configuration, by which they share out samples and count tokens, and the sizes of the ParallelismConfig that were left out.
+``initialize`` finds the rest here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from hf_zero.comm.process_groups import device_mesh
+from hf_zero.config.mesh import AXES, Claim, Mesh, claims_of_config, claims_of_environment, requested_ranks, solve
+from hf_zero.errors import ConfigError
+
+_MESH = "_hf_zero_mesh"  # in accelerate's state, which a reset clears
+_USE = "ACCELERATE_USE_PARALLELISM_CONFIG"
+
+
+def start_accelerator_state(method: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> None:
+    """``AcceleratorState(...)``, which settles the mesh where it is the first one with a DeepSpeed plugin; collective then.
+
+    Raises:
+        ConfigError: The sources contradict each other or do not fit the ranks.
+        UnsupportedError: Something that is not provided is asked for.
+    """
+    method(state, *args, **kwargs)
+    if not _is_ours(state):
+        return
+    given = kwargs.get("parallelism_config")
+    if _MESH in vars(state):
+        _require_same(state, given)
+        return
+    try:
+        mesh = _solve(state)
+        _tell(state, mesh)
+    except BaseException:
+        type(state)._reset_state()  # so that a notebook can try again
+        raise
+    setattr(state, _MESH, mesh)
+
+
+def claims_of_accelerate() -> list[Claim]:
+    """What the process' ParallelismConfig says, where an Accelerator with a DeepSpeed plugin has been made."""
+    module = sys.modules.get("accelerate.state")
+    state = vars(module)["AcceleratorState"]._shared_state if module is not None else {}
+    return list(claims_of_sizes(state.get("parallelism_config"))) if _MESH in state else []
+
+
+def claims_of_sizes(parallelism_config: Any) -> Iterator[Claim]:
+    """What the sizes of a ParallelismConfig say; a 1 is a default and says nothing."""
+    for axis in AXES:
+        size = getattr(parallelism_config, f"{axis}_size", None) or 1
+        if size > 1:
+            yield Claim(axis, size, f"ParallelismConfig.{axis}_size")
+
+
+def prepare_tensor_parallel(method: Callable[..., Any], accelerator: Any, *args: Any) -> Any:
+    """``Accelerator._prepare_tp``, which is for models that transformers has sharded; ``initialize`` splits its own."""
+    return args if _is_ours(accelerator.state) else method(accelerator, *args)
+
+
+def validate_launch(method: Callable[..., Any], args: Any) -> Any:
+    """accelerate's check of the flags of ``accelerate launch``, which allows a ParallelismConfig beside FSDP only."""
+    sizes = [f"parallelism_config_{axis}_size" for axis in AXES]
+    asked = args.use_parallelism_config or any((getattr(args, name, 1) or 1) > 1 for name in sizes)
+    if not (asked and args.use_deepspeed):
+        return method(args)
+    args.use_parallelism_config = False
+    found = method(args)
+    args.use_parallelism_config = True
+    return found
+
+
+def _is_ours(state: Any) -> bool:
+    return getattr(vars(state).get("distributed_type"), "value", None) == "DEEPSPEED" and bool(vars(state).get("deepspeed_plugins"))
+
+
+def _require_same(state: Any, given: Any) -> None:
+    present = vars(state).get("parallelism_config")
+    if given is None or given is present:
+        return
+    if dict.fromkeys(claims_of_sizes(given)) != dict.fromkeys(claims_of_sizes(present)):
+        raise ConfigError(
+            f"an Accelerator of this process has {vars(state)[_MESH]}, and another ParallelismConfig is given: {given!r}. All "
+            "Accelerators of a process share one; AcceleratorState._reset_state() begins anew"
+        )
+
+
+def _solve(state: Any) -> Mesh:
+    """The mesh of a new state."""
+    config, said = vars(state).get("parallelism_config"), claims_of_environment(os.environ)
+    if config is None and said and hasattr(state, "parallelism_config"):
+        raise ConfigError(
+            f"{said[0].source} is {said[0].size} and no ParallelismConfig was made of it: accelerate reads these variables where {_USE} is "
+            "true, or where a script gives ParallelismConfig() to its Accelerator"
+        )
+    plugins = _plugins(state)
+    several = len(plugins) > 1
+    for name, plugin in plugins.items():
+        said = [*claims_of_config(plugin.deepspeed_config, f" of the plugin {name!r}" if several else ""), *said]
+    mesh = solve([*claims_of_sizes(config), *said], state.num_processes)
+    if config is not None and mesh.sp != getattr(config, "sp_size", 1):
+        raise ConfigError(
+            f"sequence_parallel_size is {mesh.sp} in the configuration, and the ParallelismConfig has sp_size 1: give it sp_size={mesh.sp} "
+            "too, by which accelerate cuts what its loaders give"
+        )
+    return mesh
+
+
+def _plugins(state: Any) -> dict[str, Any]:
+    found = vars(state)["deepspeed_plugins"]
+    return found if isinstance(found, dict) else {"": found}
+
+
+def _tell(state: Any, mesh: Mesh) -> None:
+    """Writes the sizes to where accelerate and Trainer look for them; collective."""
+    for plugin in _plugins(state).values() if mesh.tp > 1 else ():
+        if requested_ranks(plugin.deepspeed_config) == 1:
+            section = plugin.deepspeed_config.get("tensor_parallel") or {}
+            plugin.deepspeed_config["tensor_parallel"] = {**section, "autotp_size": mesh.tp}
+    config = vars(state).get("parallelism_config")
+    made = torch_mesh(mesh, state.device.type) if config is not None or mesh.sharers > 1 or mesh.dp_replicate > 1 else None
+    if config is not None:
+        for axis, size in mesh.sizes.items():
+            if axis in config._sizes:
+                config._set_size(axis, size)
+        config.device_mesh = made
+    state.device_mesh = made
+
+
+def torch_mesh(mesh: Mesh, device_type: str) -> Any:
+    """``mesh`` as torch's DeviceMesh, with the joint names that accelerate gives it too; None for one rank. Collective.
+
+    Args:
+        mesh: The sizes.
+        device_type: "cpu", "cuda", ...
+    """
+    if mesh.ranks == 1 or not dist.is_initialized():
+        return None
+    parts = {"dp": ("dp_replicate", "dp_shard"), "dp_shard_cp": ("dp_shard", "cp"), "dp_cp": ("dp_replicate", "dp_shard", "cp")}
+    dims = mesh.dims
+    joint = {name: [axis for axis in axes if axis in dims] for name, axes in parts.items()}
+    return device_mesh(dims, device_type, {name: axes for name, axes in joint.items() if axes})

@@ -1,0 +1,122 @@
+"""Secondary copies inside a node (`zero_hpz_partition_size`): the same bits as stage 3 without them, and fewer bytes over all links."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import ranks
+from tests.support.models import CASES, TwoBlocks
+from tests.support.parity import Run, check_bitwise, check_case, initialize, train
+
+
+def hpz(size: int, **zero: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"zero_hpz_partition_size": size, **zero}}
+
+
+def _same_bits(name: str, size: int, dtype: str, accumulation: int, **zero: Any) -> None:
+    settings: dict[str, Any] = {"stage": 3, "dtype": dtype, "accumulation": accumulation, "clip": 0.1}
+    trace, _ = check_case(name, Run(**settings, extra=hpz(size, **zero)))
+    case, run = CASES[name], Run(**settings, extra={"zero_optimization": zero})
+    engine = initialize(case.build(), run)
+    expected = train(engine, lambda *at: case.rows(*at), case.forward, run)
+    engine.destroy()
+    check_bitwise(trace, expected, name)
+
+
+@pytest.mark.parametrize(("dtype", "accumulation"), [("fp32", 2), ("bf16", 1), ("fp16", 3)])
+def test_nodes_of_two_ranks(dtype: str, accumulation: int) -> None:
+    for name in ("gpt2", "mixtral"):
+        ranks.run_ranks(_same_bits, 4, name, 2, dtype, accumulation)
+
+
+@pytest.mark.parametrize(("world", "size"), [(6, 3), (6, 2)])
+def test_six_ranks(world: int, size: int) -> None:
+    ranks.run_ranks(_same_bits, world, "mlp", size, "fp32", 2)
+
+
+def _offloaded() -> None:
+    both = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    _same_bits("mlp", 2, "bf16", 2, **both)
+
+
+def test_shards_and_states_on_the_host() -> None:
+    ranks.run_ranks(_offloaded, 4)
+
+
+def _written() -> None:
+    """What a script writes counts where it is kept, and is dropped where it is not: the copy is of neither."""
+    import hf_zero
+
+    engine = initialize(CASES["mlp"].build(), Run(stage=3, extra=hpz(2)))
+    param = engine.module.head.weight
+    for value, modifier in ((0.5, 1), (0.25, None), (0.75, 3)):
+        with hf_zero.zero.GatheredParameters([param], modifier_rank=modifier):
+            param.data.fill_(value)
+        with hf_zero.zero.GatheredParameters([param]):
+            assert bool((param == (0.5 if modifier is None else value)).all()), value
+    hf_zero.utils.safe_set_full_fp32_param(param, torch.full(param.ds_shape, 2.0))
+    with hf_zero.zero.GatheredParameters([param]):
+        assert bool((param == 2.0).all())
+    engine.destroy()
+
+
+def test_values_that_a_script_writes() -> None:
+    ranks.run_ranks(_written, 4)
+
+
+def _bytes(size: int, accumulation: int) -> tuple[int, int, int, int]:
+    import hf_zero
+
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "zero_hpz_partition_size": size}
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
+    model = TwoBlocks()
+    config["gradient_accumulation_steps"] = accumulation
+    engine, *_ = hf_zero.initialize(model=model, model_parameters=model.parameters(), config=config)
+    node = engine.units[0].secondary._node
+    gathers = all_before = node_before = 0
+    for _ in range(2):
+        all_before, node_before = engine.collectives.sent_bytes, node.sent_bytes
+        for _ in range(accumulation):
+            engine.backward(engine(torch.ones(2, 8)))
+            engine.step()
+    root = sum(unit.layout.padded_numel for unit in engine.runtime.root.units)
+    gathers = engine.collectives.sent_bytes - all_before
+    whole = sum(unit.layout.padded_numel for unit in engine.units)
+    engine.destroy()
+    return gathers, node.sent_bytes - node_before, whole, root
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_bytes_of_a_step(accumulation: int) -> None:
+    """Over all ranks each parameter is gathered once per optimizer step; all else stays inside the node."""
+    for everywhere, inside, whole, root in ranks.run_ranks(_bytes, 4, 2, accumulation):
+        votes = 2 * (8 + accumulation * (4 + 4 * 3))  # two rounds each
+        assert everywhere == whole * 4 * 3 // 4 + _all_reduced(8, 4) + votes
+        assert inside == (2 * accumulation - 1) * whole * 4 // 2 - accumulation * root * 4 // 2
+
+
+def _all_reduced(nbytes: int, world: int) -> int:
+    return 2 * (world - 1) * nbytes // world
+
+
+@pytest.mark.parametrize(
+    ("stage", "size", "words"),
+    [
+        (2, 2, ("ConfigError", "zero_hpz_partition_size", "stage` is 2", "set that to 3")),
+        (3, 3, ("ConfigError", "zero_hpz_partition_size is 3", "the 4 ranks", "1, 2, 4 would")),
+    ],
+)
+def test_refusals(stage: int, size: int, words: tuple[str, ...]) -> None:
+    for answer in ranks.run_ranks(_refusal, 4, stage, size):
+        assert all(word in answer for word in words), answer
+
+
+def _refusal(stage: int, size: int) -> str:
+    try:
+        initialize(CASES["mlp"].build(), Run(stage=stage, extra=hpz(size))).destroy()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

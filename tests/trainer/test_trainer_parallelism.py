@@ -1,0 +1,103 @@
+"""Trainer with a ParallelismConfig beside a DeepSpeed configuration: losses, tokens, evaluation, predictions, saved model, resuming."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support import ranks
+from tests.support.models import CASES
+from tests.support.tp_trainer import arguments, losses, norms, zero_config
+from tests.support.trainers import clean_state, rows
+
+pytest.importorskip("accelerate", minversion="1.12")
+pytest.importorskip("transformers", minversion="5.0")
+
+EVALUATED, STEPS = 9, 4
+
+
+def parallelism(sizes: dict[str, int]) -> Any:
+    from accelerate import ParallelismConfig
+
+    return ParallelismConfig(**{f"{axis}_size": size for axis, size in sizes.items()})
+
+
+def evaluated() -> list[dict[str, torch.Tensor]]:
+    """Without masks: Trainer weighs the rows that ranks evaluate together by their tokens."""
+    return rows(EVALUATED, 2, masked=False)
+
+
+def trained(trainer: Any, resume: str | None = None) -> dict[str, Any]:
+    trainer.train(resume_from_checkpoint=resume)
+    found = {"losses": losses(trainer), "norms": norms(trainer), "tokens": trainer.state.num_input_tokens_seen}
+    found["eval"] = trainer.evaluate()["eval_loss"]
+    found["predictions"] = trainer.predict(evaluated()).predictions
+    return found
+
+
+def over_ranks(folder: str, stage: int, sizes: dict[str, int], typed: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a run finds, and what one finds that is resumed half-way."""
+    from transformers import Trainer
+
+    from hf_zero.integrations.training_arguments import ZeroTrainingArguments
+
+    found = []
+    for resume in (None, str(Path(folder) / f"checkpoint-{STEPS // 2}")):
+        with clean_state():
+            for name in [name for name in os.environ if name.startswith("PARALLELISM_CONFIG_")]:
+                del os.environ[name]
+            options = {"parallelism_config": parallelism(sizes), "save_strategy": "steps", "save_steps": STEPS // 2}
+            options |= {"include_num_input_tokens_seen": "all", "per_device_eval_batch_size": 1}
+            config = zero_config(stage, 1)
+            if typed:
+                common = {"per_device_train_batch_size": 2, "max_steps": STEPS, "learning_rate": 1e-2, "logging_steps": 1, "report_to": []}
+                options |= {"disable_tqdm": True, "seed": 3, "deepspeed": config}
+                args: Any = ZeroTrainingArguments(output_dir=folder, **common, **options)
+            else:
+                args = arguments(folder, config, max_steps=STEPS, **options)
+            model = CASES["gpt2"].build()
+            trainer = Trainer(model=model, args=args, train_dataset=rows(32, 1), eval_dataset=evaluated())
+            found.append(trained(trainer, resume))
+            if resume is None:
+                trainer.save_model(str(Path(folder) / "saved"))
+            dist.barrier()
+    return found[0], found[1]
+
+
+def one_rank(folder: str, batch: int) -> dict[str, Any]:
+    from transformers import Trainer
+
+    with clean_state():
+        options = {"max_steps": STEPS, "include_num_input_tokens_seen": "all", "per_device_eval_batch_size": 1}
+        args = arguments(folder, None, batch=batch, **options)
+        trainer = Trainer(model=CASES["gpt2"].build(), args=args, train_dataset=rows(32, 1), eval_dataset=evaluated())
+        found = trained(trainer)
+        found["state"] = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "sizes", "typed"),
+    [(2, {"tp": 2}, True), (3, {"dp_replicate": 2, "dp_shard": 2}, False), (1, {"dp_replicate": 2, "dp_shard": 2}, True)],
+)
+def test_trainer_trains_like_one_rank(stage: int, sizes: dict[str, int], typed: bool, tmp_path: Path) -> None:
+    replicas = 4 // sizes.get("tp", 1)
+    expected = ranks.run_ranks(one_rank, 1, str(tmp_path / "one"), 2 * replicas, group=False)[0]
+    for whole, resumed in ranks.run_ranks(over_ranks, 4, str(tmp_path / "four"), stage, sizes, typed, group=False):
+        assert whole["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+        assert whole["norms"] == pytest.approx(expected["norms"], rel=1e-3)
+        assert whole["eval"] == pytest.approx(expected["eval"], rel=1e-4), "each row once"
+        assert whole["predictions"].shape == expected["predictions"].shape
+        assert abs(whole["predictions"] - expected["predictions"]).max() < 2e-3 * abs(expected["predictions"]).max()
+        assert whole["tokens"] == expected["tokens"] * sizes.get("tp", 1)  # Trainer sums what ranks have been given
+        assert resumed["losses"] == pytest.approx(whole["losses"], rel=1e-6)
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(str(tmp_path / "four" / "saved")).state_dict()
+    for name, value in expected["state"].items():
+        torch.testing.assert_close(loaded[name], value, rtol=2e-3, atol=2e-4)
