@@ -238,6 +238,12 @@ class PartsBuilder:
                 "zero_optimization.zero_quantized_gradients and OneBitAdam, which sends signs itself, exclude each other: use Adam, or set "
                 "the key to false"
             )
+        if quantizes and self.topology.replicate is not None:
+            raise UnsupportedError(
+                f"zero_optimization.zero_quantized_gradients with {self.topology.replicate.world} shard groups is not provided: sums "
+                "between the groups would travel as they are. Shard over all ranks (no mics_shard_size or dp_replicate_size; "
+                "zero_hpz_partition_size keeps gathers inside a node), or set the key to false"
+            )
         if quantizes:
             return QuantizedExchange(collectives, policy, policies.error_feedback(self.config))
         if one_bit:

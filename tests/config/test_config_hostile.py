@@ -122,7 +122,12 @@ NUMBERS = {
     if key.fate == "used" and "number" in key.type_text and not any(mark in path for mark in ("*", "<", "[]")) and "elasticity" not in path
 }
 TAKES_LISTS = [path for path, key in NUMBERS.items() if "list" in key.type_text]
-BELOW_ZERO = {"flops_profiler.module_depth": -1, "scheduler.params.last_batch_iteration": -1, "scheduler.params.decay_mom_rate": -1e300}
+BELOW_ZERO = {
+    "flops_profiler.module_depth": -1,
+    "scheduler.params.decay_mom_rate": -1e300,
+    "scheduler.params.last_batch_iteration": -1,
+    "zero_optimization.mics_shard_size": -1,
+}
 UNBOUNDED = {"gradient_clipping", "optimizer.params.max_grad_norm", "optimizer.params.max_coeff", "steps_per_print"}
 TYPES = {"optimizer": "AdamW", "scheduler": "OneCycle"}
 NO_NUMBERS = ["boom", "nan", "", "1e", "0x10", True, {"a": 1}, math.nan, [math.nan], ["boom"], [True], "-inf", -math.inf]

@@ -280,7 +280,6 @@ def test_values_that_do_not_fit(config: dict[str, Any], key: str, allowed: str) 
     [
         ({"aio": {"use_gds": True}}, "aio.use_gds"),
         ({"zero_optimization": {"legacy_stage1": True}}, "zero_optimization.legacy_stage1"),
-        ({"zero_optimization": {"mics_shard_size": 8}}, "zero_optimization.mics_shard_size"),
         ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow"),
         ({"optimizer": {"type": "OneBitLamb", "params": {"lr": 1e-3, "freeze_step": 3}}}, "optimizer.type"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"local_step_clipper": 8}}}, "optimizer.params.local_step_clipper"),

@@ -103,14 +103,14 @@ def test_explain_reads_text_and_base64(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_explain_shows_the_table_and_the_faults_of_a_bad_config(capsys: pytest.CaptureFixture[str]) -> None:
-    bad = '{"zero_optimization": {"stage": 2, "overlap_com": true, "mics_shard_size": 8}}'
+    bad = '{"zero_optimization": {"stage": 2, "overlap_com": true, "legacy_stage1": true}}'
     code, out, err = run(capsys, "explain", bad)
     assert code == 1
     assert "zero_optimization.stage" in out
     assert err.count("zero_optimization.overlap_com`") == 1
     assert "did you mean `zero_optimization.overlap_comm`" in err
-    assert err.count("zero_optimization.mics_shard_size") == 1
-    line = next(line for line in out.splitlines() if "mics_shard_size" in line)
+    assert err.count("zero_optimization.legacy_stage1") == 1
+    line = next(line for line in out.splitlines() if "legacy_stage1" in line)
     assert "refused" in line
 
 

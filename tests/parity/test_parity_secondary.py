@@ -37,6 +37,31 @@ def test_six_ranks(world: int, size: int) -> None:
     ranks.run_ranks(_same_bits, world, "mlp", size, "fp32", 2)
 
 
+def _coded(reads: bool) -> None:
+    """Codes in the gathers over all ranks: the node keeps what they say, whether or not somebody reads exact values before."""
+    import hf_zero
+
+    case, traces = CASES["mlp"], []
+    for node in (1, 2):
+        run = Run(stage=3, dtype="bf16", accumulation=2, extra=hpz(node, zero_quantized_weights=True))
+        engine = initialize(case.build(), run)
+
+        def feed(step: int, micro: int, rank: int, engine: Any = engine) -> Any:
+            if reads:
+                with hf_zero.zero.GatheredParameters(list(engine.module.parameters())):
+                    pass
+            return case.rows(step, micro, rank)
+
+        traces.append(train(engine, feed, case.forward, run))
+        engine.destroy()
+    check_bitwise(traces[1], traces[0], "mlp")
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_codes_say_is_kept(reads: bool) -> None:
+    ranks.run_ranks(_coded, 4, reads)
+
+
 def _offloaded() -> None:
     both = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     _same_bits("mlp", 2, "bf16", 2, **both)

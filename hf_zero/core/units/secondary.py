@@ -14,10 +14,8 @@ class SecondaryCopy:
     [Note: secondary copies] The first all-gather after an update crosses all ranks; what arrived of it is kept in equal parts by the
     ranks of a node, and further ones stay inside the node until the shard changes. It is kept when it arrives, not when the unit is
     resharded: what a script writes into whole parameters is dropped. All ranks gather a unit together and change it together, so they
-    have its copy together.
-
-    Attributes:
-        exact: What is kept are the values of the shards; else those of their codes, see [Note: exact values].
+    have its copy together. Of a unit whose all-gathers carry codes, what the codes say is kept: what forward sees does not depend on who
+    asked for exact values before it.
 
     Args:
         node: Network of the ranks that keep the unit between them; None keeps nothing.
@@ -26,16 +24,15 @@ class SecondaryCopy:
     def __init__(self, node: Collectives | None) -> None:
         self._node = node
         self._part: torch.Tensor | None = None
-        self.exact = True
 
-    def holds(self, exact: bool) -> bool:
-        """Whether the node can make the unit whole, with ``exact`` values where they are asked for."""
-        return self._part is not None and (self.exact or not exact)
+    @property
+    def here(self) -> bool:
+        """Whether the node can make the unit whole."""
+        return self._part is not None
 
-    def keep(self, full: torch.Tensor, exact: bool) -> None:
+    def keep(self, full: torch.Tensor) -> None:
         """Copies this rank's part of ``full`` (padded_numel,), which has just arrived, unless it is here."""
         if self._node is not None and self._part is None:
-            self.exact = exact
             numel = full.numel() // self._node.world
             self._part = full[self._node.rank * numel : (self._node.rank + 1) * numel].clone()
 

@@ -151,8 +151,8 @@ class Unit:
         if self.own.offloaded:
             require_memory(self.own.shard, f"unit {self.name}")
         self.whole.allocate()
-        if self.secondary.holds(exact or not self._quantized):
-            self.exact = self.secondary.exact
+        if self.secondary.here and not (exact and self._quantized):
+            self.exact = not self._quantized
             self._pending = self.secondary.all_gather(self.whole.flat, self.name)
         else:
             self._pending = self.start_all_gather(exact)
@@ -208,7 +208,8 @@ class Unit:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
-            self.secondary.keep(self.whole.flat, self.exact)
+            if self.exact is not self._quantized:
+                self.secondary.keep(self.whole.flat)
 
     def _enter(self, state: UnitState) -> None:
         self.state = state
