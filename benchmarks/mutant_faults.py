@@ -165,7 +165,7 @@ FAULTS: tuple[Fault, ...] = (
             "whole blocks stay stale over an update",
             "                self.runtime.reshard_for_update()\n",
             "",
-            ("tests/parity/test_parity_eval_between.py", MATRIX),
+            (TRACE,),
         ),
         (
             "ranks are not compared at a step",

@@ -86,3 +86,28 @@ def test_sequence_and_bytes_of_a_step(stage: int) -> None:
     for labels, sent, _ in answers:
         assert [label.removeprefix("hf_zero::") for label in labels] == EXPECTED[stage]
         assert sent == expected_bytes[stage]
+
+
+def _step_after_another_forward() -> tuple[int, list[str]]:
+    """Blocks that are whole when a step begins, and the labels of the step."""
+    import hf_zero
+    from hf_zero.core.units.state import UnitState
+    from hf_zero.observe import record_labels
+
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
+    engine, *_ = hf_zero.initialize(model=TwoBlocks(), config=config)
+    engine.backward(engine(torch.ones(2, 8)))
+    engine(torch.ones(2, 8))  # its backward never comes
+    whole = sum(unit.state is UnitState.UNSHARDED for unit in engine.units)
+    with record_labels() as labels:
+        engine.step()
+    assert all(unit.state is UnitState.SHARDED for unit in engine.units)
+    engine.destroy()
+    return whole, labels
+
+
+def test_a_step_reshards_what_a_forward_left_whole_and_gathers_nothing() -> None:
+    for whole, labels in ranks.run_ranks(_step_after_another_forward, 2):
+        assert whole > 0
+        assert not [label for label in labels if "all_gather" in label]
