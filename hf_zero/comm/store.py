@@ -15,6 +15,9 @@ from hf_zero.errors import CollectiveError
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _made = 0  # groups of this process: a second one must not find the addresses of the first
+# Of rank 0, by address and port, as long as the process lives: a rank that is ahead meets for the next group where the last one met, and
+# would lose what it has said there if that went with the last group.
+_listening: dict[tuple[str, int], dist.Store] = {}
 
 
 def store_at_address(timeout: timedelta, environ: Mapping[str, str] | None = None) -> dist.Store | None:
@@ -42,6 +45,8 @@ def store_at_address(timeout: timedelta, environ: Mapping[str, str] | None = Non
     first = environ["RANK"] == "0"
     listening = _listen(family, address, port) if first else None
     store = dist.TCPStore(address, port, int(environ["WORLD_SIZE"]), first, timeout, multi_tenant=True, master_listen_fd=listening)
+    if first:
+        _listening.setdefault((address, port), store)
     return dist.PrefixStore(f"hf_zero_group_{_made}", store)
 
 

@@ -333,6 +333,7 @@ def _run(job: Job, rank: int, world_size: int) -> tuple[Any, collective_order.Re
     import torch
     import torch.distributed as dist
 
+    from hf_zero.comm import comms_log
     from tests.support.collective_log import recording
 
     values = (rank, rank, world_size, world_size, "127.0.0.1", job.port)
@@ -364,6 +365,7 @@ def _run(job: Job, rank: int, world_size: int) -> tuple[Any, collective_order.Re
         finally:
             torch.set_default_dtype(torch.float32)
             torch.set_grad_enabled(True)
+            comms_log.stop_log()  # of a configuration that asked for one
             gc.collect()
             if dist.is_initialized():
                 dist.destroy_process_group()
