@@ -20,7 +20,7 @@ from hf_zero.checkpoint.engine_checkpoints import EngineCheckpoints
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.own_groups import borrow, give_back, own_topology
-from hf_zero.comm.topology import Topology, divide_replicas
+from hf_zero.comm.topology import Topology, divide_replicas, require_divisor
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.engine import EngineParts
 from hf_zero.core.generation import Generation
@@ -42,7 +42,7 @@ from hf_zero.core.units.grouping import modules_kept_unsharded
 from hf_zero.core.units.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.unit import Unit
-from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.errors import UnsupportedError
 from hf_zero.memory import heap
 from hf_zero.metrics import build_sinks
 from hf_zero.offload.policy import Offloading
@@ -188,6 +188,7 @@ class PartsBuilder:
         return UnshardSchedule(root, blocks, limits, self.collectives.data)
 
     def _reducer(self, units: list[Unit], one_bit: bool) -> Reducer:
+        self._check_quantized(one_bit)
         collectives, topology = self.collectives, self.topology
         if self.stage.parameters_sharded and topology.world > 1:
             collectives = self._borrow(topology)
@@ -210,12 +211,7 @@ class PartsBuilder:
         topology, size = self.topology, self.config.zero_optimization.zero_hpz_partition_size
         if size == 1 or not self.stage.parameters_sharded:
             return None
-        if topology.world % size:
-            usable = ", ".join(str(found) for found in range(1, topology.world + 1) if topology.world % found == 0)
-            raise ConfigError(
-                f"zero_optimization.zero_hpz_partition_size is {size}, which does not divide the {topology.world} ranks that parameters "
-                f"are sharded over; {usable} would"
-            )
+        require_divisor(size, topology.world, "zero_optimization.zero_hpz_partition_size", "ranks that parameters are sharded over")
         if size == topology.world:
             return None  # the shards are that copy
         node = replace(divide_replicas(topology, topology.world // size), replicate=None)
@@ -231,7 +227,8 @@ class PartsBuilder:
         self._borrowed.append(collectives.topology)
         return collectives
 
-    def _exchange(self, collectives: Collectives, policy: GradientPolicy, one_bit: bool) -> GradientExchange:
+    def _check_quantized(self, one_bit: bool) -> None:
+        """Refuses what does not go with quantized gradients; before any process group is made."""
         quantizes = self.config.zero_optimization.zero_quantized_gradients
         if quantizes and one_bit:
             raise UnsupportedError(
@@ -244,7 +241,9 @@ class PartsBuilder:
                 "between the groups would travel as they are. Shard over all ranks (no mics_shard_size or dp_replicate_size; "
                 "zero_hpz_partition_size keeps gathers inside a node), or set the key to false"
             )
-        if quantizes:
+
+    def _exchange(self, collectives: Collectives, policy: GradientPolicy, one_bit: bool) -> GradientExchange:
+        if self.config.zero_optimization.zero_quantized_gradients:
             return QuantizedExchange(collectives, policy, policies.error_feedback(self.config))
         if one_bit:
             return OneBitExchange(collectives, policy, averages=self.config.gradient_allreduce_op != "sum")

@@ -103,7 +103,7 @@ def build_topology(
     if model_parallel <= 1:
         return axis_over(group, device)
     ranks = dist.get_process_group_ranks(group)
-    _require_divisor(model_parallel, len(ranks), "tensor_parallel.autotp_size")
+    require_divisor(model_parallel, len(ranks), "tensor_parallel.autotp_size")
     data = [ranks[place::model_parallel] for place in range(model_parallel)]
     groups = divide_twice(group, ("model", model_parallel), data, _adjacent(ranks, model_parallel), device)
     return _newest("model", join_topologies(*groups, device))
@@ -147,7 +147,7 @@ def divide_replicas(topology: Topology, count: int, key: str = "dp_replicate_siz
     Raises:
         ConfigError: ``count`` does not divide the data-parallel ranks.
     """
-    _require_divisor(count, topology.world, key, "data-parallel ranks")
+    require_divisor(count, topology.world, key, "data-parallel ranks")
     if count == 1:
         return topology
     size, device = topology.world // count, topology.device
@@ -177,7 +177,7 @@ def sequence_topology(size: int, key: str = "sequence_parallel_size") -> Topolog
     """
     init_distributed()
     group, ranks = _all_ranks(), list(range(dist.get_world_size()))
-    _require_divisor(size, len(ranks), key, "rank(s)", least=2)
+    require_divisor(size, len(ranks), key, "rank(s)", least=2)
     lines = _adjacent(ranks, size)
     # [Note: cpu:gloo] The differentiable all_gather of torch.distributed.nn, with which scripts join losses, takes ranks of a group for
     # global ones where the group's back end is named "gloo"; under its other name it goes another way, which is right.
@@ -232,7 +232,12 @@ def _adjacent(ranks: list[int], size: int) -> list[list[int]]:
     return [ranks[start : start + size] for start in range(0, len(ranks), size)]
 
 
-def _require_divisor(size: int, world: int, key: str, ranks: str = "ranks", least: int = 1) -> None:
+def require_divisor(size: int, world: int, key: str, ranks: str = "ranks", least: int = 1) -> None:
+    """Refuses a ``size`` of ``key`` that does not divide ``world`` ranks, with those that do.
+
+    Raises:
+        ConfigError: It does not, or is below ``least``.
+    """
     if size < least or world % size:
         usable = ", ".join(str(found) for found in range(1, world + 1) if world % found == 0)
         raise ConfigError(f"{key} is {size}, which does not divide the {world} {ranks}; {usable} would")

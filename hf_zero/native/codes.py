@@ -14,7 +14,7 @@ import torch
 
 from hf_zero.native import codes_reference, triton_codes
 from hf_zero.native.chunks import CHUNK_NUMEL, ChunkTable, Fresh, MoveRule, Sent, Target
-from hf_zero.native.library import Library, announce, library
+from hf_zero.native.library import library_for
 from hf_zero.native.passes import address, floats
 from hf_zero.native.thread_ranges import for_thread_ranges
 
@@ -58,7 +58,7 @@ def compress(
         threads: The most threads to use; the result does not depend on it.
     """
     bits.zero_()
-    native = _native(error)
+    native = library_for(error)
     if native is None:
         _without_library(error).compress(error, table, bits, scales, alive, fresh)
         return
@@ -83,7 +83,7 @@ def recompress(
 ) -> None:
     """``compress`` of ``error`` plus the mean of what workers sent; arguments as in ``compress`` and ``decompress``."""
     bits.zero_()
-    native = _native(error)
+    native = library_for(error)
     if native is None:
         _without_library(error).recompress(error, table, sent, bits, scales, alive)
         return
@@ -108,7 +108,7 @@ def decompress(out: torch.Tensor, table: ChunkTable, sent: Sent, alive: torch.Te
         alive: As in ``compress``; elements that are False become 0.
         threads: The most threads to use; the result does not depend on it.
     """
-    native = _native(out)
+    native = library_for(out)
     if native is None:
         _without_library(out).decompress(out, table, sent, alive)
         return
@@ -132,7 +132,7 @@ def move(master: torch.Tensor, momentum: torch.Tensor, variance: torch.Tensor, r
         rule: Its numbers.
         threads: The most threads to use; the result does not depend on it.
     """
-    native = _native(master)
+    native = library_for(master)
     if native is None:
         codes_reference.move(master, momentum, variance, rule)
         return
@@ -163,7 +163,7 @@ def take(
         alive: As in ``decompress``.
         threads: The most threads to use; the result does not depend on it.
     """
-    native = _native(bits)
+    native = library_for(bits)
     if native is None:
         _without_library(bits).take(table, bits, scales, targets, alive)
         return
@@ -198,15 +198,6 @@ def _for_chunks(first: int, last: int, threads: int, work: Callable[[int, int], 
         work(first + start // CHUNK_NUMEL, first + -(-stop // CHUNK_NUMEL))
 
     for_thread_ranges((last - first) * CHUNK_NUMEL, threads, part, step=CHUNK_NUMEL)
-
-
-def _native(tensor: torch.Tensor) -> Library | None:
-    if tensor.device.type != "cpu":
-        return None
-    found = library()
-    if found is None:
-        announce()
-    return found
 
 
 def _without_library(tensor: torch.Tensor) -> ModuleType:

@@ -82,6 +82,16 @@ def library() -> Library | None:
     return _choose(os.environ.get(VARIABLE, ""))[0]
 
 
+def library_for(tensor: torch.Tensor) -> Library | None:
+    """As ``library``, for the memory that ``tensor`` lies in; None for a device. Says once when the torch reference serves instead."""
+    if tensor.device.type != "cpu":
+        return None
+    found = library()
+    if found is None:
+        announce()
+    return found
+
+
 def status() -> Status:
     """What serves and why; as ``library``."""
     return _choose(os.environ.get(VARIABLE, ""))[1]

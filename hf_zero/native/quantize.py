@@ -24,7 +24,7 @@ import torch
 from hf_zero.errors import HfZeroError
 from hf_zero.native import quantize_reference, triton_quantize
 from hf_zero.native.block_codes import LIMITS, QUANTIZE_BLOCK, KeptError, block_count, codes_of, message_bytes, scales_of
-from hf_zero.native.library import ELEMENT_TYPES, Library, announce, library
+from hf_zero.native.library import ELEMENT_TYPES, library_for
 from hf_zero.native.passes import address
 from hf_zero.native.thread_ranges import for_thread_ranges
 
@@ -54,7 +54,7 @@ def quantize(values: torch.Tensor, messages: torch.Tensor, bits: int, error: Kep
     _require(values, messages, parts, numel, bits)
     if error is not None:
         _require(values, error.messages, parts, numel, 8)
-    native = _native(values)
+    native = library_for(values)
     if native is None:
         _without_library(values).quantize(values, messages, bits, error)
         return
@@ -84,7 +84,7 @@ def dequantize(messages: torch.Tensor, out: torch.Tensor, bits: int, threads: in
     parts, workers = messages.shape[:2]
     numel = out.numel() // max(1, parts)
     _require(out, messages, parts, numel, bits, workers)
-    native = _native(out)
+    native = library_for(out)
     if native is None:
         _without_library(out).dequantize(messages, out, bits)
         return
@@ -125,15 +125,6 @@ def _require(values: torch.Tensor, messages: torch.Tensor, parts: int, numel: in
             f"{messages.dtype} on {messages.device}; 8 or 4 bits, 1D fp32, bf16 or fp16 values that make {parts} equal parts, and {nbytes} "
             "bytes of uint8 in the same memory are expected, contiguous"
         )
-
-
-def _native(tensor: torch.Tensor) -> Library | None:
-    if tensor.device.type != "cpu":
-        return None
-    found = library()
-    if found is None:
-        announce()
-    return found
 
 
 def _without_library(tensor: torch.Tensor) -> ModuleType:

@@ -1,43 +1,22 @@
-"""The codes of 1-bit Adam as Triton kernels, for tensors on a GPU: as many passes over memory as on a host, and the same bits.
-
-[Note: trying a kernel first] Triton needs more than its package: a C compiler for its launcher, a driver that takes its code. The first
-use on a device codes a small vector and compares with plain torch; where that fails, torch's operations serve, and a line says why.
-"""
+"""The codes of 1-bit Adam as Triton kernels, for tensors on a GPU: as many passes over memory as on a host, and the same bits."""
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from hf_zero.native import codes_reference
+from hf_zero.native import codes_reference, triton_trial
 from hf_zero.native.chunks import CHUNK_NUMEL, ChunkTable, Fresh, Sent, Target, build_chunks
-from hf_zero.native.library import TRITON_VARIABLE
-from hf_zero.observe import log_rank0
 
 # Every product and sum rounds by itself, as in torch's operations.
 _EXACT = {"enable_fp_fusion": False}
 
 
 def serves(device: torch.device) -> bool:
-    """Whether these functions serve tensors on ``device``: a GPU where Triton works, unless ``HF_ZERO_TRITON`` is 0."""
-    return device.type == "cuda" and os.environ.get(TRITON_VARIABLE) != "0" and _works(device)
-
-
-@functools.cache
-def _works(device: torch.device) -> bool:
-    """See [Note: trying a kernel first]."""
-    try:
-        same = agrees(device)
-    except Exception as error:  # whatever it is, there is another way
-        log_rank0("1-bit Adam: Triton does not work on %s (%s: %s), torch's operations serve", device, type(error).__name__, error)
-        return False
-    if not same:
-        log_rank0("1-bit Adam: Triton's kernels and torch's operations do not agree on %s, the latter serve", device)
-    return same
+    """Whether these functions serve tensors on ``device``, see [Note: trying a kernel first]."""
+    return triton_trial.serves(device, "1-bit Adam", agrees)
 
 
 def agrees(device: torch.device) -> bool:

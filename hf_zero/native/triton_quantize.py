@@ -1,43 +1,21 @@
-"""The codes of ZeRO++ as Triton kernels, for tensors on a GPU: one pass over memory, and the bits of ``quantize_reference``.
-
-They are tried first, as those of 1-bit Adam are ([Note: trying a kernel first]).
-"""
+"""The codes of ZeRO++ as Triton kernels, for tensors on a GPU: one pass over memory, and the bits of ``quantize_reference``."""
 
 from __future__ import annotations
 
-import functools
-import os
 from typing import Any
 
 import torch
 
-from hf_zero.native import quantize_reference
+from hf_zero.native import quantize_reference, triton_trial
 from hf_zero.native.block_codes import LIMITS, QUANTIZE_BLOCK, KeptError, block_count, codes_of, message_bytes, scales_of
-from hf_zero.native.library import TRITON_VARIABLE
-from hf_zero.observe import log_rank0
 
 # Every product and sum rounds by itself, as in torch's operations.
 _EXACT = {"enable_fp_fusion": False}
 
 
 def serves(device: torch.device) -> bool:
-    """Whether these functions serve tensors on ``device``: a GPU where Triton works, unless ``HF_ZERO_TRITON`` is 0."""
-    return device.type == "cuda" and os.environ.get(TRITON_VARIABLE) != "0" and _works(device)
-
-
-@functools.cache
-def _works(device: torch.device) -> bool:
-    """See [Note: trying a kernel first]."""
-    try:
-        same = agrees(device)
-    except Exception as error:  # whatever it is, there is another way
-        log_rank0(
-            "quantized collectives: Triton does not work on %s (%s: %s), torch's operations serve", device, type(error).__name__, error
-        )
-        return False
-    if not same:
-        log_rank0("quantized collectives: Triton's kernels and torch's operations do not agree on %s, the latter serve", device)
-    return same
+    """Whether these functions serve tensors on ``device``, see [Note: trying a kernel first]."""
+    return triton_trial.serves(device, "quantized collectives", agrees)
 
 
 def agrees(device: torch.device) -> bool:
