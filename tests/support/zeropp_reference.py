@@ -22,7 +22,7 @@ Places = list[tuple[int, list[tuple[str, int, int]]]]  # per unit: padded elemen
 @dataclass(frozen=True)
 class Settings:
     """What is quantized, and the hyper-parameters. ``keep`` None keeps no error; ``node`` ranks of each node add up what they
-    send before it crosses, coded once more, to the others; 0 is one hop."""
+    send before it crosses, coded once more, to the others; 0 is one hop. Each shard group of ``group`` ranks holds everything; 0 is one."""
 
     world: int
     steps: int
@@ -38,6 +38,12 @@ class Settings:
     eps: float = 1e-3
     weight_decay: float = 0.05
     node: int = 0
+    group: int = 0
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a unit is divided."""
+        return self.group or self.world
 
 
 @dataclass
@@ -82,14 +88,16 @@ class Reference:
             self.masters, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=True
         )
         self.errors = [[torch.zeros(padded) for padded, _ in places] for _ in range(settings.world)]
-        self.node_errors = [[torch.zeros(padded) for padded, _ in places] for _ in range(settings.world // (settings.node or settings.world))]
+        self.node_errors = [
+            [torch.zeros(padded) for padded, _ in places] for _ in range(settings.world // (settings.node or settings.world))
+        ]
         self.count = 0
 
     def show(self) -> None:
         """Gives the model the weights that all ranks gather."""
         for shown, master in zip(self.shown, self.masters, strict=True):
             low = master.to(self.settings.dtype)
-            parts = low.chunk(self.settings.world)
+            parts = low.chunk(self.settings.parts)
             shown.copy_(torch.cat([code(part, 127).to(low.dtype) for part in parts]) if self.settings.weights else low)
 
     def gradients(self, rank: int) -> list[Tensor]:
@@ -108,16 +116,20 @@ class Reference:
     def _send(self, values: Tensor, error: Tensor) -> Tensor:
         if not self.settings.gradients:
             return values
-        world, keep = self.settings.world, self.settings.keep
+        parts, keep = self.settings.parts, self.settings.keep
         if keep is not None:
             values = values + error
-        seen = torch.cat([code(part, 7) for part in values.chunk(world)])
+        seen = torch.cat([code(part, 7) for part in values.chunk(parts)])
         if keep is not None:
-            error.copy_(torch.cat([code(part, 127) for part in (error * keep + (values - seen) * (1 - keep)).chunk(world)]))
+            error.copy_(torch.cat([code(part, 127) for part in (error * keep + (values - seen) * (1 - keep)).chunk(parts)]))
         return seen
 
     def sum(self, sent: list[list[Tensor]]) -> list[Tensor]:
         """The sums over all ranks of what each sends."""
+        if self.settings.group:  # the sum of a group crosses in the type of the message, and is added up there
+            groups = [_added(sent[first : first + self.settings.group]) for first in range(0, len(sent), self.settings.group)]
+            low = _added([[total.to(self.settings.dtype) for total in group] for group in groups])
+            return [total.float() for total in low]
         if not self.settings.node:
             return _added(sent)
         nodes = [_added(sent[first : first + self.settings.node]) for first in range(0, len(sent), self.settings.node)]
