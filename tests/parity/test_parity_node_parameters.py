@@ -21,9 +21,9 @@ def inside(size: int | str, **zero: Any) -> dict[str, Any]:
     return {"hf_zero": {"param_shard_size": size}, "zero_optimization": zero}
 
 
-def _cells(name: str, size: int, cells: list[tuple[str, int]], **zero: Any) -> None:
+def _cells(name: str, size: int, cells: list[tuple[str, int]], zero: dict[str, Any] | None = None) -> None:
     for dtype, accumulation in cells:
-        check_case(name, Run(stage=3, dtype=dtype, accumulation=accumulation, clip=0.1, steps=3, extra=inside(size, **zero)))
+        check_case(name, Run(stage=3, dtype=dtype, accumulation=accumulation, clip=0.1, steps=3, extra=inside(size, **(zero or {}))))
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("mixtral", marks=pytest.mark.slow)])
@@ -41,6 +41,12 @@ def test_six_ranks(size: int) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "t5", "albert", "mixtral", "conv"])
 def test_every_cell(name: str, world: int, size: int) -> None:
     ranks.run_ranks(_cells, world, name, size, [(dtype, accumulation) for dtype in ("fp32", "bf16", "fp16") for accumulation in (1, 3)])
+
+
+@pytest.mark.slow
+def test_nodes_inside_shard_groups() -> None:
+    """Two groups of two nodes of two ranks; a reduction has three parts."""
+    ranks.run_ranks(_cells, 8, "gpt2", 2, [("fp32", 3), ("bf16", 1)], {"mics_shard_size": 4})
 
 
 def _skipping() -> None:

@@ -120,6 +120,15 @@ def test_shard_groups() -> None:
     _compare(trace, places, "odd_mlp", 4, run, keys, group=2)
 
 
+@pytest.mark.slow
+def test_shard_groups_of_two_nodes() -> None:
+    """A reduction of three parts: inside the node, over the nodes of a group, and to the other group."""
+    keys = {"w": True, **_LOCO}
+    run = zeropp(3, steps=6, clip=0.05, mics_shard_size=4, **keys)
+    trace, places = ranks.run_ranks(train_case, 8, "odd_mlp", run, env={"LOCAL_WORLD_SIZE": "2"})[0]
+    _compare(trace, places, "odd_mlp", 8, run, keys, group=4, node=2)
+
+
 def train_cases(name: str, runs: list[Run]) -> list[Any]:
     return [train_case(name, run) for run in runs]
 

@@ -126,14 +126,21 @@ class Reference:
 
     def sum(self, sent: list[list[Tensor]]) -> list[Tensor]:
         """The sums over all ranks of what each sends."""
-        if self.settings.group:  # the sum of a group crosses in the type of the message, and is added up there
-            groups = [_added(sent[first : first + self.settings.group]) for first in range(0, len(sent), self.settings.group)]
-            low = _added([[total.to(self.settings.dtype) for total in group] for group in groups])
-            return [total.float() for total in low]
-        if not self.settings.node:
+        size = self.settings.parts
+        groups = [self._sum_of_group(sent[first : first + size], first) for first in range(0, len(sent), size)]
+        if len(groups) == 1:
+            return groups[0]
+        # The sum of a group crosses in the type of the message, and is added up there.
+        low = _added([[total.to(self.settings.dtype) for total in group] for group in groups])
+        return [total.float() for total in low]
+
+    def _sum_of_group(self, sent: list[list[Tensor]], first: int) -> list[Tensor]:
+        node = self.settings.node
+        if not node:
             return _added(sent)
-        nodes = [_added(sent[first : first + self.settings.node]) for first in range(0, len(sent), self.settings.node)]
-        return _added([[self._send(*both) for both in zip(nodes[node], self.node_errors[node], strict=True)] for node in range(len(nodes))])
+        sums = [_added(sent[start : start + node]) for start in range(0, len(sent), node)]
+        errors = self.node_errors[first // node :]
+        return _added([[self._send(*both) for both in zip(one, of_node, strict=True)] for one, of_node in zip(sums, errors, strict=False)])
 
     def step(self, totals: list[Tensor]) -> float:
         """One step with the gradients of all ranks; returns their norm."""
