@@ -1,6 +1,6 @@
 """One rank of one contender of ``two_nodes.py``, started in a node's network namespace, also with the Python of a peer's venv.
 
-Needs only torch, transformers and the contender's package. ``{"steps": K}`` runs K training steps; the answer has seconds per step, the
+Needs only torch and the contender's package. ``{"steps": K}`` runs K training steps; the answer has seconds per step, the
 bytes that this node put on the link per step, and the last loss.
 """
 
@@ -10,16 +10,64 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from processes import open_answers
 from slow_network import sent_bytes
-from torch import nn
-from worker import ADAMW, Step, build_model, engine_loop, make_batch, plain_loop
+from torch import Tensor, nn
 
+ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 BF16 = torch.bfloat16
+Step = Callable[[Tensor], float]
+
+
+class Model(nn.Module):
+    """A decoder of torch's own layers, its head tied to its embedding; the same weights on every rank and in every contender."""
+
+    def __init__(self, size: dict[str, int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        width = size["width"]
+        self.embedding = nn.Embedding(size["vocab"], width)
+        self.positions = nn.Parameter(0.02 * torch.randn(size["length"], width))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, size["heads"], 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+            for _ in range(size["layers"])
+        )
+        self.norm = nn.LayerNorm(width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The loss of tokens (batch, length)."""
+        hidden = self.embedding(tokens) + self.positions
+        mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask)
+        logits = self.norm(hidden) @ self.embedding.weight.T
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def make_batch(step: int, rank: int, size: dict[str, int]) -> Tensor:
+    """Random tokens (batch, length) that depend on step and rank only."""
+    return torch.randint(0, size["vocab"], (size["batch"], size["length"]), generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def torch_loop(model: nn.Module) -> Step:
+    """Forward, backward, fused AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, fused=True)  # type: ignore[arg-type]
+
+    def step(batch: Tensor) -> float:
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return step
 
 
 def ddp(model: nn.Module) -> Step:
@@ -29,16 +77,16 @@ def ddp(model: nn.Module) -> Step:
 
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     wrapped.register_comm_hook(None, bf16_compress_hook)
-    plain = plain_loop(wrapped)
+    plain = torch_loop(wrapped)
 
-    def step(batch: Any) -> float:
+    def step(batch: Tensor) -> float:
         with torch.autocast("cpu", BF16):
             return plain(batch)
 
     return step
 
 
-def fsdp2(model: nn.Module, nodes: int) -> Step:
+def fsdp2(model: Model, nodes: int) -> Step:
     """``fully_shard`` over all ranks, or over the ranks of each of ``nodes`` nodes (HSDP); bf16, resharded after forward."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -46,42 +94,42 @@ def fsdp2(model: nn.Module, nodes: int) -> Step:
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (nodes, world // nodes), mesh_dim_names=("replicate", "shard")) if nodes > 1 else None
     rest: dict[str, Any] = {"mesh": mesh or init_device_mesh("cpu", (world,)), "mp_policy": MixedPrecisionPolicy(BF16, BF16)}
-    for block in model.transformer.h:  # type: ignore[union-attr]
-        fully_shard(block, reshard_after_forward=True, **rest)  # type: ignore[arg-type]
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=True, **rest)
     fully_shard(model, reshard_after_forward=True, **rest)
-    return plain_loop(model)
+    return torch_loop(model)
 
 
 def engine(package: str, zero: dict[str, Any], size: dict[str, int]) -> Step:
-    """The loop of ``hf_zero`` or ``deepspeed``: one configuration for both, its own AdamW over fp32 masters."""
+    """The loop of ``hf_zero`` or ``deepspeed``: one configuration, one client optimizer for both."""
     module = __import__(package)
-    params = {key: value for key, value in ADAMW.items() if key != "fused"}
     config = {
         "train_micro_batch_size_per_gpu": size["batch"],
         "bf16": {"enabled": True},
-        "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
     }
-    if package == "hf_zero":
-        config["optimizer"] = {"type": "AdamW", "params": params}
-        return engine_loop(module.initialize(model=build_model("gpt2", size).train(), config=config)[0])
-    if zero.get("mics_shard_size"):
-        with module.zero.MiCS_Init(config_dict_or_path=config):
-            model = build_model("gpt2", size)
-    else:
-        model = build_model("gpt2", size)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    return engine_loop(
-        module.initialize(model=model.train(), optimizer=optimizer, model_parameters=list(model.parameters()), config=config)[0]
-    )
+    inside = module.zero.MiCS_Init(config_dict_or_path=config) if "mics_shard_size" in zero and package == "deepspeed" else nullcontext()
+    with inside:
+        model = Model(size)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)  # type: ignore[arg-type]
+    built = module.initialize(model=model, optimizer=optimizer, model_parameters=list(model.parameters()), config=config)[0]
+
+    def step(batch: Tensor) -> float:
+        loss = built(batch)
+        built.backward(loss)
+        built.step()
+        return float(loss)
+
+    return step
 
 
 def build_step(kind: str, zero: dict[str, Any], size: dict[str, int]) -> Step:
     """The training step of a contender: ``ddp``, ``fsdp2``, ``fsdp2-nodes``, ``hf_zero`` or ``deepspeed``."""
     if kind == "ddp":
-        return ddp(build_model("gpt2", size).train())
+        return ddp(Model(size))
     if kind.startswith("fsdp2"):
-        return fsdp2(build_model("gpt2", size).train(), 2 if kind.endswith("nodes") else 1)
+        return fsdp2(Model(size), 2 if kind.endswith("nodes") else 1)
     return engine(kind, zero, size)
 
 
