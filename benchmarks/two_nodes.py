@@ -290,7 +290,8 @@ def text_of(rounds: int, failed: list[Measured]) -> str:
     size = f"{parameters() / 1e6:.1f} M parameters, bf16, batch {SIZE['batch']} x {SIZE['length']} tokens a rank"
     text = (
         f"`benchmarks/two_nodes.py` trains a decoder ({size}) on {NODES} nodes of {PER_NODE} ranks: network namespaces, each behind a link "
-        "of the given speed (veth, packets of {MTU} bytes, `tc tbf` both ways); ranks of one node talk over its loopback interface, which is not limited. Stage 3 "
+        f"of the given speed (veth, packets of {MTU} bytes, `tc tbf` both ways); ranks of one node talk over its loopback interface, "
+        "which is not limited. Stage 3 "
         "keeps no parameters whole between forward and backward, as it does with a model that is too large for that, and FSDP2 reshards "
         f"after forward. {rounds} rounds; a step is as long as the slowest rank's. *To stage 3* is the median over rounds of stage 3's "
         "time in the same round to the contender's; *to the peer* compares with the fastest contender of another library that keeps and "

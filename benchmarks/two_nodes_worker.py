@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -109,8 +109,7 @@ def engine(package: str, zero: dict[str, Any], size: dict[str, int]) -> Step:
         "zero_allow_untested_optimizer": True,
         "zero_optimization": zero,
     }
-    inside = module.zero.MiCS_Init(config_dict_or_path=config) if "mics_shard_size" in zero and package == "deepspeed" else nullcontext()
-    with inside:
+    with model_context(package, config):
         model = Model(size)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)  # type: ignore[arg-type]
     built = module.initialize(model=model, optimizer=optimizer, model_parameters=list(model.parameters()), config=config)[0]
@@ -122,6 +121,16 @@ def engine(package: str, zero: dict[str, Any], size: dict[str, int]) -> Step:
         return float(loss)
 
     return step
+
+
+def model_context(package: str, config: dict[str, Any]) -> AbstractContextManager[Any]:
+    """DeepSpeed's MiCS wants a model that was made in a context of its own."""
+    if package == "hf_zero" or "mics_shard_size" not in config["zero_optimization"]:
+        return nullcontext()
+    from deepspeed.runtime.zero.mics import MiCS_Init
+
+    made: AbstractContextManager[Any] = MiCS_Init(config_dict_or_path=config)
+    return made
 
 
 def build_step(kind: str, zero: dict[str, Any], size: dict[str, int]) -> Step:
