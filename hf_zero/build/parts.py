@@ -19,8 +19,10 @@ from hf_zero.build.units import UnitBuilder, persist_and_reshard
 from hf_zero.checkpoint.engine_checkpoints import EngineCheckpoints
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.nodes import nodes_of
 from hf_zero.comm.own_groups import borrow, give_back, own_topology
-from hf_zero.comm.topology import Topology, divide_replicas, require_divisor
+from hf_zero.comm.quantized import TwoHops
+from hf_zero.comm.topology import Topology, divide_replicas, lines_of, require_divisor
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.engine import EngineParts
 from hf_zero.core.generation import Generation
@@ -45,6 +47,7 @@ from hf_zero.core.units.unit import Unit
 from hf_zero.errors import UnsupportedError
 from hf_zero.memory import heap
 from hf_zero.metrics import build_sinks
+from hf_zero.observe import warn_once
 from hf_zero.offload.policy import Offloading
 from hf_zero.onebit.exchange import OneBitExchange
 from hf_zero.onebit.step import OneBitStepper, max_norm_of
@@ -67,6 +70,7 @@ class PartsBuilder:
         stage: The ZeRO stage.
         precision: Element types.
         collectives: Network of the data-parallel axis.
+        nodes: What the ranks know of their nodes.
         offload: What rests off the device.
     """
 
@@ -88,6 +92,7 @@ class PartsBuilder:
         self.collectives: Collectives = open_collectives(own_topology(self.topology))
         self.collectives.connect()
         self.model_collectives = open_collectives(self.topology.model) if self.topology.model is not None else None
+        self.nodes = nodes_of([self.collectives.data, *([self.model_collectives] if self.model_collectives is not None else [])])
         self.offload = policies.offload_settings(self.config)
         self.offloading = Offloading(self.offload, self.precision, self.collectives, self.stage)
         self._scaler_kind = scaler_kind
@@ -189,13 +194,13 @@ class PartsBuilder:
 
     def _reducer(self, units: list[Unit], one_bit: bool) -> Reducer:
         self._check_quantized(one_bit)
-        collectives, topology = self.collectives, self.topology
-        if self.stage.parameters_sharded and topology.world > 1:
+        collectives, topology, hops = self.collectives, self.topology, self._hops()
+        if self.stage.parameters_sharded and topology.world > 1 and hops is None:
             collectives = self._borrow(topology)
         replicas = self._borrow(topology.replicate) if topology.replicate is not None else None
         sharers = self.axes.sequence.axis.world if self.axes.sequence is not None else 1
         policy = policies.gradient_policy(self.config, self.precision, self.stage, topology.data.world, sharers)
-        exchange = self._exchange(collectives, policy, one_bit)
+        exchange = self._exchange(collectives, policy, one_bit, hops)
         overlap = self.config.zero_optimization.overlap_comm is not False
         pool, place = BufferPool(), self.offloading.gradient_place
         entries = [
@@ -229,25 +234,31 @@ class PartsBuilder:
 
     def _check_quantized(self, one_bit: bool) -> None:
         """Refuses what does not go with quantized gradients; before any process group is made."""
-        quantizes = self.config.zero_optimization.zero_quantized_gradients
-        if quantizes and one_bit:
+        if self.config.zero_optimization.zero_quantized_gradients and one_bit:
             raise UnsupportedError(
                 "zero_optimization.zero_quantized_gradients and OneBitAdam, which sends signs itself, exclude each other: use Adam, or set "
                 "the key to false"
             )
-        if quantizes and self.topology.replicate is not None:
-            raise UnsupportedError(
-                f"zero_optimization.zero_quantized_gradients with {self.topology.replicate.world} shard groups is not provided: sums "
-                "between the groups would travel as they are. Shard over all ranks (no mics_shard_size or dp_replicate_size; "
-                "zero_hpz_partition_size keeps gathers inside a node), or set the key to false"
-            )
 
-    def _exchange(self, collectives: Collectives, policy: GradientPolicy, one_bit: bool) -> GradientExchange:
+    def _exchange(self, collectives: Collectives, policy: GradientPolicy, one_bit: bool, hops: TwoHops | None) -> GradientExchange:
         if self.config.zero_optimization.zero_quantized_gradients:
-            return QuantizedExchange(collectives, policy, policies.error_feedback(self.config))
+            return QuantizedExchange(collectives, policy, policies.error_feedback(self.config), hops)
         if one_bit:
             return OneBitExchange(collectives, policy, averages=self.config.gradient_allreduce_op != "sum")
         return GradientExchange(collectives, policy)
+
+    def _hops(self) -> TwoHops | None:
+        """Networks inside and over the nodes, where gradients take two hops; collective."""
+        world = self.topology.world
+        if world == 1 or not self.config.zero_optimization.zero_quantized_gradients:
+            return None
+        if self.nodes.uneven:
+            warn_once(f"zero_optimization.zero_quantized_gradients takes one hop over {self.nodes}: two need as many ranks in each")
+        size = self.nodes.ranks_in_each(lines_of(self.topology))
+        axes = divide_replicas(self.topology, world // size) if 1 < size < world else self.topology
+        if axes is self.topology or axes.replicate is None:
+            return None  # a node, or one rank of each
+        return TwoHops(self._borrow(replace(axes, replicate=None)), self._borrow(axes.replicate))
 
     def _stepper(self, runtime: Runtime, reducer: Reducer, optimizer: ShardedOptimizer, scaler: LossScaler) -> Stepper:
         max_norm = max_norm_of(optimizer.inner, self.config.gradient_clipping)

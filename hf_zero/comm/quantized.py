@@ -7,6 +7,7 @@ carries them as bytes. One rank sends nothing, so nothing is coded there.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -44,28 +45,48 @@ def coded(shard: torch.Tensor) -> torch.Tensor:
     return values
 
 
+@dataclass(frozen=True)
+class TwoHops:
+    """The networks of a reduction that goes over the nodes after it has gone over the ranks of each.
+
+    [Note: swizzled parts] Rank ``l`` of node ``m`` owns part ``m * ranks + l`` of a vector. The first hop, inside the node, brings it the
+    node's sums of all parts that the ranks with its place ``l`` own, one for each node, in the order of nodes; the second, among these
+    ranks, the sum of its own one. So of each part one sum leaves a node (Wang et al., arXiv 2306.10209, section 3.3).
+
+    Attributes:
+        inside: The ranks of this node.
+        across: One rank of each node, those with this rank's place in it.
+    """
+
+    inside: Collectives
+    across: Collectives
+
+
 def reduce_scatter_codes(
-    collectives: Collectives, full: torch.Tensor, dtype: torch.dtype, unit: str, error: KeptError | None = None
+    collectives: Collectives, full: torch.Tensor, dtype: torch.dtype, unit: str, error: KeptError | None = None, each: int = 1
 ) -> Pending:
     """As ``Collectives.reduce_scatter``, of codes of 4 bits by an all-to-all; summed in fp32 in rank order, on every back end.
 
     Args:
         collectives: Two ranks or more.
-        full: This rank's values, (world * n,).
-        dtype: Type of the result, (n,): fp32, bf16 or fp16.
+        full: This rank's values in equal parts, (each * world * n,); rank ``r`` gets parts ``r``, ``r + world``, ...
+        dtype: Type of the result, (each * n,): fp32, bf16 or fp16.
         unit: Name for labels.
-        error: What this rank's earlier codes have lost, (world, message_bytes(n, 8)).
+        error: What this rank's earlier codes have lost, (each * world, message_bytes(n, 8)).
+        each: Parts that a rank gets, see [Note: swizzled parts].
     """
-    world, numel = collectives.world, full.numel() // collectives.world
-    messages = torch.empty(world, message_bytes(numel, GRADIENT_BITS), dtype=torch.uint8, device=full.device)
+    world, numel = collectives.world, full.numel() // (collectives.world * each)
+    messages = torch.empty(each * world, message_bytes(numel, GRADIENT_BITS), dtype=torch.uint8, device=full.device)
     quantize(full, messages, GRADIENT_BITS, error, _threads())
+    by_rank = messages.view(each, world, -1).transpose(0, 1).reshape(world, -1)
 
     def sums(received: torch.Tensor | None) -> torch.Tensor:
-        total = torch.empty(numel, dtype=dtype, device=full.device)
-        dequantize((messages if received is None else received).unsqueeze(0), total, GRADIENT_BITS, _threads())
+        total = torch.empty(each * numel, dtype=dtype, device=full.device)
+        of_rank = (by_rank if received is None else received).view(world, each, -1)
+        dequantize(of_rank.transpose(0, 1).contiguous(), total, GRADIENT_BITS, _threads())
         return total
 
-    return _finished_by(collectives.exchange(messages, unit), sums)
+    return _finished_by(collectives.exchange(by_rank, unit), sums)
 
 
 def _finished_by(pending: Pending, work: Callable[[torch.Tensor | None], torch.Tensor | None]) -> Pending:

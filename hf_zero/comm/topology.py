@@ -151,9 +151,9 @@ def divide_replicas(topology: Topology, count: int, key: str = "dp_replicate_siz
     if count == 1:
         return topology
     size, device = topology.world // count, topology.device
-    axes = [topology.ranks] if topology.ranks == tuple(range(dist.get_world_size())) else lines_of_all(topology.ranks)
-    inside = [line for axis in axes for line in _adjacent(list(axis), size)]
-    across = [list(axis[place::size]) for axis in axes for place in range(size)]
+    axes = lines_of(topology)
+    inside = [line for axis in axes for line in _adjacent(axis, size)]
+    across = [axis[place::size] for axis in axes for place in range(size)]
     shard, replicate = divide_twice(topology.group, ("replicate", count), inside, across, device)
     return replace(
         topology,
@@ -163,6 +163,12 @@ def divide_replicas(topology: Topology, count: int, key: str = "dp_replicate_siz
         replicate=replace(axis_over(replicate, device), joint=topology),
         joint=topology,
     )
+
+
+def lines_of(topology: Topology) -> list[list[int]]:
+    """The ranks of the data-parallel axis through this rank, and of those beside it; collective if there are such."""
+    ranks = list(topology.ranks)
+    return [ranks] if len(ranks) == dist.get_world_size() else lines_of_all(ranks)
 
 
 def sequence_topology(size: int, key: str = "sequence_parallel_size") -> Topology:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
+from hf_zero.comm.nodes import ranks_of_node
 from hf_zero.memory.budget import free_memory
 
 
@@ -29,5 +28,4 @@ def free_bytes(device: torch.device, ranks_on_host: int = 1) -> int | None:
 
 def ranks_on_this_host(world: int) -> int:
     """Ranks of this host as the launcher says, else all of them."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(text) if text.isdigit() and int(text) > 0 else world
+    return ranks_of_node() or world

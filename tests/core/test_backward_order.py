@@ -73,7 +73,7 @@ class _Gradients:
 
     def finish_reduce(self) -> None: ...
 
-    def start_all_reduce(self) -> bool:
+    def start_next_part(self) -> bool:
         sent, self.left = self.left, False
         if sent:
             self.unit.log.append(f"cross {self.unit.name}")

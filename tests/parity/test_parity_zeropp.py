@@ -13,7 +13,7 @@ import hf_zero
 from tests.support import ranks
 from tests.support import zeropp_reference as reference
 from tests.support.models import CASES, Batch, cast_floats, class_loss
-from tests.support.parity import DTYPES, LIMITS, SMALL_MODEL, Run, full_masters, initialize, train
+from tests.support.parity import DTYPES, LIMITS, SMALL_MODEL, Run, Trace, full_masters, initialize, train
 
 STEPS = 12
 KEEP = 0.8
@@ -92,12 +92,40 @@ def test_transformers(case: str) -> None:
     assert trace.losses == pytest.approx(wanted.losses, rel=LIMITS["bf16"].loss)
 
 
+_LOCO = {"g": True, "loco": {"err_beta": KEEP, "reset_T": 5}}
+
+
+@pytest.mark.parametrize(
+    ("world", "node", "cells"),
+    [
+        (4, 2, [(3, {"g": True}), (1, _LOCO)]),
+        (6, 2, [(3, {"w": True, **_LOCO})]),
+        pytest.param(6, 3, [(2, _LOCO), (3, {"g": True})], marks=pytest.mark.slow),
+        pytest.param(8, 2, [(3, {"w": True, **_LOCO})], marks=pytest.mark.slow),
+    ],
+)
+def test_two_hops(world: int, node: int, cells: list[tuple[int, dict[str, Any]]]) -> None:
+    """Nodes of 2 or 3 ranks: sums inside each are coded once more before they cross."""
+    runs = [zeropp(stage, steps=6, accumulation=2, clip=0.05, **keys) for stage, keys in cells]
+    found = ranks.run_ranks(train_cases, world, "odd_mlp", runs, env={"LOCAL_WORLD_SIZE": str(node)})[0]
+    for (trace, places), run, (_, keys) in zip(found, runs, cells, strict=True):
+        _compare(trace, places, "odd_mlp", world, run, keys, node)
+
+
+def train_cases(name: str, runs: list[Run]) -> list[Any]:
+    return [train_case(name, run) for run in runs]
+
+
 def _equals(name: str, world: int, run: Run, keys: dict[str, Any]) -> None:
     trace, places = ranks.run_ranks(train_case, world, name, run)[0]
+    _compare(trace, places, name, world, run, keys)
+
+
+def _compare(trace: Trace, places: reference.Places, name: str, world: int, run: Run, keys: dict[str, Any], node: int = 0) -> None:
     loco = keys.get("loco")
     settings = reference.Settings(
         world, run.steps, "w" in keys, "g" in keys, loco and loco.get("err_beta"), (loco or {}).get("reset_T", 1024), DTYPES[run.dtype],
-        run.accumulation, run.clip,
+        run.accumulation, run.clip, node=node,
     )  # fmt: skip
     wanted = expected(name, run, settings, places)
     assert trace.losses == wanted.losses

@@ -21,7 +21,8 @@ Places = list[tuple[int, list[tuple[str, int, int]]]]  # per unit: padded elemen
 
 @dataclass(frozen=True)
 class Settings:
-    """What is quantized, and the hyper-parameters. ``keep`` None keeps no error."""
+    """What is quantized, and the hyper-parameters. ``keep`` None keeps no error; ``node`` ranks of each node add up what they
+    send before it crosses, coded once more, to the others; 0 is one hop."""
 
     world: int
     steps: int
@@ -36,6 +37,7 @@ class Settings:
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-3
     weight_decay: float = 0.05
+    node: int = 0
 
 
 @dataclass
@@ -80,6 +82,7 @@ class Reference:
             self.masters, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=True
         )
         self.errors = [[torch.zeros(padded) for padded, _ in places] for _ in range(settings.world)]
+        self.node_errors = [[torch.zeros(padded) for padded, _ in places] for _ in range(settings.world // (settings.node or settings.world))]
         self.count = 0
 
     def show(self) -> None:
@@ -113,6 +116,13 @@ class Reference:
             error.copy_(torch.cat([code(part, 127) for part in (error * keep + (values - seen) * (1 - keep)).chunk(world)]))
         return seen
 
+    def sum(self, sent: list[list[Tensor]]) -> list[Tensor]:
+        """The sums over all ranks of what each sends."""
+        if not self.settings.node:
+            return _added(sent)
+        nodes = [_added(sent[first : first + self.settings.node]) for first in range(0, len(sent), self.settings.node)]
+        return _added([[self._send(*both) for both in zip(nodes[node], self.node_errors[node], strict=True)] for node in range(len(nodes))])
+
     def step(self, totals: list[Tensor]) -> float:
         """One step with the gradients of all ranks; returns their norm."""
         settings = self.settings
@@ -123,10 +133,18 @@ class Reference:
         self.adam.step()
         self.count += 1
         if self.count % settings.reset == 0:
-            for errors in self.errors:
+            for errors in [*self.errors, *self.node_errors]:
                 for error in errors:
                     error.zero_()
         return norm
+
+
+def _added(sent: list[list[Tensor]]) -> list[Tensor]:
+    """Unit by unit, the first rank's, plus the second's, and so on."""
+    sums = sent[0]
+    for one in sent[1:]:
+        sums = [total + more for total, more in zip(sums, one, strict=True)]
+    return sums
 
 
 def run(model: nn.Module, loss_of: Lossy, settings: Settings, places: Places) -> Outcome:
@@ -136,13 +154,13 @@ def run(model: nn.Module, loss_of: Lossy, settings: Settings, places: Places) ->
         losses, totals = [], [torch.zeros(padded) for padded, _ in places]
         reference.show()
         for micro in range(settings.accumulation):
-            sums: list[Tensor] = []
+            sent = []
             for rank in range(settings.world):
                 loss = loss_of(reference.model, step, micro, rank)
                 losses.append(loss.item())
                 (loss / settings.accumulation if settings.accumulation > 1 else loss).backward()
-                sent = reference.gradients(rank)
-                sums = sent if rank == 0 else [total + one for total, one in zip(sums, sent, strict=True)]
+                sent.append(reference.gradients(rank))
+            sums = reference.sum(sent)
             totals = [total + one * (1 / settings.world) for total, one in zip(totals, sums, strict=True)]
         outcome.losses.append(math.fsum(losses) / len(losses))
         outcome.norms.append(reference.step(totals))

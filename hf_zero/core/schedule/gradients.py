@@ -64,6 +64,14 @@ class GradientExchange:
             return self.collectives.reduce_scatter(message, self.policy.accumulation_dtype, unit)
         return self.collectives.all_reduce(message, unit)
 
+    def crosses(self, dtype: torch.dtype) -> bool:
+        """Whether what ``start`` gives for messages of ``dtype`` is a sum over this node alone, which ``cross`` takes to the other ones."""
+        return False
+
+    def cross(self, partial: torch.Tensor, unit: str) -> Pending:
+        """Sends the ``partial`` sum off that ``start`` gave; collective, with the sum over all ranks, (shard_numel,), as its result."""
+        raise StateError(f"unit {unit}: its reduction has one part")
+
     def stepped(self, skipped: bool, growth: float) -> None:
         """An optimizer step is over, alike on all ranks; for exchanges that keep something from one step to the next.
 
@@ -175,6 +183,8 @@ class UnitGradients:
         self._arrived = 0  # gradients of this backward
         self._sent: torch.Tensor | None = None  # what the reduction in flight reads; back to the pool when it ends
         self._pending: Pending | None = None
+        self._halfway: tuple[torch.Tensor, torch.dtype] | None = None  # a sum over the node that waits for its turn to cross, and its type
+        self._crossing: Pending | None = None
         self._spare: torch.Tensor | None = None  # the last local gradient's memory, for the next one
 
     @property
@@ -308,7 +318,11 @@ class UnitGradients:
         return self._pending
 
     def finish_reduce(self) -> None:
-        """Waits for the reduction in flight, if any, and adds its result to ``shard``."""
+        """Waits for the part of a reduction that is in flight, if any, and adds the result of the last part to ``shard``."""
+        if self._crossing is not None and self._halfway is not None:
+            (_, travelled), total = self._halfway, self._crossing.received()
+            self._halfway = self._crossing = None
+            self._take(total, travelled)
         if self._pending is None or self._sent is None:
             return
         pending, sent = self._pending, self._sent
@@ -317,15 +331,25 @@ class UnitGradients:
         received = sent if pending.result is None else pending.result  # an all-reduce works in place
         if received is not sent:
             self.pool.give(sent)
-        self._take(received, sent.dtype)
+        if self.exchange.crosses(sent.dtype):
+            self._halfway = received, sent.dtype
+        else:
+            self._take(received, sent.dtype)
 
-    def start_all_reduce(self) -> bool:
-        """Sends off to the replicas of the shard, if there are any, what the last reduction has left to be sent; collective.
+    def start_next_part(self) -> bool:
+        """Sends off what the last part of the reduction has left to be sent, if anything; collective.
+
+        [Note: parts of a reduction] A sum over a node goes on to the other nodes, one over a shard group to its replicas. Each part starts
+        when the reducer takes the unit from the queue of the part before: a place in the order of reductions ([Note: one order]) that
+        depends on nothing else. So every part has one order, on a group of its own, and overlaps with backward.
 
         Returns:
             Whether something was sent: ``finish_reduce`` ends this part too.
         """
-        return False
+        if self._halfway is None or self._crossing is not None:
+            return False
+        self._crossing = self.exchange.cross(self._halfway[0], self.unit.name)
+        return True
 
     def _take(self, received: torch.Tensor, travelled: torch.dtype) -> None:
         """Adds a sum over ranks to ``shard``.
@@ -380,8 +404,7 @@ class UnitGradients:
         self.held()
         if self.exchange.keeps_whole:
             self._spare = self._flat
-        self.shard = None
-        self._flat = None
+        self.shard = self._flat = self._halfway = None
         self._kept, self._kept_bytes = {}, 0
         self._arrived = 0
         self.passed = self.piecemeal = False

@@ -73,7 +73,7 @@ class Reducer:
     zeros filling the holes. So every rank sends the same sequence whatever its data. Where backward unshards too, the two have one order
     ([Note: one order]): it may hold a unit back, and may send it off before it is complete.
 
-    At most ``_IN_FLIGHT`` reductions are in flight; beyond that the oldest is waited for.
+    At most ``_IN_FLIGHT`` reductions are in flight in each part ([Note: parts of a reduction]); beyond that the oldest is waited for.
 
     Attributes:
         gradients: One entry per trainable unit, in the order of the model.
@@ -103,8 +103,8 @@ class Reducer:
         self._positions: Mapping[int, int] = {}  # by id of the entry
         self._order: BackwardOrder | None = None  # of this backward's reductions and unshards; None where it unshards nothing
         self._sent = 0  # entries of the queue that were sent in this backward
-        self._flying: deque[UnitGradients] = deque()
-        self._crossing: deque[UnitGradients] = deque()  # on their way between replicas of the shards
+        # By the part that is in flight: over the axis or a node, over nodes, over replicas of the shards.
+        self._flying: tuple[deque[UnitGradients], ...] = (deque(), deque(), deque())
 
     def _sort(self) -> None:
         self._queue = self.gradients[::-1]
@@ -188,17 +188,16 @@ class Reducer:
 
     def _send(self, entry: UnitGradients) -> None:
         entry.start_reduce()
-        self._flying.append(entry)
+        self._flying[0].append(entry)
         self._finish(_IN_FLIGHT if self._overlap else 0)
 
     def _finish(self, leave: int = 0) -> None:
-        while len(self._flying) > leave:
-            entry = self._flying.popleft()
-            entry.finish_reduce()
-            if entry.start_all_reduce():
-                self._crossing.append(entry)
-        while len(self._crossing) > leave:
-            self._crossing.popleft().finish_reduce()
+        for part, flying in enumerate(self._flying):
+            while len(flying) > leave:
+                entry = flying.popleft()
+                entry.finish_reduce()
+                if entry.start_next_part():
+                    self._flying[part + 1].append(entry)
 
     def flush(self) -> None:
         """Ends a backward: sends what is left, in order; collective if it reduces."""
@@ -242,8 +241,8 @@ class Reducer:
         """Forgets all gradients."""
         for entry in self.gradients:
             entry.clear()
-        self._flying.clear()
-        self._crossing.clear()
+        for flying in self._flying:
+            flying.clear()
         self._reset()
 
     def _reset(self) -> None:

@@ -14,9 +14,8 @@ class ReplicatedGradients(UnitGradients):
     """The flat gradient of one trainable unit, whose shard other groups hold too.
 
     [Note: two sums] A reduction sums over the ranks of the shard group, and micro-steps are added up there (``_partial``). The backward
-    that completes an optimizer step sends each unit's sum to the replicas as soon as its reduction has ended, which is when the reducer
-    takes the entry from its queue: a place in the order of reductions ([Note: one order]) that depends on nothing else. So this second
-    part has one order too, on a group of its own, and overlaps with backward. What is late comes through both parts once more. One
+    that completes an optimizer step sends each unit's sum to the replicas as soon as its reduction has ended, as a further part of it
+    ([Note: parts of a reduction]). What is late comes through both parts once more. One
     micro-step's sum travels in the type that its reduction had, that of several in the accumulation type. ``post_scale`` comes last:
     until then fp16 has the headroom that ``pre_scale`` gave it.
 
@@ -35,7 +34,7 @@ class ReplicatedGradients(UnitGradients):
         self._replicas = replicas
         self._partial = False  # ``shard`` is a sum over the shard group alone, without ``post_scale``
         self._waiting: torch.Tensor | None = None  # what goes to the replicas next, in the type in which it goes
-        self._crossing: Pending | None = None
+        self._replicating: Pending | None = None
 
     def _take(self, received: torch.Tensor, travelled: torch.dtype) -> None:
         wide = self._policy.accumulation_dtype
@@ -64,18 +63,20 @@ class ReplicatedGradients(UnitGradients):
         elif self._policy.post_scale != 1.0:
             self.shard.div_(self._policy.post_scale)
 
-    def start_all_reduce(self) -> bool:
-        if self._waiting is None:
+    def start_next_part(self) -> bool:
+        if super().start_next_part():
+            return True
+        if self._waiting is None or self._replicating is not None:
             return False
-        self._crossing = self._replicas.all_reduce(self._waiting, self.unit.name)
+        self._replicating = self._replicas.all_reduce(self._waiting, self.unit.name)
         return True
 
     def finish_reduce(self) -> None:
         """As ``UnitGradients.finish_reduce``, for the part that is in flight."""
         super().finish_reduce()
-        if self._crossing is not None and self._waiting is not None:
-            self._crossing.wait()
-            received, self._crossing, self._waiting = self._waiting, None, None
+        if self._replicating is not None and self._waiting is not None:
+            self._replicating.wait()
+            received, self._replicating, self._waiting = self._waiting, None, None
             super()._take(received, received.dtype)
 
     def reduced(self) -> torch.Tensor:
@@ -84,7 +85,7 @@ class ReplicatedGradients(UnitGradients):
         if self._partial:
             wide = self._policy.accumulation_dtype
             self._waiting = self._fetch_partial(wide).to(self._policy.message_dtype or wide)
-            self.start_all_reduce()
+            self.start_next_part()
         return super().reduced()
 
     def held(self) -> torch.Tensor | None:

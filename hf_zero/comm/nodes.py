@@ -1,0 +1,97 @@
+"""The nodes that ranks run on, as their launchers tell it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """How many ranks each node has; alike on all ranks. Ranks of a node are adjacent, as launchers number them.
+
+    Attributes:
+        sizes: The different numbers of ranks of a node, rising; empty where a rank has not been told its own.
+    """
+
+    sizes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"nodes of {' and of '.join(map(str, self.sizes))} ranks (LOCAL_WORLD_SIZE)"
+
+    @property
+    def uneven(self) -> bool:
+        """Whether nodes have different numbers of ranks."""
+        return len(self.sizes) > 1
+
+    def ranks_in_each(self, lines: Iterable[Sequence[int]]) -> int:
+        """How many of a line's ranks each node has.
+
+        Args:
+            lines: Ranks of the default group, in the order of one axis; all of its lines.
+
+        Returns:
+            The number, where it is the same for all lines and nodes and these ranks are adjacent in their line; else 0.
+        """
+        if len(self.sizes) != 1:
+            return 0
+        found: set[int] = set()
+        for line in lines:
+            parts = [(node, len(list(part))) for node, part in groupby(line, key=lambda rank: rank // self.sizes[0])]
+            found.update(count for _, count in parts)
+            if len({node for node, _ in parts}) != len(parts):
+                return 0
+        return found.pop() if len(found) == 1 else 0
+
+    def require_fit(self, size: int, ranks: int, what: str, whole_nodes: bool = True) -> None:
+        """Refuses groups of adjacent ranks of which some would lie partly in one node and partly in another.
+
+        Args:
+            size: Ranks of a group.
+            ranks: All ranks, or those that are divided.
+            what: The groups, for the message.
+            whole_nodes: Groups of several whole nodes are allowed.
+
+        Raises:
+            ConfigError: With the numbers, and sizes that would fit.
+        """
+        if not self.sizes or size >= ranks:
+            return
+        common = math.gcd(*self.sizes)
+        usable = [found for found in range(1, ranks + 1) if ranks % found == 0 and self._fits(found, common, whole_nodes)]
+        if not self._fits(size, common, whole_nodes):
+            raise ConfigError(f"{what}: {size} adjacent ranks do not fit {self}; {' or '.join(map(str, usable))} ranks would")
+
+    def _fits(self, size: int, common: int, whole_nodes: bool) -> bool:
+        return common % size == 0 or (whole_nodes and not self.uneven and size % common == 0)
+
+
+def nodes_of(networks: Sequence[Collectives]) -> Nodes:
+    """What all ranks of ``networks``, axes that cross each other, have been told of their nodes; collective.
+
+    One small vote for each network where all nodes have as many ranks. Nothing is kept by rank.
+    """
+    own = ranks_of_node()
+    votes = [float(own), float(-own)]
+    for network in networks:
+        votes = network.largest_of(votes, "ranks of a node")
+    largest, smallest = int(votes[0]), int(-votes[1])
+    if smallest == 0:
+        return Nodes()
+    found = {own}
+    if largest != smallest:
+        for network in networks:
+            found = {size for line in network.gather_objects(sorted(found), "ranks of nodes") for size in line}
+    return Nodes(tuple(sorted(found)))
+
+
+def ranks_of_node() -> int:
+    """Ranks on this machine as the launcher says; 0 where it does not."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdigit() else 0
