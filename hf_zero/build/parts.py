@@ -93,6 +93,7 @@ class PartsBuilder:
         self.collectives.connect()
         self.model_collectives = open_collectives(self.topology.model) if self.topology.model is not None else None
         self.nodes = nodes_of([self.collectives.data, *([self.model_collectives] if self.model_collectives is not None else [])])
+        self.collectives.lie_in_nodes(self._ranks_in_each_node())
         self.offload = policies.offload_settings(self.config)
         self.offloading = Offloading(self.offload, self.precision, self.collectives, self.stage)
         self._scaler_kind = scaler_kind
@@ -210,6 +211,11 @@ class PartsBuilder:
             for unit in units
         ]
         return Reducer(entries, exchange, overlap, partial(self.collectives.data.any_of, unit="late gradients"))
+
+    def _ranks_in_each_node(self) -> int:
+        """How many ranks of the axis each of several nodes has; 0 where there is one, or that is not known. Collective."""
+        ranks = self.topology.data.world * (self.topology.model.world if self.topology.model is not None else 1)
+        return self.nodes.ranks_in_each(lines_of(self.topology)) if self.nodes.sizes and self.nodes.sizes[-1] < ranks else 0
 
     def _node(self) -> Collectives | None:
         """The ranks that keep secondary copies between them; None where nobody does. Collective."""

@@ -112,6 +112,9 @@ class Collectives(ABC):
         """The network of all data-parallel ranks: over it they agree, and take values that all must have; this one where it is of all."""
         return self.joint or self
 
+    def lie_in_nodes(self, per_node: int) -> None:  # noqa: B027 - most back ends find their own ways
+        """Says that each node has ``per_node`` adjacent ranks of the axis; 0 where that is not known. Alike on all ranks."""
+
     @abstractmethod
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
         """Fills ``full`` (world * n,) from every rank's ``shard`` (n,); ``shard`` may be this rank's view of ``full``."""

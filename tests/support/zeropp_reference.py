@@ -82,7 +82,9 @@ class Reference:
             self.masters, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=True
         )
         self.errors = [[torch.zeros(padded) for padded, _ in places] for _ in range(settings.world)]
-        self.node_errors = [[torch.zeros(padded) for padded, _ in places] for _ in range(settings.world // (settings.node or settings.world))]
+        self.node_errors = [
+            [torch.zeros(padded) for padded, _ in places] for _ in range(settings.world // (settings.node or settings.world))
+        ]
         self.count = 0
 
     def show(self) -> None:
