@@ -40,6 +40,7 @@ COLUMNS = ("contender", "link", "s/step", "range", "to stage 3", "to the peer", 
 _FULL = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}  # as a model does that is too large to stay
 _HPZ, _NODE = _FULL | {"zero_hpz_partition_size": PER_NODE}, {"mics_shard_size": PER_NODE}
 _W, _G = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
+_INSIDE = {"param_shard_size": PER_NODE}
 _DDP, _FSDP2, _HSDP = "DDP", "FSDP2", "FSDP2, HSDP"
 
 
@@ -51,6 +52,7 @@ class Layout:
         label: In the table.
         kind: What ``two_nodes_worker.py`` builds.
         zero: The ``zero_optimization`` section.
+        own: The ``hf_zero`` section.
         peers: Labels of the contenders that send the same in another library, the fastest of which is the one to be no slower than.
     """
 
@@ -58,6 +60,12 @@ class Layout:
     kind: str = "hf_zero"
     zero: dict[str, Any] = field(default_factory=dict)
     peers: tuple[str, ...] = ()
+    own: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> str:
+        """The part of the configuration that it differs in, as JSON."""
+        return json.dumps({"zero_optimization": self.zero, **({"hf_zero": self.own} if self.own else {})})
 
 
 BASE = Layout("stage 3", zero=_FULL, peers=(_FSDP2, "DeepSpeed, stage 3"))
@@ -74,6 +82,8 @@ FAMILIES: dict[str, list[Layout]] = {
         Layout("hpZ, qwZ", zero=_HPZ | _W),
         Layout("hpZ, qgZ", zero=_HPZ | _G),
         Layout("hpZ, qwZ, qgZ", zero=_HPZ | _W | _G),
+        Layout("parameters in the node", zero=_FULL, own=_INSIDE),
+        Layout("parameters in the node, qwZ, qgZ", zero=_FULL | _W | _G, own=_INSIDE),
         Layout("DeepSpeed, hpZ", "deepspeed", _HPZ),
     ],
     "groups": [
@@ -162,7 +172,7 @@ def start(layout: Layout, network: Namespaces, peer_python: str | None) -> Conte
     ranks = RankProcesses(
         layout.label,
         WORKER,
-        [layout.kind, json.dumps(layout.zero), json.dumps(SIZE)],
+        [layout.kind, layout.config, json.dumps(SIZE)],
         NODES * PER_NODE,
         python,
         lambda rank, words: network.command(rank // PER_NODE, words),

@@ -103,14 +103,14 @@ def fsdp2(model: Model, nodes: int) -> Step:
     return torch_loop(model)
 
 
-def engine(package: str, zero: dict[str, Any], size: dict[str, int]) -> Step:
+def engine(package: str, part: dict[str, Any], size: dict[str, int]) -> Step:
     """The loop of ``hf_zero`` or ``deepspeed``: one configuration, one client optimizer for both."""
     module = __import__(package)
     config = {
         "train_micro_batch_size_per_gpu": size["batch"],
         "bf16": {"enabled": True},
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": zero,
+        **part,
     }
     with model_context(package, config):
         model = Model(size)
@@ -136,13 +136,13 @@ def model_context(package: str, config: dict[str, Any]) -> AbstractContextManage
     return made
 
 
-def build_step(kind: str, zero: dict[str, Any], size: dict[str, int]) -> Step:
+def build_step(kind: str, part: dict[str, Any], size: dict[str, int]) -> Step:
     """The training step of a contender: ``ddp``, ``fsdp2``, ``fsdp2-nodes``, ``hf_zero`` or ``deepspeed``."""
     if kind == "ddp":
         return ddp(Model(size))
     if kind.startswith("fsdp2"):
         return fsdp2(Model(size), 2 if kind.endswith("nodes") else 1)
-    return engine(kind, zero, size)
+    return engine(kind, part, size)
 
 
 def serve(step: Step, size: dict[str, int], answers: Any) -> None:
@@ -165,13 +165,13 @@ def serve(step: Step, size: dict[str, int], answers: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kind")
-    parser.add_argument("zero", type=json.loads, help="JSON: the zero_optimization section")
+    parser.add_argument("part", type=json.loads, help="JSON: of the configuration, for engines")
     parser.add_argument("size", type=json.loads, help="JSON: layers, width, heads, vocab, length, batch")
     arguments = parser.parse_args()
     answers = open_answers()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    serve(build_step(arguments.kind, arguments.zero, arguments.size), arguments.size, answers)
+    serve(build_step(arguments.kind, arguments.part, arguments.size), arguments.size, answers)
 
 
 if __name__ == "__main__":

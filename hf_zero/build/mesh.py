@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_zero.comm.mpu import MODEL_GROUPS, model_parallel_group
+from hf_zero.comm.nodes import Nodes
 from hf_zero.config.mesh import SHARD_GROUP, Claim, Mesh, claims_of_config, claims_of_environment, claims_of_pair, solve
 from hf_zero.sequence_parallel.state import sequence_groups
 from hf_zero.tensor_parallel.apply import ranks_of
@@ -83,6 +84,24 @@ def _claims_of_mpu(mpu: Any) -> tuple[list[Claim], int]:
     found, data = model_parallel_group(mpu), mpu.get_data_parallel_group().size()
     size = found.size() if found is not None else 1
     return [Claim("tp", size, _OF_MPU)], data * size
+
+
+def require_fit(mesh: Mesh, nodes: Nodes, groups: Mapping[str, int]) -> None:
+    """Refuses groups of ranks that would lie partly in one node and partly in another; local, alike on all ranks.
+
+    Args:
+        mesh: Where ranks stand.
+        nodes: What they know of their nodes.
+        groups: What asks for groups of adjacent data-parallel ranks -> their size.
+
+    Raises:
+        ConfigError: With the numbers, and sizes that would fit.
+    """
+    if mesh.tp > 1 and not is_to_split(mesh):
+        return  # the groups of a script may lie in any way
+    nodes.require_fit(mesh.tp, mesh.ranks, f"tensor parallelism (tp {mesh.tp})")
+    for key, size in groups.items():
+        nodes.require_fit(size * mesh.tp, mesh.ranks, f"{key} of {size}" + (f" x tp {mesh.tp}" if mesh.tp > 1 else ""))
 
 
 def is_to_split(mesh: Mesh) -> bool:

@@ -14,14 +14,15 @@ from hf_zero.activation_checkpointing import configure
 from hf_zero.activation_checkpointing.settings import checkpoint_settings
 from hf_zero.build import policies
 from hf_zero.build.axes import Axes
+from hf_zero.build.mesh import require_fit
 from hf_zero.build.optimizers import scheduler_of, sharded_optimizer
 from hf_zero.build.units import UnitBuilder, persist_and_reshard
 from hf_zero.checkpoint.engine_checkpoints import EngineCheckpoints
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.hops import TwoHops
 from hf_zero.comm.nodes import nodes_of
 from hf_zero.comm.own_groups import borrow, give_back, own_topology
-from hf_zero.comm.quantized import TwoHops
 from hf_zero.comm.topology import Topology, divide_replicas, lines_of, require_divisor
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.engine import EngineParts
@@ -30,6 +31,7 @@ from hf_zero.core.model_init import warn_if_built_whole
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, GradientPolicy, UnitGradients
+from hf_zero.core.schedule.node_gradients import NodeExchange
 from hf_zero.core.schedule.quantized_gradients import QuantizedExchange
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.replicas import ReplicatedGradients
@@ -44,7 +46,7 @@ from hf_zero.core.units.grouping import modules_kept_unsharded
 from hf_zero.core.units.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.unit import Unit
-from hf_zero.errors import UnsupportedError
+from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.memory import heap
 from hf_zero.metrics import build_sinks
 from hf_zero.observe import warn_once
@@ -87,13 +89,18 @@ class PartsBuilder:
         self.config = resolved.config
         self.axes = axes
         self.topology = axes.topology
-        self.stage = stage_policy(self.config.zero_optimization.stage)
         self.precision = policies.precision_policy(self.config, sequence_parallel=axes.sequence is not None)
         self.collectives: Collectives = open_collectives(own_topology(self.topology))
         self.collectives.connect()
         self.model_collectives = open_collectives(self.topology.model) if self.topology.model is not None else None
         self.nodes = nodes_of([self.collectives.data, *([self.model_collectives] if self.model_collectives is not None else [])])
         self.collectives.lie_in_nodes(self._ranks_in_each_node())
+        self._inside = self._ranks_inside()
+        groups = {"shard groups (mics_shard_size, dp_replicate)": self.topology.world} if self.topology.replicate is not None else {}
+        require_fit(axes.mesh, self.nodes, {**groups, "copies in the node (zero_hpz_partition_size, param_shard_size)": self._inside})
+        self.stage = stage_policy(
+            self.config.zero_optimization.stage, self.config.hf_zero.param_shard_size is not None and self._inside < self.topology.world
+        )
         self.offload = policies.offload_settings(self.config)
         self.offloading = Offloading(self.offload, self.precision, self.collectives, self.stage)
         self._scaler_kind = scaler_kind
@@ -217,15 +224,26 @@ class PartsBuilder:
         ranks = self.topology.data.world * (self.topology.model.world if self.topology.model is not None else 1)
         return self.nodes.ranks_in_each(lines_of(self.topology)) if self.nodes.sizes and self.nodes.sizes[-1] < ranks else 0
 
+    def _ranks_inside(self) -> int:
+        """How many ranks keep all parameters between them; all of the axis where nobody asks for fewer. Collective."""
+        topology = self.topology
+        size, key = self.config.hf_zero.param_shard_size, "hf_zero.param_shard_size"
+        if size is None:
+            size, key = self.config.zero_optimization.zero_hpz_partition_size, "zero_optimization.zero_hpz_partition_size"
+            if size == 1 or self.config.zero_optimization.stage != 3:
+                return topology.world
+        if size == "node":
+            size = self.nodes.ranks_in_each(lines_of(topology))
+            if not size:
+                raise ConfigError(f"{key} is node, and {self.nodes} cannot be told apart evenly: set it to a number of ranks")
+        require_divisor(int(size), topology.world, key, "ranks that parameters are sharded over")
+        return int(size)
+
     def _node(self) -> Collectives | None:
         """The ranks that keep secondary copies between them; None where nobody does. Collective."""
-        topology, size = self.topology, self.config.zero_optimization.zero_hpz_partition_size
-        if size == 1 or not self.stage.parameters_sharded:
-            return None
-        require_divisor(size, topology.world, "zero_optimization.zero_hpz_partition_size", "ranks that parameters are sharded over")
-        if size == topology.world:
+        if not self.stage.parameters_sharded or self._inside == self.topology.world:
             return None  # the shards are that copy
-        node = replace(divide_replicas(topology, topology.world // size), replicate=None)
+        node = replace(divide_replicas(self.topology, self.topology.world // self._inside), replicate=None)
         collectives = open_collectives(own_topology(node))
         collectives.connect()
         return collectives
@@ -249,18 +267,21 @@ class PartsBuilder:
     def _exchange(self, collectives: Collectives, policy: GradientPolicy, one_bit: bool, hops: TwoHops | None) -> GradientExchange:
         if self.config.zero_optimization.zero_quantized_gradients:
             return QuantizedExchange(collectives, policy, policies.error_feedback(self.config), hops)
+        if hops is not None:
+            return NodeExchange(collectives, policy, hops)
         if one_bit:
             return OneBitExchange(collectives, policy, averages=self.config.gradient_allreduce_op != "sum")
         return GradientExchange(collectives, policy)
 
     def _hops(self) -> TwoHops | None:
         """Networks inside and over the nodes, where gradients take two hops; collective."""
-        world = self.topology.world
-        if world == 1 or not self.config.zero_optimization.zero_quantized_gradients:
-            return None
-        if self.nodes.uneven:
-            warn_once(f"zero_optimization.zero_quantized_gradients takes one hop over {self.nodes}: two need as many ranks in each")
-        size = self.nodes.ranks_in_each(lines_of(self.topology))
+        world, size = self.topology.world, self._inside
+        if not self.stage.parameters_in_node:
+            if world == 1 or not self.config.zero_optimization.zero_quantized_gradients:
+                return None
+            if self.nodes.uneven:
+                warn_once(f"zero_optimization.zero_quantized_gradients takes one hop over {self.nodes}: two need as many ranks in each")
+            size = self.nodes.ranks_in_each(lines_of(self.topology))
         axes = divide_replicas(self.topology, world // size) if 1 < size < world else self.topology
         if axes is self.topology or axes.replicate is None:
             return None  # a node, or one rank of each

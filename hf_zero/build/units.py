@@ -121,6 +121,7 @@ class UnitBuilder:
             listener=self.listener if self.stage.parameters_sharded else ParamListener(),
             quantized=can_quantize(dtype) and (self.quantized.frozen if frozen else self.quantized.trained),
             node=self.node,
+            copy_lasts=self.stage.parameters_in_node,
         )
 
     def _sync_buffers(self) -> None:

@@ -23,6 +23,8 @@ class Nodes:
     sizes: tuple[int, ...] = ()
 
     def __str__(self) -> str:
+        if not self.sizes:
+            return "nodes of unknown size (LOCAL_WORLD_SIZE is not set on every rank)"
         return f"nodes of {' and of '.join(map(str, self.sizes))} ranks (LOCAL_WORLD_SIZE)"
 
     @property
@@ -49,14 +51,13 @@ class Nodes:
                 return 0
         return found.pop() if len(found) == 1 else 0
 
-    def require_fit(self, size: int, ranks: int, what: str, whole_nodes: bool = True) -> None:
+    def require_fit(self, size: int, ranks: int, what: str) -> None:
         """Refuses groups of adjacent ranks of which some would lie partly in one node and partly in another.
 
         Args:
             size: Ranks of a group.
             ranks: All ranks, or those that are divided.
-            what: The groups, for the message.
-            whole_nodes: Groups of several whole nodes are allowed.
+            what: The groups, for the message. Each may be several whole nodes too, where nodes are even.
 
         Raises:
             ConfigError: With the numbers, and sizes that would fit.
@@ -64,12 +65,12 @@ class Nodes:
         if not self.sizes or size >= ranks:
             return
         common = math.gcd(*self.sizes)
-        usable = [found for found in range(1, ranks + 1) if ranks % found == 0 and self._fits(found, common, whole_nodes)]
-        if not self._fits(size, common, whole_nodes):
+        usable = [found for found in range(1, ranks + 1) if ranks % found == 0 and self._fits(found, common)]
+        if not self._fits(size, common):
             raise ConfigError(f"{what}: {size} adjacent ranks do not fit {self}; {' or '.join(map(str, usable))} ranks would")
 
-    def _fits(self, size: int, common: int, whole_nodes: bool) -> bool:
-        return common % size == 0 or (whole_nodes and not self.uneven and size % common == 0)
+    def _fits(self, size: int, common: int) -> bool:
+        return common % size == 0 or (not self.uneven and size % common == 0)
 
 
 def nodes_of(networks: Sequence[Collectives]) -> Nodes:

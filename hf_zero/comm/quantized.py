@@ -7,7 +7,6 @@ carries them as bytes. One rank sends nothing, so nothing is coded there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -31,35 +30,25 @@ def all_gather_codes(collectives: Collectives, full: torch.Tensor, shard: torch.
     own = messages[collectives.rank]
     quantize(shard, own, WEIGHT_BITS, threads=_threads())
     pending = collectives.all_gather(messages.view(-1), own.view(-1), unit)
-    return _finished_by(pending, lambda _: dequantize(messages, full, WEIGHT_BITS, _threads()))
+    return finished_by(pending, lambda _: dequantize(messages, full, WEIGHT_BITS, _threads()))
+
+
+def message_of(shard: torch.Tensor) -> torch.Tensor:
+    """What an all-gather of codes sends of ``shard`` (n,): (message bytes,) uint8; local."""
+    message = torch.empty(1, message_bytes(shard.numel(), WEIGHT_BITS), dtype=torch.uint8, device=shard.device)
+    quantize(shard, message, WEIGHT_BITS, threads=_threads())
+    return message.view(-1)
+
+
+def values_of(messages: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Fills ``values`` (parts * n,) with what ``messages`` (parts, message bytes) say, and returns it; local."""
+    dequantize(messages.unsqueeze(1), values, WEIGHT_BITS, _threads())
+    return values
 
 
 def coded(shard: torch.Tensor) -> torch.Tensor:
     """What an all-gather of codes makes of ``shard`` (n,), a new tensor; local."""
-    message, values = (
-        torch.empty(1, 1, message_bytes(shard.numel(), WEIGHT_BITS), dtype=torch.uint8, device=shard.device),
-        torch.empty_like(shard),
-    )
-    quantize(shard, message[0], WEIGHT_BITS, threads=_threads())
-    dequantize(message, values, WEIGHT_BITS, _threads())
-    return values
-
-
-@dataclass(frozen=True)
-class TwoHops:
-    """The networks of a reduction that goes over the nodes after it has gone over the ranks of each.
-
-    [Note: swizzled parts] Rank ``l`` of node ``m`` owns part ``m * ranks + l`` of a vector. The first hop, inside the node, brings it the
-    node's sums of all parts that the ranks with its place ``l`` own, one for each node, in the order of nodes; the second, among these
-    ranks, the sum of its own one. So of each part one sum leaves a node (Wang et al., arXiv 2306.10209, section 3.3).
-
-    Attributes:
-        inside: The ranks of this node.
-        across: One rank of each node, those with this rank's place in it.
-    """
-
-    inside: Collectives
-    across: Collectives
+    return values_of(message_of(shard).unsqueeze(0), torch.empty_like(shard))
 
 
 def reduce_scatter_codes(
@@ -86,10 +75,10 @@ def reduce_scatter_codes(
         dequantize(of_rank.transpose(0, 1).contiguous(), total, GRADIENT_BITS, _threads())
         return total
 
-    return _finished_by(collectives.exchange(by_rank, unit), sums)
+    return finished_by(collectives.exchange(by_rank, unit), sums)
 
 
-def _finished_by(pending: Pending, work: Callable[[torch.Tensor | None], torch.Tensor | None]) -> Pending:
+def finished_by(pending: Pending, work: Callable[[torch.Tensor | None], torch.Tensor | None]) -> Pending:
     """``pending``, which then does ``work`` on what it has received."""
     finish = pending.finish
     pending.finish = lambda: work(finish() if finish is not None else None)

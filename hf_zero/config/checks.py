@@ -113,7 +113,7 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
     if stage >= 2 and str(data.get("optimizer", {}).get("type")).lower() == "onebitadam":
         text = "needs each rank's whole gradient, and `zero_optimization.stage` 2 and 3 keep a part of it: use stage 0 or 1, or Adam"
         problems.refuse("optimizer.type", data["optimizer"]["type"], text)
-    _check_shard_group(data.get("zero_optimization", {}), problems)
+    _check_shard_group(data.get("zero_optimization", {}), data.get("hf_zero", {}).get("param_shard_size"), problems)
     _check_quantization(data, problems)
     for name in ("offload_optimizer", "offload_param"):
         block = data.get("zero_optimization", {}).get(name) or {}
@@ -128,9 +128,15 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
         _check_arguments("scheduler", data["scheduler"], problems)
 
 
-def _check_shard_group(zero: dict[str, Any], problems: Problems) -> None:
-    """`mics_shard_size` and `zero_hpz_partition_size`, as far as they can be judged without the ranks."""
+def _check_shard_group(zero: dict[str, Any], inside: int | str | None, problems: Problems) -> None:
+    """`mics_shard_size`, `zero_hpz_partition_size` and `hf_zero.param_shard_size`, as far as they can be judged without the ranks."""
     size, stage, node = zero.get("mics_shard_size", -1), zero.get("stage", 0), zero.get("zero_hpz_partition_size", 1)
+    if inside is not None and stage != 3:
+        text = f"is {show(inside)} and `zero_optimization.stage` is {stage}, where parameters stay whole; set that to 3, or leave this out"
+        problems.error("hf_zero.param_shard_size", text)
+    elif inside is not None and node > 1:
+        text = f"is {show(inside)} and `zero_optimization.zero_hpz_partition_size` is {show(node)}: both keep parameters in a node; set one"
+        problems.error("hf_zero.param_shard_size", text)
     if node > 1 and stage != 3:
         text = f"is {show(node)} and `zero_optimization.stage` is {stage}, where parameters stay whole; set that to 3, or leave this out"
         problems.error("zero_optimization.zero_hpz_partition_size", text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_zero.errors import ConfigError
 
@@ -17,6 +17,8 @@ class StagePolicy:
         parameters_sharded: Units are resharded between uses and unsharded for them.
         reduces_each_micro_step: Gradients are reduced in every backward; otherwise at the boundary only.
         allows_deferral: ``no_sync()`` may postpone the reduction to a later micro-step.
+        parameters_in_node: The ranks of a node keep all parameters between them, in the parameters' type, and take them from the owners
+            after each update; gradients, masters and optimizer states are sharded over all ranks.
     """
 
     stage: int
@@ -24,6 +26,7 @@ class StagePolicy:
     parameters_sharded: bool
     reduces_each_micro_step: bool
     allows_deferral: bool
+    parameters_in_node: bool = False
 
     def reduces(self, boundary: bool, in_no_sync: bool) -> bool:
         """Whether a micro-step's backward reduces, by whether it completes an optimizer step and runs inside ``no_sync()``."""
@@ -39,14 +42,20 @@ _STAGES = {
     2: StagePolicy(2, optimizer_sharded=True, parameters_sharded=False, reduces_each_micro_step=True, allows_deferral=False),
     3: StagePolicy(3, optimizer_sharded=True, parameters_sharded=True, reduces_each_micro_step=True, allows_deferral=False),
 }
+_IN_NODE = {3: replace(_STAGES[3], parameters_in_node=True)}
 
 
-def stage_policy(stage: int) -> StagePolicy:
+def stage_policy(stage: int, parameters_in_node: bool = False) -> StagePolicy:
     """The policy of ZeRO stage ``stage`` (Rajbhandari et al., arXiv 1910.02054, section 5).
 
+    Args:
+        stage: Its number.
+        parameters_in_node: As the attribute.
+
     Raises:
-        ConfigError: The stage is not 0, 1, 2 or 3.
+        ConfigError: The stage is not 0, 1, 2 or 3, or has no such row.
     """
-    if stage not in _STAGES:
-        raise ConfigError(f"zero_optimization.stage is {stage!r}, allowed are {sorted(_STAGES)}")
-    return _STAGES[stage]
+    table = _IN_NODE if parameters_in_node else _STAGES
+    if stage not in table:
+        raise ConfigError(f"zero_optimization.stage is {stage!r}, allowed are {sorted(table)}")
+    return table[stage]

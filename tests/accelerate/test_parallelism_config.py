@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,18 +132,86 @@ def one_rank(replicas: int) -> dict[str, Any]:
     ],
 )
 def test_loop_is_that_of_one_rank(stage: int, sizes: dict[str, int], how: str, mesh: dict[str, int]) -> None:
+    _compare(4, stage, sizes, how, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_three_axes_on_eight_ranks(stage: int) -> None:
+    sizes = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+    _compare(8, stage, sizes, "variables", sizes)
+
+
+def _compare(world: int, stage: int, sizes: dict[str, int], how: str, mesh: dict[str, int]) -> None:
     sharers = sizes.get("tp", 1)
-    expected = one_rank(4 // sharers)
-    found = ranks.run_ranks(loop, 4, stage, sizes, how, group=False)
+    expected = one_rank(world // sharers)
+    found = ranks.run_ranks(loop, world, stage, sizes, how, group=False)
     for rank, run in enumerate(found):
         assert run["mesh"] == mesh
         assert run["losses"] == pytest.approx(expected["losses"][rank // sharers], rel=1e-4)
         assert run["norms"] == pytest.approx(expected["norms"], rel=1e-3)
         assert run["metrics"] == SUMS[:EVALUATED], "each row once, in order, none of those that fill the last batch"
-        assert run["everyone"] == [0, 1, 2, 3]
+        assert run["everyone"] == list(range(world))
     assert sorted(sum((run["seen"] for run in found[::sharers]), [])) == sorted(SUMS), "each sample once an epoch"
     for name, value in expected["state"].items():
         torch.testing.assert_close(found[0]["state"][name], value, rtol=2e-3, atol=2e-4)
+
+
+def interrupted(folder: str, stage: int) -> None:
+    """``save_state`` and ``load_state`` in two shard groups of two: the steps after a load are those after the save, bit for bit."""
+    from accelerate import Accelerator, ParallelismConfig
+
+    with clean_state():
+        config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        accelerator = Accelerator(deepspeed_plugin=plugin(stage, bf16={"enabled": True}), parallelism_config=config)
+        model = CASES["gpt2"].build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, DataLoader(rows(ROWS), batch_size=BATCH), scheduler)
+        counted = Counted()
+        accelerator.register_for_checkpointing(counted)
+
+        def epoch() -> list[float]:
+            seen = []
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(**batch).loss)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                    if accelerator.sync_gradients:
+                        seen += [parity.as_float(model.get_global_grad_norm()), scheduler.get_last_lr()[0]]
+            counted.epochs += 1
+            return seen
+
+        epoch()
+        accelerator.save_state(folder)
+        saved, expected, end = parity.full_masters(model), epoch(), parity.full_masters(model)
+        assert expected and not any(torch.equal(saved[name], end[name]) for name in saved)
+        accelerator.load_state(folder)
+        assert counted.epochs == 1
+        assert all(torch.equal(value, saved[name]) for name, value in parity.full_masters(model).items())
+        assert epoch() == expected
+        assert all(torch.equal(value, end[name]) for name, value in parity.full_masters(model).items())
+        accelerator.free_memory()
+
+
+class Counted:
+    """An object of the script's own that is saved beside the engine."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epochs = state["epochs"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_states_are_saved_and_loaded_in_shard_groups(tmp_path: Path, stage: int) -> None:
+    ranks.run_ranks(interrupted, 4, str(tmp_path), stage, group=False)
 
 
 def over_slices(sizes: dict[str, int]) -> tuple[dict[str, int], int]:

@@ -22,7 +22,8 @@ def _interrupted(folder: str, stage: int, dtype: str) -> None:
     steps(engine, 0, 4, dtype)
     engine.save_checkpoint(folder, tag="t")
     saved = engine.optimizer.rank_states()["loco_error"]
-    assert sum(bool(vector.any()) for name, vector in saved.items() if not name.startswith("(")) > 1
+    lost = [name for name, vector in saved.items() if not name.startswith("(") and bool(vector.any())]
+    assert len(lost) > 1 and any("second hop" in name for name in lost) == (ranks.world() == 4)
     expected = steps(engine, 4, 5, dtype)  # errors start anew after the second of them
     end = full_state(engine)
     engine.destroy()
@@ -38,6 +39,11 @@ def _interrupted(folder: str, stage: int, dtype: str) -> None:
 @pytest.mark.parametrize(("stage", "dtype"), [(3, "bf16"), (1, "fp16")])
 def test_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stage: int, dtype: str) -> None:
     ranks.run_ranks(_interrupted, 2, str(tmp_path), stage, dtype)
+
+
+def test_resumed_run_over_two_nodes(tmp_path: Path) -> None:
+    """The codes of both hops have errors."""
+    ranks.run_ranks(_interrupted, 4, str(tmp_path), 3, "fp16", env={"LOCAL_WORLD_SIZE": "2"})
 
 
 def _save(folder: str) -> dict[str, Any]:

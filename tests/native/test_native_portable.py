@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from hf_zero import native
+from hf_zero.native import quantize
 from hf_zero.native.adagrad import adagrad_update
 from hf_zero.native.adam import adam_update
 from hf_zero.native.adam_rule import AdamRule
 from hf_zero.native.lion import lion_update
 from hf_zero.native.sgd import sgd_update
+from tests.support import block_codes
 from tests.support.native import HARD, NOT_FINITE, isa
 
 __all__ = ["isa"]
@@ -44,7 +46,7 @@ def _values(seed: int, dtype: torch.dtype = F32) -> Tensor:
 
 
 def _digest(*tensors: Tensor | None) -> str:
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     found = hashlib.sha256()
     for tensor in tensors:
         if tensor is not None:  # the sign and payload of a NaN are the processor's
@@ -97,8 +99,16 @@ def _others() -> Iterator[tuple[str, str]]:
         yield f"squared norm {dtype}", _digest(torch.tensor(native.squared_norm(finite), dtype=torch.float64))
 
 
+def _codes() -> Iterator[tuple[str, str]]:
+    """Blocks of ZeRO++, with errors that are kept: two vectors in two parts, whose last blocks are short."""
+    for bits, dtype in itertools.product((8, 4), (F32, BF16, F16)):
+        vectors = [_values(seed, dtype)[: COUNT // 2 * 2].contiguous() for seed in (7, 8)]
+        for name, tensor in block_codes.step(quantize, vectors, bits, parts=2).items():
+            yield f"code of {bits} bits of {dtype}, {name}", _digest(tensor)
+
+
 def _found() -> dict[str, str]:
-    return dict(itertools.chain(_optimizers(), _others()))
+    return dict(itertools.chain(_optimizers(), _others(), _codes()))
 
 
 def test_results_are_those_of_every_other_processor(isa: str) -> None:

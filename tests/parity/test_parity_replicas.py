@@ -342,12 +342,6 @@ def _refusal(extra: dict[str, Any], replicate: int = 1) -> str:
             1,
             ("UnsupportedError", "OneBitAdam with 2 shard groups", "mics_shard_size"),
         ),
-        (
-            2,
-            {"zero_optimization": {"mics_shard_size": 1, "zero_quantized_gradients": True}, "bf16": {"enabled": True}},
-            1,
-            ("UnsupportedError", "zero_quantized_gradients with 2 shard groups", "zero_hpz_partition_size"),
-        ),
     ],
 )
 def test_refusals(world: int, extra: dict[str, Any], replicate: int, words: tuple[str, ...]) -> None:

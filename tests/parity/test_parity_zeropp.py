@@ -109,7 +109,24 @@ def test_two_hops(world: int, node: int, cells: list[tuple[int, dict[str, Any]]]
     runs = [zeropp(stage, steps=6, accumulation=2, clip=0.05, **keys) for stage, keys in cells]
     found = ranks.run_ranks(train_cases, world, "odd_mlp", runs, env={"LOCAL_WORLD_SIZE": str(node)})[0]
     for (trace, places), run, (_, keys) in zip(found, runs, cells, strict=True):
-        _compare(trace, places, "odd_mlp", world, run, keys, node)
+        _compare(trace, places, "odd_mlp", world, run, keys, node=node)
+
+
+def test_shard_groups() -> None:
+    """Codes inside each of two groups; what crosses between them is the sum, as without codes."""
+    keys = {"w": True, **_LOCO}
+    run = zeropp(3, steps=6, clip=0.05, mics_shard_size=2, **keys)
+    trace, places = ranks.run_ranks(train_case, 4, "odd_mlp", run)[0]
+    _compare(trace, places, "odd_mlp", 4, run, keys, group=2)
+
+
+@pytest.mark.slow
+def test_shard_groups_of_two_nodes() -> None:
+    """A reduction of three parts: inside the node, over the nodes of a group, and to the other group."""
+    keys = {"w": True, **_LOCO}
+    run = zeropp(3, steps=6, clip=0.05, mics_shard_size=4, **keys)
+    trace, places = ranks.run_ranks(train_case, 8, "odd_mlp", run, env={"LOCAL_WORLD_SIZE": "2"})[0]
+    _compare(trace, places, "odd_mlp", 8, run, keys, group=4, node=2)
 
 
 def train_cases(name: str, runs: list[Run]) -> list[Any]:
@@ -121,11 +138,11 @@ def _equals(name: str, world: int, run: Run, keys: dict[str, Any]) -> None:
     _compare(trace, places, name, world, run, keys)
 
 
-def _compare(trace: Trace, places: reference.Places, name: str, world: int, run: Run, keys: dict[str, Any], node: int = 0) -> None:
+def _compare(trace: Trace, places: reference.Places, name: str, world: int, run: Run, keys: dict[str, Any], **at: int) -> None:
     loco = keys.get("loco")
     settings = reference.Settings(
         world, run.steps, "w" in keys, "g" in keys, loco and loco.get("err_beta"), (loco or {}).get("reset_T", 1024), DTYPES[run.dtype],
-        run.accumulation, run.clip, node=node,
+        run.accumulation, run.clip, **at,
     )  # fmt: skip
     wanted = expected(name, run, settings, places)
     assert trace.losses == wanted.losses
@@ -282,12 +299,14 @@ def test_overflow_is_seen_by_all_and_drops_the_errors(stage: int) -> None:
     ranks.run_ranks(_overflow, 2, stage)
 
 
-def _bytes_per_step(keys: dict[str, Any]) -> dict[str, float]:
+def _bytes_per_step(keys: dict[str, Any], hops: bool = False) -> dict[str, float]:
     """Bytes this rank sends in a step for each parameter, by gathers and reductions."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     engine = initialize(model, zeropp(3, **keys))
     networks = {"gathers": engine.collectives, "reductions": engine.stepper.reducer.exchange.collectives}
+    if hops:
+        networks |= {name: getattr(engine.stepper.reducer.exchange.hops, name) for name in ("inside", "across")}
     numel = sum(unit.layout.numel for unit in engine.units)
     for _step in range(2):
         before = {name: network.sent_bytes for name, network in networks.items()}
@@ -304,6 +323,14 @@ def test_bytes_sent() -> None:
     assert plain["reductions"] / 0.75 == pytest.approx(2.0, rel=0.02)
     assert coded["gathers"] / 0.75 == pytest.approx(2 * (1 + 4 / 256), rel=0.02)
     assert coded["reductions"] / 0.75 == pytest.approx(0.5 + 4 / 256, rel=0.02)
+
+
+def test_bytes_of_two_hops() -> None:
+    """2 nodes of 2 ranks: half of the codes go to the other rank of the node, and of the sums of half of the elements half cross."""
+    sent = ranks.run_ranks(_bytes_per_step, 4, {"g": True}, True, env={"LOCAL_WORLD_SIZE": "2"})[0]
+    assert sent["inside"] == pytest.approx((0.5 + 4 / 256) / 2, rel=0.02)
+    assert sent["across"] == pytest.approx((0.5 + 4 / 256) / 4, rel=0.02)
+    assert sent["reductions"] == sent["gathers"], "nothing but gathers goes over all ranks"
 
 
 def _one_bit_object() -> None:

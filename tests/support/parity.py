@@ -358,10 +358,10 @@ def check(trace: Trace, expected: Trace | Callable[..., Trace], run: Run, label:
 
 def limits_of(run: Run) -> Difference:
     """``LIMITS``; wider where 16-bit gradients of ranks are added in 16 bit, which rounds each sum: on nccl, unlike our own exchange, and
-    where the sums of shard groups travel in 16 bit."""
+    where the sums of shard groups or nodes travel in 16 bit."""
     limit, dtype = LIMITS[run.dtype], run.dtype
-    replicated = "mics_shard_size" in run.extra.get("zero_optimization", {})
-    if dtype == "fp32" or not dist.is_initialized() or dist.get_world_size() == 1 or (dist.get_backend() == "gloo" and not replicated):
+    sums_travel = "mics_shard_size" in run.extra.get("zero_optimization", {}) or "param_shard_size" in run.extra.get("hf_zero", {})
+    if dtype == "fp32" or not dist.is_initialized() or dist.get_world_size() == 1 or (dist.get_backend() == "gloo" and not sums_travel):
         return limit
     return Difference(loss=limit.loss, norm=5 * limit.norm, weights=4 * limit.weights, masters=4 * limit.masters)
 

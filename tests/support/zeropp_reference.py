@@ -22,7 +22,7 @@ Places = list[tuple[int, list[tuple[str, int, int]]]]  # per unit: padded elemen
 @dataclass(frozen=True)
 class Settings:
     """What is quantized, and the hyper-parameters. ``keep`` None keeps no error; ``node`` ranks of each node add up what they
-    send before it crosses, coded once more, to the others; 0 is one hop."""
+    send before it crosses, coded once more, to the others; 0 is one hop. Each shard group of ``group`` ranks holds everything; 0 is one."""
 
     world: int
     steps: int
@@ -38,6 +38,12 @@ class Settings:
     eps: float = 1e-3
     weight_decay: float = 0.05
     node: int = 0
+    group: int = 0
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a unit is divided."""
+        return self.group or self.world
 
 
 @dataclass
@@ -91,7 +97,7 @@ class Reference:
         """Gives the model the weights that all ranks gather."""
         for shown, master in zip(self.shown, self.masters, strict=True):
             low = master.to(self.settings.dtype)
-            parts = low.chunk(self.settings.world)
+            parts = low.chunk(self.settings.parts)
             shown.copy_(torch.cat([code(part, 127).to(low.dtype) for part in parts]) if self.settings.weights else low)
 
     def gradients(self, rank: int) -> list[Tensor]:
@@ -110,20 +116,31 @@ class Reference:
     def _send(self, values: Tensor, error: Tensor) -> Tensor:
         if not self.settings.gradients:
             return values
-        world, keep = self.settings.world, self.settings.keep
+        parts, keep = self.settings.parts, self.settings.keep
         if keep is not None:
             values = values + error
-        seen = torch.cat([code(part, 7) for part in values.chunk(world)])
+        seen = torch.cat([code(part, 7) for part in values.chunk(parts)])
         if keep is not None:
-            error.copy_(torch.cat([code(part, 127) for part in (error * keep + (values - seen) * (1 - keep)).chunk(world)]))
+            error.copy_(torch.cat([code(part, 127) for part in (error * keep + (values - seen) * (1 - keep)).chunk(parts)]))
         return seen
 
     def sum(self, sent: list[list[Tensor]]) -> list[Tensor]:
         """The sums over all ranks of what each sends."""
-        if not self.settings.node:
+        size = self.settings.parts
+        groups = [self._sum_of_group(sent[first : first + size], first) for first in range(0, len(sent), size)]
+        if len(groups) == 1:
+            return groups[0]
+        # The sum of a group crosses in the type of the message, and is added up there.
+        low = _added([[total.to(self.settings.dtype) for total in group] for group in groups])
+        return [total.float() for total in low]
+
+    def _sum_of_group(self, sent: list[list[Tensor]], first: int) -> list[Tensor]:
+        node = self.settings.node
+        if not node:
             return _added(sent)
-        nodes = [_added(sent[first : first + self.settings.node]) for first in range(0, len(sent), self.settings.node)]
-        return _added([[self._send(*both) for both in zip(nodes[node], self.node_errors[node], strict=True)] for node in range(len(nodes))])
+        sums = [_added(sent[start : start + node]) for start in range(0, len(sent), node)]
+        errors = self.node_errors[first // node :]
+        return _added([[self._send(*both) for both in zip(one, of_node, strict=True)] for one, of_node in zip(sums, errors, strict=False)])
 
     def step(self, totals: list[Tensor]) -> float:
         """One step with the gradients of all ranks; returns their norm."""

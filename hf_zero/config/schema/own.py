@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from hf_zero.config.schema.fields import ANY_CASE, Bool, Section, used
+from pydantic import Field
+
+from hf_zero.config.schema.fields import ANY_CASE, Bool, Int, Section, used
 
 
 class OwnSettings(Section):
@@ -20,4 +22,9 @@ class OwnSettings(Section):
         "With offload_optimizer, when native optimizers (hf_zero.ops) update on the host: none inside step(); forward also while the next "
         "forward runs (stage 3); full also during backward, on a second copy of the states as far as it fits into half of the free host "
         "memory; auto is full where the training device has memory of its own, else none. The numbers are the same",
+    )
+    param_shard_size: Annotated[Literal["node"], ANY_CASE] | Annotated[Int, Field(ge=2)] | None = used(
+        None,
+        "Stage 3: adjacent ranks that parameters are sharded over and gathered from, in the training type; gradients, masters and "
+        "optimizer states stay sharded over all ranks. node is the ranks of each node; unset is all ranks",
     )

@@ -68,8 +68,14 @@ class GradientExchange:
         """Whether what ``start`` gives for messages of ``dtype`` is a sum over this node alone, which ``cross`` takes to the other ones."""
         return False
 
-    def cross(self, partial: torch.Tensor, unit: str) -> Pending:
-        """Sends the ``partial`` sum off that ``start`` gave; collective, with the sum over all ranks, (shard_numel,), as its result."""
+    def cross(self, partial: torch.Tensor, travelled: torch.dtype, unit: str) -> Pending:
+        """Sends the ``partial`` sum off that ``start`` gave; collective, with the sum over all ranks, (shard_numel,), as its result.
+
+        Args:
+            partial: The sums over this node.
+            travelled: Type of the message that ``start`` sent.
+            unit: Name for labels.
+        """
         raise StateError(f"unit {unit}: its reduction has one part")
 
     def stepped(self, skipped: bool, growth: float) -> None:
@@ -348,7 +354,7 @@ class UnitGradients:
         """
         if self._halfway is None or self._crossing is not None:
             return False
-        self._crossing = self.exchange.cross(self._halfway[0], self.unit.name)
+        self._crossing = self.exchange.cross(*self._halfway, self.unit.name)
         return True
 
     def _take(self, received: torch.Tensor, travelled: torch.dtype) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
-from hf_zero.comm.quantized import TwoHops, reduce_scatter_codes
+from hf_zero.comm.hops import TwoHops
+from hf_zero.comm.quantized import reduce_scatter_codes
 from hf_zero.core.schedule.gradients import GradientExchange, GradientPolicy
 from hf_zero.native.block_codes import KeptError, message_bytes, scales_of
 from hf_zero.native.quantize import can_quantize
@@ -68,9 +69,9 @@ class QuantizedExchange(GradientExchange):
     def crosses(self, dtype: torch.dtype) -> bool:
         return self.hops is not None and can_quantize(dtype)
 
-    def cross(self, partial: torch.Tensor, unit: str) -> Pending:
+    def cross(self, partial: torch.Tensor, travelled: torch.dtype, unit: str) -> Pending:
         if self.hops is None:
-            return super().cross(partial, unit)
+            return super().cross(partial, travelled, unit)
         error = self._error(partial, unit + _SECOND_HOP, self.hops.across.world)
         return reduce_scatter_codes(self.hops.across, partial, self.policy.accumulation_dtype, unit, error)
 

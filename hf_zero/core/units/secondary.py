@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
+from hf_zero.comm.quantized import finished_by, message_of, values_of
 from hf_zero.errors import StateError
 
 
@@ -17,12 +18,20 @@ class SecondaryCopy:
     have its copy together. Of a unit whose all-gathers carry codes, what the codes say is kept: what forward sees does not depend on who
     asked for exact values before it.
 
+    [Note: parameters in the node] Where the copy is to last, an update fills it anew: each rank sends its new shard to the one rank of
+    every node that keeps it, so that a node gets each element once, and no gather leaves the node until somebody else writes to the shard.
+
+    Attributes:
+        lasts: Updates fill it.
+
     Args:
         node: Network of the ranks that keep the unit between them; None keeps nothing.
+        lasts: As the attribute.
     """
 
-    def __init__(self, node: Collectives | None) -> None:
+    def __init__(self, node: Collectives | None, lasts: bool = False) -> None:
         self._node = node
+        self.lasts = lasts and node is not None
         self._part: torch.Tensor | None = None
 
     @property
@@ -41,6 +50,32 @@ class SecondaryCopy:
         if self._node is None or self._part is None:
             raise StateError(f"unit {unit}: no secondary copy is here")
         return self._node.all_gather(full, self._part, unit)
+
+    def fill(self, axis: Collectives, shard: torch.Tensor, quantized: bool, unit: str) -> Pending:
+        """Makes the copy of everybody's updated shards; collective over ``axis``, and here when what is returned has been waited for.
+
+        Args:
+            axis: All ranks; those of a node are adjacent.
+            shard: This rank's, (shard_numel,).
+            quantized: The copy is of what codes say.
+            unit: Name for labels.
+        """
+        if self._node is None:
+            raise StateError(f"unit {unit}: nobody keeps a secondary copy")
+        nodes, mine = axis.world // self._node.world, message_of(shard) if quantized else shard
+        first, keeper = self._node.rank * nodes, axis.rank // nodes  # first owner of what is kept here; place of who keeps this shard
+        rows = mine.new_empty(nodes, mine.numel())
+        outgoing, incoming = [[mine.new_empty(0)] * axis.world for _ in range(2)]
+        outgoing[keeper :: self._node.world] = [mine] * nodes
+        incoming[first : first + nodes] = list(rows)
+        if first <= axis.rank < first + nodes:
+            rows[axis.rank - first].copy_(mine)
+
+        def keep(_: torch.Tensor | None) -> None:
+            values = rows.view(-1)
+            self._part = values_of(rows, shard.new_empty(nodes * shard.numel())) if quantized else values
+
+        return finished_by(axis.exchange_parts(outgoing, incoming, f"{unit}: update"), keep)
 
     def forget(self) -> None:
         """The unit's values are others now."""

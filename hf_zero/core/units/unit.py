@@ -41,6 +41,7 @@ class UnitSpec:
         listener: Is told what happens to the parameters.
         quantized: The schedule's all-gathers carry codes of 8 bits, see [Note: exact values].
         node: Network of the ranks that keep secondary copies between them, see [Note: secondary copies].
+        copy_lasts: Updates fill these copies, see [Note: parameters in the node].
     """
 
     collectives: Collectives
@@ -52,6 +53,7 @@ class UnitSpec:
     listener: ParamListener = field(default_factory=ParamListener)
     quantized: bool = False
     node: Collectives | None = None
+    copy_lasts: bool = False
 
 
 class Unit:
@@ -75,6 +77,7 @@ class Unit:
         listener: Is told what happens to the parameters.
         secondary: What the ranks of a node keep between them.
         state: Where the parameters are.
+        quantized: The schedule's all-gathers carry codes.
         exact: The whole buffer holds, or is about to hold, the values of the shards; else those of their codes.
     """
 
@@ -89,7 +92,7 @@ class Unit:
         self.state = UnitState.UNSHARDED
         self.pins = Pins()
         self.listener = spec.listener
-        self.secondary = SecondaryCopy(spec.node)
+        self.secondary = SecondaryCopy(spec.node, spec.copy_lasts)
         self.whole = WholeBuffer(layout, buffer, self.params)
         own = buffer[self.owned.start : self.owned.stop]
         self.shard_storage = spec.shard_storage
@@ -97,7 +100,7 @@ class Unit:
         self.own = OwnPart(shard)
         self.own.shard = spec.shard_storage.rest(self, shard)
         self.exact = True
-        self._quantized = spec.quantized
+        self.quantized = spec.quantized
         self._pending: Pending | None = None
 
     @property
@@ -151,8 +154,8 @@ class Unit:
         if self.own.offloaded:
             require_memory(self.own.shard, f"unit {self.name}")
         self.whole.allocate()
-        if self.secondary.here and not (exact and self._quantized):
-            self.exact = not self._quantized
+        if self.secondary.here and not (exact and self.quantized):
+            self.exact = not self.quantized
             self._pending = self.secondary.all_gather(self.whole.flat, self.name)
         else:
             self._pending = self.start_all_gather(exact)
@@ -161,7 +164,7 @@ class Unit:
     def start_all_gather(self, exact: bool) -> Pending:
         """Starts the all-gather of the shards into the whole buffer, which has memory; collective. ``exact`` as in ``start_unshard``."""
         self.own.settle()
-        self.exact = exact or not self._quantized
+        self.exact = exact or not self.quantized
         gather = self.collectives.all_gather if self.exact else partial(all_gather_codes, self.collectives)
         own = self.whole.flat[self.owned.start : self.owned.stop]
         with self.shard_storage.bringing(self, own) as source:
@@ -208,7 +211,7 @@ class Unit:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
-            if self.exact is not self._quantized:
+            if self.exact is not self.quantized:
                 self.secondary.keep(self.whole.flat)
 
     def _enter(self, state: UnitState) -> None:

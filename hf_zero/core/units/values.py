@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -29,10 +30,18 @@ def shard_changed(unit: Unit) -> None:
 
 
 def all_gather_updated(unit: Unit) -> Pending | None:
-    """Starts the all-gather of updated shards into the whole buffer, for a unit that stays unsharded; collective."""
-    if unit.state is not UnitState.UNSHARDED or (unit.layout.world == 1 and not unit.reshards):
-        return None
-    return unit.start_all_gather(exact=unit.pinned)
+    """Starts the all-gather of updated shards, for a unit that stays unsharded or whose node keeps a copy that lasts; collective."""
+    if unit.state is UnitState.UNSHARDED:
+        return None if unit.layout.world == 1 and not unit.reshards else unit.start_all_gather(exact=unit.pinned)
+    return _fill_copy(unit) if unit.secondary.lasts else None
+
+
+def _fill_copy(unit: Unit) -> Pending:
+    own = torch.empty(unit.layout.shard_numel, dtype=unit.layout.dtype, device=unit.collectives.topology.device)
+    with unit.shard_storage.bringing(unit, own) as source:
+        pending = unit.secondary.fill(unit.collectives, source, unit.quantized, unit.name)
+    pending.before_finish = partial(unit.shard_storage.arrive, unit)
+    return pending
 
 
 def write_back(unit: Unit) -> None:
