@@ -30,7 +30,7 @@ from benchmarks.tables import ResultTable  # noqa: E402
 
 WORKER = Path(__file__).with_name("two_nodes_worker.py")
 NODES, PER_NODE = 2, 2
-SIZE = {"layers": 4, "width": 256, "heads": 4, "vocab": 2048, "length": 32, "batch": 1}
+SIZE = {"layers": 4, "width": 256, "heads": 4, "vocab": 2048, "length": 8, "batch": 1}
 RATES = {"1gbit": 4, "100mbit": 2}  # steps of a contender in a round
 WARM_UP = 2
 MTU = 9000  # as clusters have it: at 1500 the headers alone are 4.5 % of what is sent
