@@ -18,9 +18,9 @@ from tests.support import ranks
         (6, (0, 2, 3, 5), "rank 1 on node-0, rank 4 on node-2 did not answer within 0.2 s"),
         (3, (0, 1, 2), "all ranks answer"),
         (
-            16,
-            (0,),
-            "rank 1 on node-0, ranks 2 and 3 on node-1, ranks 4 and 5 on node-2, ranks 6 and 7 on node-3, rank 8 on node-4 and 7 more ranks",
+            14,
+            (0, 1),
+            "ranks 2 and 3 on node-1, ranks 4 and 5 on node-2, ranks 6 and 7 on node-3, ranks 8 and 9 on node-4 and 4 more ranks",
         ),
     ],
 )
