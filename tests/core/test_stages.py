@@ -27,6 +27,15 @@ def test_what_a_stage_shards() -> None:
     assert shards == [(False, False), (True, False), (True, False), (True, True)]
 
 
+def test_parameters_in_the_node_are_a_row_of_stage_3_alone() -> None:
+    row = stage_policy(3, parameters_in_node=True)
+    assert row.parameters_in_node and not stage_policy(3).parameters_in_node
+    assert (row.optimizer_sharded, row.parameters_sharded, row.reduces_each_micro_step, row.allows_deferral) == (True, True, True, False)
+    for stage in range(3):
+        with pytest.raises(ConfigError, match=r"stage is .*allowed are \[3\]"):
+            stage_policy(stage, parameters_in_node=True)
+
+
 def test_there_are_four() -> None:
     with pytest.raises(ConfigError, match=r"stage is 4, allowed are \[0, 1, 2, 3\]"):
         stage_policy(4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from tests.support import offload_runs, ranks, sequences, tp_training
 from tests.support.checkpoints import differences, full_state, start, steps
-from tests.support.models import CASES, Batch, TwoBlocks
+from tests.support.models import CASES, Batch, TwoBlocks, class_loss
 from tests.support.parity import DRIFT, Run, check, check_case, check_training, initialize, reference_case, train
 from tests.support.skipped_blocks import Chosen, loss_of_choice
 from tests.support.whole_tensors import plain, through_engine
@@ -65,6 +66,22 @@ def _skipping() -> None:
 
 def test_ranks_that_run_other_blocks_in_another_order() -> None:
     ranks.run_ranks(_skipping, 4, timeout=60, group_timeout=20)
+
+
+def _overflow() -> None:
+    def feed(step: int, micro: int, rank: int) -> Batch:
+        batch = CASES["mlp"].rows(step, micro, rank)
+        if (step, micro, rank) == (1, 0, 3):
+            batch["inputs"][0, 0] = math.inf
+        return batch
+
+    run = Run(stage=3, dtype="fp16", accumulation=2, steps=4, extra=inside(2))
+    trace = check_training(CASES["mlp"].build, feed, class_loss, run, label="overflow on rank 3")
+    assert trace.skipped == [False, True, False, False], trace.skipped
+
+
+def test_every_node_skips_the_overflow_of_one_rank() -> None:
+    ranks.run_ranks(_overflow, 4)
 
 
 # -- with everything else -------------------------------------------------------------------------------------------------

@@ -171,7 +171,9 @@ class ZeroOptimization(Section):
     )
     zero_quantized_nontrainable_weights: Bool = used(False, "Stage 3: as zero_quantized_weights, for frozen parameters alone")
     zero_quantized_gradients: Bool = used(
-        False, "Stages 1 to 3, 16-bit training: reduce gradients as codes of 4 bits, by an all-to-all, summed in fp32 in rank order"
+        False,
+        "Stages 1 to 3, 16-bit training: reduce gradients as codes of 4 bits, by an all-to-all (over several nodes by two, inside each and "
+        "then between them), summed in fp32 in rank order",
     )
     zeropp_loco_param: LocoParam | None = section(None, "Error feedback of quantized gradients (LoCo)")
     mics_shard_size: Int = used(-1, "Data-parallel ranks per shard group, each of which holds everything (stages 1 to 3); -1 is all")

@@ -118,4 +118,4 @@ class QuantizedExchange(GradientExchange):
         steps, parts = saved.pop(_STEPS, None), saved.pop(_PARTS, None)
         self._steps = int(steps) if steps is not None else 0
         self._errors.clear()
-        self._loaded = saved if parts is not None and torch.equal(parts, self._parts()) else {}
+        self._loaded = saved if parts is not None and parts.tolist() == self._parts().tolist() else {}
