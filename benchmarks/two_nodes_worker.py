@@ -70,16 +70,14 @@ def torch_loop(model: nn.Module) -> Step:
     return step
 
 
-def ddp(model: nn.Module) -> Step:
-    """fp32 masters, computation in bf16, gradients that travel in bf16: what a bf16 run of an engine sends."""
+def ddp(model: nn.Module, dtype: torch.dtype) -> Step:
+    """fp32 masters, computation in bf16, gradients that travel in ``dtype``: fp32 is what DDP does, bf16 what engines send in a bf16 run."""
     from torch.nn.parallel import DistributedDataParallel
 
-    def in_bf16(_: None, bucket: dist.GradBucket) -> Any:  # torch's own hook of that name wants a GPU
-        sent = bucket.buffer().to(BF16).div_(dist.get_world_size())
-        return dist.all_reduce(sent, async_op=True).get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
-
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    wrapped.register_comm_hook(None, in_bf16)  # type: ignore[arg-type]
+    if dtype != torch.float32:
+        hook: Any = lambda _, bucket: reduce_in(dtype, bucket)  # noqa: E731 - annotations that are texts are refused
+        wrapped.register_comm_hook(None, hook)
     plain = torch_loop(wrapped)
 
     def step(batch: Tensor) -> float:
@@ -87,6 +85,12 @@ def ddp(model: nn.Module) -> Step:
             return plain(batch)
 
     return step
+
+
+def reduce_in(dtype: torch.dtype, bucket: dist.GradBucket) -> Any:
+    """What torch's ``bf16_compress_hook`` does, which wants a GPU."""
+    sent = bucket.buffer().to(dtype).div_(dist.get_world_size())
+    return dist.all_reduce(sent, async_op=True).get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
 def fsdp2(model: Model, nodes: int) -> Step:
@@ -137,9 +141,9 @@ def model_context(package: str, config: dict[str, Any]) -> AbstractContextManage
 
 
 def build_step(kind: str, part: dict[str, Any], size: dict[str, int]) -> Step:
-    """The training step of a contender: ``ddp``, ``fsdp2``, ``fsdp2-nodes``, ``hf_zero`` or ``deepspeed``."""
-    if kind == "ddp":
-        return ddp(Model(size))
+    """The training step of a contender: ``ddp``, ``ddp-bf16``, ``fsdp2``, ``fsdp2-nodes``, ``hf_zero`` or ``deepspeed``."""
+    if kind.startswith("ddp"):
+        return ddp(Model(size), BF16 if kind.endswith("bf16") else torch.float32)
     if kind.startswith("fsdp2"):
         return fsdp2(Model(size), 2 if kind.endswith("nodes") else 1)
     return engine(kind, part, size)
