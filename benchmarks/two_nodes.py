@@ -36,7 +36,6 @@ RATES = {"1gbit": 4, "100mbit": 2}  # steps of a contender in a round
 WARM_UP = 2
 MTU = 9000  # as clusters have it: at 1500 the headers alone are 4.5 % of what is sent
 PORTS = itertools.count(29800)
-COLUMNS = ("contender", "link", "s/step", "range", "to stage 3", "to the peer", "MB a node sends a step", "of a copy of the model")
 
 _FULL = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}  # as a model does that is too large to stay
 _HPZ, _NODE = _FULL | {"zero_hpz_partition_size": PER_NODE}, {"mics_shard_size": PER_NODE}
@@ -263,19 +262,28 @@ def peer_of(entry: Measured, known: dict[str, Measured], rate: str) -> Measured 
     return min(there, key=lambda peer: peer.median(rate), default=None)
 
 
-def row_of(entry: Measured, rate: str, known: dict[str, Measured]) -> list[str]:
+def columns(rates: list[str]) -> list[str]:
+    """Heads of the table."""
+    by_rate = [f"{what}, {rate}" for what in ("s/step", "to stage 3", "to the peer") for rate in rates]
+    return ["contender", *by_rate, "MB a node sends a step", "copies of the model"]
+
+
+def row_of(entry: Measured, rates: list[str], known: dict[str, Measured]) -> list[str]:
     """One line of the table."""
-    seconds, peer = entry.seconds[rate], peer_of(entry, known, rate)
     return [
         entry.label,
-        rate,
-        f"{entry.median(rate):.3f}",
-        f"{min(seconds):.3f}-{max(seconds):.3f}",
-        f"{entry.speed_up(rate):.2f} x as fast",
-        f"{peer.median(rate) / entry.median(rate):.2f} x as fast ({peer.label})" if peer else "",
-        f"{statistics.median(entry.nbytes[rate]) / 1e6:.2f}",
-        f"{entry.copies(rate):.3f}",
+        *(f"{entry.median(rate):.3f}" for rate in rates),
+        *(f"{entry.speed_up(rate):.2f} x as fast" for rate in rates),
+        *(beside_peer(entry, rate, known) for rate in rates),
+        f"{statistics.median(entry.nbytes[rates[-1]]) / 1e6:.2f}",
+        f"{entry.copies(rates[-1]):.3f}",
     ]
+
+
+def beside_peer(entry: Measured, rate: str, known: dict[str, Measured]) -> str:
+    """Its speed beside that of its fastest peer."""
+    peer = peer_of(entry, known, rate)
+    return f"{peer.median(rate) / entry.median(rate):.2f} x as fast ({peer.label})" if peer else ""
 
 
 def draw(found: list[Measured], rates: list[str], path: Path) -> None:
@@ -337,7 +345,7 @@ def targets(known: dict[str, Measured], rates: list[str]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--families", nargs="*", choices=list(FAMILIES), default=list(FAMILIES), help="none: draw what --raw holds")
     parser.add_argument("--rates", nargs="+", choices=list(RATES), default=list(RATES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peer-python", help="Python of a venv with deepspeed: adds its rows")
@@ -349,14 +357,22 @@ def main() -> int:
     if why_not():
         print(f"cannot measure here: {why_not()}", file=sys.stderr)
         return 1
-    everything = merged(arguments.raw, measure(arguments.families, arguments.rates, arguments.rounds, arguments.peer_python))
+    fresh = measure(arguments.families, arguments.rates, arguments.rounds, arguments.peer_python) if arguments.families else []
+    everything = merged(arguments.raw, fresh)
     found, failed = [one for one in everything if not one.failed], [one for one in everything if one.failed]
     known = {entry.label: entry for entry in found}
-    rows = [row_of(entry, rate, known) for rate in arguments.rates for entry in found]
+    rows = [row_of(entry, arguments.rates, known) for entry in found]
     command = "python benchmarks/two_nodes.py --peer-python /path/to/venv/bin/python"
     command += " --json benchmarks/results/two_nodes.json --plot docs/two-nodes.png   # as root"
     figure = arguments.plot.name if arguments.plot else ""
-    table = ResultTable("Two nodes and a slow link", command, text_of(arguments.rounds, failed), COLUMNS, rows, figure)
+    table = ResultTable(
+        "Two nodes and a slow link",
+        command,
+        text_of(len(found[0].seconds[arguments.rates[0]]), failed),
+        columns(arguments.rates),
+        rows,
+        figure,
+    )
     table.print()
     if arguments.json:
         table.save(arguments.json)

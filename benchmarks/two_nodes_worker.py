@@ -71,7 +71,7 @@ def torch_loop(model: nn.Module) -> Step:
 
 
 def ddp(model: nn.Module, dtype: torch.dtype) -> Step:
-    """fp32 masters, computation in bf16, gradients that travel in ``dtype``: fp32 is what DDP does, bf16 what engines send in a bf16 run."""
+    """fp32 masters, computation in bf16, gradients that travel in ``dtype``: fp32 is DDP's own, bf16 what engines send in a bf16 run."""
     from torch.nn.parallel import DistributedDataParallel
 
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
