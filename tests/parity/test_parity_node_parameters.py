@@ -254,7 +254,7 @@ def test_bytes_of_a_step(accumulation: int, dtype: str) -> None:
         assert sent["across"] == accumulation * half // 2
         keepers = {0: (0, 2), 1: (0, 2), 2: (1, 3), 3: (1, 3)}[number]
         updates = len(set(keepers) - {number}) * total // 4 * element
-        assert sent["all"] == updates + norm + 2 * (8 + accumulation * (late + passes))
+        assert sent["all"] == updates + norm + 2 * (12 + accumulation * (late + passes))
         assert [label for label in labels if "update)" in label or label == "spread"] == [
             *("exchange_parts (root: update)", "exchange_parts (layers.0: update)", "exchange_parts (layers.1: update)"),
             "spread",

@@ -61,6 +61,15 @@ def test_other_models(stage: int) -> None:
     )
 
 
+IN_NODE = {"hf_zero": {"param_shard_size": 2}}
+
+
+@pytest.mark.slow
+def test_parameters_in_the_node() -> None:
+    """Gradients in two hops, and shards that go to every node, on devices in the order that nccl has."""
+    on_devices(device_jobs.parity, ["gpt2", "mlp"], [Run(stage=3, accumulation=2, clip=0.5, extra=IN_NODE)], world=4)
+
+
 # -- offload -----------------------------------------------------------------------------------------------------------
 
 
@@ -73,6 +82,13 @@ def test_offload_of_quantized_collectives_changes_nothing() -> None:
     """Codes of shards that come from the host, written and read in the order of the streams."""
     keys = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}
     on_devices(device_jobs.offload, "mlp", [Run(stage=3, dtype="bf16")], ["parameters cpu, apart", "both cpu, apart"], keys)
+
+
+@pytest.mark.slow
+def test_offload_of_codes_in_two_hops_changes_nothing() -> None:
+    keys = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}
+    run = Run(stage=3, dtype="bf16", extra=IN_NODE)
+    on_devices(device_jobs.offload, "mlp", [run], ["parameters cpu, apart", "both cpu, apart"], keys, world=4)
 
 
 @pytest.mark.slow
