@@ -72,7 +72,7 @@ class GlooCollectives(Collectives):
                 works.extend(dist.irecv(row, src=source, group=group, tag=_RELAYED) for row in rows)
 
         def forward() -> None:
-            sends = []
+            sends: list[Any] = []
             for node, arriving in zip(away, far, strict=True):
                 for work in arriving:
                     work.wait()

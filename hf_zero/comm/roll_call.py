@@ -58,7 +58,7 @@ def _unreached() -> str:
 
 def _ask(store: dist.Store) -> str:
     try:
-        store.set(f"{_KEY}/here/{dist.get_rank()}", b"1")
+        store.set(f"{_KEY}/here/{dist.get_rank()}", "1")
         if store.add(f"{_KEY}/answered", 1) == 1:
             store.set(f"{_KEY}/verdict", _wait_for_all(store))
         return bytes(store.get(f"{_KEY}/verdict")).decode()

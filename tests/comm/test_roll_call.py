@@ -31,7 +31,7 @@ def test_who_is_named(world: int, here: tuple[int, ...], said: str, monkeypatch:
     for rank in range(world):
         store.set(f"{roll_call._KEY}/host/{rank}", f"node-{rank // 2}")
     for rank in here:
-        store.set(f"{roll_call._KEY}/here/{rank}", b"1")
+        store.set(f"{roll_call._KEY}/here/{rank}", "1")
         store.add(f"{roll_call._KEY}/answered", 1)
     assert roll_call._wait_for_all(store).startswith(said)
 
