@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +31,7 @@ class RankProcesses:
         arguments: Of the script; values other than text travel as JSON.
         world: Number of ranks, all on this machine.
         python: The interpreter. That of another venv sees nothing of this one's PYTHONPATH.
+        place: The command that runs another one where a rank belongs (a network namespace); None runs all ranks here.
         **variables: Environment of every rank, over the launcher's variables.
 
     Attributes:
@@ -40,7 +42,14 @@ class RankProcesses:
     """
 
     def __init__(
-        self, name: str, worker: Path, arguments: list[Any], world: int, python: str = sys.executable, **variables: object
+        self,
+        name: str,
+        worker: Path,
+        arguments: list[Any],
+        world: int,
+        python: str = sys.executable,
+        place: Callable[[int, list[str]], list[str]] | None = None,
+        **variables: object,
     ) -> None:
         self.name = name
         self._log: IO[str] = tempfile.TemporaryFile("w+", prefix="ranks_")  # noqa: SIM115 - closed by stop
@@ -49,10 +58,10 @@ class RankProcesses:
         shared = _environment(world, python) | variables
         try:
             for rank in range(world):
-                values = {**shared, "RANK": rank, "LOCAL_RANK": rank}
+                values = {**shared, "RANK": rank, "LOCAL_RANK": rank % int(str(shared["LOCAL_WORLD_SIZE"]))}
                 env = {**os.environ, **{key: str(value) for key, value in values.items()}}
                 pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
-                self._processes.append(subprocess.Popen(words, env=env, text=True, **pipes))
+                self._processes.append(subprocess.Popen(place(rank, words) if place else words, env=env, text=True, **pipes))
             self.first = self.answers()
         except BaseException:
             self.stop(0.0)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-BRIDGE = "hfzbr"
 LINK = "hfzlink"  # of every namespace, inside it
 # Bytes the bucket holds: enough for one tick of the kernel's clock at that rate, little against a message.
 BURSTS = {"100mbit": "64kb", "1gbit": "256kb", "10gbit": "2mb"}
@@ -17,20 +16,38 @@ BURSTS = {"100mbit": "64kb", "1gbit": "256kb", "10gbit": "2mb"}
 
 @dataclass(frozen=True)
 class Namespaces:
-    """What ``slow_network`` made: one namespace per rank."""
+    """What ``slow_network`` made: one namespace per rank, or per node.
+
+    Attributes:
+        names: Of the namespaces.
+        prefix: What all names of this network begin with.
+    """
 
     names: list[str]
+    prefix: str = "hfz"
 
     def address(self, rank: int) -> str:
         """Address of a rank."""
         return f"10.77.0.{rank + 1}"
+
+    def port(self, rank: int) -> str:
+        """The other end of a rank's link, outside its namespace."""
+        return f"{self.prefix}port{rank}"
+
+    def cut(self, rank: int) -> None:
+        """Takes a rank's link down: nobody is told, what is sent is lost."""
+        _run("ip", "link", "set", self.port(rank), "down")
+
+    def mend(self, rank: int) -> None:
+        """Takes it up again."""
+        _run("ip", "link", "set", self.port(rank), "up")
 
     def limit(self, rate: str) -> None:
         """Sets the speed of all links, both ways; ``rate`` is one of ``BURSTS``."""
         shape = ["root", "tbf", "rate", rate, "burst", BURSTS[rate], "latency", "100ms"]
         for rank, name in enumerate(self.names):
             _run("ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", LINK, *shape)
-            _run("tc", "qdisc", "replace", "dev", f"hfzport{rank}", *shape)
+            _run("tc", "qdisc", "replace", "dev", self.port(rank), *shape)
 
     def command(self, rank: int, words: list[str]) -> list[str]:
         """``words`` run inside the namespace of a rank."""
@@ -46,31 +63,37 @@ def why_not() -> str:
 
 
 @contextmanager
-def slow_network(ranks: int) -> Iterator[Namespaces]:
-    """A namespace per rank; gone when the ``with`` ends, however it ends, and what a killed run left is removed first."""
-    made = Namespaces([f"hfz{rank}" for rank in range(ranks)])
-    _remove(8)
+def slow_network(ranks: int, prefix: str = "hfz", mtu: int = 1500) -> Iterator[Namespaces]:
+    """A namespace per rank; gone when the ``with`` ends, however it ends, and what a killed run left is removed first.
+
+    Args:
+        ranks: Namespaces.
+        prefix: Networks with different ones do not know of each other; at most 5 letters.
+        mtu: Bytes of the largest packet. Where the bucket holds less than 64 KiB and headers, the kernel cuts messages into such packets
+            and the counters have all their headers; else it hands them on whole, with one header.
+    """
+    made, bridge = Namespaces([f"{prefix}{rank}" for rank in range(ranks)], prefix), f"{prefix}br"
+    _remove(made, 8)
     try:
-        _run("ip", "link", "add", "name", BRIDGE, "type", "bridge")
-        _run("ip", "link", "set", BRIDGE, "up")
+        _run("ip", "link", "add", "name", bridge, "type", "bridge")
+        _run("ip", "link", "set", bridge, "up")
         for rank, name in enumerate(made.names):
-            port = f"hfzport{rank}"
             _run("ip", "netns", "add", name)
-            _run("ip", "link", "add", port, "type", "veth", "peer", "name", LINK, "netns", name)
-            _run("ip", "link", "set", port, "master", BRIDGE, "up")
+            _run("ip", "link", "add", made.port(rank), "type", "veth", "peer", "name", LINK, "netns", name)
+            _run("ip", "link", "set", made.port(rank), "mtu", str(mtu), "master", bridge, "up")
             _run("ip", "-n", name, "address", "add", f"{made.address(rank)}/24", "dev", LINK)
-            _run("ip", "-n", name, "link", "set", LINK, "up")
+            _run("ip", "-n", name, "link", "set", LINK, "mtu", str(mtu), "up")
             _run("ip", "-n", name, "link", "set", "lo", "up")
         yield made
     finally:
-        _remove(ranks)
+        _remove(made, ranks)
 
 
-def _remove(ranks: int) -> None:
+def _remove(made: Namespaces, ranks: int) -> None:
     for rank in range(ranks):
-        _run("ip", "link", "del", f"hfzport{rank}", check=False)
-        _run("ip", "netns", "del", f"hfz{rank}", check=False)
-    _run("ip", "link", "del", BRIDGE, check=False)
+        _run("ip", "link", "del", made.port(rank), check=False)
+        _run("ip", "netns", "del", f"{made.prefix}{rank}", check=False)
+    _run("ip", "link", "del", f"{made.prefix}br", check=False)
 
 
 def _run(*words: str, check: bool = True) -> None:

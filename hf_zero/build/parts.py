@@ -94,6 +94,7 @@ class PartsBuilder:
         self.collectives.connect()
         self.model_collectives = open_collectives(self.topology.model) if self.topology.model is not None else None
         self.nodes = nodes_of([self.collectives.data, *([self.model_collectives] if self.model_collectives is not None else [])])
+        self.collectives.lie_in_nodes(self._ranks_in_each_node())
         self._inside = self._ranks_inside()
         groups = {"shard groups (mics_shard_size, dp_replicate)": self.topology.world} if self.topology.replicate is not None else {}
         require_fit(axes.mesh, self.nodes, {**groups, "copies in the node (zero_hpz_partition_size, param_shard_size)": self._inside})
@@ -217,6 +218,11 @@ class PartsBuilder:
             for unit in units
         ]
         return Reducer(entries, exchange, overlap, partial(self.collectives.data.any_of, unit="late gradients"))
+
+    def _ranks_in_each_node(self) -> int:
+        """How many ranks of the axis each of several nodes has; 0 where there is one, or that is not known. Collective."""
+        ranks = self.topology.data.world * (self.topology.model.world if self.topology.model is not None else 1)
+        return self.nodes.ranks_in_each(lines_of(self.topology)) if self.nodes.sizes and self.nodes.sizes[-1] < ranks else 0
 
     def _ranks_inside(self) -> int:
         """How many ranks keep all parameters between them; all of the axis where nobody asks for fewer. Collective."""

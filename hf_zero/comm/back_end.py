@@ -8,6 +8,7 @@ from hf_zero.comm.direct_exchange import GlooCollectives
 from hf_zero.comm.native import NativeCollectives
 from hf_zero.comm.process_groups import serving_backend
 from hf_zero.comm.recorded import RecordedCollectives
+from hf_zero.comm.roll_call import sign_in
 from hf_zero.comm.topology import Topology
 
 
@@ -18,6 +19,7 @@ def build_collectives(topology: Topology) -> Collectives:
 
 def open_collectives(topology: Topology) -> Collectives:
     """The same, recorded where this process has a comms log; with the network of all data-parallel ranks where there are replicas."""
+    sign_in()
     inner, log = build_collectives(topology), current_log()
     opened = inner if log is None else RecordedCollectives(inner, log)
     if topology.replicate is not None and topology.joint is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from hf_zero import observe
 from hf_zero.comm.process_groups import host_device, serving_backend
+from hf_zero.comm.roll_call import call_roll
 from hf_zero.comm.topology import Topology
 from hf_zero.errors import CollectiveError
 
@@ -70,9 +72,11 @@ class Pending:
 
 
 def _collective_error(label: str, error: BaseException) -> CollectiveError:
+    recent, said = observe.recent_events(), " ".join(str(error).split()).rstrip(".")
+    who = call_roll() or "a peer died, hangs, or runs a different sequence of steps"
     return CollectiveError(
-        f"rank {observe.global_rank()} failed in {label}: {error}. A peer died, hangs, or runs a different sequence of steps. "
-        f"Recent phases on this rank: {observe.recent_events()}. Look at the other ranks' logs for the first error"
+        f"rank {observe.global_rank()} on {platform.node()} failed in {label}: {who}. The network said: {said}. "
+        f"Recent phases on this rank: {recent}. Look at the other ranks' logs for the first error"
     )
 
 
@@ -107,6 +111,9 @@ class Collectives(ABC):
     def data(self) -> Collectives:
         """The network of all data-parallel ranks: over it they agree, and take values that all must have; this one where it is of all."""
         return self.joint or self
+
+    def lie_in_nodes(self, per_node: int) -> None:  # noqa: B027 - most back ends find their own ways
+        """Says that each node has ``per_node`` adjacent ranks of the axis; 0 where that is not known. Alike on all ranks."""
 
     @abstractmethod
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:

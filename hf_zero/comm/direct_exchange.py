@@ -10,8 +10,11 @@ import torch.distributed as dist
 
 from hf_zero import observe
 from hf_zero.comm.collectives import TAGS, Collectives, Pending, copy_unless_same
+from hf_zero.comm.relay import Relay
 from hf_zero.comm.topology import Topology
 from hf_zero.memory import host_memory
+
+_RELAYED = TAGS + 2  # tag of what comes from another node by way of a rank of this one
 
 
 class GlooCollectives(Collectives):
@@ -21,6 +24,12 @@ class GlooCollectives(Collectives):
     bytes sent directly to each peer (measured on 2 ranks), and the ring's order of summation depends on the rank.
     Sending directly and summing locally in rank order is faster and deterministic. 16-bit parts are summed in the dtype of
     ``out``, so a bf16 message is added up in fp32. Device tensors are staged through the host.
+
+    [Note: gathers over nodes] Sent directly, a shard crosses to another node once for each rank there. Where the nodes are known, a rank
+    sends its shard to one rank of each other node, the one with its own place there, and hands on to the ranks of its node what comes from
+    these; so each shard comes to a node once, and as many messages are sent as before. Handing on is a thread's work (``relay.py``), which
+    waits for nothing but what the main threads of other nodes have sent: a rank that waits for a gather later than others keeps nobody
+    waiting. Reductions are sent directly: summed in the nodes first, they would be other numbers.
     """
 
     blocks_host = True
@@ -28,24 +37,54 @@ class GlooCollectives(Collectives):
     def __init__(self, topology: Topology) -> None:
         super().__init__(topology)
         self._halves = 0  # reductions in rank order so far
+        self._per_node = 0  # ranks of the axis on each node, where there are several nodes and a node has several
+        self._relay: Relay | None = None
+
+    def lie_in_nodes(self, per_node: int) -> None:
+        self._per_node = per_node if 1 < per_node < self.world else 0
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
         label = observe.note("all_gather", unit)
-        numel = shard.numel()
         if self.world == 1:
             return Pending(label, [], finish=lambda: copy_unless_same(full, shard))
-        if full.device.type != "cpu":
-            host_full, host_shard = torch.empty(full.shape, dtype=full.dtype), shard.cpu()
-            works = self._exchange(label, lambda peer: host_shard, lambda peer: host_full[peer * numel : (peer + 1) * numel])
+        host = full if full.device.type == "cpu" else torch.empty(full.shape, dtype=full.dtype)
+        parts = host.view(self.world, shard.numel())
+        copy_unless_same(parts[self.rank], shard)
+        if self._per_node and shard.numel():
+            works = self._gather_over_nodes(label, parts)
+        else:
+            works = self._exchange(label, lambda peer: parts[self.rank], parts.__getitem__)
+        return Pending(label, works, None if host is full else lambda: _fill(full, host), keep=(full, host, shard))
 
-            def finish() -> None:
-                host_full[self.rank * numel : (self.rank + 1) * numel].copy_(host_shard)
-                full.copy_(host_full)
+    def _gather_over_nodes(self, label: str, parts: torch.Tensor) -> list[Any]:
+        """Brings every rank's row of ``parts`` (world, n) to all, each of them once over the links between two nodes."""
+        (here, place), nodes = divmod(self.rank, self._per_node), self.world // self._per_node
+        away = [(here + step) % nodes for step in range(1, nodes)]
+        mates = [here * self._per_node + (place + step) % self._per_node for step in range(1, self._per_node)]
+        own, group = parts[self.rank], self.topology.group
+        far = [self._exchange(label, lambda _: own, parts.__getitem__, peers=[node * self._per_node + place]) for node in away]
+        works = self._exchange(label, lambda _: own, parts.__getitem__, peers=mates)
+        known = {mate: dist.get_global_rank(group, mate) for mate in mates}
 
-            return Pending(label, works, finish, keep=(full, host_full, host_shard))
-        copy_unless_same(full[self.rank * numel : (self.rank + 1) * numel], shard)
-        works = self._exchange(label, lambda peer: shard, lambda peer: full[peer * numel : (peer + 1) * numel])
-        return Pending(label, works, keep=(full, shard))
+        def receive() -> None:
+            for mate, source in known.items():
+                rows = [parts[node * self._per_node + mate % self._per_node] for node in away]
+                works.extend(dist.irecv(row, src=source, group=group, tag=_RELAYED) for row in rows)
+
+        def forward() -> None:
+            sends: list[Any] = []
+            for node, arriving in zip(away, far, strict=True):
+                for work in arriving:
+                    work.wait()
+                row = parts[node * self._per_node + place]
+                sends += [dist.isend(row, dst=target, group=group, tag=_RELAYED) for target in known.values()]
+            for work in sends:
+                work.wait()
+
+        self._launch(label, receive)
+        self.sent_bytes += len(away) * len(mates) * own.nbytes
+        self._relay = self._relay or Relay()
+        return [self._relay.start(forward), *works]
 
     def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str) -> Pending:
         label = observe.note("reduce_scatter", unit)
@@ -129,13 +168,18 @@ class GlooCollectives(Collectives):
         return [(self.rank + step) % self.world for step in range(1, self.world)]
 
     def _exchange(
-        self, label: str, outgoing: Callable[[int], torch.Tensor], incoming: Callable[[int], torch.Tensor], tag: int = 0
+        self,
+        label: str,
+        outgoing: Callable[[int], torch.Tensor],
+        incoming: Callable[[int], torch.Tensor],
+        tag: int = 0,
+        peers: Sequence[int] | None = None,
     ) -> list[Any]:
         group = self.topology.group
         works = []
 
         def launch() -> None:
-            for peer in self._peers():
+            for peer in self._peers() if peers is None else peers:
                 target = dist.get_global_rank(group, peer)
                 message, place = outgoing(peer), incoming(peer)
                 if place.numel():
@@ -146,6 +190,10 @@ class GlooCollectives(Collectives):
 
         self._launch(label, launch)
         return works
+
+
+def _fill(full: torch.Tensor, host: torch.Tensor) -> None:
+    full.copy_(host)
 
 
 def _sum_in_order(parts: Sequence[torch.Tensor], dtype: torch.dtype, scratch: int | None = None) -> torch.Tensor:

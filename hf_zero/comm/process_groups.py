@@ -97,6 +97,11 @@ def device_mesh(sizes: Mapping[str, int], device_type: str, joint: Mapping[str, 
 # -- asking -----------------------------------------------------------------------------------------------------------
 
 
+def default_store() -> dist.Store | None:
+    """The store in which the ranks of the default group met; None without such a group, and where its back end needs none (mpi)."""
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """The timeout the group was created with; ``new_group`` would take the library's default otherwise. None if it does not tell."""
     for of in (device, torch.device("cpu")):  # a back end of the host serves a device that has none of its own

@@ -44,6 +44,9 @@ class RecordedCollectives(Collectives):
         """Bytes handed to the network so far."""
         return self.inner.sent_bytes
 
+    def lie_in_nodes(self, per_node: int) -> None:
+        self.inner.lie_in_nodes(per_node)
+
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
         return self._record("all_gather", unit, full, lambda: self.inner.all_gather(full, shard, unit))
 

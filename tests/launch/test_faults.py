@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -72,6 +73,7 @@ def test_the_other_rank_ends_with_the_unit_and_phase(stage: int, place: str, way
     message = survivor.text[survivor.text.rindex("CollectiveError") :]
     assert any(unit in message for unit in units), message
     assert any(phase in message for phase in phases), message
+    assert f"rank 1 on {platform.node()} did not answer within" in message, message
     assert survivor.seconds < TIMEOUT + 15, f"took {seconds:.0f} s"
 
 

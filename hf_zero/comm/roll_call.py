@@ -1,0 +1,95 @@
+"""Who still answers when a collective has failed: the ranks write once more into the store they met in, and name those that do not."""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+
+import torch.distributed as dist
+
+from hf_zero.comm.process_groups import default_store
+
+SECONDS_TO_ANSWER = 5.0
+_MORE = 3.0  # for the store to answer
+_NAMED = 8  # of the ranks that do not answer
+_KEY = "hf_zero_roll_call"
+_signed_in: dist.Store | None = None
+_verdict: tuple[dist.Store, str] | None = None
+
+
+def sign_in() -> None:
+    """Writes this rank's host into the default group's store, for those who outlive it; no collective, once per default group."""
+    global _signed_in
+    store = default_store()
+    if store is not None and store is not _signed_in and dist.get_world_size() > 1:
+        store.set(f"{_KEY}/host/{dist.get_rank()}", platform.node())
+        _signed_in = store
+
+
+def call_roll() -> str:
+    """Which ranks do not answer, and on which hosts, in words; "" where nobody can be asked.
+
+    [Note: roll call] What a back end says of a failure names no rank: an address at best, or that time is up. A dead rank's connections
+    close, or the time-out ends, so the others fail within a short time of each other and come here. They count themselves in the store; the
+    first one waits for the rest, looks up who is missing and where, and writes the verdict, which the others wait for: as many messages as
+    there are ranks. A rank that computes meanwhile answers when it comes to its next collective, maybe too late. The store may be gone with
+    its host, or not be reached from here, and its calls know no time limit; so a thread asks, and is left alone when it does not come back.
+    Once per default group: after the first failure nothing can be relied on.
+    """
+    global _verdict
+    store = default_store()
+    if store is None or store is not _signed_in:
+        return ""
+    if _verdict is None or _verdict[0] is not store:
+        told: list[str] = []
+        asking = threading.Thread(target=lambda: told.append(_ask(store)), daemon=True, name="hf_zero roll call")
+        asking.start()
+        asking.join(SECONDS_TO_ANSWER + _MORE)
+        _verdict = store, told[0] if told else _unreached()
+    return _verdict[1]
+
+
+def _unreached() -> str:
+    place = f"{os.environ.get('MASTER_ADDR', 'the host of rank 0')}:{os.environ.get('MASTER_PORT', '?')}"
+    return f"the store in which the ranks met at {place} does not answer: that host has died, or cannot be reached from here"
+
+
+def _ask(store: dist.Store) -> str:
+    try:
+        store.set(f"{_KEY}/here/{dist.get_rank()}", "1")
+        if store.add(f"{_KEY}/answered", 1) == 1:
+            store.set(f"{_KEY}/verdict", _wait_for_all(store))
+        return bytes(store.get(f"{_KEY}/verdict")).decode()
+    except RuntimeError:  # torch's errors of stores and networks are of this kind
+        return _unreached()
+
+
+def _wait_for_all(store: dist.Store) -> str:
+    world, deadline = dist.get_world_size(), time.monotonic() + SECONDS_TO_ANSWER
+    while store.add(f"{_KEY}/answered", 0) < world:
+        if time.monotonic() > deadline:
+            missing = [rank for rank in range(world) if not store.check([f"{_KEY}/here/{rank}"])]
+            return f"{_places(store, missing)} did not answer within {SECONDS_TO_ANSWER:g} s" if missing else _ALL
+        time.sleep(0.05)
+    return _ALL
+
+
+_ALL = "all ranks answer, so they run different sequences of steps, or the network between them failed"
+
+
+def _places(store: dist.Store, ranks: list[int]) -> str:
+    """``ranks 2 and 3 on node-2, rank 5 on node-3``."""
+    hosts: dict[str, list[int]] = {}
+    for rank in ranks[:_NAMED]:
+        key = f"{_KEY}/host/{rank}"
+        hosts.setdefault(bytes(store.get(key)).decode() if store.check([key]) else "an unknown host", []).append(rank)
+    named = ", ".join(f"{_numbers(there)} on {host}" for host, there in hosts.items())
+    return named if len(ranks) <= _NAMED else f"{named} and {len(ranks) - _NAMED} more ranks"
+
+
+def _numbers(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
