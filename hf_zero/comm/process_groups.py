@@ -83,9 +83,9 @@ def _divide(group: dist.ProcessGroup, lines: Lines, device: torch.device, backen
 def _make(lines: Lines, timeout: timedelta | None, backend: str) -> dist.ProcessGroup:
     """This rank's group of ``lines``; every rank that is in one of them comes here with the same.
 
-    [Note: groups of others] ``new_group`` wants to be called for the groups of others too. There it only counts, because groups are named by
-    their number; but on nccl with a device it takes part in a split of the communicator for each, as many as the world has lines. Here
-    each rank makes its own, under the number that it has in the order of ``lines``.
+    [Note: groups of others] ``new_group`` wants to be called for the groups of others too. There it only counts, because groups are
+    named by their number; but on nccl with a device it takes part in a split of the communicator for each, as many as the world has
+    lines. Here each rank makes its own, under the number that it has in the order of ``lines``.
     """
     counted, made = dist.distributed_c10d._world, None
     for line in lines:
@@ -106,8 +106,11 @@ def _new_group(ranks: Sequence[int], timeout: timedelta | None, backend: str, al
 
 @contextlib.contextmanager
 def _connected_on_use() -> Iterator[None]:
-    """[Note: connections of gloo] gloo connects each rank with each when a group is made: on 4096 ranks as many sockets in every process,
-    where 1024 open files are a common limit. Votes and rings use a few of them. A variable is the only way to say so; the user's stays."""
+    """Groups of gloo that are made inside connect two ranks when they first talk.
+
+    [Note: connections of gloo] gloo connects each rank with each when a group is made: on 4096 ranks as many sockets in every process,
+    where 1024 open files are a common limit. Votes and rings need a few. Nothing but a variable says so; the user's stays.
+    """
     name = "TORCH_GLOO_LAZY_INIT"
     if name in os.environ:
         yield
