@@ -94,7 +94,8 @@ def _compare(world: int, few: int, dtype: str) -> None:
         for (kind, weights, eager), (other_kind, others, lazy) in zip(mine, theirs, strict=True):
             assert (kind, other_kind) == ("GlooCollectives", "AllToAllCollectives")
             assert all(map(torch.equal, weights, others))
-            assert eager and set(eager) == {None} and set(lazy) == {"1"}
+            assert set(eager) <= {None} and set(lazy) <= {"1"}
+        assert mine[0][2] and theirs[0][2], "the first engine makes groups"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
