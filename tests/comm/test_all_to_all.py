@@ -14,8 +14,8 @@ from hf_zero.comm import back_end, process_groups
 from hf_zero.comm.all_to_all import AllToAllCollectives
 from hf_zero.comm.direct_exchange import GlooCollectives
 from hf_zero.comm.topology import build_topology
-from tests.core.test_host_work import WIDTH, Model
 from tests.support import ranks
+from tests.support.small_blocks import WIDTH, Model
 
 
 def _same_bits() -> tuple[int, int]:

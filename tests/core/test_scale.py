@@ -16,13 +16,12 @@ import torch.distributed as dist
 import hf_zero
 from benchmarks.collective_counts import Collectives
 from benchmarks.wire_bytes import Layout, traffic
-from tests.core.test_host_work import Model
 from tests.support import ranks
+from tests.support.small_blocks import WIDTH, Model
 
 pytestmark = pytest.mark.quick
 
 PACKAGE = str(Path(hf_zero.__file__).parent)
-WIDTH = 16
 NODE, WORLD = 8, 64
 GROWTH = 1 << 14  # bytes; a list with an entry per rank is larger, from 16 to 4096 ranks
 RESHARD = {"stage3_max_reuse_distance": 0}
