@@ -38,8 +38,8 @@ PEER_OF = {
 CONTENDERS = tuple(PEER_OF)
 Cases = dict[str, dict[str, Any]]  # by contender, world and blocks; what was measured
 TEXT = """`benchmarks/scale.py`: rank 0 of a pretended world, bf16, blocks of a transformer's 12 parameters of width {width}, one
-micro-step, every block gathered in forward and in backward (stage 3, FSDP2). Milliseconds of processor time of a step with
-{blocks} blocks **without what torch's `fake` back end takes for the same collectives issued bare**, for worlds of {worlds};
+micro-step, every block gathered in forward and in backward (stage 3, FSDP2). Milliseconds of processor time of a step
+**without what torch's `fake` back end takes for the same collectives issued bare**, for worlds of {worlds};
 **back end**: what was taken off in the largest. **set-up**: from the model to the first step's beginning, in the smallest and
 the largest world. **kept**: bytes that Python holds after two steps in the largest world more than in the smallest
 (`tracemalloc`: engine, torch and process groups); **ours**: of these, those that lines of hf_zero have asked for. **messages**:
@@ -97,6 +97,8 @@ def table(cases: Cases, arguments: argparse.Namespace) -> ResultTable:
     for blocks in arguments.blocks:
         for name in arguments.only:
             found = {world: cases.get(key(name, world, blocks, "times")) for world in worlds}
+            if not any(found.values()):
+                continue
             steps = [f"{1000 * own_time(case):.0f}" if case else "" for case in found.values()]
             back_end = f"{1000 * found[last]['bare']:.0f}" if found[last] else ""
             setups = [f"{found[world]['setup']:.2f}" if found[world] else "" for world in (first, last)]
@@ -104,7 +106,7 @@ def table(cases: Cases, arguments: argparse.Namespace) -> ResultTable:
             kept = [_kib(large["held"][whose] - small["held"][whose]) if small and large else "" for whose in ("all", "hf_zero")]
             counted = str(messages(large)) if large else ""
             rows.append([f"{name}, {blocks}", *steps, back_end, _ratio(cases, name, last, blocks), *setups, *kept, counted])
-    text = TEXT.format(width=arguments.width, blocks="so many", worlds=", ".join(map(str, worlds)))
+    text = TEXT.format(width=arguments.width, worlds=", ".join(map(str, worlds)))
     columns = ("layout, blocks", *(f"ms, {world}" for world in worlds), "back end", "of its FSDP2")
     columns += (f"set-up s, {first}", f"{last}", "kept KiB", "ours KiB", "messages")
     command = "python benchmarks/scale.py --json benchmarks/results/scale.json --plot docs/scale.png"
@@ -148,6 +150,7 @@ def draw(cases: Cases, arguments: argparse.Namespace) -> None:
             )
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
+        panel.set_xticks(worlds, [str(world) for world in worlds])
         panel.set_xlabel("ranks")
         panel.set_title(f"{label} ({blocks} blocks)", fontsize=9)
         panel.spines[["top", "right"]].set_visible(False)
