@@ -40,7 +40,8 @@ def lines_of_all(own: Sequence[int], group: dist.ProcessGroup | None = None) -> 
     """
     step = own[1] - own[0] if len(own) > 1 else 1
     regular = step > 0 and list(own) == list(range(own[0], own[-1] + 1, step))
-    device = host_device(group or dist.group.WORLD, default_device())
+    group = group or dist.distributed_c10d._get_default_group()
+    device = host_device(group, default_device())
     mine = torch.tensor([own[0], own[-1] + 1, step] if regular else [-1, 0, 0], device=device)
     told = torch.empty(3 * dist.get_world_size(group), dtype=mine.dtype, device=device)
     all_gather_single(told, mine, group=group)
