@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from hf_zero.comm.all_to_all import AllToAllCollectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.comms_log import current_log
 from hf_zero.comm.direct_exchange import GlooCollectives
 from hf_zero.comm.native import NativeCollectives
-from hf_zero.comm.process_groups import serving_backend
+from hf_zero.comm.process_groups import MOST_CONNECTED, serving_backend
 from hf_zero.comm.recorded import RecordedCollectives
 from hf_zero.comm.roll_call import sign_in
 from hf_zero.comm.topology import Topology
 
 
 def build_collectives(topology: Topology) -> Collectives:
-    """Direct exchange where gloo serves the device, the native calls elsewhere."""
-    return GlooCollectives(topology) if serving_backend(topology.group, topology.device) == "gloo" else NativeCollectives(topology)
+    """Direct exchange where gloo serves the device, with all-to-alls for many ranks; the native calls elsewhere."""
+    if serving_backend(topology.group, topology.device) != "gloo":
+        return NativeCollectives(topology)
+    return GlooCollectives(topology) if topology.world <= MOST_CONNECTED else AllToAllCollectives(topology)
 
 
 def open_collectives(topology: Topology) -> Collectives:

@@ -164,8 +164,7 @@ class Collectives(ABC):
         if self.world == 1:
             return
         self.sent_bytes += tensor.numel() * tensor.element_size() if self.rank == source else 0
-        root = dist.get_global_rank(self.topology.group, source)
-        work = self._launch(label, lambda: dist.broadcast(tensor, root, group=self.topology.group, async_op=True))
+        work = self._launch(label, lambda: dist.broadcast(tensor, group=self.topology.group, async_op=True, group_src=source))
         Pending(label, [work], keep=(tensor,)).wait()
 
     def broadcast_object(self, value: Any, source: int, unit: str) -> Any:
@@ -174,8 +173,7 @@ class Collectives(ABC):
         if self.world == 1:
             return value
         box = [value]
-        root = dist.get_global_rank(self.topology.group, source)
-        self._launch(label, lambda: dist.broadcast_object_list(box, root, group=self.topology.group))
+        self._launch(label, lambda: dist.broadcast_object_list(box, group=self.topology.group, group_src=source))
         return box[0]
 
     def gather_objects(self, value: Any, unit: str) -> list[Any]:
@@ -213,12 +211,12 @@ class Collectives(ABC):
         group, distance = self.topology.group, 1
         while distance < self.world:
             heard = torch.empty_like(votes)
-            source, target = (dist.get_global_rank(group, (self.rank + by) % self.world) for by in (-distance, distance))
+            source, target = ((self.rank + by) % self.world for by in (-distance, distance))
             self.sent_bytes += votes.nbytes
 
             def exchange(heard: torch.Tensor = heard, source: int = source, target: int = target) -> list[Any]:
-                receive = dist.irecv(heard, src=source, group=group, tag=_VOTE)
-                return [dist.isend(votes, dst=target, group=group, tag=_VOTE), receive]
+                receive = dist.irecv(heard, group=group, tag=_VOTE, group_src=source)
+                return [dist.isend(votes, group=group, tag=_VOTE, group_dst=target), receive]
 
             Pending(label, self._launch(label, exchange)).wait()
             torch.maximum(votes, heard, out=votes)

@@ -98,7 +98,7 @@ class GlooCollectives(Collectives):
             parts[peer] = host_memory.passing(numel, host.dtype, host.device)
         works = self._exchange(label, lambda peer: host[peer * numel : (peer + 1) * numel], lambda peer: parts[peer])
         scratch = 1 if self.rank == 0 else 0  # the sum may overwrite what was received from that rank, never what ``full`` holds
-        return Pending(label, works, lambda: _sum_in_order(parts, dtype, scratch).to(full.device), keep=(full, host, *parts))
+        return Pending(label, works, lambda: sum_in_order(parts, dtype, scratch).to(full.device), keep=(full, host, *parts))
 
     def all_reduce(self, tensor: torch.Tensor, unit: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         if self.world == 1 or tensor.device.type == "cpu":
@@ -133,7 +133,7 @@ class GlooCollectives(Collectives):
         self._halves = tag = self._halves % TAGS + 1
 
         def finish() -> None:
-            own.copy_(_sum_in_order(others, own.dtype))
+            own.copy_(sum_in_order(others, own.dtype))
             Pending(label, self._exchange(label, lambda peer: own, lambda peer: parts[peer], tag)).wait()
             copy_unless_same(tensor, host)
 
@@ -180,13 +180,12 @@ class GlooCollectives(Collectives):
 
         def launch() -> None:
             for peer in self._peers() if peers is None else peers:
-                target = dist.get_global_rank(group, peer)
                 message, place = outgoing(peer), incoming(peer)
                 if place.numel():
-                    works.append(dist.irecv(place, src=target, group=group, tag=tag))
+                    works.append(dist.irecv(place, group=group, tag=tag, group_src=peer))
                 if message.numel():
                     self.sent_bytes += message.numel() * message.element_size()
-                    works.append(dist.isend(message, dst=target, group=group, tag=tag))
+                    works.append(dist.isend(message, group=group, tag=tag, group_dst=peer))
 
         self._launch(label, launch)
         return works
@@ -196,7 +195,7 @@ def _fill(full: torch.Tensor, host: torch.Tensor) -> None:
     full.copy_(host)
 
 
-def _sum_in_order(parts: Sequence[torch.Tensor], dtype: torch.dtype, scratch: int | None = None) -> torch.Tensor:
+def sum_in_order(parts: Sequence[torch.Tensor], dtype: torch.dtype, scratch: int | None = None) -> torch.Tensor:
     """parts[0] + parts[1] + ... , left to right, in ``dtype``; may use the memory of ``parts[scratch]``, one of the first two."""
     if parts[0].dtype == dtype:
         total = torch.add(parts[0], parts[1], out=parts[scratch] if scratch is not None else None)

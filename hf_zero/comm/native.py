@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from hf_zero import observe
 from hf_zero.comm.collectives import Collectives, Pending, copy_unless_same
+from hf_zero.comm.process_groups import all_gather_single
 
-# torch 2.13 renamed the two; both names mean the same call.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 renamed it; both names mean the same call.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -26,7 +26,7 @@ class NativeCollectives(Collectives):
         if self.world == 1:
             return Pending(label, [], finish=lambda: copy_unless_same(full, shard))
         self.sent_bytes += (self.world - 1) * shard.numel() * shard.element_size()
-        work = self._launch(label, lambda: _all_gather_single(full, shard, group=self.topology.group, async_op=True))
+        work = self._launch(label, lambda: all_gather_single(full, shard, group=self.topology.group, async_op=True))
         return Pending(label, [work], keep=(full, shard))
 
     def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str) -> Pending:

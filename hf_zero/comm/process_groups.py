@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hf_zero.comm.device import default_device
+from hf_zero.errors import StateError
+
+# torch 2.13 renamed it; both names mean the same call.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+MOST_CONNECTED = 16  # up to so many ranks gloo may connect each with each
 Lines = Sequence[Sequence[int]]  # ranks of the default group, in groups that do not overlap
 
 
@@ -26,7 +34,22 @@ _divided: dict[tuple[dist.ProcessGroup, Any], tuple[dist.ProcessGroup, dist.Proc
 
 
 def lines_of_all(own: Sequence[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
-    """The different ``own`` of all ranks of ``group`` (default: all ranks), in the order of their first ranks; collective."""
+    """The different ``own`` of all ranks of ``group`` (default: all ranks), in the order of their first ranks; collective.
+
+    Ranks at equal distances are told in three numbers: a line itself is as long as the world is large, and each rank would get them all.
+    """
+    step = own[1] - own[0] if len(own) > 1 else 1
+    regular = step > 0 and list(own) == list(range(own[0], own[-1] + 1, step))
+    group = group or dist.distributed_c10d._get_default_group()
+    device = host_device(group, default_device())
+    mine = torch.tensor([own[0], own[-1] + 1, step] if regular else [-1, 0, 0], device=device)
+    told = torch.empty(3 * dist.get_world_size(group), dtype=mine.dtype, device=device)
+    all_gather_single(told, mine, group=group)
+    numbers = dict.fromkeys(zip(*[iter(told.tolist())] * 3, strict=True))  # each line once
+    return [list(range(*line)) for line in numbers] if (-1, 0, 0) not in numbers else _irregular_lines(own, group)
+
+
+def _irregular_lines(own: Sequence[int], group: dist.ProcessGroup | None) -> list[list[int]]:
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, list(own), group=group)
     return [list(line) for line in dict.fromkeys(tuple(line) for line in told)]
@@ -59,8 +82,45 @@ def _divide(group: dist.ProcessGroup, lines: Lines, device: torch.device, backen
 
 
 def _make(lines: Lines, timeout: timedelta | None, backend: str) -> dist.ProcessGroup:
-    made = [dist.new_group(list(line), timeout=timeout, backend=backend) for line in lines]
-    return next(part for line, part in zip(lines, made, strict=True) if dist.get_rank() in line)
+    """This rank's group of ``lines``; every rank that is in one of them comes here with the same.
+
+    [Note: groups of others] ``new_group`` wants to be called for the groups of others too. There it only counts, because groups are
+    named by their number; but on nccl with a device it takes part in a split of the communicator for each, as many as the world has
+    lines. Here each rank makes its own, under the number that it has in the order of ``lines``.
+    """
+    counted, made = dist.distributed_c10d._world, None
+    for line in lines:
+        if dist.get_rank() in line:
+            made = _new_group(line, timeout, backend)
+        else:
+            counted.group_count += 1
+    if made is None:
+        raise StateError(f"rank {dist.get_rank()} is in none of the groups {list(lines)}")
+    return made
+
+
+def _new_group(ranks: Sequence[int], timeout: timedelta | None, backend: str, alone: bool = False) -> dist.ProcessGroup:
+    """A process group of ``ranks``; with ``alone`` no other rank takes part."""
+    with _connected_on_use() if len(ranks) > MOST_CONNECTED else contextlib.nullcontext():
+        return dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=alone)
+
+
+@contextlib.contextmanager
+def _connected_on_use() -> Iterator[None]:
+    """Groups of gloo that are made inside connect two ranks when they first talk.
+
+    [Note: connections of gloo] gloo connects each rank with each when a group is made: on 4096 ranks as many sockets in every process,
+    where 1024 open files are a common limit. Votes and rings need a few. Nothing but a variable says so; the user's stays.
+    """
+    name = "TORCH_GLOO_LAZY_INIT"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def copy_group(group: dist.ProcessGroup, device: torch.device, backend: str, crossed: bool) -> dist.ProcessGroup:
@@ -74,9 +134,9 @@ def copy_group(group: dist.ProcessGroup, device: torch.device, backend: str, cro
     """
     own, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
     if own == list(range(dist.get_world_size())):
-        return dist.new_group(own, timeout=timeout, backend=backend)
+        return _new_group(own, timeout, backend)
     if not crossed:
-        return dist.new_group(own, timeout=timeout, backend=backend, use_local_synchronization=True)
+        return _new_group(own, timeout, backend, alone=True)
     return _make(lines_of_all(own), timeout, backend)  # every rank has to take part in making every group
 
 

@@ -6,8 +6,10 @@ import time
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from hf_zero.comm import process_groups
 from tests.support import ranks
 from tests.support.models import CASES
 from tests.support.parity import Run, initialize
@@ -38,3 +40,29 @@ def _slow_connections() -> None:
 def test_no_rank_leaves_before_all_are_connected() -> None:
     """gloo's ranks connect each in its own time: one that destroyed the group at once would cut the others off."""
     ranks.run_ranks(_slow_connections, 2)
+
+
+def _lines(lines: list[list[int]]) -> list[list[int]]:
+    return process_groups.lines_of_all(next(line for line in lines if ranks.rank() in line))
+
+
+@pytest.mark.parametrize("lines", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3], [1], [2]], [[0, 1, 3], [2]]])
+def test_ranks_tell_their_lines(lines: list[list[int]]) -> None:
+    """In three numbers, or rank by rank where the distances differ."""
+    assert ranks.run_ranks(_lines, 4, lines) == [lines] * 4
+
+
+def _named_alike() -> list[str]:
+    lines = [[0, 3], [1, 2]]
+    made = [process_groups._make(lines, None, "gloo"), dist.new_group([0, 1, 2, 3]), process_groups._make(lines[::-1], None, "gloo")]
+    total = torch.tensor([float(ranks.rank())])
+    dist.all_reduce(total, group=made[0])
+    assert total == 3
+    return [group.group_name for group in made]
+
+
+def test_groups_of_others_count() -> None:
+    """Each rank makes its own groups only, and all agree on the names of those that come later."""
+    first, second, third, fourth = ranks.run_ranks(_named_alike, 4)
+    assert first == fourth and second == third and first[1] == second[1]
+    assert first[0] != second[0] and first[2] != second[2] and len({*first, *second}) == 5

@@ -9,40 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_zero
 from tests.support import ranks
+from tests.support.small_blocks import WIDTH, Model
 
 PACKAGE = str(Path(hf_zero.__file__).parent)
-WIDTH = 16
 FEW, MANY = 24, 96
 GROWTH = 4.4  # for four times the blocks: what is done once per step makes it less, a look at all blocks from each of them more
 RESHARD = {"stage3_max_reuse_distance": 0}
-
-
-class Block(nn.Module):
-    """Four parameters, two of them in modules of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.linear(self.norm(x))
-
-
-class Model(nn.Module):
-    def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x).float().mean()
 
 
 class Operations(TorchDispatchMode):

@@ -14,6 +14,9 @@ from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.unit import full_shape
 from hf_zero.errors import StateError
 
+# What of a digest is compared, by one vote however many ranks there are: so many numbers of so many hexadecimal digits, 24 bits.
+_PIECES, _DIGITS = 10, 6
+
 
 def require_same_model(module: nn.Module, members: Sequence[NamedParam], collectives: Collectives, notes: Sequence[str] = ()) -> None:
     """Returns when all ranks have parameters and buffers of the same names, shapes, types and groups, and the same notes; collective.
@@ -33,15 +36,17 @@ def require_same_model(module: nn.Module, members: Sequence[NamedParam], collect
         return
     lines = [*notes, *map(_line, members), *_buffer_lines(module)]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    digests = collectives.gather_objects(digest, "digest of the model")
-    if len(set(digests)) == 1:
+    pieces = [int(digest[start : start + _DIGITS], 16) for start in range(0, _PIECES * _DIGITS, _DIGITS)]
+    most = collectives.largest_of([*pieces, *(-piece for piece in pieces)], "digest of the model")
+    if most[:_PIECES] == [-least for least in most[_PIECES:]]:
         return
-    everyone = collectives.gather_objects(lines, "parameters of the model")
+    digests = collectives.gather_objects(digest, "digests of the model")
     rank = next(rank for rank, other in enumerate(digests) if other != digests[0])
-    first, other = next((mine, theirs) for mine, theirs in zip_longest(everyone[0], everyone[rank]) if mine != theirs)
+    first, second = (collectives.broadcast_object(lines, source, "parameters of the model") for source in (0, rank))
+    mine, other = next(pair for pair in zip_longest(first, second) if pair[0] != pair[1])
     raise StateError(
-        f"the model is not the same on all data-parallel ranks: rank 0 has {first or 'nothing more'}, rank {rank} has "
-        f"{other or 'nothing more'} ({len(everyone[0])} and {len(everyone[rank])} entries in all). Build it from the same "
+        f"the model is not the same on all data-parallel ranks: rank 0 has {mine or 'nothing more'}, rank {rank} has "
+        f"{other or 'nothing more'} ({len(first)} and {len(second)} entries in all). Build it from the same "
         "configuration and vocabulary, freeze the same parameters and make the same optimizer and param groups on every rank"
     )
 
