@@ -1,0 +1,102 @@
+"""Divides the experts of a model over a group of ranks, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from hf_zero.comm.back_end import open_collectives
+from hf_zero.comm.topology import Topology
+from hf_zero.core.units.layout import Range
+from hf_zero.core.units.registration import unregister
+from hf_zero.core.units.tp_shard import TpShard, is_expert, mark_tp_shard
+from hf_zero.core.units.unit import find_unit, full_shape
+from hf_zero.errors import ConfigError, StateError, UnsupportedError
+from hf_zero.expert_parallel import stacked
+from hf_zero.expert_parallel.dispatch import Shares
+from hf_zero.expert_parallel.find import ExpertLayer, ListedExperts, StackedExperts, find_experts
+from hf_zero.observe import log_rank0
+from hf_zero.tensor_parallel.split import equal_weights
+
+KEY = "expert_parallel.autoep_size"
+
+tables: list[Callable[[Iterable[nn.Module]], None]] = []
+"""Where layers above put the function that sends tokens into the tables by which modules look their implementation up."""
+
+
+def is_divided(model: nn.Module) -> bool:
+    """Whether the experts of ``model`` are divided over ranks already."""
+    return any(is_expert(param) for param in model.parameters())
+
+
+def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
+    """Keeps this rank's experts of ``model`` and makes its layers send tokens to where their experts are; collective.
+
+    Args:
+        model: Any model with experts, the same on every rank; its parameters may come from ``zero.Init``.
+        topology: Axes with those of experts.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ConfigError: The model has no experts, or their number does not divide.
+        UnsupportedError: It has experts of a form that cannot be divided.
+        StateError: It belongs to an engine with divided experts.
+    """
+    if topology.expert is None:
+        return model
+    if is_divided(model):
+        raise StateError("the experts of this model are divided over ranks already, by an engine before this one; load the model anew")
+    layers, collectives = find_experts(model), open_collectives(topology.expert)
+    for layer in layers:
+        _check(layer, collectives.world)
+    if not any(find_unit(param) is not None for layer in layers for param in layer.module.parameters()):
+        equal_weights(nn.ModuleList([layer.module for layer in layers]), collectives, "an expert-parallel group")
+    numbers = {layer.count for layer in layers}
+    for layer in layers:
+        shares = Shares(collectives, layer.count)
+        if isinstance(layer, StackedExperts):
+            own = Range(shares.first, shares.first + shares.here)
+            for param in layer.params.values():
+                keep(param, own)
+            stacked.install(layer.module, layer.path, shares)
+    for put_in in tables:
+        put_in([layer.module for layer in layers if isinstance(layer, StackedExperts)])
+    log_rank0(
+        "expert parallelism over %d ranks: %d layers of %s experts, %s on each rank",
+        collectives.world,
+        len(layers),
+        " and ".join(map(str, sorted(numbers))),
+        " and ".join(str(number // collectives.world) for number in sorted(numbers)),
+    )
+    return model
+
+
+def _check(layer: ExpertLayer, ranks: int) -> None:
+    if layer.count % ranks:
+        fits = ", ".join(str(size) for size in range(1, layer.count + 1) if layer.count % size == 0)
+        raise ConfigError(f"{KEY} is {ranks}, which does not divide the {layer.count} experts of {layer.path}; {fits} would")
+    if isinstance(layer, ListedExperts):
+        raise UnsupportedError(f"expert_parallel: the experts of {layer.path} are modules of a list, which is not provided")
+    buffers = [name for name, buffer in layer.module.named_buffers() if buffer.dim() > 0 and buffer.shape[0] == layer.count]
+    if buffers:
+        raise UnsupportedError(
+            f"expert_parallel: {layer.path} has a buffer with an entry per expert ({buffers[0]}), which is not divided. Leave "
+            "expert_parallel out for this model"
+        )
+
+
+def keep(param: nn.Parameter, own: Range) -> None:
+    """Replaces the values of ``param`` by the entries ``own`` along its first dimension, and notes that; collective after ``zero.Init``."""
+    shape, owner = full_shape(param), find_unit(param)
+    if owner is None:
+        part = param.data[own.start : own.stop].clone(memory_format=torch.contiguous_format)
+    else:  # made by zero.Init, over all ranks
+        with owner[0].unsharded():
+            part = param.detach()[own.start : own.stop].clone(memory_format=torch.contiguous_format)
+        unregister(param)
+    param.data = part
+    mark_tp_shard(param, TpShard(torch.Size(shape), 0, (own,) if own.numel else (), expert=True))
