@@ -142,8 +142,9 @@ class PartsBuilder:
         persist_and_reshard(units, stays, zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold)
         runtime.attach()
         heap.keep_large_blocks(on_host=self.topology.device.type == "cpu")
-        if schedule is not None:
-            generation = Generation(runtime, units, self.collectives.data, self.config.hf_zero.gather_for_generation)
+        synced = self.topology.expert is not None
+        if schedule is not None or synced:
+            generation = Generation(runtime, units, self.collectives.data, self.config.hf_zero.gather_for_generation, synced)
             generation.attach()
             runtime.keep(generation)
         return parts

@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.topology import Topology
+from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.registration import unregister
 from hf_zero.core.units.tp_shard import TpShard, is_expert, mark_tp_shard
@@ -17,6 +18,7 @@ from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.expert_parallel import stacked
 from hf_zero.expert_parallel.dispatch import Shares
 from hf_zero.expert_parallel.find import ExpertLayer, ListedExperts, StackedExperts, find_experts
+from hf_zero.expert_parallel.listed import ListedLayer
 from hf_zero.observe import log_rank0
 from hf_zero.tensor_parallel.split import equal_weights
 
@@ -57,12 +59,7 @@ def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
         equal_weights(nn.ModuleList([layer.module for layer in layers]), collectives, "an expert-parallel group")
     numbers = {layer.count for layer in layers}
     for layer in layers:
-        shares = Shares(collectives, layer.count)
-        if isinstance(layer, StackedExperts):
-            own = Range(shares.first, shares.first + shares.here)
-            for param in layer.params.values():
-                keep(param, own)
-            stacked.install(layer.module, layer.path, shares)
+        _divide(layer, Shares(collectives, layer.count))
     for put_in in tables:
         put_in([layer.module for layer in layers if isinstance(layer, StackedExperts)])
     log_rank0(
@@ -75,12 +72,35 @@ def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
     return model
 
 
+def _divide(layer: ExpertLayer, shares: Shares) -> None:
+    """Keeps this rank's experts of one layer; collective after ``zero.Init``."""
+    first, stop = shares.first, shares.first + shares.here
+    if isinstance(layer, StackedExperts):
+        for param in layer.params.values():
+            keep(param, Range(first, stop))
+        guard_state_dict(layer.module)
+        stacked.install(layer.module, layer.path, shares)
+        return
+    for index, expert in enumerate(layer.experts):
+        for module in expert.modules():
+            guard_state_dict(module)
+        for param in expert.parameters():
+            keep(param, Range(0, full_shape(param)[0] if first <= index < stop else 0))
+    ListedLayer(layer.module, layer.path, layer.experts, shares)
+
+
 def _check(layer: ExpertLayer, ranks: int) -> None:
     if layer.count % ranks:
         fits = ", ".join(str(size) for size in range(1, layer.count + 1) if layer.count % size == 0)
         raise ConfigError(f"{KEY} is {ranks}, which does not divide the {layer.count} experts of {layer.path}; {fits} would")
     if isinstance(layer, ListedExperts):
-        raise UnsupportedError(f"expert_parallel: the experts of {layer.path} are modules of a list, which is not provided")
+        numbers = [name for name, param in layer.experts[0].named_parameters() if not full_shape(param)]
+        if numbers:
+            raise UnsupportedError(
+                f"expert_parallel: the experts of {layer.path} have a parameter that is a single number ({numbers[0]}), which cannot be "
+                "left empty on other ranks. Leave expert_parallel out for this model"
+            )
+        return
     buffers = [name for name, buffer in layer.module.named_buffers() if buffer.dim() > 0 and buffer.shape[0] == layer.count]
     if buffers:
         raise UnsupportedError(

@@ -13,7 +13,7 @@ from hf_zero.checkpoint.model.host_copies import HostCopies
 from hf_zero.checkpoint.model.model_files import MAX_SHARD_SIZE, ModelFiles, PlannedTensor, bytes_of
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.units.tp_shard import tp_shard_of
+from hf_zero.core.units.tp_shard import is_expert, tp_shard_of
 from hf_zero.core.units.unit import Unit, find_unit, full_shape
 from hf_zero.observe import warn_once
 
@@ -69,6 +69,31 @@ def _planned(name: str, value: torch.Tensor) -> PlannedTensor:
 
 def _model_axis(collectives: Collectives) -> Collectives | None:
     return open_collectives(collectives.topology.model) if collectives.topology.model is not None else None
+
+
+def _expert_axis(collectives: Collectives) -> Collectives | None:
+    return open_collectives(collectives.topology.expert) if collectives.topology.expert is not None else None
+
+
+def _joined_experts(value: torch.Tensor, axis: Collectives) -> torch.Tensor | None:
+    """All experts of a parameter, on the first rank of those that hold them together, None on the others; collective over them."""
+    part = tp_shard_of(value)
+    if part is None:
+        return value
+    everyones = axis.gather_objects([(piece.start, piece.stop) for piece in part.ranges], "ranges of experts")
+    local, width = value.detach().reshape(-1), part.full_shape[1:].numel()
+    empty = local.new_empty(0)
+    incoming = [local.new_empty(sum(stop - start for start, stop in pieces) * width if axis.rank == 0 else 0) for pieces in everyones]
+    axis.exchange_parts([local, *[empty] * (axis.world - 1)], incoming, "all experts").wait()
+    if axis.rank > 0:
+        return None
+    whole = torch.empty(part.full_shape, dtype=value.dtype, device=value.device)
+    for pieces, values in zip(everyones, [local, *incoming[1:]], strict=True):
+        first = 0
+        for start, stop in pieces:
+            whole[start:stop].view(-1).copy_(values[first : first + (stop - start) * width])
+            first += (stop - start) * width
+    return whole
 
 
 def _joined(value: torch.Tensor, model: Collectives | None) -> torch.Tensor:
@@ -182,13 +207,18 @@ def _gather_all(
     Goes on gathering after a failure, which is returned: the other ranks wait for it.
     """
     failure: Exception | None = None
+    expert = _expert_axis(collectives)
 
     def each(members: list[torch.Tensor]) -> None:
         nonlocal failure
-        for value in members if collectives.rank == 0 else ():
-            whole = _joined(value, model)
+        for value in members:
+            if expert is not None and is_expert(value):
+                # Of the ranks that hold all experts together, those of the first are asked: theirs are side by side with it.
+                whole = _joined_experts(value, expert) if collectives.rank < expert.world else None
+            else:
+                whole = _joined(value, model) if collectives.rank == 0 else None
             try:
-                if failure is None:
+                if failure is None and whole is not None and collectives.rank == 0:
                     work(value, whole)
             except Exception as error:
                 failure = error

@@ -1,0 +1,86 @@
+"""Kinds of experts and of training with experts divided over ranks, each against plain PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.support import ranks
+from tests.support.experts import check_experts, check_listed, lopsided
+from tests.support.parity import Run, check_bitwise
+
+MIXTRAL, QWEN = "MixtralForCausalLM", "Qwen3MoeForCausalLM"
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+def test_lists_of_experts() -> None:
+    ranks.run_ranks(check_lists, 2)
+
+
+def check_lists() -> None:
+    traces = [check_listed(Run(stage, accumulation=2, clip=0.1), 2) for stage in (0, 1, 3)]
+    check_bitwise(traces[2], traces[1], "a list of experts: stage 3 against 1")
+    check_listed(Run(2), 2, lopsided(MIXTRAL))
+    check_listed(Run(3, dtype="bf16"), 2)
+    check_experts("SwitchTransformersForConditionalGeneration", Run(3), 2)
+
+
+def test_16_bit() -> None:
+    """bf16 with fp32 masters; fp16 with a loss scale that overflows first."""
+    ranks.run_ranks(check_16_bit, 2)
+
+
+def check_16_bit() -> None:
+    check_experts(QWEN, Run(3, dtype="bf16", accumulation=2, clip=0.1), 2)
+    check_experts(MIXTRAL, Run(0, dtype="bf16"), 2, lopsided(MIXTRAL))
+    check_experts(QWEN, Run(2, dtype="fp16", steps=3, scale_power=24), 2)
+
+
+def test_router_loss_checkpointing_and_frozen_parts() -> None:
+    ranks.run_ranks(check_kinds, 2)
+
+
+def check_kinds() -> None:
+    check_experts(MIXTRAL, Run(3, clip=0.1), 2, changes=BALANCED)
+    for reentrant in (False, True):
+        check_experts(QWEN, Run(3 if reentrant else 1), 2, prepare=lambda model, kind=reentrant: checkpointed(model, kind))
+    check_experts(MIXTRAL, Run(3), 2, prepare=lambda model: freeze(model, "experts"))
+    check_experts(MIXTRAL, Run(1), 2, prepare=lambda model: freeze(model, "self_attn", "embed", "gate.", "layers.0.mlp.experts"))
+
+
+def checkpointed(model: Any, reentrant: bool) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+
+
+def freeze(model: nn.Module, *parts: str) -> None:
+    for name, param in model.named_parameters():
+        param.requires_grad_(not any(part in name for part in parts))
+
+
+def test_implementations_and_offload(tmp_path: Path) -> None:
+    ranks.run_ranks(check_implementations, 2, str(tmp_path))
+
+
+def check_implementations(folder: str) -> None:
+    for name in ("eager", "batched_mm"):
+        check_experts(QWEN, Run(2), 2, lopsided(QWEN), prepare=lambda model, name=name: model.set_experts_implementation(name))
+    host = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    check_experts(QWEN, Run(3, extra={"zero_optimization": host}), 2)
+    disk = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}, "offload_param": {"device": "nvme", "nvme_path": folder}}
+    check_experts(QWEN, Run(3, extra={"zero_optimization": disk}), 2)
+
+
+@pytest.mark.slow
+def test_three_of_six_ranks() -> None:
+    """A number of ranks that is no power of two."""
+    ranks.run_ranks(check_six, 6)
+
+
+def check_six() -> None:
+    check_experts(MIXTRAL, Run(3, clip=0.1), 3, changes={"num_local_experts": 6})
+    check_experts(MIXTRAL, Run(1, dtype="bf16"), 6, changes={"num_local_experts": 6})
