@@ -193,9 +193,7 @@ class PartsBuilder:
         experts = self.topology.expert is not None  # nobody has the whole of theirs
         all_here = not experts and (not self.stage.optimizer_sharded or self.topology.world == 1)
         split, device = self.topology.model is not None, self.offload.optimizer.device
-        whole = needs_whole_tensors(
-            inner, self.config.zero_allow_untested_optimizer, all_here, split or experts or device == "nvme"
-        )
+        whole = needs_whole_tensors(inner, self.config.zero_allow_untested_optimizer, all_here, split or experts or device == "nvme")
         if whole:
             check_whole_tensors(inner, "tensor parallelism" if split else "expert parallelism" if experts else "", device)
         return whole
@@ -224,7 +222,9 @@ class PartsBuilder:
         pool, place = BufferPool(), self.offloading.gradient_place
         of_experts = self._expert_exchange(policy)
         entries = [
-            UnitGradients(unit, of_experts if of_experts is not None and unit.collectives.topology.of_experts else exchange, pool, place(unit))
+            UnitGradients(
+                unit, of_experts if of_experts is not None and unit.collectives.topology.of_experts else exchange, pool, place(unit)
+            )
             if replicas is None
             else ReplicatedGradients(unit, exchange, pool, place(unit), replicas)
             for unit in units

@@ -84,8 +84,8 @@ def _stacked(model: nn.Module) -> Iterator[StackedExperts]:
         if not chooses_implementation(module):
             raise UnsupportedError(
                 f"expert_parallel: {path} ({type(module).__name__}) has weights of {count} experts in one tensor, and its forward is not "
-                "one that is given tokens, indices of experts and weights, so tokens cannot be sent to their experts. Leave expert_parallel "
-                "out for this model; zero_optimization.stage 3 shards its experts like all else"
+                "one that is given tokens, indices of experts and weights, so tokens cannot be sent to their experts. Leave "
+                "expert_parallel out for this model; zero_optimization.stage 3 shards its experts like all else"
             )
         yield StackedExperts(path, module, count, params)
 
@@ -110,7 +110,8 @@ def _has_entry_each(param: nn.Parameter, count: int) -> bool:
 
 def _refuse_adapted(path: str, module: nn.Module) -> None:
     """Adapters of stacked experts (PEFT's ``target_parameters``) compute with the weights of all experts at once."""
-    names = [name for name in ("gate_up_proj", "up_proj", "down_proj") if hasattr(module, "parametrizations") and name in module.parametrizations]
+    adapted = getattr(module, "parametrizations", None)
+    names = list(adapted.keys()) if isinstance(adapted, nn.ModuleDict) and _count_of(module) else []
     if names or (hasattr(module, "base_layer") and hasattr(module, "parameter_name")):
         raise UnsupportedError(
             f"expert_parallel: the experts at {path} carry an adapter ({type(module).__name__}), which computes with all experts together. "

@@ -63,7 +63,9 @@ class ListedLayer:
         self._calls = calls = _Calls()
         device = self._shares.collectives.topology.device
         try:
-            with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type="cuda" if device.type == "cpu" else device.type):
+            with torch.random.fork_rng(
+                [] if device.type == "cpu" else [device], device_type="cuda" if device.type == "cpu" else device.type
+            ):
                 copied = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
                 self._forward(*copied[0], **copied[1])
             results, calls.answers = self._compute(calls.noted, tokens)
@@ -102,7 +104,7 @@ class ListedLayer:
 
     def _differs(self, how: str) -> UnsupportedError:
         return UnsupportedError(
-            f"expert_parallel: {self._label} does not call its experts alike in two runs ({how}), so that their tokens cannot be collected. "
+            f"expert_parallel: {self._label} does not call its experts alike in two runs ({how}), so their tokens cannot be collected. "
             "Leave expert_parallel out for this model"
         )
 
@@ -142,8 +144,8 @@ class ListedLayer:
         results = torch.cat([forward(part) for forward, part in zip(self._own, parts, strict=True) if len(part)])
         if results.shape != tokens.shape:
             raise UnsupportedError(
-                f"expert_parallel: experts of {self._label} make {tuple(results.shape)} of {tuple(tokens.shape)}. Leave expert_parallel out "
-                "for this model"
+                f"expert_parallel: experts of {self._label} make {tuple(results.shape)} of {tuple(tokens.shape)}. Leave "
+                "expert_parallel out for this model"
             )
         return torch.empty_like(results).index_copy(0, order, results)
 

@@ -57,7 +57,10 @@ def _settings(given: Any) -> Mapping[str, Any]:
 
 def _claims(settings: Mapping[str, Any]) -> Iterator[Claim]:
     refused = {
-        "pp_size": ((settings.get("pp_size") or 1) > 1, "pipeline parallelism is not provided: zero_optimization.stage 3 shards all layers"),
+        "pp_size": (
+            (settings.get("pp_size") or 1) > 1,
+            "pipeline parallelism is not provided: zero_optimization.stage 3 shards all layers",
+        ),
         "fsdp_cpu_offload": (bool(settings.get("fsdp_cpu_offload")), 'write "offload_param": {"device": "cpu"} into zero_optimization'),
         "fsdp_mixed_precision": (bool(settings.get("fsdp_mixed_precision")), 'write "bf16": {"enabled": true} into the configuration'),
         "ep_implementation": (
@@ -84,6 +87,6 @@ def _check_plan(plan: Mapping[str, str] | None, model: nn.Module) -> None:
             raise ConfigError(f"DistributedConfig.ep_plan names {pattern!r}, which {type(model).__name__} does not have; it has {near}")
         if style not in (_DISPATCH, _STACKED):
             raise UnsupportedError(
-                f"DistributedConfig.ep_plan asks for {style!r} at {pattern!r}; {_DISPATCH!r} and {_STACKED!r} are allowed beside a DeepSpeed "
-                "configuration"
+                f"DistributedConfig.ep_plan asks for {style!r} at {pattern!r}; {_DISPATCH!r} and {_STACKED!r} are allowed beside a "
+                "DeepSpeed configuration"
             )

@@ -59,8 +59,8 @@ def _save_pretrained(module: Any, *args: Any, **kwargs: Any) -> Any:
         return None
     if parts:
         raise StateError(
-            "save_pretrained: this rank has slices of the model only (tensor_parallel or expert_parallel). Save with trainer.save_model(folder); "
-            "or, called by all ranks, engine.save_16bit_model(folder) or model.save_pretrained(folder, "
+            "save_pretrained: this rank has slices of the model only (tensor_parallel or expert_parallel). Save with "
+            "trainer.save_model(folder); or, called by all ranks, engine.save_16bit_model(folder) or model.save_pretrained(folder, "
             "state_dict=accelerator.get_state_dict(engine), is_main_process=accelerator.is_main_process)"
         )
     return method(module, *args, **kwargs)

@@ -45,7 +45,12 @@ def with_experts(run: Run, size: int) -> Run:
 
 
 def check_experts(
-    name: str, run: Run, size: int, feed: Feed | None = None, changes: dict[str, Any] | None = None, prepare: Callable[[nn.Module], Any] | None = None
+    name: str,
+    run: Run,
+    size: int,
+    feed: Feed | None = None,
+    changes: dict[str, Any] | None = None,
+    prepare: Callable[[nn.Module], Any] | None = None,
 ) -> Trace:
     """Trains the zoo's model ``name`` with experts over ``size`` ranks; rank 0 compares with plain PyTorch."""
 

@@ -88,7 +88,9 @@ class ExpertParallel(Section, switch="enabled"):
 
     enabled: Bool = used(False, "Divide the experts over ranks")
     autoep_size: Count = used(1, "Ranks that hold all experts between them; 1 is off")
-    expert_tensor_parallel_size: Int = refused(1, "Ranks that share one expert", "not supported: experts are whole on their rank", passes=(1,))
+    expert_tensor_parallel_size: Int = refused(
+        1, "Ranks that share one expert", "not supported: experts are whole on their rank", passes=(1,)
+    )
     validate_folding_routing: Bool = accepted(False, "Check at run time that ranks route alike", "ranks route samples of their own")
     preset_model: str | None = accepted(None, "mixtral qwen3_moe qwen3_5_moe deepseek_v2 deepseek_v3", _STRUCTURE)
     moe_layer_pattern: str | None = accepted(None, "Pattern of MoE modules", _STRUCTURE)

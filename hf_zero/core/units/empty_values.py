@@ -16,10 +16,10 @@ from hf_zero.errors import StateError
 def refusal(name: str) -> StateError:
     """The error for an attempt to read or write the values of the sharded parameter ``name``."""
     return StateError(
-        f"parameter {name} is divided over the ranks (ZeRO stage 3, or expert parallelism): this rank's state dict has no values of it, and "
-        "a file would be empty. Save with save_model(folder) of the class that trains; or, called by all ranks, engine.save_16bit_model(folder) or "
-        "model.save_pretrained(folder, state_dict=accelerator.get_state_dict(engine), is_main_process=accelerator.is_main_process); or "
-        "inside `with hf_zero.zero.GatheredParameters(model.parameters()):`, entered by all ranks (which experts of other ranks are not in)"
+        f"parameter {name} is divided over the ranks (ZeRO stage 3, or experts): this rank's state dict has no values of it, and a file "
+        "would be empty. Save with save_model(folder) of the class that trains; or, called by all ranks, engine.save_16bit_model(folder) "
+        "or model.save_pretrained(folder, state_dict=accelerator.get_state_dict(engine), is_main_process=accelerator.is_main_process); or "
+        "inside `with hf_zero.zero.GatheredParameters(model.parameters()):`, entered by all ranks (not for experts)"
     )
 
 
