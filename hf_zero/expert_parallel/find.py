@@ -63,12 +63,25 @@ def find_experts(model: nn.Module) -> list[ExpertLayer]:
     """
     found: list[ExpertLayer] = [*_stacked(model), *_listed(model)]
     if not found:
+        _refuse_hidden(model)
         raise ConfigError(
             f"expert_parallel is on, and {type(model).__name__} has no experts: no module with a number of experts and weights for each, "
             'and no list of modules named "experts". Leave expert_parallel out; zero_optimization shards every model'
         )
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return sorted(found, key=lambda layer: order[layer.path])
+
+
+def _refuse_hidden(model: nn.Module) -> None:
+    """Tells experts of an unknown form from a model that has none."""
+    for path, module in model.named_modules():
+        named = _WORD in type(module).__name__.lower() and next(module.parameters(), None) is not None
+        if path and (named or _count_of(module)):
+            raise UnsupportedError(
+                f"expert_parallel: {path} ({type(module).__name__}) has experts of a form that cannot be divided: neither weights with an "
+                "entry per expert, used by a forward that is given tokens, indices of experts and weights, nor a list of alike modules. "
+                "Leave expert_parallel out for this model; zero_optimization.stage 3 shards its experts like all else"
+            )
 
 
 # -- stacked ------------------------------------------------------------------------------------------------------------
@@ -127,7 +140,7 @@ def _listed(model: nn.Module) -> Iterator[ListedExperts]:
         leaf = path.rpartition(".")[2]
         if _WORD not in leaf or not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             continue
-        experts = tuple(module.values() if isinstance(module, nn.ModuleDict) else module)
+        experts = tuple(child for child in module.children() if next(child.parameters(), None) is not None)
         if len(experts) < 2 or not _alike(experts):
             continue
         holder = path if type(module).forward not in _NO_FORWARD else path.rpartition(".")[0]
