@@ -72,8 +72,7 @@ def divide(model: nn.Module, source: dict[str, Any], axes: Axes) -> nn.Module:
     """``model`` as the axes want it: parameters split over the model axis, experts over theirs, forwards over sequences; collective."""
     if is_to_split(axes.mesh) or is_split(model):
         model = split_model(model, source.get("tensor_parallel") or {}, axes.topology)
-    if axes.topology.expert is not None:
-        model = divide_model(model, axes.topology)
+    model = divide_model(model, axes.topology)
     if axes.sequence is not None:
         axes.sequence.bind(model)
     return model

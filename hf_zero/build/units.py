@@ -71,8 +71,8 @@ class UnitBuilder:
         require_same_model(self.module, members, self.collectives.data, notes)
         in_units = [member for member in members if self._belongs_in_unit(member)]
         specs = build_blocks(self.module, in_units, self.leaves)
-        sizes = [sum(full_shape(member.param).numel() for member in spec.members) for spec in specs]
-        trained = sum(full_shape(member.param).numel() for member in in_units if member.group != FROZEN)
+        sizes = [sum(map(self._numel, spec.members)) for spec in specs]
+        trained = sum(self._numel(member) for member in in_units if member.group != FROZEN)
         self.offloading.prepare(inner, trained, sum(sizes) - trained, max(sizes, default=0), _passing_bytes(in_units))
         root, *blocks = [self._block(spec) for spec in specs]
         taken = {id(member.param) for member in in_units}
@@ -86,6 +86,11 @@ class UnitBuilder:
                     self.listener.registered(param, param.shape, param.detach().reshape(-1), self.collectives)
         self._sync_buffers()
         return root, blocks
+
+    def _numel(self, member: NamedParam) -> int:
+        """Elements of a parameter as all ranks hold it between them: each has its own experts."""
+        numel = full_shape(member.param).numel()
+        return numel * (self.collectives.world // self.experts.world) if self.experts is not None and is_expert(member.param) else numel
 
     def _members(self, inner: torch.optim.Optimizer | None) -> list[NamedParam]:
         names = {id(param): name for name, param in self.module.named_parameters()}

@@ -12,7 +12,7 @@ from hf_zero.comm.topology import Topology
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.registration import unregister
-from hf_zero.core.units.tp_shard import TpShard, is_expert, mark_tp_shard
+from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard
 from hf_zero.core.units.unit import find_unit, full_shape
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.expert_parallel import stacked
@@ -28,13 +28,18 @@ tables: list[Callable[[Iterable[nn.Module]], None]] = []
 """Where layers above put the function that sends tokens into the tables by which modules look their implementation up."""
 
 
-def is_divided(model: nn.Module) -> bool:
-    """Whether the experts of ``model`` are divided over ranks already."""
-    return any(is_expert(param) for param in model.parameters())
+_RANKS = "_hf_zero_expert_ranks"  # of a layer: the ranks of the default group that hold its experts between them
+
+
+def ranks_of_experts(model: nn.Module) -> tuple[int, ...]:
+    """The ranks that hold the experts of ``model`` between them, this one among them; empty where each has all."""
+    return next((module.__dict__[_RANKS] for module in model.modules() if _RANKS in module.__dict__), ())
 
 
 def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
     """Keeps this rank's experts of ``model`` and makes its layers send tokens to where their experts are; collective.
+
+    A model that is divided already, for an engine before, stays as it is.
 
     Args:
         model: Any model with experts, the same on every rank; its parameters may come from ``zero.Init``.
@@ -46,12 +51,16 @@ def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
     Raises:
         ConfigError: The model has no experts, or their number does not divide.
         UnsupportedError: It has experts of a form that cannot be divided.
-        StateError: It belongs to an engine with divided experts.
+        StateError: It is divided already, over other ranks.
     """
-    if topology.expert is None:
+    present, wanted = ranks_of_experts(model), topology.expert.ranks if topology.expert is not None else ()
+    if present and present != wanted:
+        raise StateError(
+            f"the experts of this model are divided over {len(present)} ranks, for an engine before this one, which asks for "
+            f"{len(wanted) or 1}: set {KEY} to {len(present)}, or load the model anew"
+        )
+    if present or topology.expert is None:
         return model
-    if is_divided(model):
-        raise StateError("the experts of this model are divided over ranks already, by an engine before this one; load the model anew")
     layers, collectives = find_experts(model), open_collectives(topology.expert)
     for layer in layers:
         _check(layer, collectives.world)
@@ -60,6 +69,7 @@ def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
     numbers = {layer.count for layer in layers}
     for layer in layers:
         _divide(layer, Shares(collectives, layer.count))
+        setattr(layer.module, _RANKS, collectives.topology.ranks)
     for put_in in tables:
         put_in([layer.module for layer in layers if isinstance(layer, StackedExperts)])
     log_rank0(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,8 +53,14 @@ class ListedLayer:
         self._forward = module.forward
         self._calls: _Calls | None = None
         for index, expert in enumerate(experts):
-            expert.forward = self._stand_in(index)  # type: ignore[method-assign]
+            expert.forward = partial(self._stand_in, index)  # type: ignore[method-assign]
         module.forward = self.run  # type: ignore[method-assign]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ListedLayer:
+        twin = object.__new__(ListedLayer)
+        memo[id(self)] = twin
+        twin.__dict__.update({name: value if name == "_shares" else deepcopy(value, memo) for name, value in vars(self).items()})
+        return twin
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's forward; collective."""
@@ -76,16 +83,14 @@ class ListedLayer:
             raise self._differs(f"{len(calls.noted)} calls in the first, {calls.answered} in the second")
         return _tied(output, results) if torch.is_grad_enabled() and results.requires_grad else output
 
-    def _stand_in(self, index: int) -> Callable[..., torch.Tensor]:
-        def forward(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if args or kwargs or not isinstance(tokens, torch.Tensor):
-                raise UnsupportedError(
-                    f"expert_parallel: {self._label} calls an expert with more than its tokens, and only these travel to the rank that "
-                    "holds it. Leave expert_parallel out for this model"
-                )
-            return self._call(index, tokens)
-
-        return forward
+    def _stand_in(self, index: int, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The forward of expert ``index``."""
+        if args or kwargs or not isinstance(tokens, torch.Tensor):
+            raise UnsupportedError(
+                f"expert_parallel: {self._label} calls an expert with more than its tokens, and only these travel to the rank that "
+                "holds it. Leave expert_parallel out for this model"
+            )
+        return self._call(index, tokens)
 
     def _call(self, index: int, tokens: torch.Tensor) -> torch.Tensor:
         calls = self._calls

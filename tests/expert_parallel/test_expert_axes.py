@@ -107,8 +107,15 @@ def _check_divided_once() -> None:
     generated = model.generate(torch.full((1, 3), zoo.FIRST_TOKEN + ranks.rank()), max_new_tokens=3 + ranks.rank(), do_sample=False)
     assert generated.shape[1] > 3
     engine.destroy()
-    with pytest.raises(StateError, match="divided over ranks already"):
-        parity.initialize(model, with_experts(Run(1), 2))
+    with pytest.raises(StateError, match="divided over 2 ranks, for an engine before this one, which asks for 1"):
+        parity.initialize(model, Run(1))
+    again = parity.initialize(model, with_experts(Run(3), 2))
+    assert _loss(again) == _loss(parity.initialize(build(MIXTRAL), with_experts(Run(3), 2)))
+
+
+def _loss(engine: Any) -> float:
+    batch = zoo.batch(MIXTRAL, torch.Generator().manual_seed(ranks.rank()))
+    return float(zoo.loss(engine, batch).detach())
 
 
 def test_slices_of_sequences_share_experts() -> None:
