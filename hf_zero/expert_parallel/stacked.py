@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.errors import StateError
+from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.expert_parallel.dispatch import Shares, combine, send_to_experts
 
 Implementation = Callable[..., torch.Tensor]
@@ -116,6 +116,11 @@ def dispatching(implementation: Callable[[nn.Module], Implementation]) -> Implem
         inner, dispatcher = implementation(experts), dispatcher_of(experts)
         if dispatcher is None:
             return inner(experts, hidden, indices, weights, *args, **kwargs)
+        if args or kwargs:
+            raise UnsupportedError(
+                f"expert_parallel: {type(experts).__name__} is given more than tokens, indices of experts and weights, which does not travel "
+                "to the ranks that hold them. Leave expert_parallel out for this model"
+            )
         return dispatcher.run(experts, inner, hidden, indices, weights)
 
     return forward

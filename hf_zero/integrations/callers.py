@@ -107,7 +107,7 @@ LOAD = Method(
     "transformers.modeling_utils",
     "PreTrainedModel.from_pretrained",
     "from_pretrained(distributed_config=DistributedConfig(ep_size=...)) divides the model itself, and initialize refuses it",
-    around="hf_zero.integrations.distributed_config:from_pretrained",
+    around="hf_zero.integrations.pretrained:from_pretrained",
     since=(5, 20),
 )
 SAVE_STATE = Method("accelerate.accelerator", "Accelerator.save_state", _DELETED)

@@ -8,7 +8,7 @@ and its sizes are noted on it: ``initialize`` takes them for claims beside all o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -22,30 +22,28 @@ _DISPATCH, _STACKED = "ep_dispatch_experts", "grouped_gemm"
 _IMPLEMENTATIONS = ("auto", "all_to_all")
 
 
-def from_pretrained(method: Callable[..., Any], model_class: Any, *args: Any, **kwargs: Any) -> Any:
-    """``PreTrainedModel.from_pretrained``; with a ``distributed_config`` beside a DeepSpeed configuration, see the note above.
+class NotedSizes:
+    """What a ``DistributedConfig``, or a dictionary of its fields, says of the ranks.
+
+    Args:
+        given: It.
 
     Raises:
         UnsupportedError: It asks for something that is not provided.
-        ConfigError: Its ``ep_plan`` names what the model does not have.
     """
-    given = kwargs.get("distributed_config")
-    if given is None or not _configuration_in_use():
-        return method(model_class, *args, **kwargs)
-    settings = _settings(given)
-    claims = tuple(_claims(settings))
-    del kwargs["distributed_config"]
-    loaded = method(model_class, *args, **kwargs)
-    model: nn.Module = loaded[0] if isinstance(loaded, tuple) else loaded
-    _check_plan(settings.get("ep_plan"), model)
-    setattr(model, CLAIMS, claims)
-    return loaded
 
+    def __init__(self, given: Any) -> None:
+        self._settings = _settings(given)
+        self._claims = tuple(_claims(self._settings))
 
-def _configuration_in_use() -> bool:
-    from transformers.integrations.deepspeed import deepspeed_config
+    def note_on(self, model: nn.Module) -> None:
+        """Leaves it for ``initialize`` to find.
 
-    return deepspeed_config() is not None
+        Raises:
+            ConfigError: The ``ep_plan`` names what ``model`` does not have.
+        """
+        _check_plan(self._settings.get("ep_plan"), model)
+        setattr(model, CLAIMS, self._claims)
 
 
 def _settings(given: Any) -> Mapping[str, Any]:

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+from hf_zero.errors import UnsupportedError
 from tests.support import ranks
 from tests.support.experts import check_experts, check_listed, lopsided
 from tests.support.parity import Run, check_bitwise
@@ -48,7 +50,21 @@ def check_kinds() -> None:
     for reentrant in (False, True):
         check_experts(QWEN, Run(3 if reentrant else 1), 2, prepare=lambda model, kind=reentrant: checkpointed(model, kind))
     check_experts(MIXTRAL, Run(3), 2, prepare=lambda model: freeze(model, "experts"))
+    for stage in (1, 3):
+        check_experts(MIXTRAL, Run(stage), 2, prepare=lambda model: with_adapters(model, target_modules=["q_proj", "v_proj"]))
+    with pytest.raises(UnsupportedError, match="carry an adapter"):
+        stacked = {"target_parameters": ["mlp.experts.gate_up_proj"], "target_modules": []}
+        check_experts(MIXTRAL, Run(1), 2, prepare=lambda model: with_adapters(model, **stacked))
     check_experts(MIXTRAL, Run(1), 2, prepare=lambda model: freeze(model, "self_attn", "embed", "gate.", "layers.0.mlp.experts"))
+
+
+def with_adapters(model: Any, **targets: Any) -> nn.Module:
+    """PEFT's LoRA, with fixed weights that are not zero."""
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, **targets))
 
 
 def checkpointed(model: Any, reentrant: bool) -> None:

@@ -56,9 +56,8 @@ def check_experts(
 
     def make() -> nn.Module:
         model = build(name, changes)
-        if prepare is not None:
-            prepare(model)
-        return model
+        prepared = prepare(model) if prepare is not None else None
+        return prepared if isinstance(prepared, nn.Module) else model
 
     label = f"{name}, experts over {size} of {ranks.world()} ranks"
     return check_training(make, feed or mixed(name), zoo.loss, with_experts(run, size), label=label)
