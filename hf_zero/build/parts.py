@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,7 +43,9 @@ from hf_zero.core.units.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import UnsupportedError
+from hf_zero.expert_parallel.apply import shares_of
 from hf_zero.expert_parallel.limits import require_provided
+from hf_zero.expert_parallel.load import ExpertLoad
 from hf_zero.memory import heap
 from hf_zero.metrics import build_sinks
 from hf_zero.offload.policy import Offloading
@@ -172,13 +174,17 @@ class PartsBuilder:
             samples_per_step=self.resolved.batch.total,
             progress=progress,
             clock=clock,
-            reports=Reports(clock, config.steps_per_print, sinks),
+            reports=Reports(clock, config.steps_per_print, sinks, self._measures()),
             checkpoints=EngineCheckpoints(policies.saved_how(config), self.collectives),
             optimizer=optimizer,
             stepper=stepper,
             scheduler=scheduler,
             give_back=partial(_give_back_all, self._borrowed),
         )
+
+    def _measures(self) -> list[Callable[[int], Mapping[str, float]]]:
+        every, layers = self.config.hf_zero.expert_load, shares_of(self.module)
+        return [ExpertLoad(layers, self.collectives.data, every).measure] if every and layers else []
 
     def _open_experts(self) -> Collectives | None:
         """The ranks that hold the same experts; None where all hold all. Collective."""

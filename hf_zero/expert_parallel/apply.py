@@ -28,12 +28,12 @@ tables: list[Callable[[Iterable[nn.Module]], None]] = []
 """Where layers above put the function that sends tokens into the tables by which modules look their implementation up."""
 
 
-_RANKS = "_hf_zero_expert_ranks"  # of a layer: the ranks of the default group that hold its experts between them
+_SHARES = "_hf_zero_expert_shares"  # of a divided layer
 
 
-def ranks_of_experts(model: nn.Module) -> tuple[int, ...]:
-    """The ranks that hold the experts of ``model`` between them, this one among them; empty where each has all."""
-    return next((module.__dict__[_RANKS] for module in model.modules() if _RANKS in module.__dict__), ())
+def shares_of(model: nn.Module) -> dict[str, Shares]:
+    """Who holds which experts of each divided layer of ``model``, by its dotted name."""
+    return {path: module.__dict__[_SHARES] for path, module in model.named_modules() if _SHARES in module.__dict__}
 
 
 def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
@@ -53,7 +53,8 @@ def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
         UnsupportedError: It has experts of a form that cannot be divided.
         StateError: It is divided already, over other ranks.
     """
-    present, wanted = ranks_of_experts(model), topology.expert.ranks if topology.expert is not None else ()
+    present = next((shares.collectives.topology.ranks for shares in shares_of(model).values()), ())
+    wanted = topology.expert.ranks if topology.expert is not None else ()
     if present and present != wanted:
         raise StateError(
             f"the experts of this model are divided over {len(present)} ranks, for an engine before this one, which asks for "
@@ -68,8 +69,9 @@ def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
         equal_weights(nn.ModuleList([layer.module for layer in layers]), collectives, "an expert-parallel group")
     numbers = {layer.count for layer in layers}
     for layer in layers:
-        _divide(layer, Shares(collectives, layer.count))
-        setattr(layer.module, _RANKS, collectives.topology.ranks)
+        shares = Shares(collectives, layer.count)
+        _divide(layer, shares)
+        setattr(layer.module, _SHARES, shares)
     for put_in in tables:
         put_in([layer.module for layer in layers if isinstance(layer, StackedExperts)])
     log_rank0(

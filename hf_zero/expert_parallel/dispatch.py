@@ -18,17 +18,21 @@ Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(tokens (n, width), counts (ranks, experts here)) -> results (n, width). Tokens lie by rank of origin, and by expert within one."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Shares:
     """Which experts each rank of a group holds: equal runs of neighbours.
 
     Attributes:
         collectives: The ranks that hold all experts together.
         count: Number of experts.
+        watched: Whether somebody asks for ``seen``.
+        seen: (experts,) choices of each expert by this rank's tokens in training, since somebody has taken them.
     """
 
     collectives: Collectives
     count: int
+    watched: bool = False
+    seen: torch.Tensor | None = None
 
     @property
     def here(self) -> int:
@@ -57,6 +61,8 @@ def send_to_experts(shares: Shares, rows: torch.Tensor, counts: torch.Tensor, tr
     """
     group, world = shares.collectives, shares.collectives.world
     told = counts.view(world, shares.here)
+    if shares.watched and torch.is_grad_enabled():
+        shares.seen = counts.clone() if shares.seen is None else shares.seen.add_(counts)
     coming = group.exchange(told.contiguous(), f"{label}: tokens for each expert").received()
     sends, receives = torch.stack([told.sum(dim=1), coming.sum(dim=1)]).tolist()  # the one time that the host waits
     tokens = exchange(group, rows[: sum(sends)], sends, receives, f"{label}: tokens")

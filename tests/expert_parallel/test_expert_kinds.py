@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hf_zero.errors import UnsupportedError
-from tests.support import ranks
-from tests.support.experts import check_experts, check_listed, lopsided
+from tests.support import parity, ranks, zoo
+from tests.support.experts import build, check_experts, check_listed, lopsided, with_experts
 from tests.support.parity import Run, check_bitwise
 
 MIXTRAL, QWEN = "MixtralForCausalLM", "Qwen3MoeForCausalLM"
@@ -100,3 +102,46 @@ def test_three_of_six_ranks() -> None:
 def check_six() -> None:
     check_experts(MIXTRAL, Run(3, clip=0.1), 3, changes={"num_local_experts": 6})
     check_experts(MIXTRAL, Run(1, dtype="bf16"), 6, changes={"num_local_experts": 6})
+
+
+def test_load_of_experts() -> None:
+    ranks.run_ranks(check_load, 2)
+
+
+def check_load() -> None:
+    """Two ranks whose tokens are all alike: each layer has at most four busy experts of four, and the record says how uneven they are."""
+    engine = parity.initialize(build(MIXTRAL), with_experts(Run(1, extra={"hf_zero": {"expert_load": 2}}), 2))
+    records: list[dict[str, float]] = []
+    engine.reports.sinks.append(Records(records))
+    counts: dict[str, torch.Tensor] = {}
+    for name, module in engine.module.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(lambda _m, _i, out, name=name: counts.setdefault(name, torch.zeros(4)).add_(_chosen(out)))
+    for step in range(2):
+        parity.micro_step(engine, lopsided(MIXTRAL)(step, 0, ranks.rank()), zoo.loss, 0)
+    assert len(records) == 2 and not any("Experts" in key for key in records[0])
+    for name, own in counts.items():
+        dist.all_reduce(own)
+        layer = name.replace("gate", "experts")
+        assert math.isclose(records[1][f"Train/Experts/{layer}/imbalance"], float(own.max() / own.mean()))
+        of_ranks = own.view(2, 2).sum(dim=1)
+        assert math.isclose(records[1][f"Train/Experts/{layer}/imbalance_of_ranks"], float(of_ranks.max() / of_ranks.mean()))
+    assert counts and records[1]["Train/Experts/imbalance"] > 1
+    engine.destroy()
+
+
+def _chosen(output: Any) -> torch.Tensor:
+    return torch.bincount(output[2].flatten(), minlength=4).float()
+
+
+class Records:
+    """A monitor that keeps what it is told."""
+
+    def __init__(self, records: list[dict[str, float]]) -> None:
+        self._records = records
+
+    def write(self, record: dict[str, float], samples: int) -> None:
+        self._records.append(record)
+
+    def close(self) -> None:
+        pass

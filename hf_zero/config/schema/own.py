@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from hf_zero.config.schema.fields import ANY_CASE, Bool, Section, used
+from hf_zero.config.schema.fields import ANY_CASE, Bool, Section, Size, used
 
 
 class OwnSettings(Section):
@@ -20,4 +20,9 @@ class OwnSettings(Section):
         "With offload_optimizer, when native optimizers (hf_zero.ops) update on the host: none inside step(); forward also while the next "
         "forward runs (stage 3); full also during backward, on a second copy of the states as far as it fits into half of the free host "
         "memory; auto is full where the training device has memory of its own, else none. The numbers are the same",
+    )
+    expert_load: Size = used(
+        0,
+        "With expert_parallel: optimizer steps between two records of how tokens spread over experts and ranks (largest share over the mean, "
+        "in the log and in monitors); 0 is off",
     )
