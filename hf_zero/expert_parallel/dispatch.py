@@ -44,6 +44,9 @@ class Shares:
         """Index of the first expert on this rank."""
         return self.here * self.collectives.rank
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Shares:
+        return self  # of a copied layer they are the same ranks
+
 
 def send_to_experts(shares: Shares, rows: torch.Tensor, counts: torch.Tensor, trained: bool, label: str, compute: Compute) -> torch.Tensor:
     """The results of ``rows``, each computed where its expert is; collective.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -55,12 +54,6 @@ class ListedLayer:
         for index, expert in enumerate(experts):
             expert.forward = partial(self._stand_in, index)  # type: ignore[method-assign]
         module.forward = self.run  # type: ignore[method-assign]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ListedLayer:
-        twin = object.__new__(ListedLayer)
-        memo[id(self)] = twin
-        twin.__dict__.update({name: value if name == "_shares" else deepcopy(value, memo) for name, value in vars(self).items()})
-        return twin
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's forward; collective."""

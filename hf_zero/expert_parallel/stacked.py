@@ -71,9 +71,6 @@ class Dispatcher:
                 "ranks, and would compute with the experts of this rank alone. Register it, and call set_experts_implementation, before"
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
-        return Dispatcher(self._label, self.shares)
-
 
 def _trains(experts: nn.Module, hidden: torch.Tensor) -> bool:
     """Whether backward comes to these experts or through them, alike on every rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,8 @@ def _check_divided_once() -> None:
     engine.destroy()
     with pytest.raises(StateError, match="divided over 2 ranks, for an engine before this one, which asks for 1"):
         parity.initialize(model, Run(1))
+    batch = zoo.batch(MIXTRAL, torch.Generator().manual_seed(9))
+    assert torch.equal(zoo.loss(copy.deepcopy(model), batch), zoo.loss(model, batch))
     again = parity.initialize(model, with_experts(Run(3), 2))
     assert _loss(again) == _loss(parity.initialize(build(MIXTRAL), with_experts(Run(3), 2)))
 

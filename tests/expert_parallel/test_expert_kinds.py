@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 from hf_zero.errors import UnsupportedError
 from tests.support import parity, ranks, zoo
-from tests.support.experts import build, check_experts, check_listed, lopsided, with_experts
+from tests.support.experts import build, build_listed, check_experts, check_listed, lopsided, mixed, with_experts
 from tests.support.parity import Run, check_bitwise
 
 MIXTRAL, QWEN = "MixtralForCausalLM", "Qwen3MoeForCausalLM"
@@ -28,8 +29,21 @@ def check_lists() -> None:
     traces = [check_listed(Run(stage, accumulation=2, clip=0.1), 2) for stage in (0, 1, 3)]
     check_bitwise(traces[2], traces[1], "a list of experts: stage 3 against 1")
     check_listed(Run(2), 2, lopsided(MIXTRAL))
+    check_copy()
     check_listed(Run(3, dtype="bf16"), 2)
     check_experts("SwitchTransformersForConditionalGeneration", Run(3), 2)
+
+
+def check_copy() -> None:
+    engine = parity.initialize(build_listed(), with_experts(Run(0), 2))
+    twin, batch = copy.deepcopy(engine.module), mixed(MIXTRAL)(0, 0, ranks.rank())
+    with torch.no_grad():
+        assert torch.equal(twin(**batch), engine.module(**batch))
+        for expert in twin.layers[0].experts:
+            expert.w2.weight.zero_()
+            expert.w2.bias.zero_()
+        assert not torch.equal(twin(**batch), engine.module(**batch))
+    engine.destroy()
 
 
 def test_16_bit() -> None:

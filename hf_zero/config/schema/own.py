@@ -23,6 +23,6 @@ class OwnSettings(Section):
     )
     expert_load: Size = used(
         0,
-        "With expert_parallel: optimizer steps between two records of how tokens spread over experts and ranks (largest share over the mean, "
-        "in the log and in monitors); 0 is off",
+        "With expert_parallel: optimizer steps between two records of how tokens spread over experts and ranks (the most over the "
+        "mean, in the log and in monitors); 0 is off",
     )
