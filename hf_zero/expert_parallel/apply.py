@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 import torch
 from torch import nn
@@ -65,6 +66,7 @@ def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
     layers, collectives = find_experts(model), open_collectives(topology.expert)
     for layer in layers:
         _check(layer, collectives.world)
+    _refuse_shared(layers)
     if not any(find_unit(param) is not None for layer in layers for param in layer.module.parameters()):
         equal_weights(nn.ModuleList([layer.module for layer in layers]), collectives, "an expert-parallel group")
     numbers = {layer.count for layer in layers}
@@ -119,6 +121,20 @@ def _check(layer: ExpertLayer, ranks: int) -> None:
             f"expert_parallel: {layer.path} has a buffer with an entry per expert ({buffers[0]}), which is not divided. Leave "
             "expert_parallel out for this model"
         )
+
+
+def _refuse_shared(layers: Iterable[ExpertLayer]) -> None:
+    """A parameter of several experts or layers would be cut several times."""
+    seen: set[int] = set()
+    for layer in layers:
+        of_lists = [expert.parameters() for expert in layer.experts] if isinstance(layer, ListedExperts) else []
+        for param in layer.params.values() if isinstance(layer, StackedExperts) else chain(*of_lists):
+            if id(param) in seen:
+                raise UnsupportedError(
+                    f"expert_parallel: a parameter of {layer.path} is one of other experts too, which cannot be divided. Leave "
+                    "expert_parallel out for this model"
+                )
+            seen.add(id(param))
 
 
 def keep(param: nn.Parameter, own: Range) -> None:
