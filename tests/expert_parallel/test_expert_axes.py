@@ -178,3 +178,18 @@ def check_distributed_config(folder: str) -> None:
             model=model, config={**config, **_experts(1, enabled=True), "expert_parallel": {"enabled": True, "autoep_size": 4}}
         )
     del holder
+
+
+def test_whole_weights_for_an_inference_engine() -> None:
+    ranks.run_ranks(check_stream, 2)
+
+
+def check_stream() -> None:
+    """``iter_full_params`` gives all experts on every rank."""
+    from hf_zero.utils import iter_full_params
+
+    engine, wanted = parity.initialize(build(MIXTRAL), with_experts(Run(3), 2)), build(MIXTRAL).state_dict()
+    found = dict(iter_full_params(engine, merge_adapters=False))
+    assert found.keys() == {name for name in wanted if name in found} and any("experts" in name for name in found)
+    assert all(torch.equal(value.cpu(), wanted[name]) for name, value in found.items())
+    engine.destroy()

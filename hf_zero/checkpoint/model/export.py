@@ -13,7 +13,7 @@ from hf_zero.checkpoint.model.host_copies import HostCopies
 from hf_zero.checkpoint.model.model_files import MAX_SHARD_SIZE, ModelFiles, PlannedTensor, bytes_of
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.units.tp_shard import is_expert, tp_shard_of
+from hf_zero.core.units.tp_shard import TpShard, tp_shard_of
 from hf_zero.core.units.unit import Unit, find_unit, full_shape
 from hf_zero.observe import warn_once
 
@@ -39,7 +39,7 @@ def consolidated_state_dict(
     """
     entries = _entries(module, exclude_frozen_parameters)
     values = list({id(value): value for value in entries.values()}.values())
-    collectives, model = collectives.data, _model_axis(collectives)
+    collectives, model = collectives.data, model_axis_of(collectives)
     keeps = collectives.rank == 0 and (model is None or model.rank == 0)
     host = HostCopies(sum(_planned("", value).nbytes for value in values)) if keeps else None
     copies: dict[int, torch.Tensor] = {}
@@ -67,28 +67,36 @@ def _planned(name: str, value: torch.Tensor) -> PlannedTensor:
     return PlannedTensor(name, value.dtype, tuple(part.full_shape if part is not None else full_shape(value)))
 
 
-def _model_axis(collectives: Collectives) -> Collectives | None:
+def model_axis_of(collectives: Collectives) -> Collectives | None:
     return open_collectives(collectives.topology.model) if collectives.topology.model is not None else None
 
 
-def _expert_axis(collectives: Collectives) -> Collectives | None:
+def expert_axis_of(collectives: Collectives) -> Collectives | None:
+    """The ranks that hold all experts between them; None where each has all."""
     return open_collectives(collectives.topology.expert) if collectives.topology.expert is not None else None
 
 
-def _joined_experts(value: torch.Tensor, axis: Collectives) -> torch.Tensor | None:
-    """All experts of a parameter, on the first rank of those that hold them together, None on the others; collective over them."""
-    part = tp_shard_of(value)
-    if part is None:
-        return value
+def joined_experts(local: torch.Tensor, part: TpShard, axis: Collectives, everywhere: bool = False) -> torch.Tensor | None:
+    """All experts of a parameter, on the first rank of those that hold them between them, or on each; None on the others. Collective over
+    these ranks.
+
+    Args:
+        local: This rank's experts.
+        part: Which of them they are.
+        axis: The ranks.
+        everywhere: Every rank of the axis gets them.
+    """
     everyones = axis.gather_objects([(piece.start, piece.stop) for piece in part.ranges], "ranges of experts")
-    local, width = value.detach().reshape(-1), part.full_shape[1:].numel()
-    empty = local.new_empty(0)
-    incoming = [local.new_empty(sum(stop - start for start, stop in pieces) * width if axis.rank == 0 else 0) for pieces in everyones]
-    axis.exchange_parts([local, *[empty] * (axis.world - 1)], incoming, "all experts").wait()
-    if axis.rank > 0:
+    flat, width = local.detach().reshape(-1), part.full_shape[1:].numel()
+    takes, empty = everywhere or axis.rank == 0, flat.new_empty(0)
+    incoming = [flat.new_empty(sum(stop - start for start, stop in pieces) * width if takes else 0) for pieces in everyones]
+    outgoing = [flat if everywhere or rank == 0 else empty for rank in range(axis.world)]
+    axis.exchange_parts(outgoing, incoming, "all experts").wait()
+    if not takes:
         return None
-    whole = torch.empty(part.full_shape, dtype=value.dtype, device=value.device)
-    for pieces, values in zip(everyones, [local, *incoming[1:]], strict=True):
+    incoming[axis.rank] = flat
+    whole = torch.empty(part.full_shape, dtype=local.dtype, device=local.device)
+    for pieces, values in zip(everyones, incoming, strict=True):
         first = 0
         for start, stop in pieces:
             whole[start:stop].view(-1).copy_(values[first : first + (stop - start) * width])
@@ -96,13 +104,18 @@ def _joined_experts(value: torch.Tensor, axis: Collectives) -> torch.Tensor | No
     return whole
 
 
-def _joined(value: torch.Tensor, model: Collectives | None) -> torch.Tensor:
-    """The whole of a parameter that the ranks of the model axis hold together, on each of them; collective over that axis."""
-    part = tp_shard_of(value)
+def joined(local: torch.Tensor, part: TpShard | None, model: Collectives | None) -> torch.Tensor:
+    """The whole of a parameter that the ranks of the model axis hold together, on each of them; collective over that axis.
+
+    Args:
+        local: This rank's part, or the whole where ``part`` is None.
+        part: Which part it is.
+        model: The model axis; None where there is none.
+    """
     if part is None or model is None:
-        return value
+        return local
     ranges = model.gather_objects([(piece.start, piece.stop) for piece in part.ranges], "tensor-parallel shards")
-    local = value.detach().contiguous()
+    local = local.detach().contiguous()
     parts = torch.empty((model.world, *local.shape), dtype=local.dtype, device=local.device)
     model.all_gather(parts.view(-1), local.view(-1), "whole parameter").wait()
     whole = torch.empty(part.full_shape, dtype=local.dtype, device=local.device)
@@ -181,7 +194,7 @@ def write_model_files(
             values.append(value)
     what = f"saving the model to {folder / name}"
     planned = [_planned(names[id(value)], value) for value in values]
-    collectives, model = collectives.data, _model_axis(collectives)
+    collectives, model = collectives.data, model_axis_of(collectives)
     made: list[ModelFiles] = []
     _on_first_of_both(collectives, model, what, lambda: made.append(ModelFiles(folder, name, planned, limit)))
     try:
@@ -207,16 +220,17 @@ def _gather_all(
     Goes on gathering after a failure, which is returned: the other ranks wait for it.
     """
     failure: Exception | None = None
-    expert = _expert_axis(collectives)
+    expert = expert_axis_of(collectives)
 
     def each(members: list[torch.Tensor]) -> None:
         nonlocal failure
         for value in members:
-            if expert is not None and is_expert(value):
-                # Of the ranks that hold all experts together, those of the first are asked: theirs are side by side with it.
-                whole = _joined_experts(value, expert) if collectives.rank < expert.world else None
+            part = tp_shard_of(value)
+            if expert is not None and part is not None and part.expert:
+                # Of the ranks that hold all experts between them, those beside the first are asked.
+                whole = joined_experts(value, part, expert) if collectives.rank < expert.world else None
             else:
-                whole = _joined(value, model) if collectives.rank == 0 else None
+                whole = joined(value, part, model) if collectives.rank == 0 else None
             try:
                 if failure is None and whole is not None and collectives.rank == 0:
                     work(value, whole)
