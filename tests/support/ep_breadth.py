@@ -40,7 +40,6 @@ class Row:
     grad: float = 0.0
     double: float = 1.0  # the gradients' error in float64, where that in fp32 is above ``GRAD``
     share: float = 0.0
-    layers: int = 0
     plan: bool = False  # transformers has an expert plan of its own for it
     error: str = ""
 
