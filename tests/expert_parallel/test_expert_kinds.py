@@ -69,8 +69,7 @@ def check_kinds() -> None:
     for stage in (1, 3):
         check_experts(MIXTRAL, Run(stage), 2, prepare=lambda model: with_adapters(model, target_modules=["q_proj", "v_proj"]))
     with pytest.raises(UnsupportedError, match="carry an adapter"):
-        stacked = {"target_parameters": ["mlp.experts.gate_up_proj"], "target_modules": []}
-        check_experts(MIXTRAL, Run(1), 2, prepare=lambda model: with_adapters(model, **stacked))
+        check_experts(MIXTRAL, Run(1), 2, prepare=lambda model: with_adapters(model, target_parameters=["mlp.experts.gate_up_proj"]))
     check_experts(MIXTRAL, Run(1), 2, prepare=lambda model: freeze(model, "self_attn", "embed", "gate.", "layers.0.mlp.experts"))
 
 
@@ -130,7 +129,8 @@ def check_load() -> None:
     counts: dict[str, torch.Tensor] = {}
     for name, module in engine.module.named_modules():
         if name.endswith("mlp.gate"):
-            module.register_forward_hook(lambda _m, _i, out, name=name: counts.setdefault(name, torch.zeros(4)).add_(_chosen(out)))
+            counts[name] = torch.zeros(4)
+            module.register_forward_hook(lambda _module, _inputs, output, own=counts[name]: _add_chosen(own, output))
     for step in range(2):
         parity.micro_step(engine, lopsided(MIXTRAL)(step, 0, ranks.rank()), zoo.loss, 0)
     assert len(records) == 2 and not any("Experts" in key for key in records[0])
@@ -144,8 +144,8 @@ def check_load() -> None:
     engine.destroy()
 
 
-def _chosen(output: Any) -> torch.Tensor:
-    return torch.bincount(output[2].flatten(), minlength=4).float()
+def _add_chosen(counts: torch.Tensor, output: Any) -> None:
+    counts += torch.bincount(output[2].flatten(), minlength=4)
 
 
 class Records:
