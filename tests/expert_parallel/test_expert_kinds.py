@@ -99,7 +99,7 @@ def test_implementations_and_offload(tmp_path: Path) -> None:
 
 def check_implementations(folder: str) -> None:
     for name in ("eager", "batched_mm"):
-        check_experts(QWEN, Run(2), 2, lopsided(QWEN), prepare=lambda model, name=name: model.set_experts_implementation(name))
+        check_experts(QWEN, Run(2, steps=1), 2, lopsided(QWEN), prepare=lambda model, name=name: model.set_experts_implementation(name))
     host = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     check_experts(QWEN, Run(3, extra={"zero_optimization": host}), 2)
     disk = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}, "offload_param": {"device": "nvme", "nvme_path": folder}}
