@@ -8,10 +8,12 @@ from typing import Any
 from torch import nn
 
 from hf_zero.build.mesh import is_to_split, mesh_of, shards
+from hf_zero.comm.expert_axes import divide_experts
 from hf_zero.comm.mpu import model_parallel_group
 from hf_zero.comm.topology import Topology, build_topology, divide_replicas, join_topologies
 from hf_zero.config.batch import count_replicas_once
 from hf_zero.config.mesh import Mesh
+from hf_zero.expert_parallel.apply import divide_model
 from hf_zero.sequence_parallel.state import SequenceParallel, sequence_parallel_of
 from hf_zero.tensor_parallel.split import is_split, model_topology, split_model
 
@@ -48,6 +50,7 @@ def axes_of(source: dict[str, Any], mpu: Any, mesh: Any, model: nn.Module) -> tu
     sequence = sequence_parallel_of(described.sp, mpu)
     whole = sequence.topology if sequence is not None else _topology(mpu, model, described.tp)
     topology = divide_replicas(whole, described.dp_replicate) if shards(source) else whole
+    topology = divide_experts(topology, described.ep)
     return Axes(described, topology, sequence), count_samples(source, described)
 
 
@@ -66,9 +69,10 @@ def _topology(mpu: Any, model: nn.Module, model_parallel: int) -> Topology:
 
 
 def divide(model: nn.Module, source: dict[str, Any], axes: Axes) -> nn.Module:
-    """``model`` as the axes want it: its parameters split over the model axis, its forwards over sequences; collective."""
+    """``model`` as the axes want it: parameters split over the model axis, experts over theirs, forwards over sequences; collective."""
     if is_to_split(axes.mesh) or is_split(model):
         model = split_model(model, source.get("tensor_parallel") or {}, axes.topology)
+    model = divide_model(model, axes.topology)
     if axes.sequence is not None:
         axes.sequence.bind(model)
     return model

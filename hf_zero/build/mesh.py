@@ -19,6 +19,8 @@ from hf_zero.tensor_parallel.sharded_elsewhere import require_whole
 sources: list[Callable[[], list[Claim]]] = []
 """Where layers above say what the libraries that they serve know of the mesh."""
 
+CLAIMS = "_hf_zero_claims"  # attribute of a module: a tuple of claims
+
 _OF_MPU = f"the model-parallel group of the mpu object ({' or '.join(f'{name}()' for name in MODEL_GROUPS)})"
 
 
@@ -38,11 +40,16 @@ def mesh_of(source: Mapping[str, Any], mpu: Any = None, mesh_param: Any = None, 
     if model is not None:
         require_whole(model)
     of_groups, ranks = _claims_of_mpu(mpu)
-    claims = [*claims_of_pair(mesh_param), *of_groups, *_claims_around(source)]
+    claims = [*claims_of_pair(mesh_param), *of_groups, *_claims_around(source), *(claims_of_model(model) if model is not None else ())]
     split = ranks_of(model) if model is not None else None
     if split:
         claims.append(Claim("tp", len(split), "tp_model_init"))
     return solve(claims, ranks)
+
+
+def claims_of_model(model: nn.Module) -> list[Claim]:
+    """What was said of the mesh when ``model``, or a module inside it, was made."""
+    return [claim for module in model.modules() for claim in module.__dict__.get(CLAIMS, ())]
 
 
 def shard_groups(source: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,6 +47,9 @@ from hf_zero.core.units.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.expert_parallel.apply import shares_of
+from hf_zero.expert_parallel.limits import require_provided
+from hf_zero.expert_parallel.load import ExpertLoad
 from hf_zero.memory import heap
 from hf_zero.metrics import build_sinks
 from hf_zero.observe import warn_once
@@ -101,6 +104,7 @@ class PartsBuilder:
         self.stage = stage_policy(
             self.config.zero_optimization.stage, self.config.hf_zero.param_shard_size is not None and self._inside < self.topology.world
         )
+        self.expert_collectives = self._open_experts()
         self.offload = policies.offload_settings(self.config)
         self.offloading = Offloading(self.offload, self.precision, self.collectives, self.stage)
         self._scaler_kind = scaler_kind
@@ -121,7 +125,16 @@ class PartsBuilder:
         leaves = self._leaves(kept)
         quantized = policies.quantized_weights(self.config)
         builder = UnitBuilder(
-            self.module, self.stage, self.precision, self.collectives, self.offloading, leaves, self._listener, quantized, self._node()
+            self.module,
+            self.stage,
+            self.precision,
+            self.collectives,
+            self.offloading,
+            leaves,
+            self._listener,
+            quantized,
+            self._node(),
+            self.expert_collectives,
         )
         root, blocks = builder.build(inner, whole_tensors)
         units = [unit for block in (root, *blocks) for unit in block.units]
@@ -144,8 +157,9 @@ class PartsBuilder:
         persist_and_reshard(units, stays, zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold)
         runtime.attach()
         heap.keep_large_blocks(on_host=self.topology.device.type == "cpu")
-        if schedule is not None:
-            generation = Generation(runtime, units, self.collectives.data, self.config.hf_zero.gather_for_generation)
+        synced = self.topology.expert is not None
+        if schedule is not None or synced:
+            generation = Generation(runtime, units, self.collectives.data, self.config.hf_zero.gather_for_generation, synced)
             generation.attach()
             runtime.keep(generation)
         return parts
@@ -173,7 +187,7 @@ class PartsBuilder:
             samples_per_step=self.resolved.batch.total,
             progress=progress,
             clock=clock,
-            reports=Reports(clock, config.steps_per_print, sinks),
+            reports=Reports(clock, config.steps_per_print, sinks, self._measures()),
             checkpoints=EngineCheckpoints(policies.saved_how(config), self.collectives),
             optimizer=optimizer,
             stepper=stepper,
@@ -181,12 +195,26 @@ class PartsBuilder:
             give_back=partial(_give_back_all, self._borrowed),
         )
 
+    def _measures(self) -> list[Callable[[int], Mapping[str, float]]]:
+        every, layers = self.config.hf_zero.expert_load, shares_of(self.module)
+        return [ExpertLoad(layers, self.collectives.data, every).measure] if every and layers else []
+
+    def _open_experts(self) -> Collectives | None:
+        """The ranks that hold the same experts; None where all hold all. Collective."""
+        if self.topology.expert_data is None:
+            return None
+        require_provided(self.config, self.stage)
+        collectives = open_collectives(own_topology(self.topology.expert_data))
+        collectives.connect()
+        return collectives
+
     def _needs_whole_tensors(self, inner: torch.optim.Optimizer) -> bool:
-        all_here = not self.stage.optimizer_sharded or self.topology.world == 1
+        experts = self.topology.expert is not None  # nobody has the whole of theirs
+        all_here = not experts and (not self.stage.optimizer_sharded or self.topology.world == 1)
         split, device = self.topology.model is not None, self.offload.optimizer.device
-        whole = needs_whole_tensors(inner, self.config.zero_allow_untested_optimizer, all_here, split or device == "nvme")
+        whole = needs_whole_tensors(inner, self.config.zero_allow_untested_optimizer, all_here, split or experts or device == "nvme")
         if whole:
-            check_whole_tensors(inner, split, device)
+            check_whole_tensors(inner, "tensor parallelism" if split else "expert parallelism" if experts else "", device)
         return whole
 
     def _leaves(self, kept: Iterable[str]) -> set[str]:
@@ -211,8 +239,11 @@ class PartsBuilder:
         exchange = self._exchange(collectives, policy, one_bit, hops)
         overlap = self.config.zero_optimization.overlap_comm is not False
         pool, place = BufferPool(), self.offloading.gradient_place
+        of_experts = self._expert_exchange(policy)
         entries = [
-            UnitGradients(unit, exchange, pool, place(unit))
+            UnitGradients(
+                unit, of_experts if of_experts is not None and unit.collectives.topology.of_experts else exchange, pool, place(unit)
+            )
             if replicas is None
             else ReplicatedGradients(unit, exchange, pool, place(unit), replicas)
             for unit in units
@@ -238,6 +269,15 @@ class PartsBuilder:
                 raise ConfigError(f"{key} is node, and {self.nodes} cannot be told apart evenly: set it to a number of ranks")
         require_divisor(int(size), topology.world, key, "ranks that parameters are sharded over")
         return int(size)
+
+    def _expert_exchange(self, policy: GradientPolicy) -> GradientExchange | None:
+        """How gradients of experts become one: tokens of all ranks are in them, so the mean is over all, the sum over the holders."""
+        collectives, axis = self.expert_collectives, self.topology.expert_data
+        if collectives is None or axis is None:
+            return None
+        if self.stage.parameters_sharded and axis.world > 1:
+            collectives = self._borrow(axis)
+        return GradientExchange(collectives, policy)
 
     def _node(self) -> Collectives | None:
         """The ranks that keep secondary copies between them; None where nobody does. Collective."""
@@ -291,7 +331,9 @@ class PartsBuilder:
         max_norm = max_norm_of(optimizer.inner, self.config.gradient_clipping)
         settings = policies.step_settings(self.config, self.precision, self.stage, max_norm)
         kind = OneBitStepper if isinstance(optimizer.inner, OneBitAdam) else Stepper
-        return kind(runtime, reducer, optimizer, scaler, self.collectives, settings, self.model_collectives)
+        # Where every rank has all of a unit, nobody has the squares of other ranks' experts.
+        experts = open_collectives(self.topology.expert) if self.topology.expert and not self.stage.optimizer_sharded else None
+        return kind(runtime, reducer, optimizer, scaler, self.collectives, settings, self.model_collectives, experts)
 
 
 def _give_back_all(borrowed: list[Topology]) -> None:

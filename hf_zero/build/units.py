@@ -20,6 +20,7 @@ from hf_zero.core.units.grouping import BlockSpec, build_blocks
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.shard_storage import ShardStorage
+from hf_zero.core.units.tp_shard import is_expert
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
 from hf_zero.native.quantize import can_quantize
 from hf_zero.offload.policy import Offloading
@@ -39,6 +40,7 @@ class UnitBuilder:
         listener: Is told what happens to the parameters at stage 3.
         quantized: Whose all-gathers carry codes.
         node: Network of the ranks that keep secondary copies, if any do.
+        experts: The ranks that hold the same experts, which shard those among them; None where all hold all.
     """
 
     module: nn.Module
@@ -50,6 +52,7 @@ class UnitBuilder:
     listener: ParamListener
     quantized: QuantizedWeights
     node: Collectives | None = None
+    experts: Collectives | None = None
 
     def build(self, inner: torch.optim.Optimizer | None, whole_tensors: bool) -> tuple[Block, list[Block]]:
         """The root and the other blocks, in the model's order; collective.
@@ -68,8 +71,8 @@ class UnitBuilder:
         require_same_model(self.module, members, self.collectives.data, notes)
         in_units = [member for member in members if self._belongs_in_unit(member)]
         specs = build_blocks(self.module, in_units, self.leaves)
-        sizes = [sum(full_shape(member.param).numel() for member in spec.members) for spec in specs]
-        trained = sum(full_shape(member.param).numel() for member in in_units if member.group != FROZEN)
+        sizes = [sum(map(self._numel, spec.members)) for spec in specs]
+        trained = sum(self._numel(member) for member in in_units if member.group != FROZEN)
         self.offloading.prepare(inner, trained, sum(sizes) - trained, max(sizes, default=0), _passing_bytes(in_units))
         root, *blocks = [self._block(spec) for spec in specs]
         taken = {id(member.param) for member in in_units}
@@ -84,6 +87,11 @@ class UnitBuilder:
         self._sync_buffers()
         return root, blocks
 
+    def _numel(self, member: NamedParam) -> int:
+        """Elements of a parameter as all ranks hold it between them: each has its own experts."""
+        numel = full_shape(member.param).numel()
+        return numel * (self.collectives.world // self.experts.world) if self.experts is not None and is_expert(member.param) else numel
+
     def _members(self, inner: torch.optim.Optimizer | None) -> list[NamedParam]:
         names = {id(param): name for name, param in self.module.named_parameters()}
         groups = group_of_params(inner, names) if inner is not None else {}
@@ -97,25 +105,28 @@ class UnitBuilder:
 
     def _block(self, spec: BlockSpec) -> Block:
         """One unit per element type and kind; the block's own name when there is just one."""
-        kinds: dict[tuple[bool, torch.dtype], list[NamedParam]] = {}
+        kinds: dict[tuple[bool, bool, torch.dtype], list[NamedParam]] = {}
         for member in spec.members:
-            kinds.setdefault((member.group == FROZEN, self.precision.unit_dtype(member.param)), []).append(member)
+            kind = is_expert(member.param), member.group == FROZEN, self.precision.unit_dtype(member.param)
+            kinds.setdefault(kind, []).append(member)
         units = []
-        for (frozen, dtype), members in kinds.items():
-            suffix = "" if len(kinds) == 1 else f" [{'frozen ' if frozen else ''}{str(dtype).removeprefix('torch.')}]"
+        for (expert, frozen, dtype), members in kinds.items():
+            of = f"{'expert ' if expert else ''}{'frozen ' if frozen else ''}"
+            suffix = "" if len(kinds) == 1 else f" [{of}{str(dtype).removeprefix('torch.')}]"
             shard_storage = self.offloading.shard_storage(sum(full_shape(member.param).numel() for member in members), not frozen)
-            units.append(build_unit(spec.name + suffix, members, dtype, self._unit_spec(dtype, shard_storage, frozen)))
+            units.append(build_unit(spec.name + suffix, members, dtype, self._unit_spec(dtype, shard_storage, frozen, expert)))
             self.offloading.take(units[-1])
         return Block(spec.name, spec.module, units, spec.read_in_backward)
 
-    def _unit_spec(self, dtype: torch.dtype, shard_storage: ShardStorage, frozen: bool) -> UnitSpec:
+    def _unit_spec(self, dtype: torch.dtype, shard_storage: ShardStorage, frozen: bool, expert: bool) -> UnitSpec:
+        collectives = self.experts if expert and self.experts is not None else self.collectives
         master = self.precision.master_dtype
         if master is None or (self.precision.param_dtype is None and dtype == torch.float64):
             master = dtype
         return UnitSpec(
-            self.collectives,
+            collectives,
             shards=self.stage.optimizer_sharded,
-            reshards=self.stage.parameters_sharded and (self.collectives.world > 1 or shard_storage.reshards),
+            reshards=self.stage.parameters_sharded and (collectives.world > 1 or shard_storage.reshards),
             master_dtype=master,
             shard_storage=shard_storage,
             listener=self.listener if self.stage.parameters_sharded else ParamListener(),

@@ -16,10 +16,11 @@ from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.checkpoint.state import optimizer_state
 from hf_zero.checkpoint.state.param_states import param_states
 from hf_zero.checkpoint.state.rank_states import rank_states
-from hf_zero.checkpoint.state.training_state import TrainingState, values_of
+from hf_zero.checkpoint.state.training_state import Holders, TrainingState, values_of
 from hf_zero.core.optimizer.owners import share_out
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.layout import ALIGNMENT, round_up
+from hf_zero.core.units.tp_shard import is_expert
 from hf_zero.core.units.unit import Unit
 
 
@@ -69,10 +70,10 @@ def contents_of(state: TrainingState, exclude_frozen: bool) -> Contents:
             for entry in optimizer_state.state_entries(state.optimizer, name):
                 _add(files, state, by_name[entry.name], state_kind(name), entry)
         for kind, entries in rank_states(state.optimizer).items():
-            files[_own_file(state, kind)] = entries
+            files[_own_file(state.holders, kind)] = entries
         if isinstance(state.optimizer, WholeTensorOptimizer):
-            name, replicas = _own_file(state, PARAM_STATES), state.writers // state.collectives.world
-            params, files[name] = param_states(state.optimizer, name, state.writer % replicas, replicas)
+            name, replicas = _own_file(state.holders, PARAM_STATES), state.holders.world // state.collectives.world
+            params, files[name] = param_states(state.optimizer, name, state.holders.rank % replicas, replicas)
     loose = [] if exclude_frozen else list(state.loose_params())
     records, buffers = _add_loose(files, state, loose)
     dropped = [slot.name for unit in state.units if unit not in kept for slot in unit.layout.slots]
@@ -82,8 +83,8 @@ def contents_of(state: TrainingState, exclude_frozen: bool) -> Contents:
     return Contents(files, units, records, buffers, scalars, states, params, tuple(dropped))
 
 
-def _own_file(state: TrainingState, kind: str) -> str:
-    return shard_file(kind, state.writer, state.writers, state.tensor.rank, state.tensor.world)
+def _own_file(holders: Holders, kind: str) -> str:
+    return shard_file(kind, holders.rank, holders.world, holders.part, holders.parts)
 
 
 def _kind(unit: Unit) -> str:
@@ -93,42 +94,58 @@ def _kind(unit: Unit) -> str:
 def _padded_numel(state: TrainingState, unit: Unit) -> int:
     """Elements of the unit as it is written: cut into one part per rank, whoever holds it."""
     layout = unit.layout
-    return layout.padded_numel if layout.world > 1 else round_up(layout.padded_numel, state.writers * ALIGNMENT)
+    return layout.padded_numel if layout.world > 1 else round_up(layout.padded_numel, state.holders_of(unit).world * ALIGNMENT)
 
 
 def _add(files: dict[str, list[Entry]], state: TrainingState, unit: Unit, kind: str, entry: Entry) -> None:
-    holders = state.writers // unit.layout.world  # ranks that hold what this one does
-    if holders > 1:
-        numel, place = _padded_numel(state, unit) // state.writers, state.writer % holders
+    holders = state.holders_of(unit)
+    alike = holders.world // unit.layout.world  # ranks that hold what this one does
+    if alike > 1:
+        numel, place = _padded_numel(state, unit) // holders.world, holders.rank % alike
         entry = Entry(entry.name, entry.dtype, (numel,), tuple(cut(entry.pieces, place * numel, (place + 1) * numel)))
-    files.setdefault(_own_file(state, kind), []).append(entry)
+    files.setdefault(_own_file(holders, kind), []).append(entry)
 
 
 def _unit_record(state: TrainingState, unit: Unit) -> UnitRecord:
-    layout, tensor = unit.layout, state.tensor
+    layout, tensor, holders = unit.layout, state.tensor, state.holders_of(unit)
     params = []
     for slot in layout.slots:
         held = tensor.tp_shard_of(slot.name, slot.shape)
         params.append(ParamRecord(slot.name, held.shape, slot.offset, slot.group, held.dim, held.ranges))
     dtype = dtype_name(layout.dtype, unit.name)
-    return UnitRecord(unit.name, _kind(unit), dtype, state.writers, _padded_numel(state, unit), tensor.rank, tuple(params))
+    return UnitRecord(unit.name, _kind(unit), dtype, holders.world, _padded_numel(state, unit), holders.part, tuple(params))
 
 
 def _add_loose(
     files: dict[str, list[Entry]], state: TrainingState, params: Iterable[tuple[str, torch.Tensor]]
 ) -> tuple[tuple[LooseRecord, ...], dict[str, str]]:
     """Shares the tensors that every data-parallel rank holds out among them."""
-    tensor = state.tensor
-    shards = {name: tensor.tp_shard_of(name, param.shape) for name, param in params}
-    mine = [(name, param) for name, param in params if shards[name].dim is not None or tensor.rank == 0]
-    buffers = dict(state.buffers()) if tensor.rank == 0 else {}
+    named = list(params)
+    experts = [(name, param) for name, param in named if is_expert(param)]
+    others = [(name, param) for name, param in named if not is_expert(param)]
+    records, buffers = _share_out(files, state, others, state.holders, dict(state.buffers()))
+    own, _ = _share_out(files, state, experts, state.holders_of_experts, {})
+    return (*records, *own), buffers
+
+
+def _share_out(
+    files: dict[str, list[Entry]],
+    state: TrainingState,
+    params: Iterable[tuple[str, torch.Tensor]],
+    holders: Holders,
+    buffers: dict[str, torch.Tensor],
+) -> tuple[tuple[LooseRecord, ...], dict[str, str]]:
+    """What this rank writes of the tensors that all ``holders`` have."""
+    shards = {name: state.tensor.tp_shard_of(name, param.shape) for name, param in params}
+    mine = [(name, param) for name, param in params if shards[name].dim is not None or holders.part == 0]
+    buffers = buffers if holders.part == 0 else {}
     tensors: list[tuple[str, torch.Tensor]] = [*mine, *buffers.items()]
-    name_of_file = _own_file(state, MODULE)
-    owners = share_out([value.nbytes for _, value in tensors], state.writers)
-    held = [entry for entry, owner in zip(tensors, owners, strict=True) if owner == state.writer]
-    files[name_of_file] = [whole(name, value.detach()) for name, value in held]
-    records = [_loose_record(name, name_of_file, shards[name]) for name, _ in held if name in shards]
-    return tuple(records), {name: name_of_file for name, _ in held if name in buffers}
+    owners = share_out([value.nbytes for _, value in tensors], holders.world)
+    held = [entry for entry, owner in zip(tensors, owners, strict=True) if owner == holders.rank]
+    file = _own_file(holders, MODULE)
+    files.setdefault(file, []).extend(whole(name, value.detach()) for name, value in held)
+    records = [_loose_record(name, file, shards[name]) for name, _ in held if name in shards]
+    return tuple(records), {name: file for name, _ in held if name in buffers}
 
 
 def _loose_record(name: str, file: str, held: SavedTpShard) -> LooseRecord:

@@ -162,13 +162,13 @@ class EngineCheckpoints:
 
 
 def _tensor_axis(engine: Engine) -> TensorAxis:
-    """What this rank holds of the parameters that the model axis divides."""
+    """What this rank holds of the parameters that the model axis divides, and of experts."""
     model = engine.collectives.topology.model
-    if model is None:
+    if model is None and engine.collectives.topology.expert is None:
         return TensorAxis()
     shards = {}
     for name, param in engine.module.named_parameters():
         part = tp_shard_of(param)
         if part is not None:
             shards[name] = SavedTpShard(tuple(part.full_shape), part.dim, tuple((piece.start, piece.stop) for piece in part.ranges))
-    return TensorAxis(model.rank, model.world, shards)
+    return TensorAxis(model.rank, model.world, shards) if model is not None else TensorAxis(tp_shards=shards)

@@ -255,7 +255,7 @@ class _Plan:
                 module.set_extra_state(self._decoder.decode(self.index.extra_state[name]))
         if self._optimizer is not None:
             self._optimizer.apply()
-            restore_rank_states(self._optimizer.optimizer, self.catalog, self.reader, state.writer, state.writers)
+            restore_rank_states(self._optimizer.optimizer, self.catalog, self.reader, state.holders.rank, state.holders.world)
             if self.index.scaler:  # a conversion may have none
                 state.scaler.load_state_dict(self._decoder.decode(self.index.scaler))
         elif not request.masters_from_fp32:

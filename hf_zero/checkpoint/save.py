@@ -319,7 +319,7 @@ def _head(state: TrainingState, request: SaveRequest, values: _Values) -> Index:
         library=_version(),
         tag=request.tag,
         world=state.everyone.world,
-        tensor_world=state.tensor.world,
+        tensor_world=state.parts,
         stage=state.stage,
         chunk_bytes=CHUNK_BYTES,
         units=(),

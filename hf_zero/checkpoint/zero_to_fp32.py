@@ -105,6 +105,7 @@ class Checkpoint:
         """Sizes and counts against the files that the index lists, before anything is read by them."""
         index, files = self.index, self.index["files"]
         _require(index["chunk_bytes"] == CHUNK_BYTES, f"chunk_bytes is {index['chunk_bytes']!r:.80}, allowed is {CHUNK_BYTES}")
+        _require(_are_sizes([index["world"]]), f"world is {index['world']!r:.80}")
         for name, file in files.items():
             _require(os.path.basename(name) == name and name.endswith(".safetensors"), f"{name!r:.80} is no file of a checkpoint")
             for tensor, record in file["tensors"].items():
@@ -159,7 +160,7 @@ class Checkpoint:
             _require(covered == shape[dim], f"the slices of {name} do not make the whole parameter")
 
     def _shard(self, unit: dict[str, Any], rank: int) -> str:
-        slices = self.index["tensor_world"]
+        slices = self.index["world"] // unit["world"]
         suffix = f".tensor-{unit['tensor_rank']:05d}-of-{slices:05d}" if slices > 1 else ""
         return f"{unit['kind']}-{rank:05d}-of-{unit['world']:05d}{suffix}.safetensors"
 

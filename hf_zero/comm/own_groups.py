@@ -36,7 +36,7 @@ def own_topology(topology: Topology, purpose: Purpose = "gathers") -> Topology:
     if key not in _made:
         alone = str(dist.get_backend(topology.group))
         backend = backend_with_host(topology.group, topology.device) if purpose == "gathers" else alone
-        crossed = topology.model is not None or topology.joint is not None
+        crossed = any(axis is not None for axis in (topology.model, topology.joint, topology.expert))
         group = copy_group(topology.group, topology.device, backend, crossed)
         _made[key] = replace(topology, group=group, script_group=topology.group)
     return replace(topology, group=_made[key].group, script_group=topology.group, joint=joint)

@@ -35,6 +35,8 @@ class Topology:
         sequence: The ranks that hold slices of the same sequences; None where sequences are whole.
         replicate: The ranks that hold the same shards, one of each shard group; None where the axis is all data-parallel ranks.
         joint: All data-parallel ranks, which the axis is a part of; None where it is all of them.
+        expert: The ranks of the axis that hold all experts between them (expert parallelism); None where each has all.
+        expert_data: The ranks of the axis that hold the same experts; None likewise, and on that axis itself.
         script_group: The script's group of the same ranks, where ``group`` is one of the engine's own.
     """
 
@@ -47,6 +49,8 @@ class Topology:
     sequence: Topology | None = None
     replicate: Topology | None = None
     joint: Topology | None = None
+    expert: Topology | None = None
+    expert_data: Topology | None = None
     script_group: dist.ProcessGroup | None = None
 
     def axis(self, name: Axis) -> Topology | None:
@@ -62,6 +66,11 @@ class Topology:
     def replicas(self) -> int:
         """Ranks, or groups of ranks, that train on samples of their own: the data-parallel size."""
         return self.data.world if self.sequence is None else self.data.world // self.sequence.world
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether this is the axis of the ranks that hold the same experts."""
+        return self.expert is not None and self.expert_data is None
 
     @property
     def public_group(self) -> dist.ProcessGroup:

@@ -12,6 +12,7 @@ from hf_zero.errors import ConfigError, UnsupportedError
 AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 """From the outside in: ranks that are adjacent are near each other, so what sends most often is innermost."""
 
+EXPERT = "ep"  # not an axis of its own: adjacent ranks of a shard group, which hold all experts between them
 DATA = "dp"  # dp_replicate and dp_shard together
 SHARD_GROUP = "shard group"  # the ranks that parameters are divided over: dp_shard, cp and sp together
 _VARIABLE = "PARALLELISM_CONFIG_{}_SIZE"
@@ -22,7 +23,7 @@ class Claim:
     """What one source says of one axis.
 
     Attributes:
-        axis: One of ``AXES``, or a product of some of them: ``DATA`` or ``SHARD_GROUP``.
+        axis: One of ``AXES``, a product of some of them (``DATA`` or ``SHARD_GROUP``), or ``EXPERT``, which divides a shard group.
         size: How many ranks.
         source: Who says it, as its user knows it: a key, an argument, a variable.
     """
@@ -46,6 +47,7 @@ class Mesh:
         sp: Ranks that share sequences through sequence parallelism.
         tp: Ranks that hold one model together.
         claims: What the sources said.
+        ep: Ranks of a shard group that hold all experts between them; they train on samples of their own all the same.
     """
 
     dp_replicate: int = 1
@@ -54,6 +56,7 @@ class Mesh:
     sp: int = 1
     tp: int = 1
     claims: tuple[Claim, ...] = ()
+    ep: int = 1
 
     @property
     def ranks(self) -> int:
@@ -81,7 +84,7 @@ class Mesh:
         return {axis: size for axis, size in self.sizes.items() if size > 1}
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items()) + (f", {EXPERT} {self.ep}" if self.ep > 1 else "")
 
 
 # -- what sources say --------------------------------------------------------------------------------------------------
@@ -97,6 +100,7 @@ def claims_of_config(config: Mapping[str, Any], where: str = "") -> list[Claim]:
     found = {
         "tp": ("tensor_parallel.autotp_size", requested_ranks(config)),
         "sp": ("sequence_parallel_size", requested_slices(config)),
+        EXPERT: ("expert_parallel.autoep_size", requested_experts(config)),
     }
     claims = [Claim(axis, size, key + where) for axis, (key, size) in found.items() if size > 1]
     data = _number(config.get("data_parallel_size"))
@@ -116,6 +120,13 @@ def requested_ranks(config: Mapping[str, Any]) -> int:
 def requested_slices(config: Mapping[str, Any]) -> int:
     """``sequence_parallel_size`` of a configuration as the user gave it; 1 where it asks for none."""
     return max(1, _number(config.get("sequence_parallel_size")) or 1)
+
+
+def requested_experts(config: Mapping[str, Any]) -> int:
+    """``expert_parallel.autoep_size`` of a configuration as the user gave it; 1 where it asks for none, or is not enabled."""
+    section = _section(config, "expert_parallel")
+    enabled = str(section.get("enabled")).strip().lower() in ("true", "yes", "on", "1")
+    return max(1, _number(section.get("autoep_size")) or 1) if enabled else 1
 
 
 def claims_of_environment(environ: Mapping[str, str]) -> list[Claim]:
@@ -187,9 +198,18 @@ def solve(claims: Iterable[Claim], ranks: int) -> Mesh:
     if data % replicate:
         raise ConfigError(_misfit(said, ranks, f"dp_replicate is {replicate}", _divisors(data), "dp_replicate"))
     shard, cp, sp, tp = sizes.get("dp_shard", data // replicate), *(sizes.get(axis, 1) for axis in ("cp", "sp", "tp"))
-    mesh = Mesh(replicate, shard, cp, sp, tp, said)
+    mesh = Mesh(replicate, shard, cp, sp, tp, said, sizes.get(EXPERT, 1))
     if mesh.ranks != ranks:
         raise ConfigError(_misfit(said, ranks, f"{mesh} makes {mesh.ranks} ranks", [data // replicate], "dp_shard"))
+    if mesh.ep > 1 and replicate > 1:
+        raise UnsupportedError(
+            f"expert parallelism over {mesh.ep} ranks with {replicate} shard groups is not provided: shard over all ranks (leave the "
+            f"groups out). The mesh is described by\n{_listed(said)}"
+        )
+    group = shard * cp * sp
+    if group % mesh.ep:
+        found = f"{EXPERT} {mesh.ep} does not divide the {group} ranks that parameters are sharded over"
+        raise ConfigError(_misfit(said, ranks, found, _divisors(group), EXPERT))
     return mesh
 
 
@@ -216,6 +236,12 @@ def _require_served(claims: Sequence[Claim], sizes: Mapping[str, int]) -> None:
         raise UnsupportedError(
             f"{context.source} is {context.size}: context parallelism is not provided. Sequence parallelism divides sequences over ranks "
             f"too: ParallelismConfig(sp_size={context.size}, sp_backend='deepspeed'), or sequence_parallel_size in the configuration"
+        )
+    experts = next((claim for claim in claims if claim.axis == EXPERT and claim.size > 1), None)
+    if experts is not None and model is not None:
+        raise UnsupportedError(
+            f"{experts.source} is {experts.size} and {model.source} is {model.size}, expert and tensor parallelism: the two cannot be "
+            "combined yet; zero_optimization.stage 3 shards what experts leave over all ranks"
         )
     if sequence is not None and model is not None:
         raise UnsupportedError(

@@ -27,17 +27,22 @@ class Generation:
     Where the whole model fits it is unsharded once around the call, and ranks generate independently. Else each forward is an unshard
     pass ([Note: unshard passes]) that begins with a vote; a rank that has its tokens goes on answering the votes and joining the
     all-gathers, without computing anything, until no rank needs another forward. In neither case need ranks stop at the same length, so
-    the option ``synced_gpus``, with which finished ranks run whole forwards, is switched off.
+    the option ``synced_gpus``, with which finished ranks run whole forwards, is switched off. Where ranks hold experts for each other
+    (``synced``) every forward needs all of them: it is switched on then, and ranks stop together.
 
     Args:
         runtime: The hooks of the engine.
         units: The flat buffers.
         collectives: All data-parallel ranks.
         gather: ``"auto"`` asks how much memory is free, True and False decide.
+        synced: Ranks run their forwards together.
     """
 
-    def __init__(self, runtime: Runtime, units: Sequence[Unit], collectives: Collectives, gather: bool | Literal["auto"]) -> None:
+    def __init__(
+        self, runtime: Runtime, units: Sequence[Unit], collectives: Collectives, gather: bool | Literal["auto"], synced: bool = False
+    ) -> None:
         self.gather = gather
+        self.synced = synced
         self._runtime = runtime
         self._units = [unit for unit in units if unit.reshards]
         self._collectives = collectives
@@ -64,7 +69,7 @@ class Generation:
             return generate()
         if self._decide():
             return self._unsharded(generate)
-        return self._by_blocks(module, generate)
+        return generate() if self.synced else self._by_blocks(module, generate)
 
     def _decide(self) -> bool:
         """Whether to unshard the whole model at once; the same on every rank, and logged when it is news."""
@@ -131,9 +136,9 @@ class GenerateMethod:
         self._synced = "synced_gpus" in inspect.signature(self.__wrapped__).parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the class's method. ``synced_gpus`` is not needed, see [Note: generation]."""
+        """Calls the class's method. ``synced_gpus`` is as [Note: generation] says."""
         if self._synced:
-            kwargs["synced_gpus"] = False
+            kwargs["synced_gpus"] = self._generation.synced
         return self._generation.run(self._module, partial(self.__wrapped__, *args, **kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

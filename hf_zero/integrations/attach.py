@@ -5,6 +5,8 @@ from __future__ import annotations
 from hf_zero.build import mesh
 from hf_zero.core import hooks
 from hf_zero.deepspeed.initialize import initialize
+from hf_zero.expert_parallel import apply
+from hf_zero.integrations.expert_functions import dispatch_in_table
 from hf_zero.integrations.idle_saves import stand_before_saves
 from hf_zero.integrations.metrics_once import count_samples_once
 from hf_zero.integrations.parallelism import claims_of_accelerate
@@ -17,3 +19,4 @@ hooks.on_build += [stand_before_saves, count_samples_once]
 hooks.on_destroy.append(let_go)
 hooks.reasons_to_wait.append(keeps_too_few)
 mesh.sources.append(claims_of_accelerate)
+apply.tables.append(dispatch_in_table)

@@ -97,6 +97,19 @@ GATHER = Method("accelerate.accelerator", "Accelerator.gather", _COUNTED, around
 METRICS = Method(
     "accelerate.accelerator", "Accelerator.gather_for_metrics", _COUNTED, around="hf_zero.integrations.metrics_once:gather_for_metrics"
 )
+STATE_DICT = Method(
+    "accelerate.accelerator",
+    "Accelerator.get_state_dict",
+    "with expert_parallel at stages 0 to 2, save_model ends in an error (engine.save_16bit_model writes whole weights)",
+    around="hf_zero.integrations.expert_saves:get_state_dict",
+)
+LOAD = Method(
+    "transformers.modeling_utils",
+    "PreTrainedModel.from_pretrained",
+    "from_pretrained(distributed_config=DistributedConfig(ep_size=...)) divides the model itself, and initialize refuses it",
+    around="hf_zero.integrations.pretrained:from_pretrained",
+    since=(5, 20),
+)
 SAVE_STATE = Method("accelerate.accelerator", "Accelerator.save_state", _DELETED)
 TRAIN = Method("transformers.trainer", "Trainer.train", f"a Trainer cannot train twice, and {_DELETED}")
 EVALUATE = Method("transformers.trainer", "Trainer.evaluation_loop", _COUNTED, around="hf_zero.integrations.metrics_once:evaluation_loop")
@@ -114,7 +127,8 @@ CONVERSIONS = Method(
 LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 METHODS = (
-    STATE, ACCELERATOR_STATE, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, SAVE_STATE, TRAIN, EVALUATE, MISSING_KEYS, CONVERSIONS,
+    STATE, ACCELERATOR_STATE, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, EVALUATE, MISSING_KEYS,
+    LOAD, CONVERSIONS,
     LIGHTNING_SAVE, OLD_LIGHTNING_SAVE,
 )  # fmt: skip
 
@@ -186,13 +200,14 @@ def attach(module: ModuleType) -> None:
         owner: Any = module
         for part in path:
             owner = getattr(owner, part, None)
-        function = inspect.getattr_static(owner, name, None)
+        found = inspect.getattr_static(owner, name, None)
+        function = found.__func__ if isinstance(found, classmethod) else found
         if not inspect.isfunction(function):
             _report(method)
         elif function.__dict__.get("hf_zero_method") is not method:
             wrapped = _replaced(method, function) if method.around else _seen(method, function)
             wrapped.__dict__["hf_zero_method"] = method
-            setattr(owner, name, wrapped)
+            setattr(owner, name, classmethod(wrapped) if isinstance(found, classmethod) else wrapped)
 
 
 def _seen(method: Method, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,7 +39,8 @@ class IdleSaves:
 
 def stand_before_saves(engine: Engine) -> None:
     """Puts them into a new engine's module, until the engine's hooks are removed."""
-    if engine.runtime.schedule is not None or engine.collectives.topology.model is not None:
+    topology = engine.collectives.topology
+    if engine.runtime.schedule is not None or topology.model is not None or topology.expert is not None:
         engine.runtime.keep(IdleSaves(engine.module))
 
 
@@ -58,8 +59,8 @@ def _save_pretrained(module: Any, *args: Any, **kwargs: Any) -> Any:
         return None
     if parts:
         raise StateError(
-            "save_pretrained: this rank has slices of the model only (tensor_parallel.autotp_size). Save with trainer.save_model(folder); "
-            "or, called by all ranks, engine.save_16bit_model(folder) or model.save_pretrained(folder, "
+            "save_pretrained: this rank has slices of the model only (tensor_parallel or expert_parallel). Save with "
+            "trainer.save_model(folder); or, called by all ranks, engine.save_16bit_model(folder) or model.save_pretrained(folder, "
             "state_dict=accelerator.get_state_dict(engine), is_main_process=accelerator.is_main_process)"
         )
     return method(module, *args, **kwargs)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_zero.checkpoint.model.export import model_axis_of
+from hf_zero.checkpoint.model.export import expert_axis_of, model_axis_of
 from hf_zero.checkpoint.model.stream import WeightStream
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.integrations.adapters import merged_pieces, plain_pieces
@@ -50,7 +50,7 @@ def iter_full_params(
     """
     if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
         raise ConfigError(f"iter_full_params: bucket_bytes is {bucket_bytes!r}; a positive number of bytes is allowed")
-    model = model_axis_of(engine.collectives)
+    model, expert = model_axis_of(engine.collectives), expert_axis_of(engine.collectives)
     pieces = merged_pieces(engine.module, split=model is not None) if merge_adapters else plain_pieces(engine.module)
     steps = engine.progress.global_steps
 
@@ -61,7 +61,7 @@ def iter_full_params(
             raise StateError("iter_full_params: step() was called before all weights had come, so they would be those of two steps")
 
     check()
-    return _values(engine, WeightStream(pieces, model, bucket_bytes, check), merge_adapters, dtype, rank0_only)
+    return _values(engine, WeightStream(pieces, model, bucket_bytes, check, expert), merge_adapters, dtype, rank0_only)
 
 
 def _values(

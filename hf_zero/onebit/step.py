@@ -61,6 +61,8 @@ def check_topology(policy: StagePolicy, topology: Topology) -> None:
         )
     if topology.model is not None:
         raise UnsupportedError("OneBitAdam with tensor parallelism is not provided: use Adam, or data parallelism alone")
+    if topology.expert is not None:
+        raise UnsupportedError("OneBitAdam with expert parallelism is not provided: use Adam, or set expert_parallel.enabled to false")
 
 
 def max_norm_of(inner: torch.optim.Optimizer | None, gradient_clipping: float) -> float:

@@ -131,14 +131,14 @@ def _agree(collectives: Collectives, make: Callable[[], TpPlan]) -> TpPlan:
     return TpPlan.from_dict(content)
 
 
-def equal_weights(module: nn.Module, collectives: Collectives) -> None:
-    """Takes rank 0's parameters and buffers where the ranks of the group do not start with the same; collective."""
+def equal_weights(module: nn.Module, collectives: Collectives, group: str = "a tensor-parallel group") -> None:
+    """Takes rank 0's parameters and buffers where the ranks of the group, called ``group``, do not start with the same; collective."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     files = mapped_files()
     marks = [_mark(tensor, any(start <= tensor.data_ptr() < stop for start, stop in files)) for tensor in tensors.values()]
     if all(other == marks for other in collectives.gather_objects(marks, "equal weights")):
         return
-    warn_once("the ranks of a tensor-parallel group start with different weights: rank 0's are used")
+    warn_once(f"the ranks of {group} start with different weights: rank 0's are used")
     with torch.no_grad():
         for name, tensor in tensors.items():
             values = tensor.detach().to(collectives.topology.device).contiguous()

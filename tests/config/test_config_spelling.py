@@ -298,7 +298,7 @@ def test_values_that_do_not_fit(config: dict[str, Any], key: str, allowed: str) 
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled"),
         ({"nebula": {"enabled": True}}, "nebula.enabled"),
-        ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled"),
+        ({"expert_parallel": {"enabled": True, "load_balance_coeff": 0.1}}, "expert_parallel.load_balance_coeff"),
         ({"disable_allgather": True}, "disable_allgather"),
         ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "zero_quantized_weights` is true: it is for the all-gathers"),
         ({"zero_optimization": {"stage": 1, "zero_quantized_nontrainable_weights": True}}, "zero_quantized_nontrainable_weights"),

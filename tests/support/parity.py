@@ -286,7 +286,7 @@ def collect(engine: Any, trace: Trace) -> Trace:
 
     named = list(engine.module.named_parameters())
     with hf_zero.zero.GatheredParameters([parameter for _, parameter in named]):
-        trace.weights = {name: parameter.detach().clone().cpu() for name, parameter in named}
+        trace.weights = {name: whole_experts(parameter, parameter.detach().clone().cpu()) for name, parameter in named}
     trace.masters = trace.history[-1] if trace.history else full_masters(engine)
     return trace
 
@@ -296,7 +296,24 @@ def full_masters(engine: Any) -> dict[str, Tensor]:
     from hf_zero.utils import safe_get_full_fp32_param
 
     trainable = [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
-    return {name: safe_get_full_fp32_param(parameter).detach().clone().cpu() for name, parameter in trainable}
+    values = {name: (parameter, safe_get_full_fp32_param(parameter).detach().clone().cpu()) for name, parameter in trainable}
+    return {name: whole_experts(*found) for name, found in values.items()}
+
+
+def whole_experts(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """``value`` of this rank's experts joined with those of all ranks; of any other parameter as it is. Collective."""
+    from hf_zero.core.units.tp_shard import tp_shard_of
+
+    part = tp_shard_of(parameter)
+    if part is None or not part.expert:
+        return value
+    whole = value.new_full(part.full_shape, math.nan)
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, ([(found.start, found.stop) for found in part.ranges], value))
+    for ranges, values in parts:
+        for start, stop in ranges:
+            whole[start:stop] = values
+    return whole
 
 
 def mean_over_ranks(values: list[float]) -> float:

@@ -157,7 +157,7 @@ class Catalog:
             yield Copy(file, unit.name, part.start - rank * shard_numel, target[part.start - wanted.start : part.stop - wanted.start])
 
     def _file(self, unit: UnitRecord, kind: str | None, rank: int) -> str:
-        return shard_file(kind or unit.kind, rank, unit.world, unit.tensor_rank, self.index.tensor_world)
+        return shard_file(kind or unit.kind, rank, unit.world, unit.tensor_rank, self.index.world // unit.world)
 
 
 def _without(ranges: list[Range], taken: list[Range]) -> list[Range]:

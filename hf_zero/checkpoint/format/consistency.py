@@ -78,8 +78,14 @@ def _kind_of(name: str, world: int, tensor_world: int) -> str | None:
     if found is None:
         return None
     rank, ranks, tensor_rank = int(found[2]), int(found[3]), int(found[4] or 0)
-    fits = rank < ranks == world // tensor_world and tensor_rank < tensor_world
-    return found[1] if fits and shard_file(found[1], rank, ranks, tensor_rank, tensor_world) == name else None
+    parts = world // ranks if ranks in _worlds(world, tensor_world) else 0
+    fits = rank < ranks and tensor_rank < parts
+    return found[1] if fits and shard_file(found[1], rank, ranks, tensor_rank, parts) == name else None
+
+
+def _worlds(world: int, tensor_world: int) -> tuple[int, int]:
+    """How many ranks may share one tensor: those that hold the same part of what is divided; all, what is not (all but experts)."""
+    return world // tensor_world, world
 
 
 def check_units(units: Iterable[UnitRecord], files: Mapping[str, FileRecord], world: int, tensor_world: int) -> None:
@@ -96,9 +102,9 @@ def check_units(units: Iterable[UnitRecord], files: Mapping[str, FileRecord], wo
             raise CheckpointError(f"unit {unit.name!r} is there twice")
         unit.check()
         by_key[unit.name, unit.tensor_rank] = unit
-        if unit.world != world // tensor_world:
+        if unit.world not in _worlds(world, tensor_world) or unit.tensor_rank >= world // unit.world:
             raise CheckpointError(f"unit {unit.name!r}: {unit.world} shards, but {world // tensor_world} data-parallel ranks")
-        _check_shards(unit, files, tensor_world)
+        _check_shards(unit, files, world // unit.world)
     for name, file in files.items():
         found = _FILE_NAME.fullmatch(name)
         if found is not None and (found[1] in (MASTER, WEIGHTS) or _is_state(found[1])):

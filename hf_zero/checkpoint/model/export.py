@@ -71,6 +71,39 @@ def model_axis_of(collectives: Collectives) -> Collectives | None:
     return open_collectives(collectives.topology.model) if collectives.topology.model is not None else None
 
 
+def expert_axis_of(collectives: Collectives) -> Collectives | None:
+    """The ranks that hold all experts between them; None where each has all."""
+    return open_collectives(collectives.topology.expert) if collectives.topology.expert is not None else None
+
+
+def joined_experts(local: torch.Tensor, part: TpShard, axis: Collectives, everywhere: bool = False) -> torch.Tensor | None:
+    """All experts of a parameter, on the first rank of those that hold them between them, or on each; None on the others. Collective over
+    these ranks.
+
+    Args:
+        local: This rank's experts.
+        part: Which of them they are.
+        axis: The ranks.
+        everywhere: Every rank of the axis gets them.
+    """
+    everyones = axis.gather_objects([(piece.start, piece.stop) for piece in part.ranges], "ranges of experts")
+    flat, width = local.detach().reshape(-1), part.full_shape[1:].numel()
+    takes, empty = everywhere or axis.rank == 0, flat.new_empty(0)
+    incoming = [flat.new_empty(sum(stop - start for start, stop in pieces) * width if takes else 0) for pieces in everyones]
+    outgoing = [flat if everywhere or rank == 0 else empty for rank in range(axis.world)]
+    axis.exchange_parts(outgoing, incoming, "all experts").wait()
+    if not takes:
+        return None
+    incoming[axis.rank] = flat
+    whole = torch.empty(part.full_shape, dtype=local.dtype, device=local.device)
+    for pieces, values in zip(everyones, incoming, strict=True):
+        first = 0
+        for start, stop in pieces:
+            whole[start:stop].view(-1).copy_(values[first : first + (stop - start) * width])
+            first += (stop - start) * width
+    return whole
+
+
 def joined(local: torch.Tensor, part: TpShard | None, model: Collectives | None) -> torch.Tensor:
     """The whole of a parameter that the ranks of the model axis hold together, on each of them; collective over that axis.
 
@@ -187,13 +220,19 @@ def _gather_all(
     Goes on gathering after a failure, which is returned: the other ranks wait for it.
     """
     failure: Exception | None = None
+    expert = expert_axis_of(collectives)
 
     def each(members: list[torch.Tensor]) -> None:
         nonlocal failure
-        for value in members if collectives.rank == 0 else ():
-            whole = joined(value, tp_shard_of(value), model)
+        for value in members:
+            part = tp_shard_of(value)
+            if expert is not None and part is not None and part.expert:
+                # Of the ranks that hold all experts between them, those beside the first are asked.
+                whole = joined_experts(value, part, expert) if collectives.rank < expert.world else None
+            else:
+                whole = joined(value, part, model) if collectives.rank == 0 else None
             try:
-                if failure is None:
+                if failure is None and whole is not None and collectives.rank == 0:
                     work(value, whole)
             except Exception as error:
                 failure = error

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_zero.checkpoint.model.export import joined
+from hf_zero.checkpoint.model.export import joined, joined_experts
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.units.tp_shard import tp_shard_of
+from hf_zero.core.units.tp_shard import TpShard, tp_shard_of
 from hf_zero.core.units.unit import Unit, find_unit
 
 
@@ -46,10 +46,19 @@ class WeightStream:
         model: The model axis; None where there is none.
         bucket_bytes: Of gathered units in a bucket; one that is larger is a bucket of its own.
         check: Called before each bucket; raises where going on would be wrong.
+        expert: The ranks that hold all experts between them; None where each has all.
     """
 
-    def __init__(self, pieces: Sequence[Piece], model: Collectives | None, bucket_bytes: int, check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        model: Collectives | None,
+        bucket_bytes: int,
+        check: Callable[[], None],
+        expert: Collectives | None = None,
+    ) -> None:
         self._model = model
+        self._expert = expert
         self._check = check
         self._buckets = _buckets(pieces, bucket_bytes)
         self._last_use = {id(unit): index for index, bucket in enumerate(self._buckets) for unit in _units_of(bucket)}
@@ -74,7 +83,13 @@ class WeightStream:
     def _values(self, piece: Piece) -> Iterator[tuple[str, torch.Tensor]]:
         with torch.no_grad():
             for name, param, value in zip(piece.names, piece.params, piece.make(), strict=True):
-                yield name, joined(value, tp_shard_of(param), self._model)
+                yield name, self._joined(value, tp_shard_of(param))
+
+    def _joined(self, value: torch.Tensor, part: TpShard | None) -> torch.Tensor:
+        whole = None
+        if self._expert is not None and part is not None and part.expert:
+            whole = joined_experts(value, part, self._expert, everywhere=True)
+        return joined(value, part, self._model) if whole is None else whole
 
     def _start(self, bucket: Sequence[Piece]) -> None:
         for unit in _units_of(bucket):

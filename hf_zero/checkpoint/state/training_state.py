@@ -45,6 +45,23 @@ class TensorAxis:
         return self.tp_shards.get(name) or SavedTpShard(tuple(shape))
 
 
+@dataclass(frozen=True)
+class Holders:
+    """This rank among those that share out one tensor, or the parts of it, when it is written.
+
+    Attributes:
+        rank: This rank's place; replicas of one shard are side by side, so that a file holds a row of a unit's elements.
+        world: Their number.
+        part: Which part of the tensor they hold: their rank on the tensor-parallel axis, or among those that share the experts.
+        parts: How many such parts there are; ``world`` times this is all ranks.
+    """
+
+    rank: int
+    world: int
+    part: int = 0
+    parts: int = 1
+
+
 def values_of(unit: Unit) -> torch.Tensor:
     """(shard_numel,): the master of a trained unit, else its shard in the training type."""
     return unit.master if unit.master is not None else unit.shard
@@ -79,15 +96,28 @@ class TrainingState:
     tensor: TensorAxis = field(default_factory=TensorAxis)
 
     @property
-    def writers(self) -> int:
-        """Ranks that share out what is written: the data-parallel ones."""
-        return self.collectives.data.world
+    def holders(self) -> Holders:
+        """Who shares out what all data-parallel ranks hold, or shard among them."""
+        net, replicate = self.collectives, self.collectives.topology.replicate
+        rank = net.rank if replicate is None else net.rank * replicate.world + replicate.rank
+        return Holders(rank, net.data.world, self.tensor.rank, self.tensor.world)
 
     @property
-    def writer(self) -> int:
-        """This rank's place among them: replicas of one shard are side by side, so that a file holds a row of a unit's elements."""
-        replicate = self.collectives.topology.replicate
-        return self.collectives.rank if replicate is None else self.collectives.rank * replicate.world + replicate.rank
+    def holders_of_experts(self) -> Holders:
+        """Who shares out experts: the ranks that hold the same ones."""
+        topology = self.collectives.topology
+        if topology.expert is None or topology.expert_data is None:
+            return self.holders
+        return Holders(topology.expert_data.rank, topology.expert_data.world, topology.expert.rank, topology.expert.world)
+
+    def holders_of(self, unit: Unit) -> Holders:
+        """Who shares out the parts of ``unit``."""
+        return self.holders_of_experts if unit.collectives.topology.of_experts else self.holders
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts tensors are divided that not every data-parallel rank holds."""
+        return max(self.tensor.world, self.holders_of_experts.parts)
 
     def loose_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters that no unit holds: frozen ones at stages 0 to 2, and those that are not floating point."""

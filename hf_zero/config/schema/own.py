@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hf_zero.config.schema.fields import ANY_CASE, Bool, Int, Section, used
+from hf_zero.config.schema.fields import ANY_CASE, Bool, Int, Section, Size, used
 
 
 class OwnSettings(Section):
@@ -27,4 +27,9 @@ class OwnSettings(Section):
         None,
         "Stage 3: adjacent ranks that parameters are sharded over and gathered from, in the training type; gradients, masters and "
         "optimizer states stay sharded over all ranks. node is the ranks of each node; unset is all ranks",
+    )
+    expert_load: Size = used(
+        0,
+        "With expert_parallel: optimizer steps between two records of how tokens spread over experts and ranks (the most over the "
+        "mean, in the log and in monitors); 0 is off",
     )

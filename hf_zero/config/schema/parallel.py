@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_zero.config.schema.fields import Bool, Float, Int, Section, Size, accepted, part, section, used
+from hf_zero.config.schema.fields import Bool, Count, Float, Int, Section, Size, accepted, part, refused, section, used
 
 _FOUND = "found from the model's own data flow"
+_STRUCTURE = "found from the model's structure"
+_ROUTER = "the model's own router computes it"
 
 
 class Elasticity(Section, switch="enabled"):
@@ -79,3 +81,38 @@ class TensorParallel(Section, switch="autotp_size"):
     injection_policy_tuple: Any = accepted(None, "Explicit injection policy", _FOUND)
     keep_module_on_host: Bool = accepted(False, "Leave loaded weights on the host", "parameters are cut where they are")
     replace_with_kernel_inject: Bool = accepted(False, "Use inference kernels", "the model's own code runs", also=("kernel_inject",))
+
+
+class ExpertParallel(Section, switch="enabled"):
+    """`expert_parallel`. Adjacent ranks hold all experts of a mixture between them, and tokens travel to their experts."""
+
+    enabled: Bool = used(False, "Divide the experts over ranks")
+    autoep_size: Count = used(1, "Ranks that hold all experts between them; 1 is off")
+    expert_tensor_parallel_size: Int = refused(
+        1, "Ranks that share one expert", "not supported: experts are whole on their rank", passes=(1,)
+    )
+    validate_folding_routing: Bool = accepted(False, "Check at run time that ranks route alike", "ranks route samples of their own")
+    preset_model: str | None = accepted(None, "mixtral qwen3_moe qwen3_5_moe deepseek_v2 deepseek_v3", _STRUCTURE)
+    moe_layer_pattern: str | None = accepted(None, "Pattern of MoE modules", _STRUCTURE)
+    expert_pattern: str | None = accepted(None, "Child name of the experts", _STRUCTURE)
+    router_pattern: str | None = accepted(None, "Child name of the router", "the model's own code calls its router")
+    use_grouped_mm: Bool = accepted(True, "Grouped matrix product", "the experts_implementation of the model decides")
+    disable_triton_grouped_mm: Bool = accepted(False, "Avoid the Triton kernel", "the experts_implementation of the model decides")
+    route_norm: Bool | None = accepted(None, "Normalise router scores", _ROUTER)
+    route_scale: Float = accepted(1.0, "Scale router scores", _ROUTER)
+    score_apply: str = accepted("auto", "pre, post or auto", "the experts_implementation of the model decides", auto_is_value=True)
+    score_func: str = accepted("auto", "softmax, sigmoid or auto", _ROUTER, auto_is_value=True)
+    combine_impl: str = accepted("auto", "How expert outputs are combined", "summed where the token came from", auto_is_value=True)
+    num_expert_groups: Int | None = accepted(None, "Groups for limited routing", _ROUTER)
+    num_limited_groups: Int | None = accepted(None, "Groups chosen", _ROUTER)
+    top_k: Int | str = accepted("auto", "Experts per token", _ROUTER, auto_is_value=True)
+    load_balance_coeff: Any = refused(None, "Reserved", "not supported: the model's own auxiliary loss balances (router_aux_loss_coef)")
+    routed_scaling_factor: Float | str = accepted("auto", "Scale of routed output", _ROUTER, auto_is_value=True)
+    expert_w1: str | None = accepted(None, "Name of the gate weight", _STRUCTURE)
+    expert_w2: str | None = accepted(None, "Name of the down weight", _STRUCTURE)
+    expert_w3: str | None = accepted(None, "Name of the up weight; null means fused", _STRUCTURE)
+    num_experts_attr: str | None = accepted(None, "Config attribute with the expert count", _STRUCTURE)
+    top_k_attr: str | None = accepted(None, "Config attribute with top-k", _ROUTER)
+    has_shared_experts: Bool | None = accepted(None, "Layer has shared experts", _STRUCTURE)
+    shared_experts_pattern: str | None = accepted(None, "Child name of shared experts", _STRUCTURE)
+    shared_experts_gate_pattern: str | None = accepted(None, "Child name of their gate", _STRUCTURE)

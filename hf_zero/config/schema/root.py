@@ -23,7 +23,7 @@ from hf_zero.config.schema.fields import (
 from hf_zero.config.schema.monitors import Comet, CsvMonitor, Tensorboard, Trackio, Wandb
 from hf_zero.config.schema.optimization import Optimizer, Scheduler
 from hf_zero.config.schema.own import OwnSettings
-from hf_zero.config.schema.parallel import Elasticity, TensorParallel
+from hf_zero.config.schema.parallel import Elasticity, ExpertParallel, TensorParallel
 from hf_zero.config.schema.precision import Bf16, DataTypes, Fp16, TorchAutocast
 from hf_zero.config.schema.storage import ActivationCheckpointing, Aio, Checkpoint, Compile, DataStates
 from hf_zero.config.schema.tools import CommsLogger, FlopsProfiler, Timers
@@ -83,7 +83,7 @@ class ZeroConfig(Section):
         500000000, "Elements per weight all-gather (old name)", "a unit is gathered by one collective, whatever its size"
     )
     use_data_before_expert_parallelism: Bool = accepted(
-        False, "Order of data and expert axes when expert groups are made", "there are no expert groups to order"
+        False, "Order of data and expert axes when expert groups are made", "ranks that hold all experts together are adjacent"
     )
     vocabulary_size: Int | None = accepted(
         None, "Vocabulary size, checked for alignment", "only used for a warning about alignment; units are padded by themselves"
@@ -143,7 +143,7 @@ class ZeroConfig(Section):
     )
     data_types: DataTypes = section(DataTypes, "Element types outside the fp16 and bf16 sections")
     tensor_parallel: TensorParallel | None = section(None, "AutoTP training")
-    expert_parallel: dict[str, Any] | None = section(None, "Expert parallelism", model=unread.EXPERT_PARALLEL)
+    expert_parallel: ExpertParallel | None = section(None, "Expert parallelism (AutoEP)")
     hybrid_engine: dict[str, Any] | None = section(None, "Training and generation in one engine", model=unread.HYBRID_ENGINE)
     aio: Aio = section(Aio, "How swap files of NVMe offload are accessed")
     compile: Compile | None = section(None, "DeepCompile")

@@ -151,16 +151,6 @@ NEBULA = _block("enabled",
     enable_nebula_load=True, nebula_load_path=str, persistent_storage_path=str, persistent_time_interval=100,
     num_of_version_in_retention=2)
 
-EXPERT_PARALLEL = _block("enabled",
-    enabled=refused(
-        False, "Turn AutoEP on", "not supported: experts are sharded by zero_optimization.stage 3 like every other parameter"),
-    autoep_size=1, expert_tensor_parallel_size=1, validate_folding_routing=False, preset_model=str, moe_layer_pattern=str,
-    expert_pattern=str, router_pattern=str, use_grouped_mm=True, disable_triton_grouped_mm=False, route_norm=Bool, route_scale=1.0,
-    score_apply=("auto", str), score_func=("auto", str), combine_impl=("auto", str), num_expert_groups=Int, num_limited_groups=Int,
-    top_k=("auto", Int | str), load_balance_coeff=(None, Any), routed_scaling_factor=("auto", Float | str), expert_w1=str, expert_w2=str,
-    expert_w3=str, num_experts_attr=str, top_k_attr=str, has_shared_experts=Bool, shared_experts_pattern=str,
-    shared_experts_gate_pattern=str)
-
 HYBRID_ENGINE = _block("enabled",
     enabled=refused(False, "Train and generate with one engine",
         "not supported: call generate() on the module, gathered units are released again afterwards"),

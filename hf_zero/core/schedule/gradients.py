@@ -214,7 +214,8 @@ class UnitGradients:
     def unused(self) -> list[str]:
         """Names of the parameters that require a gradient and had none on this rank since the last step."""
         owners = zip(self.unit.params, self.unit.layout.slots, self._used, strict=True)
-        return [slot.name for param, slot, used in owners if param is not None and param.requires_grad and not used]
+        wanted = ((slot, used) for param, slot, used in owners if param is not None and param.requires_grad and slot.numel)
+        return [slot.name for slot, used in wanted if not used]
 
     def begin_backward(self) -> None:
         """A new backward: no gradient has arrived yet."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,11 +57,13 @@ class Reports:
         clock: Times the phases of a step.
         every: Optimizer steps between two lines; 0 or None prints none.
         sinks: Monitors, on rank 0.
+        measures: Called on every rank with the number of the step; what they return is recorded too. Collective, where they are.
     """
 
     clock: Clock
     every: int | None = None
     sinks: list[Sink] = field(default_factory=list)
+    measures: Sequence[Callable[[int], Mapping[str, float]]] = ()
 
     def tell(self, progress: Progress, groups: Sequence[dict[str, Any]], loss_scale: float) -> None:
         """After a step: prints and records where the run stands.
@@ -71,6 +73,7 @@ class Reports:
             groups: The optimizer's param groups.
             loss_scale: The factor of the coming backward.
         """
+        measured = {name: value for measure in self.measures for name, value in measure(progress.global_steps).items()}
         print_line = bool(self.every) and progress.global_steps % self.every == 0  # type: ignore[operator]
         if not (print_line or self.sinks):
             return
@@ -91,6 +94,7 @@ class Reports:
         record = {"Train/Samples/train_loss": loss, "Train/Samples/lr": rates[0] if rates else 0.0, "Train/Samples/grad_norm": norm}
         if loss_scale != 1.0:
             record["Train/Samples/loss_scale"] = loss_scale
+        record |= measured
         for sink in self.sinks:
             sink.write(record, progress.global_samples)
 

@@ -11,6 +11,7 @@ from torch import nn
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.grouping import NamedParam
 from hf_zero.core.units.layout import FROZEN
+from hf_zero.core.units.tp_shard import is_expert, whole_shape
 from hf_zero.core.units.unit import full_shape
 from hf_zero.errors import StateError
 
@@ -53,7 +54,8 @@ def require_same_model(module: nn.Module, members: Sequence[NamedParam], collect
 
 def _line(member: NamedParam) -> str:
     group = "frozen" if member.group == FROZEN else f"in param group {member.group}"
-    return f"{member.name} {tuple(full_shape(member.param))} {member.param.dtype} {group}"
+    shape = whole_shape(member.param) if is_expert(member.param) else full_shape(member.param)
+    return f"{member.name} {tuple(shape or ())} {member.param.dtype} {group}"
 
 
 def _buffer_lines(module: nn.Module) -> list[str]:

@@ -60,6 +60,7 @@ class Stepper:
         collectives: Collectives,
         settings: StepSettings,
         model_collectives: Collectives | None = None,
+        expert_collectives: Collectives | None = None,
     ) -> None:
         self.runtime = runtime
         self.reducer = reducer
@@ -68,6 +69,8 @@ class Stepper:
         self.collectives = collectives
         self.settings = settings
         self._model = model_axis(optimizer.units, model_collectives) if model_collectives is not None else None
+        apart = model_collectives or expert_collectives  # who has parts that this rank does not have
+        self._parts = model_axis(optimizer.units, apart) if apart is not None else None
         # Both in the model's order; the reducer's own order is the model's too.
         self._gradients = {id(entry.unit): entry for entry in reducer.gradients}
 
@@ -91,7 +94,7 @@ class Stepper:
     def norm_of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """Norm of all gradients together, with loss scale; 0-dim, the same on every rank. Collective."""
         stage, store = self.settings.stage, self.optimizer.state_store
-        return global_norm(shards, self.collectives, stage.optimizer_sharded, self._model, store.threads)
+        return global_norm(shards, self.collectives, stage.optimizer_sharded, self._parts, store.threads)
 
     def culprit_of(self, shards: Sequence[torch.Tensor]) -> str:
         """Name of the first parameter with a gradient that is not finite; collective."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from hf_zero.core.units.tp_shard import is_expert, whole_shape
 from hf_zero.core.units.unit import full_shape, is_sharded
 from hf_zero.errors import StateError
 
@@ -15,10 +16,10 @@ from hf_zero.errors import StateError
 def refusal(name: str) -> StateError:
     """The error for an attempt to read or write the values of the sharded parameter ``name``."""
     return StateError(
-        f"parameter {name} is divided over the ranks (ZeRO stage 3): this rank's state dict has no values of it, and a file would be "
-        "empty. Save with save_model(folder) of the class that trains; or, called by all ranks, engine.save_16bit_model(folder) or "
-        "model.save_pretrained(folder, state_dict=accelerator.get_state_dict(engine), is_main_process=accelerator.is_main_process); or "
-        "inside `with hf_zero.zero.GatheredParameters(model.parameters()):`, entered by all ranks"
+        f"parameter {name} is divided over the ranks (ZeRO stage 3, or experts): this rank's state dict has no values of it, and a file "
+        "would be empty. Save with save_model(folder) of the class that trains; or, called by all ranks, engine.save_16bit_model(folder) "
+        "or model.save_pretrained(folder, state_dict=accelerator.get_state_dict(engine), is_main_process=accelerator.is_main_process); or "
+        "inside `with hf_zero.zero.GatheredParameters(model.parameters()):`, entered by all ranks (not for experts)"
     )
 
 
@@ -103,15 +104,21 @@ def guard_state_dict(module: nn.Module) -> None:
         module.register_load_state_dict_pre_hook(_leave_alone)
 
 
+def _is_apart(param: nn.Parameter) -> bool:
+    """Whether this rank has not all values of ``param`` now: they are sharded, or experts of other ranks."""
+    return is_sharded(param) or is_expert(param)
+
+
 def _stand_in(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
     for leaf, param in module._parameters.items():
         entry = state.get(name := f"{prefix}{leaf}")
-        if param is not None and isinstance(entry, torch.Tensor) and not isinstance(entry, nn.Parameter) and is_sharded(param):
-            state[name] = UnsavedTensor.of(name, full_shape(param), param.dtype, param.device)
+        if param is not None and isinstance(entry, torch.Tensor) and not isinstance(entry, nn.Parameter) and _is_apart(param):
+            shape = whole_shape(param) if is_expert(param) else full_shape(param)
+            state[name] = UnsavedTensor.of(name, shape or full_shape(param), param.dtype, param.device)
 
 
 def _leave_alone(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """A stand-in that is loaded into a sharded parameter leaves it as it is."""
     for leaf, param in module._parameters.items():
-        if param is not None and isinstance(state.get(name := f"{prefix}{leaf}"), UnsavedTensor) and is_sharded(param):
+        if param is not None and isinstance(state.get(name := f"{prefix}{leaf}"), UnsavedTensor) and _is_apart(param):
             state[name] = param.detach()

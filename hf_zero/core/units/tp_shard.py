@@ -1,4 +1,4 @@
-"""What part of a parameter this rank holds when several ranks hold one model together (tensor parallelism)."""
+"""What part of a parameter this rank holds when several ranks hold one model together (tensor parallelism), or its experts."""
 
 from __future__ import annotations
 
@@ -21,19 +21,33 @@ class TpShard:
         ranges: Indices along ``dim`` that this rank holds, in the order in which its tensor has them; several where the whole is
             made of parts that are each divided (query, key and value in one weight).
         copies: Ranges along ``dim`` of this rank's tensor that other ranks hold too, each with the number of ranks.
+        expert: The ranks that hold all experts together have the rest of it, not those of the model axis.
     """
 
     full_shape: torch.Size
     dim: int
     ranges: tuple[Range, ...]
     copies: tuple[tuple[Range, int], ...] = ()
+    expert: bool = False
 
 
 def mark_tp_shard(param: torch.Tensor, part: TpShard) -> None:
-    """Says that ``param`` is ``part`` of a whole that the ranks of the model axis hold together."""
+    """Says that ``param`` is ``part`` of a whole that several ranks hold together."""
     setattr(param, _TP_SHARD, part)
 
 
 def tp_shard_of(param: torch.Tensor) -> TpShard | None:
     """The part that ``param`` is; None for a parameter of which each rank has the same, whole copy."""
     return getattr(param, _TP_SHARD, None)
+
+
+def is_expert(param: torch.Tensor) -> bool:
+    """Whether ``param`` is the experts of this rank, or one of them: the ranks that hold the same shard it among them."""
+    part = tp_shard_of(param)
+    return part is not None and part.expert
+
+
+def whole_shape(param: torch.Tensor) -> torch.Size | None:
+    """The shape of the whole that ``param`` is a part of; None where it is all of it."""
+    part = tp_shard_of(param)
+    return part.full_shape if part is not None else None

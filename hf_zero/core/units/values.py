@@ -64,7 +64,11 @@ def write_back_assigned(unit: Unit) -> None:
 
 
 def broadcast_from(unit: Unit, source: int) -> None:
-    """Makes the whole buffer equal to rank ``source``'s on all ranks, and shards and masters with it; collective."""
+    """Makes the whole buffer equal to rank ``source``'s on all ranks, and shards and masters with it; collective.
+
+    Of experts each rank takes what its own are on ``source`` or on the ranks that hold all experts together with it.
+    """
     unit.whole.adopt()
-    unit.collectives.data.broadcast(unit.full, source, unit.name)
+    expert = unit.collectives.topology.expert if unit.collectives.topology.of_experts else None
+    unit.collectives.data.broadcast(unit.full, source if expert is None else source // expert.world, unit.name)
     write_back(unit)

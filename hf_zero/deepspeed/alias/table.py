@@ -263,7 +263,10 @@ _SEQUENCE = (
 _PIPELINE = "pipeline parallelism is not implemented; ZeRO stage 3 shards the parameters of a model too large for one device"
 _INFERENCE = "inference kernels are not implemented; serve the saved Hugging Face model with vLLM, TGI or transformers"
 _HYBRID = "the hybrid engine is not implemented; generate with the model under GatheredParameters, or with vLLM"
-_MOE = "expert parallelism is not implemented; Mixture-of-Experts models of transformers train with ZeRO stages 0-3 as they are"
+_MOE = (
+    "DeepSpeed's own MoE layer is not implemented; expert_parallel in the configuration divides the experts of any model of transformers "
+    "over ranks (docs/experts.md)"
+)
 _CONFIG = "hf_zero reads the configuration with hf_zero.config.resolve.resolve(source), which returns every value with its origin"
 _BUILDER = "nothing is compiled at run time, so there are no op builders"
 _INNER = "an inner part of DeepSpeed that hf_zero has no counterpart of"

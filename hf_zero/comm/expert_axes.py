@@ -1,0 +1,32 @@
+"""The data-parallel axis divided by experts: who holds all experts together, and who holds the same ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from hf_zero.comm.process_groups import divide_twice, lines_of_all
+from hf_zero.comm.topology import Topology, axis_over, require_divisor
+
+
+def divide_experts(topology: Topology, size: int, key: str = "expert_parallel.autoep_size") -> Topology:
+    """``topology`` with its two axes of experts: ``size`` adjacent ranks hold all of them together; collective.
+
+    Args:
+        topology: The axis that parameters are sharded over.
+        size: Ranks that share the experts; 1 leaves ``topology`` as it is.
+        key: What asked for it, for messages.
+
+    Raises:
+        ConfigError: ``size`` does not divide the ranks of the axis.
+    """
+    require_divisor(size, topology.world, key, "ranks that parameters are sharded over")
+    if size == 1:
+        return topology
+    lines = [topology.ranks] if topology.ranks == tuple(range(dist.get_world_size())) else lines_of_all(topology.ranks)
+    together = [list(line[start : start + size]) for line in lines for start in range(0, len(line), size)]
+    alike = [list(line[place::size]) for line in lines for place in range(size)]
+    holders, sharers = divide_twice(topology.group, ("expert", size), alike, together, topology.device)
+    expert = axis_over(sharers, topology.device)
+    return replace(topology, expert=expert, expert_data=replace(axis_over(holders, topology.device), expert=expert))

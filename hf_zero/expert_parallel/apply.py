@@ -1,0 +1,150 @@
+"""Divides the experts of a model over a group of ranks, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+
+import torch
+from torch import nn
+
+from hf_zero.comm.back_end import open_collectives
+from hf_zero.comm.topology import Topology
+from hf_zero.core.units.empty_values import guard_state_dict
+from hf_zero.core.units.layout import Range
+from hf_zero.core.units.registration import unregister
+from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard
+from hf_zero.core.units.unit import find_unit, full_shape
+from hf_zero.errors import ConfigError, StateError, UnsupportedError
+from hf_zero.expert_parallel import stacked
+from hf_zero.expert_parallel.dispatch import Shares
+from hf_zero.expert_parallel.find import ExpertLayer, ListedExperts, StackedExperts, find_experts
+from hf_zero.expert_parallel.listed import ListedLayer
+from hf_zero.observe import log_rank0
+from hf_zero.tensor_parallel.split import equal_weights
+
+KEY = "expert_parallel.autoep_size"
+
+tables: list[Callable[[Iterable[nn.Module]], None]] = []
+"""Where layers above put the function that sends tokens into the tables by which modules look their implementation up."""
+
+
+_SHARES = "_hf_zero_expert_shares"  # of a divided layer
+
+
+def shares_of(model: nn.Module) -> dict[str, Shares]:
+    """Who holds which experts of each divided layer of ``model``, by its dotted name."""
+    return {path: module.__dict__[_SHARES] for path, module in model.named_modules() if _SHARES in module.__dict__}
+
+
+def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
+    """Keeps this rank's experts of ``model`` and makes its layers send tokens to where their experts are; collective.
+
+    A model that is divided already, for an engine before, stays as it is.
+
+    Args:
+        model: Any model with experts, the same on every rank; its parameters may come from ``zero.Init``.
+        topology: Axes with those of experts.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ConfigError: The model has no experts, or their number does not divide.
+        UnsupportedError: It has experts of a form that cannot be divided.
+        StateError: It is divided already, over other ranks.
+    """
+    present = next((shares.collectives.topology.ranks for shares in shares_of(model).values()), ())
+    wanted = topology.expert.ranks if topology.expert is not None else ()
+    if present and present != wanted:
+        raise StateError(
+            f"the experts of this model are divided over {len(present)} ranks, for an engine before this one, which asks for "
+            f"{len(wanted) or 1}: set {KEY} to {len(present)}, or load the model anew"
+        )
+    if present or topology.expert is None:
+        return model
+    layers, collectives = find_experts(model), open_collectives(topology.expert)
+    for layer in layers:
+        _check(layer, collectives.world)
+    _refuse_shared(layers)
+    if not any(find_unit(param) is not None for layer in layers for param in layer.module.parameters()):
+        equal_weights(nn.ModuleList([layer.module for layer in layers]), collectives, "an expert-parallel group")
+    numbers = {layer.count for layer in layers}
+    for layer in layers:
+        shares = Shares(collectives, layer.count)
+        _divide(layer, shares)
+        setattr(layer.module, _SHARES, shares)
+    for put_in in tables:
+        put_in([layer.module for layer in layers if isinstance(layer, StackedExperts)])
+    log_rank0(
+        "expert parallelism over %d ranks: %d layers of %s experts, %s on each rank",
+        collectives.world,
+        len(layers),
+        " and ".join(map(str, sorted(numbers))),
+        " and ".join(str(number // collectives.world) for number in sorted(numbers)),
+    )
+    return model
+
+
+def _divide(layer: ExpertLayer, shares: Shares) -> None:
+    """Keeps this rank's experts of one layer; collective after ``zero.Init``."""
+    first, stop = shares.first, shares.first + shares.here
+    if isinstance(layer, StackedExperts):
+        for param in layer.params.values():
+            keep(param, Range(first, stop))
+        guard_state_dict(layer.module)
+        stacked.install(layer.module, layer.path, shares)
+        return
+    for index, expert in enumerate(layer.experts):
+        for module in expert.modules():
+            guard_state_dict(module)
+        for param in expert.parameters():
+            keep(param, Range(0, full_shape(param)[0] if first <= index < stop else 0))
+    ListedLayer(layer.module, layer.path, layer.experts, shares)
+
+
+def _check(layer: ExpertLayer, ranks: int) -> None:
+    if layer.count % ranks:
+        fits = ", ".join(str(size) for size in range(1, layer.count + 1) if layer.count % size == 0)
+        raise ConfigError(f"{KEY} is {ranks}, which does not divide the {layer.count} experts of {layer.path}; {fits} would")
+    if isinstance(layer, ListedExperts):
+        numbers = [name for name, param in layer.experts[0].named_parameters() if not full_shape(param)]
+        if numbers:
+            raise UnsupportedError(
+                f"expert_parallel: the experts of {layer.path} have a parameter that is a single number ({numbers[0]}), which cannot be "
+                "left empty on other ranks. Leave expert_parallel out for this model"
+            )
+        return
+    buffers = [name for name, buffer in layer.module.named_buffers() if buffer.dim() > 0 and buffer.shape[0] == layer.count]
+    if buffers:
+        raise UnsupportedError(
+            f"expert_parallel: {layer.path} has a buffer with an entry per expert ({buffers[0]}), which is not divided. Leave "
+            "expert_parallel out for this model"
+        )
+
+
+def _refuse_shared(layers: Iterable[ExpertLayer]) -> None:
+    """A parameter of several experts or layers would be cut several times."""
+    seen: set[int] = set()
+    for layer in layers:
+        of_lists = [expert.parameters() for expert in layer.experts] if isinstance(layer, ListedExperts) else []
+        for param in layer.params.values() if isinstance(layer, StackedExperts) else chain(*of_lists):
+            if id(param) in seen:
+                raise UnsupportedError(
+                    f"expert_parallel: a parameter of {layer.path} is one of other experts too, which cannot be divided. Leave "
+                    "expert_parallel out for this model"
+                )
+            seen.add(id(param))
+
+
+def keep(param: nn.Parameter, own: Range) -> None:
+    """Replaces the values of ``param`` by the entries ``own`` along its first dimension, and notes that; collective after ``zero.Init``."""
+    shape, owner = full_shape(param), find_unit(param)
+    if owner is None:
+        part = param.data[own.start : own.stop].clone(memory_format=torch.contiguous_format)
+    else:  # made by zero.Init, over all ranks
+        with owner[0].unsharded():
+            part = param.detach()[own.start : own.stop].clone(memory_format=torch.contiguous_format)
+        unregister(param)
+    param.data = part
+    mark_tp_shard(param, TpShard(torch.Size(shape), 0, (own,) if own.numel else (), expert=True))

@@ -1,0 +1,90 @@
+"""Tokens to their experts and the results back.
+
+Source of the scheme: Lepikhin et al. 2020, "GShard", arXiv 2006.16668, section 3.2; without capacities: nothing is padded, no token is
+dropped. The ranks tell each other how many tokens come for each expert (one small all-to-all), then send them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.expert_parallel.exchange import exchange, tie
+
+Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(tokens (n, width), counts (ranks, experts here)) -> results (n, width). Tokens lie by rank of origin, and by expert within one."""
+
+
+@dataclass(eq=False)
+class Shares:
+    """Which experts each rank of a group holds: equal runs of neighbours.
+
+    Attributes:
+        collectives: The ranks that hold all experts together.
+        count: Number of experts.
+        watched: Whether somebody asks for ``seen``.
+        seen: (experts,) choices of each expert by this rank's tokens in training, since somebody has taken them.
+    """
+
+    collectives: Collectives
+    count: int
+    watched: bool = False
+    seen: torch.Tensor | None = None
+
+    @property
+    def here(self) -> int:
+        """Experts on each rank."""
+        return self.count // self.collectives.world
+
+    @property
+    def first(self) -> int:
+        """Index of the first expert on this rank."""
+        return self.here * self.collectives.rank
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Shares:
+        return self  # of a copied layer they are the same ranks
+
+
+def send_to_experts(shares: Shares, rows: torch.Tensor, counts: torch.Tensor, trained: bool, label: str, compute: Compute) -> torch.Tensor:
+    """The results of ``rows``, each computed where its expert is; collective.
+
+    Args:
+        shares: Who holds which experts.
+        rows: (n or more, width) tokens, by rising expert; n is the sum of ``counts``.
+        counts: (experts,) how many of them are for each; on the host or the device.
+        trained: Backward comes through here.
+        label: Name of the layer.
+        compute: Runs the experts of this rank.
+
+    Returns:
+        (n, width), in the order of ``rows``.
+    """
+    group, world = shares.collectives, shares.collectives.world
+    told = counts.view(world, shares.here)
+    if shares.watched and torch.is_grad_enabled():
+        shares.seen = counts.clone() if shares.seen is None else shares.seen.add_(counts)
+    coming = group.exchange(told.contiguous(), f"{label}: tokens for each expert").received()
+    sends, receives = torch.stack([told.sum(dim=1), coming.sum(dim=1)]).tolist()  # the one time that the host waits
+    tokens = exchange(group, rows[: sum(sends)], sends, receives, f"{label}: tokens")
+    results = compute(tokens, coming) if sum(receives) else torch.zeros_like(tokens)
+    if torch.is_grad_enabled() and tokens.requires_grad:
+        results = tie(results, tokens)
+    return exchange(group, results, receives, sends, f"{label}: results", trained)
+
+
+def combine(results: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of each token's results.
+
+    Args:
+        results: (n, width), by expert; n is at most tokens x choices.
+        order: (tokens x choices,) where row i of ``results`` belongs, in its first n entries; the rest have no expert, and give zero.
+        weights: (tokens, choices).
+
+    Returns:
+        (tokens, width), in the wider of the two types.
+    """
+    placed = results.new_zeros((order.numel(), results.shape[1])).index_copy(0, order[: len(results)], results)
+    return (placed.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)

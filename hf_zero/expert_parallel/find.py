@@ -1,0 +1,156 @@
+"""Where a model has experts: found from its structure, never from a list of architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from hf_zero.core.units.unit import full_shape
+from hf_zero.errors import ConfigError, UnsupportedError
+
+_COUNTS = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_WORD = "expert"
+
+
+@dataclass(frozen=True)
+class StackedExperts:
+    """Experts whose weights lie one behind the other along the first dimension of a few parameters.
+
+    Attributes:
+        path: Dotted name of the module.
+        module: Called with tokens, the indices of their experts, and weights.
+        count: Number of experts.
+        params: Its own parameters that have an entry per expert, by name.
+    """
+
+    path: str
+    module: nn.Module
+    count: int
+    params: dict[str, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class ListedExperts:
+    """Experts that are modules of a list or a dict.
+
+    Attributes:
+        path: Dotted name of ``module``.
+        module: The module whose forward calls the experts: the container itself if it has a forward, else what holds it.
+        experts: They, in order.
+    """
+
+    path: str
+    module: nn.Module
+    experts: tuple[nn.Module, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of experts."""
+        return len(self.experts)
+
+
+ExpertLayer = StackedExperts | ListedExperts
+
+
+def find_experts(model: nn.Module) -> list[ExpertLayer]:
+    """Every layer of experts of ``model``, in the model's order.
+
+    Raises:
+        ConfigError: The model has none.
+        UnsupportedError: It has experts of a form that cannot be divided; names the module.
+    """
+    found: list[ExpertLayer] = [*_stacked(model), *_listed(model)]
+    if not found:
+        _refuse_hidden(model)
+        raise ConfigError(
+            f"expert_parallel is on, and {type(model).__name__} has no experts: no module with a number of experts and weights for each, "
+            'and no list of modules named "experts". Leave expert_parallel out; zero_optimization shards every model'
+        )
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    return sorted(found, key=lambda layer: order[layer.path])
+
+
+def _refuse_hidden(model: nn.Module) -> None:
+    """Tells experts of an unknown form from a model that has none."""
+    for path, module in model.named_modules():
+        named = _WORD in type(module).__name__.lower() and next(module.parameters(), None) is not None
+        if path and (named or _count_of(module)):
+            raise UnsupportedError(
+                f"expert_parallel: {path} ({type(module).__name__}) has experts of a form that cannot be divided: neither weights with an "
+                "entry per expert, used by a forward that is given tokens, indices of experts and weights, nor a list of alike modules. "
+                "Leave expert_parallel out for this model; zero_optimization.stage 3 shards its experts like all else"
+            )
+
+
+# -- stacked ------------------------------------------------------------------------------------------------------------
+
+
+def _stacked(model: nn.Module) -> Iterator[StackedExperts]:
+    for path, module in model.named_modules():
+        count = _count_of(module)
+        params = {name: param for name, param in module._parameters.items() if param is not None and _has_entry_each(param, count)}
+        if not any(len(full_shape(param)) >= 3 for param in params.values()):
+            _refuse_adapted(path, module)
+            continue
+        if not chooses_implementation(module):
+            raise UnsupportedError(
+                f"expert_parallel: {path} ({type(module).__name__}) has weights of {count} experts in one tensor, and its forward is not "
+                "one that is given tokens, indices of experts and weights, so tokens cannot be sent to their experts. Leave "
+                "expert_parallel out for this model; zero_optimization.stage 3 shards its experts like all else"
+            )
+        yield StackedExperts(path, module, count, params)
+
+
+def chooses_implementation(module: nn.Module) -> bool:
+    """Whether the module's forward is looked up in a table of implementations, all of which take (tokens, indices, weights)."""
+    return hasattr(module, "is_transposed") and hasattr(type(module).forward, "__wrapped__") and hasattr(module, "config")
+
+
+def _count_of(module: nn.Module) -> int:
+    for name in _COUNTS:
+        value = getattr(module, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 1:
+            return value
+    return 0
+
+
+def _has_entry_each(param: nn.Parameter, count: int) -> bool:
+    shape = full_shape(param)
+    return count > 1 and len(shape) > 0 and shape[0] == count
+
+
+def _refuse_adapted(path: str, module: nn.Module) -> None:
+    """Adapters of stacked experts (PEFT's ``target_parameters``) compute with the weights of all experts at once."""
+    adapted = getattr(module, "parametrizations", None)
+    names = list(adapted.keys()) if isinstance(adapted, nn.ModuleDict) and _count_of(module) else []
+    if names or (hasattr(module, "base_layer") and hasattr(module, "parameter_name")):
+        raise UnsupportedError(
+            f"expert_parallel: the experts at {path} carry an adapter ({type(module).__name__}), which computes with all experts together. "
+            "Leave the experts out of the adapter's target_parameters, or leave expert_parallel out"
+        )
+
+
+# -- listed -------------------------------------------------------------------------------------------------------------
+
+
+def _listed(model: nn.Module) -> Iterator[ListedExperts]:
+    for path, module in model.named_modules():
+        leaf = path.rpartition(".")[2]
+        if _WORD not in leaf or not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            continue
+        experts = tuple(child for child in module.children() if next(child.parameters(), None) is not None)
+        if len(experts) < 2 or not _alike(experts):
+            continue
+        holder = path if type(module).forward not in _NO_FORWARD else path.rpartition(".")[0]
+        yield ListedExperts(holder, model.get_submodule(holder), experts)
+
+
+_NO_FORWARD = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
+
+
+def _alike(experts: tuple[nn.Module, ...]) -> bool:
+    """Whether all are of one class with parameters of the same names and shapes; they have some."""
+    shapes = [{name: tuple(full_shape(param)) for name, param in expert.named_parameters()} for expert in experts]
+    return bool(shapes[0]) and all(type(expert) is type(experts[0]) for expert in experts) and all(found == shapes[0] for found in shapes)

@@ -1,0 +1,123 @@
+"""Layers of stacked experts of which each rank computes its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.errors import StateError, UnsupportedError
+from hf_zero.expert_parallel.dispatch import Shares, combine, send_to_experts
+
+Implementation = Callable[..., torch.Tensor]
+_DISPATCHER = "_hf_zero_experts"
+
+
+class Dispatcher:
+    """Stands between the router of one layer and its experts: sends tokens where their experts are.
+
+    [Note: rows in the order of the joined batch] A rank's experts see the tokens of the group's ranks one after the other, each rank's in
+    its own order: what one process would give them for the joined batch. So a product of one expert has the same rows in the same
+    order, and the same bits where the library's product does not depend on what else is computed. Weights are multiplied and the
+    choices of a token added up where the token came from, as implementations without parallelism do it.
+
+    Args:
+        label: Name of the layer.
+        shares: Who holds which experts.
+    """
+
+    def __init__(self, label: str, shares: Shares) -> None:
+        self.shares = shares
+        self._label = label
+        self._ran = False
+
+    def run(
+        self, experts: nn.Module, implementation: Implementation, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """What ``implementation`` would give with all experts here; collective.
+
+        Args:
+            experts: The module, which has the experts of this rank.
+            implementation: Computes (module, tokens, (n, 1) indices of local experts, (n, 1) weights) -> (n, width).
+            hidden: (tokens, width).
+            indices: (tokens, choices), of all experts; an index that is none of theirs gives zero.
+            weights: (tokens, choices).
+        """
+        self._ran = True
+        shares, flat = self.shares, indices.reshape(-1)
+        _, order = torch.sort(flat, stable=True)
+        counts = torch.zeros(shares.count + 1, dtype=torch.int64, device=flat.device)
+        counts = counts.scatter_add_(0, flat.clamp(max=shares.count), torch.ones_like(flat, dtype=torch.int64))
+        rows = hidden[order // indices.shape[-1]]
+        results = send_to_experts(shares, rows, counts[:-1], _trains(experts, hidden), self._label, _local(experts, implementation))
+        return combine(results, order, weights).to(hidden.dtype)
+
+    def begin(self, *_: Any) -> None:
+        """The layer's forward begins."""
+        self._ran = False
+
+    def require_run(self, module: nn.Module, *_: Any) -> None:
+        """Refuses a forward that did not come here, and has computed with a part of the experts.
+
+        Raises:
+            StateError: The implementation was registered after ``initialize``.
+        """
+        if not self._ran:
+            chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
+            raise StateError(
+                f"{self._label}: the experts implementation {chosen!r} was registered after initialize, which divided the experts over "
+                "ranks, and would compute with the experts of this rank alone. Register it, and call set_experts_implementation, before"
+            )
+
+
+def _trains(experts: nn.Module, hidden: torch.Tensor) -> bool:
+    """Whether backward comes to these experts or through them, alike on every rank."""
+    return torch.is_grad_enabled() and (hidden.requires_grad or any(param.requires_grad for param in experts.parameters()))
+
+
+def _local(experts: nn.Module, implementation: Implementation) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def compute(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        world, here = counts.shape
+        indices = torch.arange(here, device=tokens.device).repeat(world).repeat_interleave(counts.reshape(-1), output_size=len(tokens))
+        ones = torch.ones((len(tokens), 1), dtype=tokens.dtype, device=tokens.device)
+        return implementation(experts, tokens, indices.unsqueeze(-1), ones)
+
+    return compute
+
+
+def install(module: nn.Module, label: str, shares: Shares) -> None:
+    """Makes ``module`` one whose tokens travel; its parameters are those of this rank's experts already."""
+    dispatcher = Dispatcher(label, shares)
+    setattr(module, _DISPATCHER, dispatcher)
+    module.num_experts = shares.here  # type: ignore[assignment]  # what implementations count the indices by
+    module.register_forward_pre_hook(dispatcher.begin)
+    module.register_forward_hook(dispatcher.require_run)
+
+
+def dispatcher_of(module: nn.Module) -> Dispatcher | None:
+    """What sends the tokens of ``module`` to other ranks; None for a module that has all its experts."""
+    found = module.__dict__.get(_DISPATCHER)
+    return found if isinstance(found, Dispatcher) else None
+
+
+def dispatching(implementation: Callable[[nn.Module], Implementation]) -> Implementation:
+    """An implementation that sends the tokens of divided layers to their experts, and is the given one otherwise.
+
+    Args:
+        implementation: For a module, what computes its experts.
+    """
+
+    def forward(experts: nn.Module, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        inner, dispatcher = implementation(experts), dispatcher_of(experts)
+        if dispatcher is None:
+            return inner(experts, hidden, indices, weights, *args, **kwargs)
+        if args or kwargs:
+            raise UnsupportedError(
+                f"expert_parallel: {type(experts).__name__} is given more than tokens, indices of experts and weights, which travels "
+                "nowhere. Leave expert_parallel out for this model"
+            )
+        return dispatcher.run(experts, inner, hidden, indices, weights)
+
+    return forward

@@ -1,0 +1,17 @@
+"""Whole weights for those who save a model whose experts are divided: accelerate asks each rank for what it has, below stage 3.
+
+Imports nothing: every program that saves with accelerate comes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def get_state_dict(method: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Accelerator.get_state_dict``; of an engine with divided experts the whole weights, on rank 0; collective then."""
+    axes = getattr(getattr(model, "collectives", None), "topology", None)
+    if getattr(axes, "expert", None) is not None and not model.policy.parameters_sharded:
+        return model._consolidated_16bit_state_dict()
+    return method(accelerator, model, *args, **kwargs)

@@ -1,0 +1,96 @@
+"""A checkpoint loads on any number of expert-parallel ranks: masters and moments are the saved ones, element by element."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.checkpoint.convert.native import read_checkpoint
+from hf_zero.checkpoint.files.rows import Elsewhere
+from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from tests.support import parity, ranks, zoo
+from tests.support.experts import build, mixed, with_experts
+from tests.support.parity import Run
+
+NAME = "Qwen3MoeForCausalLM"
+
+
+def _engine(stage: int, size: int, frozen: bool) -> Any:
+    model = build(NAME)
+    if frozen:
+        for name, param in model.named_parameters():
+            param.requires_grad_("experts" not in name or "layers.1" in name)
+    run = Run(stage=stage, dtype="bf16", extra={"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}})
+    return parity.initialize(model, with_experts(run, size) if size > 1 else run)
+
+
+def _train_and_save(folder: str, stage: int, size: int, frozen: bool) -> dict[str, torch.Tensor] | None:
+    engine = _engine(stage, size, frozen)
+    for step in range(2):
+        batch = parity.prepare(mixed(NAME)(step, 0, ranks.rank()), torch.bfloat16)
+        parity.micro_step(engine, batch, zoo.loss, 0)
+    engine.save_checkpoint(folder, "t")
+    engine.save_16bit_model(f"{folder}/hf")
+    weights: dict[str, torch.Tensor] | None = engine._consolidated_16bit_state_dict()
+    engine.destroy()
+    return weights
+
+
+def _load_and_save(folder: str, again: str, stage: int, size: int, frozen: bool) -> None:
+    engine = _engine(stage, size, frozen)
+    engine.load_checkpoint(folder)
+    engine.save_checkpoint(again, "t")
+    engine.destroy()
+
+
+def _contents(folder: Path) -> dict[str, torch.Tensor]:
+    """Every parameter and optimizer state of a checkpoint, whole."""
+    found: dict[str, torch.Tensor] = {}
+    for param in read_checkpoint(folder / "t").params:
+        rows: dict[str, Elsewhere] = {"value": param.value.row, **param.states}
+        found.update({f"{kind} {param.name}": row.fetch().view(param.value.shape) for kind, row in rows.items()})
+        found.update({f"{kind} {param.name}": torch.as_tensor(number) for kind, number in param.numbers.items()})
+    return found
+
+
+# (ranks, expert-parallel size, stage) that save, and that load; with frozen experts or without
+MOVES = {
+    "2 to none": ((2, 2, 3), (1, 1, 0), False),
+    "none to 2": ((2, 1, 2), (2, 2, 1), True),
+    "2 of 4 to 4": ((4, 2, 3), (4, 4, 2), False),
+    "4 to 2": ((4, 4, 0), (2, 2, 3), True),
+    "2 of 4 to none": ((4, 2, 1), (2, 1, 3), True),
+}
+
+
+@pytest.mark.parametrize("move", [pytest.param(move, marks=() if move in ("2 to none", "4 to 2") else pytest.mark.slow) for move in MOVES])
+def test_any_size_to_any_other(tmp_path: Path, move: str) -> None:
+    (world, size, stage), (other_world, other_size, other_stage), frozen = MOVES[move]
+    weights = ranks.run_ranks(_train_and_save, world, str(tmp_path / "a"), stage, size, frozen)[0]
+    ranks.run_ranks(_load_and_save, other_world, str(tmp_path / "a"), str(tmp_path / "b"), other_stage, other_size, frozen)
+    saved, again = _contents(tmp_path / "a"), _contents(tmp_path / "b")
+    assert set(saved) == set(again) and any(key.startswith("exp_avg_sq") and "experts" in key for key in saved)
+    for key, value in saved.items():
+        assert torch.equal(value, again[key]), key
+    script = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "a")
+    for key, value in saved.items():
+        if key.startswith("value "):
+            assert torch.equal(script[key.removeprefix("value ")], value), key
+    assert weights is not None and set(weights) == set(build(NAME).state_dict())
+    for key, value in weights.items():
+        if f"value {key}" in saved:
+            assert torch.equal(saved[f"value {key}"].to(value.dtype), value), key
+    _check_files(tmp_path / "a" / "hf", weights)
+
+
+def _check_files(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """``save_16bit_model`` writes what ``_consolidated_16bit_state_dict`` returns, under transformers' own names."""
+    from safetensors.torch import load_file
+
+    stored = load_file(folder / "model.safetensors")
+    for key, value in stored.items():
+        assert torch.equal(value, weights[key]), key
+    assert any("experts" in key and value.dim() == 3 for key, value in stored.items())

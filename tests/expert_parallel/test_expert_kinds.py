@@ -1,0 +1,161 @@
+"""Kinds of experts and of training with experts divided over ranks, each against plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_zero.errors import UnsupportedError
+from tests.support import parity, ranks, zoo
+from tests.support.experts import build, build_listed, check_experts, check_listed, lopsided, mixed, with_experts
+from tests.support.parity import Run, check_bitwise
+
+MIXTRAL, QWEN = "MixtralForCausalLM", "Qwen3MoeForCausalLM"
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+def test_lists_of_experts() -> None:
+    ranks.run_ranks(check_lists, 2)
+
+
+def check_lists() -> None:
+    traces = [check_listed(Run(stage, accumulation=2, clip=0.1), 2) for stage in (0, 1, 3)]
+    check_bitwise(traces[2], traces[1], "a list of experts: stage 3 against 1")
+    check_listed(Run(2), 2, lopsided(MIXTRAL))
+    check_copy()
+    check_listed(Run(3, dtype="bf16"), 2)
+    check_experts("SwitchTransformersForConditionalGeneration", Run(3), 2)
+
+
+def check_copy() -> None:
+    engine = parity.initialize(build_listed(), with_experts(Run(0), 2))
+    twin, batch = copy.deepcopy(engine.module), mixed(MIXTRAL)(0, 0, ranks.rank())
+    with torch.no_grad():
+        assert torch.equal(twin(**batch), engine.module(**batch))
+        for expert in twin.layers[0].experts:
+            expert.w2.weight.zero_()
+            expert.w2.bias.zero_()
+        assert not torch.equal(twin(**batch), engine.module(**batch))
+    engine.destroy()
+
+
+def test_16_bit() -> None:
+    """bf16 with fp32 masters; fp16 with a loss scale that overflows first."""
+    ranks.run_ranks(check_16_bit, 2)
+
+
+def check_16_bit() -> None:
+    check_experts(QWEN, Run(3, dtype="bf16", accumulation=2, clip=0.1), 2)
+    check_experts(MIXTRAL, Run(0, dtype="bf16"), 2, lopsided(MIXTRAL))
+    check_experts(QWEN, Run(2, dtype="fp16", steps=3, scale_power=24), 2)
+
+
+def test_router_loss_checkpointing_and_frozen_parts() -> None:
+    ranks.run_ranks(check_kinds, 2)
+
+
+def check_kinds() -> None:
+    check_experts(MIXTRAL, Run(3, clip=0.1), 2, changes=BALANCED)
+    for reentrant in (False, True):
+        check_experts(QWEN, Run(3 if reentrant else 1), 2, prepare=lambda model, kind=reentrant: checkpointed(model, kind))
+    check_experts(MIXTRAL, Run(3), 2, prepare=lambda model: freeze(model, "experts"))
+    for stage in (1, 3):
+        check_experts(MIXTRAL, Run(stage), 2, prepare=lambda model: with_adapters(model, target_modules=["q_proj", "v_proj"]))
+    with pytest.raises(UnsupportedError, match="carry an adapter"):
+        check_experts(MIXTRAL, Run(1), 2, prepare=lambda model: with_adapters(model, target_parameters=["mlp.experts.gate_up_proj"]))
+    check_experts(MIXTRAL, Run(1), 2, prepare=lambda model: freeze(model, "self_attn", "embed", "gate.", "layers.0.mlp.experts"))
+
+
+def with_adapters(model: Any, **targets: Any) -> nn.Module:
+    """PEFT's LoRA, with fixed weights that are not zero."""
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, **targets))
+
+
+def checkpointed(model: Any, reentrant: bool) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+
+
+def freeze(model: nn.Module, *parts: str) -> None:
+    for name, param in model.named_parameters():
+        param.requires_grad_(not any(part in name for part in parts))
+
+
+def test_implementations_and_offload(tmp_path: Path) -> None:
+    ranks.run_ranks(check_implementations, 2, str(tmp_path))
+
+
+def check_implementations(folder: str) -> None:
+    for name in ("eager", "batched_mm"):
+        check_experts(QWEN, Run(2, steps=1), 2, lopsided(QWEN), prepare=lambda model, name=name: model.set_experts_implementation(name))
+    host = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    check_experts(QWEN, Run(3, extra={"zero_optimization": host}), 2)
+    disk = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}, "offload_param": {"device": "nvme", "nvme_path": folder}}
+    check_experts(QWEN, Run(3, extra={"zero_optimization": disk}), 2)
+
+
+@pytest.mark.slow
+def test_three_of_six_ranks() -> None:
+    """A number of ranks that is no power of two."""
+    ranks.run_ranks(check_six, 6)
+
+
+def check_six() -> None:
+    check_experts(MIXTRAL, Run(3, clip=0.1), 3, changes={"num_local_experts": 6})
+    check_experts(MIXTRAL, Run(1, dtype="bf16"), 6, changes={"num_local_experts": 6})
+
+
+def test_load_of_experts() -> None:
+    ranks.run_ranks(check_load, 2)
+
+
+def check_load() -> None:
+    """Two ranks whose tokens are all alike: each layer has at most four busy experts of four, and the record says how uneven they are."""
+    engine = parity.initialize(build(MIXTRAL), with_experts(Run(1, extra={"hf_zero": {"expert_load": 2}}), 2))
+    records: list[dict[str, float]] = []
+    engine.reports.sinks.append(Records(records))
+    counts: dict[str, torch.Tensor] = {}
+    for name, module in engine.module.named_modules():
+        if name.endswith("mlp.gate"):
+            counts[name] = torch.zeros(4)
+            module.register_forward_hook(lambda _module, _inputs, output, own=counts[name]: _add_chosen(own, output))
+    for step in range(2):
+        parity.micro_step(engine, lopsided(MIXTRAL)(step, 0, ranks.rank()), zoo.loss, 0)
+    assert len(records) == 2 and not any("Experts" in key for key in records[0])
+    for name, own in counts.items():
+        dist.all_reduce(own)
+        layer = name.replace("gate", "experts")
+        assert math.isclose(records[1][f"Train/Experts/{layer}/imbalance"], float(own.max() / own.mean()))
+        of_ranks = own.view(2, 2).sum(dim=1)
+        assert math.isclose(records[1][f"Train/Experts/{layer}/imbalance_of_ranks"], float(of_ranks.max() / of_ranks.mean()))
+    assert counts and records[1]["Train/Experts/imbalance"] > 1
+    engine.destroy()
+
+
+def _add_chosen(counts: torch.Tensor, output: Any) -> None:
+    counts += torch.bincount(output[2].flatten(), minlength=4)
+
+
+class Records:
+    """A monitor that keeps what it is told."""
+
+    def __init__(self, records: list[dict[str, float]]) -> None:
+        self._records = records
+
+    def write(self, record: dict[str, float], samples: int) -> None:
+        self._records.append(record)
+
+    def close(self) -> None:
+        pass
