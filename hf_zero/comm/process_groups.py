@@ -11,6 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hf_zero.system.planning import planning
+
+FAKE = "fake"
+"""torch's back end without peers, on which a plan runs: on a CPU it stands for gloo."""
+
 Lines = Sequence[Sequence[int]]  # ranks of the default group, in groups that do not overlap
 
 
@@ -27,9 +32,20 @@ _divided: dict[tuple[dist.ProcessGroup, Any], tuple[dist.ProcessGroup, dist.Proc
 
 def lines_of_all(own: Sequence[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
     """The different ``own`` of all ranks of ``group`` (default: all ranks), in the order of their first ranks; collective."""
+    if planning():
+        return _lines_like(own, dist.get_process_group_ranks(group))
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, list(own), group=group)
     return [list(line) for line in dict.fromkeys(tuple(line) for line in told)]
+
+
+def _lines_like(own: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
+    """Lines of the shape of ``own`` that cover ``ranks``: in a regular mesh one follows from the other."""
+    lines: list[list[int]] = []
+    for rank in ranks:
+        if not any(rank in line for line in lines):
+            lines.append([rank + place - own[0] for place in own])
+    return lines
 
 
 def divide_twice(
@@ -108,12 +124,16 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
 def serving_backend(group: dist.ProcessGroup, device: torch.device) -> str:
     """Name of the back end that carries tensors of ``device``; a group may have one per device type (``cpu:gloo,cuda:nccl``)."""
     served = _served(group)
+    if FAKE in served.values():
+        return "gloo" if device.type == "cpu" else FAKE
     # A host's back end serves a device that has none of its own.
     return served.get(device.type) or served.get("cpu") or str(dist.get_backend(group))
 
 
 def backend_with_host(group: dist.ProcessGroup, device: torch.device) -> str:
     """Back end for another group like ``group`` that carries host tensors over gloo besides: votes and objects wait for no device."""
+    if FAKE in _served(group).values():
+        return str(dist.get_backend_config(group))
     backend = serving_backend(group, device)
     return str(dist.get_backend(group)) if device.type == "cpu" or backend == "gloo" else f"cpu:gloo,{device.type}:{backend}"
 
