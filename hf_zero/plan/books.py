@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from hf_zero import observe
 from hf_zero.profiling.costs import FORMULAS
@@ -33,6 +33,7 @@ NOWHERE = "nowhere"
 _ROUND = 512  # what a device's allocator rounds to
 _FIRST_ADDRESS = 1 << 50  # where no process has memory
 _DEVICE_OF = torch.ops.prim.device.default
+_FORMULAS = {**flop_registry, **{packet: shape_wrapper(formula) for packet, formula in FORMULAS.items()}}
 _NUMBER_OF = torch.ops.aten._local_scalar_dense.default
 
 
@@ -134,7 +135,7 @@ class Books(TorchDispatchMode):
         return result
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        formula = FORMULAS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
+        formula = _FORMULAS.get(func._overloadpacket)
         if formula is not None:
             self.work.flops += formula(*args, **kwargs, out_val=result)
         elif not func.is_view:

@@ -16,7 +16,7 @@ from hf_zero import observe
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.deepspeed.initialize import initialize
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.plan.attention import DeviceAttention
+from hf_zero.plan.attention import device_attention
 from hf_zero.plan.books import NOWHERE, Books, Change, Work
 from hf_zero.plan.models import PlannedModel, give_memory, loss_of
 from hf_zero.plan.pretended import pretended_world
@@ -141,8 +141,8 @@ def observe_step(model: PlannedModel, config: Mapping[str, Any], cluster: Cluste
     """
     with pretended_world(cluster.ranks, cluster.ranks_per_node, cluster.on_host) as device:
         books = Books(device, model.vocabulary)
-        kernels = nullcontext() if attention in ("eager", "reference") or cluster.on_host else DeviceAttention(attention == "flash")
-        with books.kept(), kernels, _quiet():
+        kernels = nullcontext() if attention in ("eager", "reference") or cluster.on_host else device_attention(attention == "flash")
+        with books.kept(), kernels, _quiet(), torch.autograd.set_multithreading_enabled(False):
             try:
                 return _Run(model, dict(config), cluster, load, device, books).observation()
             except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
