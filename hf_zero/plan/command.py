@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Plans; returns 0 where it fits, 1 where it does not, 2 where the input is wrong."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a world without peers has warnings of its own
     from hf_zero.plan.report import draw, text_of
 
     try:
@@ -67,8 +69,12 @@ def _predict(options: argparse.Namespace) -> Prediction:
     near = options.ranks_per_node or options.ranks
     if options.ranks % near and options.ranks > near:
         raise ConfigError(f"--ranks {options.ranks} is no multiple of --ranks-per-node {near}: nodes are alike")
-    sizes = [bytes_of(text, flag) if text else None for text, flag in ((options.memory, "--memory"), (options.host_memory, "--host-memory"))]
-    rates = [bytes_per_second_of(text, flag) if text else None for text, flag in ((options.link, "--link"), (options.node_link, "--node-link"))]
+    sizes = [
+        bytes_of(text, flag) if text else None for text, flag in ((options.memory, "--memory"), (options.host_memory, "--host-memory"))
+    ]
+    rates = [
+        bytes_per_second_of(text, flag) if text else None for text, flag in ((options.link, "--link"), (options.node_link, "--node-link"))
+    ]
     hardware = Hardware(*sizes, options.tflops * 1e12 if options.tflops else None, *rates)
     cluster = Cluster(options.ranks, near, options.device == "cpu")
     config = settled(options.config, options.micro_batch)
@@ -107,7 +113,16 @@ def settled(source: Mapping[str, Any] | str, micro_batch: int | None = None) -> 
         if "train_batch_size" in config:
             raise ConfigError("--micro-batch is missing: the configuration has a train_batch_size and no train_micro_batch_size_per_gpu")
         config["train_micro_batch_size_per_gpu"] = 1
-    for name in ("wall_clock_breakdown", "memory_breakdown", "flops_profiler", "comms_logger", "tensorboard", "wandb", "comet", "csv_monitor"):
+    for name in (
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "flops_profiler",
+        "comms_logger",
+        "tensorboard",
+        "wandb",
+        "comet",
+        "csv_monitor",
+    ):
         config.pop(name, None)  # they watch a run
     config.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 1e-3}})
     own = config.get("hf_zero")
@@ -124,5 +139,7 @@ def _without_auto(block: dict[str, Any]) -> dict[str, Any]:
         elif value != "auto":
             kept[key] = value
         elif key == "enabled":
-            raise ConfigError('"enabled": "auto" in the configuration (bf16 or fp16): write true or false, a plan has no training arguments')
+            raise ConfigError(
+                '"enabled": "auto" in the configuration (bf16 or fp16): write true or false, a plan has no training arguments'
+            )
     return kept

@@ -77,7 +77,10 @@ def _from_config(wish: ModelWish) -> PlannedModel:
     config = _configuration(wish.name, dict(wish.settings))
     kind = class_of(config)
     attention = "eager" if wish.attention == "eager" else "sdpa"
-    for part in [config, *(getattr(config, name) for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is not None)]:
+    for part in [
+        config,
+        *(getattr(config, name) for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is not None),
+    ]:
         part.use_cache = False  # as Trainer trains
     with torch.device("meta"):
         try:
@@ -105,7 +108,9 @@ def _configuration(name: str, settings: dict[str, Any]) -> Any:
         content = {**content, **settings}
         kind = content.pop("model_type")
     elif os.sep in name:
-        raise ConfigError(f"the model {name!r} does not exist: give a folder or file with a config.json, a model_type, or python:FILE.py:FUNCTION")
+        raise ConfigError(
+            f"the model {name!r} does not exist: give a folder or file with a config.json, a model_type, or python:FILE.py:FUNCTION"
+        )
     else:
         kind, content = name, settings
     try:
@@ -149,15 +154,17 @@ def _from_python(wish: ModelWish) -> PlannedModel:
     if not isinstance(module, nn.Module):
         raise ConfigError(f"the model {wish.name!r}: {function} returned a {type(module).__name__}; a module, or a module and its batch")
     if batch is not None and not callable(batch):
-        raise ConfigError(f"the model {wish.name!r}: beside the module {function} returns a function of (samples, length) that makes its arguments")
+        raise ConfigError(
+            f"the model {wish.name!r}: beside the module {function} returns a function of (samples, length) that makes its arguments"
+        )
     return PlannedModel(module, batch or _batch_maker(module), int(getattr(getattr(module, "config", None), "vocab_size", 0) or 0))
 
 
 def _checkpoint(module: nn.Module) -> None:
-    enable = getattr(module, "gradient_checkpointing_enable", None)
+    enable = getattr(module, "activation_checkpointing_enable", None) or getattr(module, "gradient_checkpointing_enable", None)
     if enable is None or not getattr(module, "supports_gradient_checkpointing", True):
         raise ConfigError(f"{type(module).__name__} has no gradient_checkpointing_enable(): leave --checkpoint-activations out")
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    enable()
 
 
 # -- how it is called -----------------------------------------------------------------------------------------------------
@@ -174,7 +181,9 @@ def _batch_maker(module: nn.Module) -> Callable[[int, int], Batch]:
     per_sample = any(name in kind for name in _WHOLE_LABELS)
     image = getattr(config, "image_size", None)
     if "input_ids" not in names and not ("pixel_values" in names and image):
-        raise ConfigError(f"{kind}.forward takes neither input_ids nor pixel_values: let a function of python:FILE.py return (module, batch)")
+        raise ConfigError(
+            f"{kind}.forward takes neither input_ids nor pixel_values: let a function of python:FILE.py return (module, batch)"
+        )
 
     def batch(samples: int, length: int) -> Batch:
         tokens = torch.zeros(samples, length, dtype=torch.long)
@@ -202,7 +211,9 @@ def loss_of(outputs: Any) -> torch.Tensor:
     from torch.utils._pytree import tree_leaves
 
     values = outputs.values() if isinstance(outputs, Mapping) else outputs
-    found = next((value for value in tree_leaves(list(values) if not isinstance(values, torch.Tensor) else values) if _differentiable(value)), None)
+    found = next(
+        (value for value in tree_leaves(list(values) if not isinstance(values, torch.Tensor) else values) if _differentiable(value)), None
+    )
     if found is None:
         raise ConfigError("the model's forward returned neither a loss nor a tensor that one could be made of")
     return found if found.ndim == 0 else found.float().mean()

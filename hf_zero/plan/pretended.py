@@ -114,7 +114,9 @@ def accelerator() -> torch.device:
             ) from None
         taken = torch._C._get_privateuse1_backend_name()
         if taken != "privateuseone":
-            raise UnsupportedError(f"this process has an accelerator {taken!r}, so none can be pretended beside it: plan in a process of its own")
+            raise UnsupportedError(
+                f"this process has an accelerator {taken!r}, so none can be pretended beside it: plan in a process of its own"
+            )
         _accelerator = Accelerator()
         register(rename=DEVICE, backend_module=_accelerator)
     return torch.device(DEVICE, 0)

@@ -24,7 +24,9 @@ def bytes_of(text: str, flag: str) -> int:
     found = _SIZE.fullmatch(text.strip())
     nbytes = float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2]] if found else 0
     if found is None or nbytes < 1 or (found[3] and not found[2]):
-        raise ConfigError(f"{flag} is {text!r}; a number with B, kB, MB, GB, TB (powers of 1000) or kiB, MiB, GiB, TiB is allowed, such as 80GiB")
+        raise ConfigError(
+            f"{flag} is {text!r}; a number with B, kB, MB, GB, TB (powers of 1000) or kiB, MiB, GiB, TiB is allowed, such as 80GiB"
+        )
     return int(nbytes)
 
 

@@ -90,7 +90,9 @@ def draw(prediction: Prediction, path: Path, title: str) -> None:
     rows = _thinned(rows)
     figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
     shown = [index for index in range(len(KINDS)) if any(row[index] for row in rows)]
-    axes.stackplot(range(len(rows)), [[row[index] for row in rows] for index in shown], labels=[KINDS[index] for index in shown], step="post")
+    axes.stackplot(
+        range(len(rows)), [[row[index] for row in rows] for index in shown], labels=[KINDS[index] for index in shown], step="post"
+    )
     limit = prediction.hardware.host_memory if on_host else prediction.hardware.memory
     if limit is not None:
         axes.axhline(limit / 2**30, color="black", linestyle="--", label="limit")

@@ -192,7 +192,9 @@ class _Run:
         for _ in range(count):
             with self._counted(found):
                 with self.books.of_kind("other"):
-                    batch = {name: value.to(self.device) for name, value in self.model.batch(self.load.micro_batch, self.load.sequence).items()}
+                    batch = {
+                        name: value.to(self.device) for name, value in self.model.batch(self.load.micro_batch, self.load.sequence).items()
+                    }
                 engine.backward(loss_of(engine(**batch)))
                 self._mark_gradients(engine)
         with self._counted(found):
