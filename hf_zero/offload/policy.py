@@ -26,10 +26,10 @@ from hf_zero.offload.file_states import BufferPlan, FileStates
 from hf_zero.offload.files import SwapFile, SwapFolder
 from hf_zero.offload.host_gradients import HostGradients
 from hf_zero.offload.host_states import HostStates
+from hf_zero.offload.planned_files import PlannedFile, PlannedFolder
 from hf_zero.offload.settings import OffloadSettings
 from hf_zero.offload.shards import FileStorage, HostStorage, ReturningStorage
 from hf_zero.offload.state_store import OffloadedStateStore, OverlapPolicy
-from hf_zero.offload.planned_files import PlannedFile, PlannedFolder
 from hf_zero.ops.host_optimizer import HostOptimizer
 from hf_zero.system.planning import planning
 

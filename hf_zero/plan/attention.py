@@ -43,14 +43,12 @@ def _attend(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+) -> Any:
     if query.device.type != DEVICE:
-        result: torch.Tensor = usual(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        return result
+        return usual(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is None and query.dtype in _HALF and query.shape[-1] <= _MOST_WIDTH:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
-        result = kernel(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-        return result
+        return kernel(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     if flash:
         raise ConfigError(
             f"--attention flash: the kernel takes 16 bit, no mask and heads of at most {_MOST_WIDTH}; the model asks for {query.dtype}, "
@@ -61,5 +59,4 @@ def _attend(
     mask = attn_mask
     if mask is not None:
         mask = (mask.to(query.dtype) if mask.dtype == torch.bool else mask).expand(*query.shape[:3], key.shape[2])
-    result = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, dropout_p, is_causal, scale=scale)[0]
-    return result
+    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, dropout_p, is_causal, scale=scale)[0]

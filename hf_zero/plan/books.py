@@ -1,6 +1,6 @@
 """The books of a plan: every storage that comes and goes, what it is for, and where it lies.
 
-[Note: a storage of a fake tensor] Under ``FakeTensorMode`` a tensor has a shape, a device and a storage of a size, without memory behind it.
+[Note: a storage of a fake tensor] Under ``FakeTensorMode`` a tensor has a shape, a device and a storage of a size, without memory.
 The engine frees whole units with ``storage.resize_(0)`` and tells tensors apart by their addresses, so both are served here: resizing is
 written down, and every storage has an address of its own at which nothing is. What a kernel takes for itself and frees before it returns is
 not seen. What a storage is for may be said after it has gone: kinds are read when the plan is drawn up.
@@ -212,7 +212,7 @@ class Books(TorchDispatchMode):
     def address_of(self, tensor: torch.Tensor) -> int:
         """What ``data_ptr`` says of a fake tensor."""
         entry = self.of(tensor)
-        return entry.address + tensor.storage_offset() * tensor.element_size() if entry is not None and tensor.numel() else 0
+        return entry.address + int(tensor.storage_offset()) * tensor.element_size() if entry is not None and tensor.numel() else 0
 
     @contextmanager
     def kept(self) -> Iterator[None]:

@@ -69,13 +69,13 @@ def _predict(options: argparse.Namespace) -> Prediction:
     near = options.ranks_per_node or options.ranks
     if options.ranks % near and options.ranks > near:
         raise ConfigError(f"--ranks {options.ranks} is no multiple of --ranks-per-node {near}: nodes are alike")
-    sizes = [
-        bytes_of(text, flag) if text else None for text, flag in ((options.memory, "--memory"), (options.host_memory, "--host-memory"))
-    ]
-    rates = [
-        bytes_per_second_of(text, flag) if text else None for text, flag in ((options.link, "--link"), (options.node_link, "--node-link"))
-    ]
-    hardware = Hardware(*sizes, options.tflops * 1e12 if options.tflops else None, *rates)
+    hardware = Hardware(
+        memory=bytes_of(options.memory, "--memory") if options.memory else None,
+        host_memory=bytes_of(options.host_memory, "--host-memory") if options.host_memory else None,
+        flops=options.tflops * 1e12 if options.tflops else None,
+        link=bytes_per_second_of(options.link, "--link") if options.link else None,
+        node_link=bytes_per_second_of(options.node_link, "--node-link") if options.node_link else None,
+    )
     cluster = Cluster(options.ranks, near, options.device == "cpu")
     config = settled(options.config, options.micro_batch)
     wish = ModelWish(options.model, dict(map(_setting, options.set)), options.attention, options.trainable, options.checkpoint_activations)

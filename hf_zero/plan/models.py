@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError
+from hf_zero.integrations.plan_table import class_of
 from hf_zero.plan.trainable import choose_trainable
 from hf_zero.tensor_parallel.example_inputs import argument_names
-from hf_zero.integrations.plan_table import class_of
 
 Batch = Mapping[str, Any]
 _PYTHON = "python:"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from hf_zero.errors import UnsupportedError
 from hf_zero.plan.books import KINDS, TIERS
@@ -17,21 +19,14 @@ def text_of(prediction: Prediction) -> str:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(width=120, record=True, file=open_nothing(), color_system=None)
+    console = Console(width=120, record=True, file=StringIO(), color_system=None)
     console.print(_memory_table(prediction))
     for line in lines_of(prediction):
         console.print(Text(line))
     return console.export_text()
 
 
-def open_nothing() -> object:
-    """A file that keeps nothing."""
-    from io import StringIO
-
-    return StringIO()
-
-
-def _memory_table(prediction: Prediction) -> object:
+def _memory_table(prediction: Prediction) -> Any:
     from rich import box
     from rich.table import Table
 

@@ -99,7 +99,6 @@ class Observation:
         sharded: Parameters are gathered for use (stage 3).
         whole_bytes: Of parameters that a gather of the whole model would allocate.
         largest_unit_bytes: Of the largest unit.
-        tokens: Of one sample, for rates.
     """
 
     changes: list[Change]
@@ -147,7 +146,8 @@ def observe_step(model: PlannedModel, config: Mapping[str, Any], cluster: Cluste
                 return _Run(model, dict(config), cluster, load, device, books).observation()
             except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
                 raise UnsupportedError(
-                    f"{type(model.module).__name__} cannot be planned: it makes shapes of values ({str(error).splitlines()[0]}), and a plan has none"
+                    f"{type(model.module).__name__} cannot be planned: it makes shapes of values, which a plan has none of "
+                    f"({str(error).splitlines()[0]})"
                 ) from error
 
 
@@ -188,7 +188,7 @@ class _Run:
         return observation
 
     def _train(self, engine: Any, count: int) -> list[MicroStep]:
-        found = []
+        found: list[MicroStep] = []
         for _ in range(count):
             with self._counted(found):
                 with self.books.of_kind("other"):
@@ -220,7 +220,7 @@ class _Run:
         for network in {id(network): network for network in networks}.values():
             self._book_network(network)
         for pool in {id(entry.pool): entry.pool for entry in engine.stepper.reducer.gradients}.values():
-            setattr(pool, "take", self.books.booked("gradients", pool.take))
+            pool.take = self.books.booked("gradients", pool.take)
         self._mark_owned(engine)
 
     def _book_network(self, network: Collectives) -> None:
@@ -306,7 +306,7 @@ def _checkpoint_bytes(engine: Any) -> int:
 def _share_of_network(network: Collectives, ranks_per_node: int) -> float:
     """Which part of what a rank sends leaves its node.
 
-    Where each rank sends to each peer directly, the peers elsewhere. In a ring, which nccl's kernels are equal to in bytes, one hop of those that
+    Where each rank sends to each peer directly: the peers elsewhere. In a ring, whose bytes nccl's other ways equal: one hop of those that
     pass through a node.
     """
     ranks = network.topology.ranks

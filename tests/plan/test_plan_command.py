@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +43,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
     folder = tmp_path_factory.mktemp("plans")
     (folder / "config.json").write_text(json.dumps({**LLAMA, "model_type": "llama"}))
     (folder / "model.py").write_text(
-        "import torch\nfrom torch import nn\n\n\ndef make(width=8):\n    return nn.Linear(width, width), lambda n, s: {'input': torch.zeros(n, width)}\n"
+        "import torch\nfrom torch import nn\n\n\n"
+        "def make(width=8):\n    return nn.Linear(width, width), lambda n, s: {'input': torch.zeros(n, width)}\n"
     )
     zero: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
     offload = {**zero, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
