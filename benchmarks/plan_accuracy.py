@@ -91,7 +91,7 @@ def main() -> None:
     lines += [
         "",
         f"Worst of {len(cases)} peaks: {100 * worst[0]:.2f} % ({worst[1]}).",
-        f"Bytes sent, and held of parameters, masters and moments, on {WORLD} CPU ranks: {len(sent) - len(differing)} of {len(sent)} equal.",
+        f"Bytes sent, and held of parameters, masters and moments, on {WORLD} ranks: {len(sent) - len(differing)} of {len(sent)} equal.",
         *(f"- differs: {name}" for name in differing),
     ]
     print("\n".join(lines))

@@ -82,6 +82,8 @@ def _from_config(wish: ModelWish) -> PlannedModel:
         *(getattr(config, name) for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is not None),
     ]:
         part.use_cache = False  # as Trainer trains
+        if getattr(part, "is_encoder_decoder", False) and getattr(part, "decoder_start_token_id", None) is None:
+            part.decoder_start_token_id = 0  # which one changes nothing
     with torch.device("meta"):
         try:
             module = kind._from_config(config, attn_implementation=attention)

@@ -8,12 +8,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 
 from hf_zero import observe
 from hf_zero.comm.collectives import Collectives, Pending
+from hf_zero.comm.topology import Topology
+from hf_zero.config.mesh import requested_slices
 from hf_zero.deepspeed.initialize import initialize
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.plan.attention import device_attention
@@ -138,6 +141,7 @@ def observe_step(model: PlannedModel, config: Mapping[str, Any], cluster: Cluste
         ConfigError: The engine refuses the configuration.
         UnsupportedError: The model does what needs values.
     """
+    _require_plannable(config, cluster, load)
     with pretended_world(cluster.ranks, cluster.ranks_per_node, cluster.on_host) as device:
         books = Books(device, model.vocabulary)
         kernels = nullcontext() if attention in ("eager", "reference") or cluster.on_host else device_attention(attention == "flash")
@@ -149,6 +153,16 @@ def observe_step(model: PlannedModel, config: Mapping[str, Any], cluster: Cluste
                     f"{type(model.module).__name__} cannot be planned: it makes shapes of values, which a plan has none of "
                     f"({str(error).splitlines()[0]})"
                 ) from error
+
+
+def _require_plannable(config: Mapping[str, Any], cluster: Cluster, load: Load) -> None:
+    """Refuses what a plan would get wrong."""
+    slices = requested_slices(config)
+    if load.sequence % slices:
+        raise ConfigError(f"--sequence {load.sequence} does not divide into the {slices} slices of sequence_parallel_size")
+    section = config.get("torch_autocast")
+    if isinstance(section, Mapping) and section.get("enabled") and not cluster.on_host:
+        raise UnsupportedError("torch_autocast is planned with --device cpu only: a pretended device has no rules of autocast")
 
 
 @dataclass
@@ -170,7 +184,8 @@ class _Run:
         for param in self.model.module.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(lambda param: self.books.mark([param.grad], "gradients"))
-        engine = initialize(model=self.model.module, config=self.config)[0]
+        with mock.patch.object(Collectives, "__init__", lambda network, topology: self.network(network, topology)):
+            engine = initialize(model=self.model.module, config=self.config)[0]
         if engine.stepper is None:
             raise ConfigError("the configuration has no optimizer, so nothing is trained: give it an optimizer section")
         self._book(engine)
@@ -189,12 +204,11 @@ class _Run:
 
     def _train(self, engine: Any, count: int) -> list[MicroStep]:
         found: list[MicroStep] = []
+        length = self.load.sequence // requested_slices(self.config)
         for _ in range(count):
             with self._counted(found):
                 with self.books.of_kind("other"):
-                    batch = {
-                        name: value.to(self.device) for name, value in self.model.batch(self.load.micro_batch, self.load.sequence).items()
-                    }
+                    batch = {name: value.to(self.device) for name, value in self.model.batch(self.load.micro_batch, length).items()}
                 engine.backward(loss_of(engine(**batch)))
                 self._mark_gradients(engine)
         with self._counted(found):
@@ -212,26 +226,23 @@ class _Run:
     # -- what is for what -------------------------------------------------------------------------------------------------
 
     def _book(self, engine: Any) -> None:
-        """Lets the collectives and the buffers of gradients say what they allocate."""
-        exchange = engine.stepper.reducer.exchange.collectives
-        networks = [engine.collectives, engine.collectives.data, exchange]
-        networks += [entry.replicas for entry in engine.stepper.reducer.gradients if hasattr(entry, "replicas")]
-        networks += [unit.secondary._node for unit in engine.units if unit.secondary._node is not None]
-        for network in {id(network): network for network in networks}.values():
-            self._book_network(network)
+        """Lets the buffers of gradients say what they allocate."""
         for pool in {id(entry.pool): entry.pool for entry in engine.stepper.reducer.gradients}.values():
-            pool.take = self.books.booked("gradients", pool.take)
+            setattr(pool, "take", self.books.booked("gradients", pool.take))  # noqa: B010
         self._mark_owned(engine)
 
-    def _book_network(self, network: Collectives) -> None:
-        inner = getattr(network, "inner", network)
+    def network(self, network: Collectives, topology: Topology) -> None:
+        """In place of ``Collectives.__init__``: lets a new network say what it sends and allocates."""
+        network.topology, network.sent_bytes = topology, 0
         for name in _MOVING:
-            setattr(inner, name, self._counting(inner, getattr(inner, name)))
+            setattr(network, name, self._counting(network, getattr(network, name)))
 
     def _counting(self, network: Collectives, call: Any) -> Any:
         share = _share_of_network(network, self.cluster.ranks_per_node)
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            if self.books.purpose == "communication":  # a part of another call, which counts
+                return call(*args, **kwargs)
             before = network.sent_bytes
             with self.books.of_kind("communication"):
                 result = call(*args, **kwargs)

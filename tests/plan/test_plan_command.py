@@ -65,6 +65,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
         "mesh": [str(folder), "--ranks", "6", "--config", json.dumps({**zero, "tensor_parallel": {"autotp_size": 4}})],
         "ranks": [str(folder), *model[:4], "--ranks", "6", "--ranks-per-node", "4"],
         "trainable": [str(folder), *model, "--trainable", "lora:rank=2"],
+        "autocast": [str(folder), "--config", json.dumps({"torch_autocast": {"enabled": True}})],
     }
     found = dict(zip(lines, plans(list(lines.values())), strict=True))
     assert (folder / "plan.png").stat().st_size > 10_000
@@ -129,6 +130,7 @@ def test_a_model_of_python_code(answers: Any) -> None:
         ("mesh", ["6 rank", "autotp_size"]),
         ("ranks", ["--ranks 6", "--ranks-per-node 4"]),
         ("trainable", ["lora:rank=2", "match:REGEX"]),
+        ("autocast", ["torch_autocast", "--device cpu"]),
     ],
 )
 def test_wrong_input_is_status_two_with_one_line(answers: Any, name: str, words: list[str]) -> None:

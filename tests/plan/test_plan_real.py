@@ -29,6 +29,9 @@ CASES = [
     case("llama", 3, wish={"trainable": "lora:r=4"}, **BF16),
     case("llama", 3, wish={"checkpointing": True}, **BF16),
     case("llama", 1, wish={"trainable": "match:layers.2"}, **BF16),
+    case("llama", 3, steps=2, zero={"mics_shard_size": 1}, **BF16),
+    case("llama", 1, tensor_parallel={"autotp_size": 2}, **BF16),
+    case("llama", 2, torch_autocast={"enabled": True, "dtype": "bfloat16"}),
 ]
 
 

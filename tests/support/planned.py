@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -37,6 +38,7 @@ def plan(model: str, settings: Mapping[str, Any], config: Mapping[str, Any], wor
 def trained(model: str, settings: Mapping[str, Any], config: Mapping[str, Any], samples: int, length: int, wish: Mapping[str, Any]) -> Any:
     """Bytes that a rank holds after two optimizer steps, and those that it sent in the second; in a job of ranks."""
     import hf_zero
+    from hf_zero.comm.collectives import Collectives
     from hf_zero.plan.command import settled
     from hf_zero.plan.models import ModelWish, build_model, give_memory
 
@@ -51,7 +53,7 @@ def trained(model: str, settings: Mapping[str, Any], config: Mapping[str, Any], 
             else:
                 tensor.zero_()
     engine = hf_zero.initialize(model=module, config=settled(dict(config), samples))[0]
-    networks = {id(found): found for found in (engine.collectives, engine.stepper.reducer.exchange.collectives)}.values()
+    networks = [found for found in gc.get_objects() if isinstance(found, Collectives)]
     steps = engine.accumulation.steps
 
     def step(count: int) -> None:
@@ -97,8 +99,6 @@ def peak_on_device(
     model: str, settings: Mapping[str, Any], config: Mapping[str, Any], samples: int, length: int, wish: Mapping[str, Any]
 ) -> Any:
     """The allocator's peak in the second step on the pretend accelerator, and bytes sent; in a job of ranks."""
-    import gc
-
     import hf_zero
     from hf_zero.plan.command import settled
     from hf_zero.plan.models import ModelWish, build_model, give_memory
