@@ -25,10 +25,12 @@ from hf_zero.deepspeed.safe_values import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
+from hf_zero.integrations.weight_stream import iter_full_params
 from hf_zero.observe import logger
 
 __all__ = [
     "get_z3_leaf_modules",
+    "iter_full_params",
     "logger",
     "newest_trainer_checkpoint",
     "safe_get_full_fp32_param",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hf_zero.comm.comms_log import CommsLogSettings, start_log
 from hf_zero.comm.topology import Topology
+from hf_zero.config.batch import MICRO, TOTAL
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.units.unit import Unit
@@ -18,6 +19,8 @@ def announce(resolved: ResolvedConfig) -> None:
     """Says what is to be known of a configuration, sets the log's level and starts the log of collectives."""
     for warning in resolved.warnings:
         warn_once(warning)
+    if resolved.origin.get(MICRO) == "default":
+        warn_once(f"`{MICRO}` is not given and follows from nothing (`{TOTAL}` would do): 1 is taken")
     if resolved.config.log_level is not None:
         logger.setLevel(resolved.config.log_level.upper())
     if resolved.config.dump_state:

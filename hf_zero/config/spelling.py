@@ -40,7 +40,19 @@ class Speller:
 
     def canonical(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Nested dictionaries with canonical names. Nulls are gone (they mean "not given"); "auto" still stands."""
-        return self._section(raw, ZeroConfig, "", None)
+        return self._section(self._aio_at_the_top(raw), ZeroConfig, "", None)
+
+    def _aio_at_the_top(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`raw` with an `aio` block that stands in `zero_optimization`, as in a published example, at its own place."""
+        zero = raw.get("zero_optimization")
+        if not isinstance(zero, Mapping) or "aio" not in zero:
+            return raw
+        here = "zero_optimization.aio"
+        if raw.get("aio") is not None:
+            self.problems.error(here, "and `aio` are two places of the same block; keep `aio`")
+        else:
+            self.problems.warn(here, "is read as the block `aio`, which stands beside `zero_optimization`; move it there")
+        return {"aio": zero["aio"], **raw, "zero_optimization": {key: value for key, value in zero.items() if key != "aio"}}
 
     def _section(self, raw: Mapping[str, Any], section: type[Section], path: str, kind: Any) -> dict[str, Any]:
         """One block. `kind` is the `type` beside a `params` block, which decides what further keys it may hold."""

@@ -257,6 +257,9 @@ class Engine(nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At a boundary: clips, updates, all-gathers updated parameters and steps the scheduler; otherwise nothing. Collective.
 
+        Gradients that the script has written to ``param.grad``, after a backward or in place of one, take the place of the engine's own at
+        stages 0 to 2: the mean over ranks counts, and a loss scale is divided out as of all others.
+
         Args:
             lr_kwargs: Keyword arguments for the scheduler's ``step``.
 
@@ -264,10 +267,10 @@ class Engine(nn.Module):
             StateError: The engine has no optimizer, or another engine has taken its module.
         """
         self._require_optimizer("step")
-        had_backward, self.progress.last_step_applied = self.accumulation.awaits_step, False
+        self.progress.last_step_applied = False
+        if not self.accumulation.awaits_step:
+            self._begin_written()
         if not self.accumulation.step_called():
-            if not had_backward:
-                self._warn_of_gradients_by_hand()
             return
         with self.clock.phase("step"):
             result = self.stepper.take()  # type: ignore[union-attr]
@@ -280,13 +283,14 @@ class Engine(nn.Module):
         self.clock.end_step(progress.global_steps, self.samples_per_step, offloaded)
         self.reports.tell(progress, self.optimizer.param_groups, self.scaler.scale)
 
-    def _warn_of_gradients_by_hand(self) -> None:
-        name = next((name for name, param in self.module.named_parameters() if param.grad is not None), None)
-        if name is not None:
-            warn_once(
-                f"step() without a backward, while {name}.grad is there: gradients written to parameters are not read. Call "
-                "engine.backward(loss), and change gradients between it and step() with hf_zero.utils.safe_set_full_grad"
-            )
+    def _begin_written(self) -> None:
+        """A step without a backward: gradients that the script has written to ``param.grad`` are a micro-step. Collective."""
+        if self.stepper is None or not self.stepper.agree():
+            return
+        boundary = self.accumulation.begin(None)
+        self.stepper.prepare(boundary)
+        if boundary and self.policy.allows_deferral:
+            self.stepper.reducer.reduce_deferred()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients that wait for ``step``, and ``param.grad`` of parameters that no unit trains; every rank must call it.

@@ -13,6 +13,7 @@ from hf_zero.core.optimizer.segments import master_of
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.step.loss_scale import LossScaler
+from hf_zero.core.step.written_gradients import write_gradient
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.core.units.values import all_gather_updated, publish
 from hf_zero.errors import StateError
@@ -99,12 +100,7 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """
     unit, index = _must_find(param, "safe_set_full_grad")
     training = _training[unit]
-    if training.gradients.exchange.keeps_whole:
-        slot = unit.layout.slots[index]
-        own = training.gradients.reduced()[slot.range.start : slot.range.stop]
-        own.copy_((value * training.scaler.scale).reshape(-1))
-        return
-    write_param(unit, index, training.gradients.writable(), value * training.scaler.scale)
+    write_gradient(training.gradients, index, value * training.scaler.scale)
 
 
 def safe_update_full_grad_vectorized(

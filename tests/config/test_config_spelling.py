@@ -398,3 +398,13 @@ def test_everything_is_reported_at_once() -> None:
         resolve(config)
     lines = [line for line in str(error.value).splitlines() if line.startswith("- ")]
     assert len(lines) == 5, str(error.value)
+
+
+def test_an_aio_block_inside_zero_optimization_is_read_in_its_place() -> None:
+    """It stands there in transformers' example of NVMe offload."""
+    found = resolve({"train_batch_size": 1, "zero_optimization": {"stage": 3, "aio": {"block_size": 4096}}})
+    assert found.config.aio.block_size == 4096 and "zero_optimization.aio" in found.warnings[0]
+    with pytest.raises(ConfigError, match=r"two places of the same block"):
+        resolve({"train_batch_size": 1, "aio": {}, "zero_optimization": {"aio": {"block_size": 4096}}})
+    with pytest.raises(ConfigError, match=r"aio.block_sise.*did you mean"):
+        resolve({"train_batch_size": 1, "zero_optimization": {"aio": {"block_sise": 4096}}})

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 import hf_zero
+from hf_zero import observe
+from hf_zero.build.log import announce
 from hf_zero.config.keys import all_keys
+from hf_zero.config.resolve import resolve
 from tests.support.rows import each
 from tests.support.sources import tree_of
 
@@ -51,3 +54,14 @@ def test_accepted_keys_are_not_read() -> None:
         assert not readers & {section, section.removesuffix("_optimization")}, f"{path} is read, so it is not without effect"
 
     each([key.path for key in PLAIN if key.fate == "accepted" and "." in key.path], check)
+
+
+@pytest.mark.parametrize("config", [{}, {"train_micro_batch_size_per_gpu": "auto"}, {"gradient_accumulation_steps": 2}])
+def test_a_micro_batch_that_nothing_says_is_1_and_told(config: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    told: set[str] = set()
+    monkeypatch.setattr(observe, "_warned", told)
+    announce(resolve({**config, "train_batch_size": 4}, world_size=2))
+    assert not told
+    found = resolve(config, world_size=2)
+    announce(found)
+    assert found.batch.micro == 1 and [line for line in told if "train_micro_batch_size_per_gpu" in line and "1 is taken" in line]

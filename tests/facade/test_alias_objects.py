@@ -153,6 +153,13 @@ class TestAccelerator:
         assert accelerator.device_name(0) in (accelerator.device_name(), f"{accelerator.device_name()}:0")
         assert accelerator.communication_backend_name() in ("gloo", "nccl", "xccl")
 
+    @pytest.mark.parametrize(("given", "count"), [("4", 4), ("", 1), ("0", 1), ("many", 1)])
+    def test_a_cpu_counts_the_ranks_of_the_machine(self, monkeypatch: pytest.MonkeyPatch, given: str, count: int) -> None:
+        """DeepSpeed's own tests of two ranks skip themselves where the count is below two."""
+        monkeypatch.setenv("LOCAL_SIZE", given)
+        if get_accelerator().device_name() == "cpu":
+            assert get_accelerator().device_count() == count
+
     def test_memory_and_seeds_are_answered_by_any_device(self) -> None:
         accelerator = get_accelerator()
         accelerator.synchronize()

@@ -13,7 +13,7 @@ from hf_zero.checkpoint.model.host_copies import HostCopies
 from hf_zero.checkpoint.model.model_files import MAX_SHARD_SIZE, ModelFiles, PlannedTensor, bytes_of
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.units.tp_shard import tp_shard_of
+from hf_zero.core.units.tp_shard import TpShard, tp_shard_of
 from hf_zero.core.units.unit import Unit, find_unit, full_shape
 from hf_zero.observe import warn_once
 
@@ -39,7 +39,7 @@ def consolidated_state_dict(
     """
     entries = _entries(module, exclude_frozen_parameters)
     values = list({id(value): value for value in entries.values()}.values())
-    collectives, model = collectives.data, _model_axis(collectives)
+    collectives, model = collectives.data, model_axis_of(collectives)
     keeps = collectives.rank == 0 and (model is None or model.rank == 0)
     host = HostCopies(sum(_planned("", value).nbytes for value in values)) if keeps else None
     copies: dict[int, torch.Tensor] = {}
@@ -67,17 +67,22 @@ def _planned(name: str, value: torch.Tensor) -> PlannedTensor:
     return PlannedTensor(name, value.dtype, tuple(part.full_shape if part is not None else full_shape(value)))
 
 
-def _model_axis(collectives: Collectives) -> Collectives | None:
+def model_axis_of(collectives: Collectives) -> Collectives | None:
     return open_collectives(collectives.topology.model) if collectives.topology.model is not None else None
 
 
-def _joined(value: torch.Tensor, model: Collectives | None) -> torch.Tensor:
-    """The whole of a parameter that the ranks of the model axis hold together, on each of them; collective over that axis."""
-    part = tp_shard_of(value)
+def joined(local: torch.Tensor, part: TpShard | None, model: Collectives | None) -> torch.Tensor:
+    """The whole of a parameter that the ranks of the model axis hold together, on each of them; collective over that axis.
+
+    Args:
+        local: This rank's part, or the whole where ``part`` is None.
+        part: Which part it is.
+        model: The model axis; None where there is none.
+    """
     if part is None or model is None:
-        return value
+        return local
     ranges = model.gather_objects([(piece.start, piece.stop) for piece in part.ranges], "tensor-parallel shards")
-    local = value.detach().contiguous()
+    local = local.detach().contiguous()
     parts = torch.empty((model.world, *local.shape), dtype=local.dtype, device=local.device)
     model.all_gather(parts.view(-1), local.view(-1), "whole parameter").wait()
     whole = torch.empty(part.full_shape, dtype=local.dtype, device=local.device)
@@ -156,7 +161,7 @@ def write_model_files(
             values.append(value)
     what = f"saving the model to {folder / name}"
     planned = [_planned(names[id(value)], value) for value in values]
-    collectives, model = collectives.data, _model_axis(collectives)
+    collectives, model = collectives.data, model_axis_of(collectives)
     made: list[ModelFiles] = []
     _on_first_of_both(collectives, model, what, lambda: made.append(ModelFiles(folder, name, planned, limit)))
     try:
@@ -186,7 +191,7 @@ def _gather_all(
     def each(members: list[torch.Tensor]) -> None:
         nonlocal failure
         for value in members if collectives.rank == 0 else ():
-            whole = _joined(value, model)
+            whole = joined(value, tp_shard_of(value), model)
             try:
                 if failure is None:
                     work(value, whole)

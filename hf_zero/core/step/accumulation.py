@@ -43,10 +43,13 @@ class Accumulation:
             )
         self._said = bool(is_boundary)
 
-    def begin(self, forwards: int) -> bool:
-        """A backward begins after ``forwards`` forwards in all; returns whether its gradients complete an optimizer step."""
-        if forwards != self._seen_forwards:
-            self._seen_forwards = forwards
+    def begin(self, forwards: int | None) -> bool:
+        """A backward begins after ``forwards`` forwards in all; returns whether its gradients complete an optimizer step.
+
+        None: gradients that the caller has written stand in for it.
+        """
+        if forwards is None or forwards != self._seen_forwards:
+            self._seen_forwards = self._seen_forwards if forwards is None else forwards
             self.micro_steps += 1
             self._in_cycle += 1
         self.boundary = self.next_is_boundary(begun=True)

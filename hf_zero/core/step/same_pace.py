@@ -6,19 +6,23 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import StateError
 
 
-def require_same_pace(collectives: Collectives, micro_steps: int) -> None:
+def require_same_pace(collectives: Collectives, micro_steps: int, has_written: bool = False) -> bool:
     """Raises on all ranks when one has begun another number of micro-steps; collective, on the host.
 
     Args:
         collectives: The data-parallel axis.
         micro_steps: Backwards that this rank has begun so far, and forwards for training that raised.
+        has_written: The script has written gradients of its own on this rank.
+
+    Returns:
+        Whether any rank ``has_written``.
 
     Raises:
         StateError: It names the ranks and their numbers.
     """
-    most, fewest = collectives.largest_of([micro_steps, -micro_steps], "micro-steps")
+    most, fewest, written = collectives.largest_of([micro_steps, -micro_steps, has_written], "micro-steps")
     if most == -fewest:
-        return
+        return bool(written)
     counts = collectives.gather_objects(micro_steps, "micro-steps")
     by_count: dict[int, list[int]] = {}
     for rank, count in enumerate(counts):

@@ -16,6 +16,7 @@ from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.same_pace import require_same_pace
+from hf_zero.core.step.written_gradients import have_written, take_written
 from hf_zero.core.units.values import all_gather_updated, write_back_assigned
 from hf_zero.errors import StateError
 from hf_zero.observe import log_rank0, span
@@ -111,14 +112,23 @@ class Stepper:
                 "set the key to true: they count as zero then"
             )
 
-    def take(self) -> StepResult:
-        """One step over the gradients accumulated so far; collective.
+    def agree(self) -> bool:
+        """Whether the script has written gradients to ``param.grad`` itself, on any rank; collective, on the host.
 
         Raises:
-            StateError: On every rank, if ranks have begun different numbers of micro-steps, or a parameter had no gradient and each must
-                have one; nothing has changed then.
+            StateError: On every rank, if ranks have begun different numbers of micro-steps.
         """
-        require_same_pace(self.collectives.data, self.runtime.micro_steps)
+        return require_same_pace(self.collectives.data, self.runtime.micro_steps, have_written(self.reducer.gradients))
+
+    def take(self) -> StepResult:
+        """One step over the gradients accumulated so far, and over those that the script has written; collective.
+
+        Raises:
+            StateError: On every rank, if ranks have begun different numbers of micro-steps, a parameter had no gradient and each must
+                have one, or gradients were written that cannot be taken; nothing has changed then.
+        """
+        if self.agree():
+            take_written(self.reducer.gradients, self.collectives.data, self.settings.stage.parameters_sharded)
         if self.settings.wants_all:
             self._require_all()
         with span("finish_reduce"):

@@ -71,8 +71,11 @@ class TorchAccelerator:
             torch.accelerator.set_device_index(device_index)
 
     def device_count(self) -> int:
-        """Number of devices; 1 on a CPU."""
-        return 1 if self._is_cpu else torch.accelerator.device_count()
+        """Number of devices; on a CPU the ranks of this machine that ``LOCAL_SIZE`` names, as DeepSpeed's does, else 1."""
+        if not self._is_cpu:
+            return torch.accelerator.device_count()
+        ranks = os.environ.get("LOCAL_SIZE", "")
+        return max(1, int(ranks)) if ranks.isdecimal() else 1
 
     def is_available(self) -> bool:
         """True: there is always a device, the CPU at least."""

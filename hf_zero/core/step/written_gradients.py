@@ -1,0 +1,91 @@
+"""Gradients that a script has written to ``param.grad`` itself, in place of those of a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.core.optimizer.param_states import write_param
+from hf_zero.core.schedule.gradients import UnitGradients
+from hf_zero.errors import StateError
+
+
+def have_written(gradients: Sequence[UnitGradients]) -> bool:
+    """Whether any parameter has a ``grad``: backwards leave none there, so a script has written it. Local."""
+    return any(param is not None and param.grad is not None for entry in gradients for param in entry.unit.params)
+
+
+def take_written(gradients: Sequence[UnitGradients], collectives: Collectives, parameters_sharded: bool) -> None:
+    """Moves each ``param.grad`` to the gradients of the coming step, in place of what backward has left there; collective.
+
+    As with gradients of a backward, each rank brings those of its own samples, times the loss scale, and the mean over ranks counts.
+
+    Args:
+        gradients: Of all trainable units.
+        collectives: All data-parallel ranks.
+        parameters_sharded: A rank has parts of parameters only.
+
+    Raises:
+        StateError: On every rank; parameters are sharded, or ranks have written gradients of different parameters.
+    """
+    written = list(_written(gradients))
+    names = [entry.unit.layout.slots[index].name for entry, index in written]
+    by_rank: list[list[str]] = collectives.gather_objects(names, "written gradients")
+    _require_whole(by_rank, parameters_sharded)
+    _require_same(by_rank)
+    for entry, index in written:
+        param = entry.unit.params[index]
+        grad = None if param is None else param.grad
+        if param is None or grad is None:
+            continue
+        param.grad = None
+        whole = (grad.to_dense() if grad.is_sparse else grad).detach().to(entry.exchange.policy.accumulation_dtype, copy=True)
+        if collectives.world > 1 and not entry.exchange.keeps_whole:
+            whole = whole.contiguous()
+            collectives.all_reduce(whole, f"{entry.unit.name}: written gradient").wait()
+            whole.div_(collectives.world)
+        write_gradient(entry, index, whole)
+
+
+def write_gradient(gradients: UnitGradients, index: int, value: torch.Tensor) -> None:
+    """Sets the gradient that the coming step uses for parameter ``index``.
+
+    Args:
+        gradients: Those of its unit.
+        index: Position in the unit.
+        value: Of the parameter's whole shape, times the loss scale; the same on all ranks, or this rank's own where nothing is reduced.
+    """
+    if gradients.exchange.keeps_whole:
+        slot = gradients.unit.layout.slots[index]
+        gradients.reduced()[slot.range.start : slot.range.stop].copy_(value.reshape(-1))
+        return
+    write_param(gradients.unit, index, gradients.writable(), value)
+
+
+def _written(gradients: Sequence[UnitGradients]) -> Iterator[tuple[UnitGradients, int]]:
+    for entry in gradients:
+        for index, param in enumerate(entry.unit.params):
+            if param is not None and param.grad is not None:
+                yield entry, index
+
+
+def _require_whole(by_rank: Sequence[Sequence[str]], parameters_sharded: bool) -> None:
+    if parameters_sharded:
+        first = next(line[0] for line in by_rank if line)
+        raise StateError(
+            f"{first}.grad was written by hand, and at stage 3 a rank has parts of parameters only. Call "
+            "hf_zero.utils.safe_set_full_grad(param, gradient) between backward and step(), or use stage 0, 1 or 2"
+        )
+
+
+def _require_same(by_rank: Sequence[Sequence[str]]) -> None:
+    everywhere = set(by_rank[0]).intersection(*by_rank[1:])
+    somewhere = next((name for line in by_rank for name in line if name not in everywhere), None)
+    if somewhere is not None:
+        ranks = ", ".join(str(rank) for rank, line in enumerate(by_rank) if somewhere in line)
+        raise StateError(
+            f"{somewhere}.grad was written by hand on rank(s) {ranks} of {len(by_rank)} only. The mean over ranks counts: write the "
+            "gradients of the same parameters on every rank, zeros where a rank has nothing to add"
+        )

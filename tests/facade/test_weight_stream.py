@@ -1,0 +1,176 @@
+"""``iter_full_params``: every weight whole, under its Hugging Face name, a bounded part of the model at a time."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+import hf_zero
+from hf_zero.core.units.state import UnitState
+from hf_zero.errors import ConfigError, StateError, UnsupportedError
+from hf_zero.utils import iter_full_params
+from tests.support import ranks
+
+_LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def _llama() -> LlamaForCausalLM:
+    torch.manual_seed(7)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=50, **_LLAMA))
+
+
+def _gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(7)
+    return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=3, n_head=2, vocab_size=50, n_positions=16))
+
+
+def _mixtral() -> MixtralForCausalLM:
+    torch.manual_seed(7)
+    return MixtralForCausalLM(MixtralConfig(vocab_size=50, num_local_experts=4, **_LLAMA))
+
+
+def _engine(model: nn.Module, stage: int, **config: Any) -> Any:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    sections = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": zero,
+        **config,
+    }
+    return hf_zero.initialize(model=model, config=sections)[0]
+
+
+def _train(engine: Any) -> None:
+    tokens = torch.arange(8).view(1, 8) + ranks.rank()
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+
+
+def _all_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def _follows_training() -> None:
+    for stage, dtype in ((0, None), (2, None), (3, None), (3, torch.bfloat16)):
+        engine = _engine(_gpt2(), stage)
+        for _ in range(2):
+            _train(engine)
+            expected = {name: hf_zero.utils.safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
+            wanted = {name: value.to(dtype) if dtype else value for name, value in expected.items()}
+            whole = [unit for unit in engine.units if unit.state is UnitState.UNSHARDED]
+            held = []
+            found = {}
+            for name, value in iter_full_params(engine, bucket_bytes=1, dtype=dtype):
+                found[name] = value  # kept: lets go of nothing that is still read
+                held.append(sum(unit.state is not UnitState.SHARDED for unit in engine.units))
+            _all_same(found, wanted)
+            assert [unit for unit in engine.units if unit.state is UnitState.UNSHARDED] == whole
+            # The root, the bucket at hand and the next one.
+            assert stage < 3 or ranks.world() == 1 or max(held) <= 3 < len(engine.units)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_weights_of_a_model_in_training(world: int) -> None:
+    ranks.run_ranks(_follows_training, world)
+
+
+def _lora(model: nn.Module, **settings: Any) -> Any:
+    options = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"], **settings}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    torch.manual_seed(11)
+    for name, param in adapted.named_parameters():
+        if "lora_B" in name or "modules_to_save" in name:
+            nn.init.normal_(param, std=0.1)
+    return adapted
+
+
+def _merges() -> None:
+    for stage, settings in (
+        (0, {}),
+        (3, {}),
+        (3, {"use_dora": True}),
+        (3, {"target_modules": ["embed_tokens", "v_proj"], "use_rslora": True}),
+    ):
+        model = _lora(_llama(), **settings)
+        merged = copy.deepcopy(model).merge_and_unload()
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+        engine = _engine(model, stage)
+        _all_same(dict(iter_full_params(engine, bucket_bytes=4096)), {name: value.detach() for name, value in merged.named_parameters()})
+        _all_same(dict(iter_full_params(engine, merge_adapters=False)), before)
+        _train(engine)  # nothing is left merged
+        assert all(not part.merged for part in engine.module.modules() if isinstance(part, peft.tuners.lora.LoraLayer))
+        engine.destroy()
+
+
+def test_adapters_are_merged_layer_by_layer() -> None:
+    ranks.run_ranks(_merges, 2)
+
+
+def _as_files(folder: str) -> None:
+    model = _mixtral()
+    if ranks.rank() == 0:
+        model.save_pretrained(folder)
+    engine = _engine(model, 3)
+    found = dict(iter_full_params(engine, bucket_bytes=1 << 14))
+    torch.distributed.barrier()
+    files = load_file(f"{folder}/model.safetensors")
+    assert found.keys() == files.keys() and all(torch.equal(found[name], files[name]) for name in files)
+
+
+def test_names_and_shapes_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    """transformers keeps Mixtral's experts stacked in memory and apart in files."""
+    ranks.run_ranks(_as_files, 2, str(tmp_path))
+
+
+def _on_one_rank() -> int:
+    engine = _engine(_llama(), 3)
+    return sum(1 for _ in iter_full_params(engine, rank0_only=True))
+
+
+def test_the_first_rank_alone_may_take_them() -> None:
+    first, second = ranks.run_ranks(_on_one_rank, 2)
+    assert first == len(list(_llama().named_parameters())) and second == 0
+
+
+def _split() -> None:
+    expected = {name: value.detach() for name, value in _llama().named_parameters()}
+    engine = _engine(_llama(), 3, tensor_parallel={"autotp_size": 2})
+    _all_same(dict(iter_full_params(engine)), expected)
+
+
+def test_tensor_parallel_shards_are_joined() -> None:
+    ranks.run_ranks(_split, 2)
+
+
+def _refusals() -> None:
+    engine = _engine(_llama(), 3)
+    stream = iter_full_params(engine, bucket_bytes=1)
+    next(stream)
+    _train(engine)
+    with pytest.raises(StateError, match=r"step\(\) was called before all weights had come"):
+        list(stream)
+    assert len(list(iter_full_params(engine))) == len(list(engine.module.parameters()))
+    with pytest.raises(ConfigError, match="bucket_bytes is 0"):
+        iter_full_params(engine, bucket_bytes=0)
+    engine.module.model.layers[1].register_forward_pre_hook(lambda *_: list(iter_full_params(engine)) and None)
+    with pytest.raises(StateError, match="a forward or backward is under way"):
+        _train(engine)
+    engine.destroy()
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(UnsupportedError, match="PROMPT_TUNING: prompts are no part of a layer"):
+        iter_full_params(_engine(peft.get_peft_model(_llama(), prompts), 2))
+
+
+def test_what_cannot_be_streamed_is_one_error() -> None:
+    ranks.run_ranks(_refusals, 2)

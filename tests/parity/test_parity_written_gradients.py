@@ -1,0 +1,144 @@
+"""Gradients that a script writes to ``param.grad`` itself: after a backward, or in place of one, as plain PyTorch takes them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.errors import StateError
+from tests.support import ranks
+
+STEPS, CLIP = 3, 0.5
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 10), nn.Linear(10, 2))
+
+
+def _engine(stage: int, **config: Any) -> Any:
+    sections = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}},
+        **config,
+    }
+    sections["zero_optimization"] = {"stage": stage, **config.get("zero_optimization", {})}
+    return hf_zero.initialize(model=_model(), config=sections)[0]
+
+
+def _grads(step: int, rank: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randn(param.shape, generator=draw) for param in _model().parameters()]
+
+
+def _rows(step: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+
+
+def _plain(world: int, some: bool) -> tuple[list[torch.Tensor], list[float]]:
+    """Weights and norms of one process that averages what all ranks write; ``some``: the last layer keeps backward's gradients."""
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+    norms = []
+    for step in range(STEPS):
+        model(_rows(step)).square().mean().backward()
+        means = [torch.stack(each).mean(0) for each in zip(*(_grads(step, rank) for rank in range(world)), strict=True)]
+        for param, mean in list(zip(model.parameters(), means, strict=True))[: -2 if some else None]:
+            param.grad = mean
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach() for param in model.parameters()], norms
+
+
+def _written(engine: Any, some: bool) -> tuple[list[torch.Tensor], list[float]]:
+    """The same through an engine; all gradients are written without a backward, or ``some`` after one."""
+    norms = []
+    for step in range(STEPS):
+        if some:
+            engine.backward(engine(_rows(step)).square().mean())
+        for param, grad in list(zip(engine.parameters(), _grads(step, ranks.rank()), strict=True))[: -2 if some else None]:
+            param.grad = grad
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+        assert all(param.grad is None for param in engine.parameters())
+    return [hf_zero.utils.safe_get_full_fp32_param(param) for param in engine.parameters()], norms
+
+
+def _as_plain() -> None:
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    for stage, zero in ((0, {}), (1, {}), (2, {}), (2, offload)):
+        for some in (False, True):
+            expected = _plain(ranks.world(), some)
+            engine = _engine(stage, zero_optimization=zero)
+            found = _written(engine, some)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=partial("{2}: stage {0} {1}".format, stage, zero))
+            engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_written_gradients_are_those_of_the_step(world: int) -> None:
+    ranks.run_ranks(_as_plain, world)
+
+
+def _counts_micro_steps() -> None:
+    """A step of two micro-steps: the first backward's gradients are replaced by what is written at the second."""
+    for stage in (0, 1, 2):
+        engine = _engine(stage, gradient_accumulation_steps=2)
+        engine.backward(engine(_rows(0)).square().mean())
+        engine.step()
+        for param, grad in zip(engine.parameters(), _grads(0, 0), strict=True):
+            param.grad = grad
+        assert engine.global_steps == 0
+        engine.step()
+        assert engine.global_steps == 1, stage
+        expected = torch.cat([grad.flatten() for grad in _grads(0, 0)]).norm()
+        torch.testing.assert_close(torch.tensor(float(engine.get_global_grad_norm())), expected, msg=f"stage {stage}")
+        engine.destroy()
+
+
+def test_written_gradients_count_as_a_micro_step() -> None:
+    ranks.run_ranks(_counts_micro_steps, 2)
+
+
+def _overflows() -> None:
+    """DeepSpeed's own tests of dynamic loss scales write gradients so; they carry the loss scale."""
+    engine = _engine(1, fp16={"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1, "hysteresis": 1}, gradient_clipping=0.0)
+    for value, scale, norm in ((1.0, 16.0, 1 / 16), (1.0, 32.0, 1 / 16), (float("inf"), 16.0, None), (16.0, 16.0, 1.0)):
+        count = sum(param.numel() for param in engine.parameters())
+        for param in engine.parameters():
+            param.grad = torch.full_like(param, value)
+        engine.step()
+        assert engine.optimizer.loss_scale == scale, value
+        if norm is not None:
+            assert abs(float(engine.get_global_grad_norm()) - norm * count**0.5) < 1e-3
+    assert engine.skipped_steps == 1
+
+
+def test_written_gradients_carry_the_loss_scale() -> None:
+    ranks.run_ranks(_overflows, 2)
+
+
+def _refused(stage: int, everywhere: bool) -> str:
+    engine = _engine(stage)
+    if everywhere or ranks.rank() == 1:
+        engine.backward(engine(_rows(0)).square().mean()) if everywhere else None
+        weight = next(param for param in engine.parameters() if param.numel() == 10)
+        weight.grad = torch.ones_like(weight)
+    with pytest.raises(StateError) as raised:
+        engine.step()
+    engine.destroy()
+    return str(raised.value)
+
+
+def test_what_cannot_be_taken_is_one_error_on_every_rank() -> None:
+    for text in ranks.run_ranks(_refused, 2, 1, False):
+        assert "0.bias.grad was written by hand on rank(s) 1 of 2 only" in text
+    for text in ranks.run_ranks(_refused, 2, 3, True):
+        assert "0.bias.grad was written by hand" in text and "safe_set_full_grad" in text
