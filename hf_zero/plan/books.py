@@ -32,6 +32,7 @@ NOWHERE = "nowhere"
 
 _ROUND = 512  # what a device's allocator rounds to
 _FIRST_ADDRESS = 1 << 50  # where no process has memory
+_COPY_TO = torch.ops.aten._to_copy.default
 _DEVICE_OF = torch.ops.prim.device.default
 _FORMULAS = {**flop_registry, **{packet: shape_wrapper(formula) for packet, formula in FORMULAS.items()}}
 _NUMBER_OF = torch.ops.aten._local_scalar_dense.default
@@ -124,6 +125,8 @@ class Books(TorchDispatchMode):
         if func is _NUMBER_OF:
             return _number(args[0])
         kwargs = kwargs or {}
+        if func is _COPY_TO:  # a known value would be copied to a device that is not there
+            args[0].constant = None
         result = func(*args, **kwargs)
         if isinstance(result, FakeTensor):
             self._see(result)

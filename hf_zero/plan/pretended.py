@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm.process_groups import FAKE
+from hf_zero.comm.bootstrap import pretend_distributed
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.system.planning import DEVICE, only_planning
 
@@ -136,8 +136,6 @@ def pretended_world(ranks: int, ranks_per_node: int, on_host: bool) -> Iterator[
     """
     if dist.is_initialized():
         raise StateError("a plan pretends a world of ranks, and this process has a process group already: plan in a process of its own")
-    import torch.testing._internal.distributed.fake_pg as fakes
-
     device = torch.device("cpu") if on_host else accelerator()
     settings = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(min(ranks, ranks_per_node)), "RANK": "0", "WORLD_SIZE": str(ranks)}
     if on_host:
@@ -146,9 +144,7 @@ def pretended_world(ranks: int, ranks_per_node: int, on_host: bool) -> Iterator[
     os.environ.update(settings)
     try:
         with only_planning():
-            devices = dict.fromkeys(("cpu", device.type))
-            dist.Backend.register_backend(FAKE, fakes._create_fake_pg, extended_api=True, devices=list(devices))
-            dist.init_process_group(",".join(f"{kind}:{FAKE}" for kind in devices), store=fakes.FakeStore(), rank=0, world_size=ranks)
+            pretend_distributed(ranks, device)
             try:
                 yield device
             finally:
