@@ -18,7 +18,7 @@ from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.comm.topology import Topology
 from hf_zero.config.mesh import requested_slices
 from hf_zero.deepspeed.initialize import initialize
-from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
 from hf_zero.plan.attention import device_attention
 from hf_zero.plan.books import NOWHERE, Books, Change, Work
 from hf_zero.plan.models import PlannedModel, give_memory, loss_of
@@ -148,6 +148,12 @@ def observe_step(model: PlannedModel, config: Mapping[str, Any], cluster: Cluste
         with books.kept(), kernels, _quiet(), torch.autograd.set_multithreading_enabled(False):
             try:
                 return _Run(model, dict(config), cluster, load, device, books).observation()
+            except HfZeroError:
+                raise
+            except NotImplementedError as error:
+                raise UnsupportedError(
+                    f"{type(model.module).__name__} cannot be planned: an operation of it has no fake counterpart: {str(error)[:200]}"
+                ) from error
             except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
                 raise UnsupportedError(
                     f"{type(model.module).__name__} cannot be planned: it makes shapes of values, which a plan has none of "
