@@ -225,6 +225,10 @@ PROVIDED: Final[dict[str, str]] = {
     # Sequence parallelism.
     f"{_ULYSSES}.ulysses_sp.UlyssesSPAttentionHF": "hf_zero.integrations.ulysses:UlyssesSPAttentionHF",
     f"{_ULYSSES}.ulysses_sp.UlyssesSPDataLoaderAdapter": "hf_zero.sequence_parallel.batches:UlyssesSPDataLoaderAdapter",
+    **{
+        f"{_ULYSSES}.ulysses_sp.{name}": f"hf_zero.sequence_parallel.tiled:{name}"
+        for name in ("TiledMLP", "TiledFusedLogitsLoss", "SequenceTiledCompute", "sequence_tiled_compute")
+    },
     **{f"{_ULYSSES}.parallel_state_sp.{name}": f"hf_zero.deepspeed.served.sequence_state:{name}" for name in _SEQUENCE_STATE},
     "deepspeed.sequence.layer.DistributedAttention": "hf_zero.sequence_parallel.layer:DistributedAttention",
     # Profiling.
@@ -254,11 +258,7 @@ PROVIDED.update(
 
 _SEQUENCE = (
     "of sequence parallelism there are DistributedAttention, UlyssesSPAttentionHF.register_with_transformers, "
-    "UlyssesSPDataLoaderAdapter and parallel_state_sp (docs/sequence-parallel.md)"
-)
-_TILED = (
-    "tiled computation is not implemented: activation checkpointing keeps one layer's activations at a time, and a Liger kernel "
-    "(use_liger_kernel=True) computes the loss without whole logits"
+    "UlyssesSPDataLoaderAdapter, parallel_state_sp and the tiled functions (docs/sequence-parallel.md)"
 )
 _PIPELINE = "pipeline parallelism is not implemented; ZeRO stage 3 shards the parameters of a model too large for one device"
 _INFERENCE = "inference kernels are not implemented; serve the saved Hugging Face model with vLLM, TGI or transformers"
@@ -272,10 +272,6 @@ _ONEBIT = "of the 1-bit optimizers this version has 1-bit Adam: use hf_zero.opti
 REFUSED: Final[dict[str, str]] = {
     # Names that the scanned libraries mention.
     "deepspeed.runtime.sequence_parallel": _SEQUENCE,
-    **{
-        f"{_ULYSSES}.ulysses_sp.{name}": _TILED
-        for name in ("TiledMLP", "TiledFusedLogitsLoss", "SequenceTiledCompute", "sequence_tiled_compute")
-    },
     "deepspeed.sequence": _SEQUENCE,
     "deepspeed.utils.is_initialized": "DeepSpeed has no such function either; use deepspeed.comm.is_initialized()",
     # The rest of DeepSpeed's public API.
