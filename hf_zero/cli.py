@@ -1,8 +1,9 @@
-"""The `hf-zero` command: `explain`, `launch`, `convert`, `report`; alone: what to do next.
+"""The `hf-zero` command: `explain`, `plan`, `launch`, `convert`, `report`; alone: what to do next.
 
 Arguments and printing, no logic.
 
-Exit codes: 0 all is well, 1 the configuration (model, checkpoint) has a fault, 2 the command line is wrong.
+Exit codes: 0 all is well, 1 the configuration (model, checkpoint) has a fault, 2 the command line is wrong; those of `plan` in
+`hf_zero/plan/command.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.launch.command import add_arguments
 from hf_zero.launch.command import launch as start
+from hf_zero.plan import command as plan_command
 
 if TYPE_CHECKING:
     from hf_zero.config.resolve import Analysis
@@ -61,6 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--all", action="store_true", help="also list the keys that are at their default")
     explain.add_argument("--json", action="store_true", help="print rows, batch, warnings and errors as JSON")
     explain.set_defaults(run=_explain, usage_error=explain.error)
+    plan = commands.add_parser("plan", help="memory, traffic and time of a run, before there is hardware for it")
+    plan_command.add_arguments(plan)
+    plan.set_defaults(run=plan_command.run)
     launch = commands.add_parser("launch", help="start a script on several ranks, with the flags of DeepSpeed's launcher")
     add_arguments(launch)
     launch.set_defaults(run=start)
@@ -228,6 +233,7 @@ A Trainer script            TrainingArguments(..., deepspeed="ds.json"), or hf_z
 A DeepSpeed script          hf-zero launch --num_gpus 2 train.py ...
 
 hf-zero explain ds.json     what each key of a configuration does here, and what is wrong with it
+hf-zero plan MODEL ...      memory, traffic and time of a run on hardware that need not be there
 hf-zero report              versions, devices and variables
 hf-zero convert OLD NEW     checkpoints of DeepSpeed and torch.distributed.checkpoint, models of Hugging Face
 hf-zero COMMAND --help      the flags of a command"""

@@ -49,11 +49,18 @@ def span(phase: str, unit: str = "") -> AbstractContextManager[Any]:
 def record_labels() -> Iterator[list[str]]:
     """Collects the labels noted inside the ``with``; what trace tests compare."""
     labels: list[str] = []
-    _listeners.append(labels.append)
-    try:
+    with told(labels.append):
         yield labels
+
+
+@contextmanager
+def told(listener: Callable[[str], None]) -> Iterator[None]:
+    """Calls ``listener`` with each label noted inside the ``with``."""
+    _listeners.append(listener)
+    try:
+        yield
     finally:
-        _listeners.remove(labels.append)
+        _listeners.remove(listener)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.comm.device import default_device
+from hf_zero.comm.process_groups import FAKE
 from hf_zero.comm.store import meeting, store_at_address, store_of_launcher
 from hf_zero.errors import ConfigError
 from hf_zero.launch.placement import export_placement, require_address
@@ -104,3 +105,17 @@ def init_distributed(
             dist.init_process_group(backend, init_method=init_method, store=store, rank=rank, world_size=world_size, timeout=timeout)
     if verbose:
         log_rank0("process group: backend %s, %d rank(s), timeout %s", backend, dist.get_world_size(), timeout)
+
+
+def pretend_distributed(ranks: int, device: torch.device) -> None:
+    """Makes this process rank 0 of a default group whose other ranks are not there, for a plan.
+
+    Args:
+        ranks: Of the group.
+        device: That collectives are asked for on, beside the CPU.
+    """
+    from torch.testing._internal.distributed import fake_pg  # registers the back end for devices it knows
+
+    kinds = dict.fromkeys(("cpu", device.type))
+    dist.Backend.register_backend(FAKE, fake_pg._create_fake_pg, extended_api=True, devices=list(kinds))
+    dist.init_process_group(",".join(f"{kind}:{FAKE}" for kind in kinds), store=fake_pg.FakeStore(), rank=0, world_size=ranks)

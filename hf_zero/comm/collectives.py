@@ -16,6 +16,7 @@ from hf_zero.comm.process_groups import host_device, serving_backend
 from hf_zero.comm.roll_call import call_roll
 from hf_zero.comm.topology import Topology
 from hf_zero.errors import CollectiveError
+from hf_zero.system.planning import planning
 
 TAGS = 1 << 16  # back ends number their own messages below
 _VOTE = TAGS + 1  # tag of votes
@@ -170,7 +171,7 @@ class Collectives(ABC):
     def broadcast_object(self, value: Any, source: int, unit: str) -> Any:
         """Returns rank ``source``'s ``value`` (built-in containers and scalars) on every rank."""
         label = observe.note("broadcast_object", unit)
-        if self.world == 1:
+        if self.world == 1 or planning():
             return value
         box = [value]
         self._launch(label, lambda: dist.broadcast_object_list(box, group=self.topology.group, group_src=source))
@@ -179,8 +180,8 @@ class Collectives(ABC):
     def gather_objects(self, value: Any, unit: str) -> list[Any]:
         """Returns every rank's ``value`` in rank order, on every rank."""
         label = observe.note("gather_objects", unit)
-        if self.world == 1:
-            return [value]
+        if self.world == 1 or planning():  # the ranks of a plan are alike
+            return [value] * self.world
         values: list[Any] = [None] * self.world
         self._launch(label, lambda: dist.all_gather_object(values, value, group=self.topology.group))
         return values
@@ -203,7 +204,7 @@ class Collectives(ABC):
             self._disseminate(votes, observe.note("all_reduce", unit))
         else:
             self.all_reduce(votes, unit, dist.ReduceOp.MAX).wait()
-        return list(votes.tolist())
+        return list(values) if planning() else list(votes.tolist())
 
     def _disseminate(self, votes: torch.Tensor, label: str) -> None:
         """Takes the maximum of ``votes`` over ranks: in round k each rank tells the one 2^k further all it has heard. gloo's own ring would

@@ -14,11 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_zero.comm.device import default_device
 from hf_zero.errors import StateError
+from hf_zero.system.planning import planning
 
 # torch 2.13 renamed it; both names mean the same call.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 MOST_CONNECTED = 16  # up to so many ranks gloo may connect each with each
+FAKE = "fake"
+"""torch's back end without peers, on which a plan runs: on a CPU it stands for gloo."""
+
 Lines = Sequence[Sequence[int]]  # ranks of the default group, in groups that do not overlap
 
 
@@ -38,6 +42,8 @@ def lines_of_all(own: Sequence[int], group: dist.ProcessGroup | None = None) -> 
 
     Ranks at equal distances are told in three numbers: a line itself is as long as the world is large, and each rank would get them all.
     """
+    if planning():
+        return _lines_like(own, dist.get_process_group_ranks(group))
     step = own[1] - own[0] if len(own) > 1 else 1
     regular = step > 0 and list(own) == list(range(own[0], own[-1] + 1, step))
     group = group or dist.distributed_c10d._get_default_group()
@@ -53,6 +59,15 @@ def _irregular_lines(own: Sequence[int], group: dist.ProcessGroup | None) -> lis
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, list(own), group=group)
     return [list(line) for line in dict.fromkeys(tuple(line) for line in told)]
+
+
+def _lines_like(own: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
+    """Lines of the shape of ``own`` that cover ``ranks``: in a regular mesh one follows from the other."""
+    lines: list[list[int]] = []
+    for rank in ranks:
+        if not any(rank in line for line in lines):
+            lines.append([rank + place - own[0] for place in own])
+    return lines
 
 
 def divide_twice(
@@ -173,12 +188,16 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
 def serving_backend(group: dist.ProcessGroup, device: torch.device) -> str:
     """Name of the back end that carries tensors of ``device``; a group may have one per device type (``cpu:gloo,cuda:nccl``)."""
     served = _served(group)
+    if FAKE in served.values():
+        return "gloo" if device.type == "cpu" else FAKE
     # A host's back end serves a device that has none of its own.
     return served.get(device.type) or served.get("cpu") or str(dist.get_backend(group))
 
 
 def backend_with_host(group: dist.ProcessGroup, device: torch.device) -> str:
     """Back end for another group like ``group`` that carries host tensors over gloo besides: votes and objects wait for no device."""
+    if FAKE in _served(group).values():
+        return str(dist.get_backend_config(group))
     backend = serving_backend(group, device)
     return str(dist.get_backend(group)) if device.type == "cpu" or backend == "gloo" else f"cpu:gloo,{device.type}:{backend}"
 

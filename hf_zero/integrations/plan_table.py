@@ -29,10 +29,15 @@ def _empty_model(name: str) -> nn.Module:
     except Exception as error:  # whatever a broken config.json makes transformers raise
         raise ConfigError(f"the model {name!r} is no local config and no ID that could be loaded: {str(error).splitlines()[0]}") from error
     with torch.device("meta"):
-        return _class_of(config)._from_config(config)
+        return class_of(config)._from_config(config)
 
 
-def _class_of(config: Any) -> Any:
+def class_of(config: Any) -> Any:
+    """The class of model that a transformers configuration names, or the one with a head that it has.
+
+    Raises:
+        ConfigError: transformers has none.
+    """
     import transformers
 
     for architecture in getattr(config, "architectures", None) or ():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.errors import HostMemoryError
+from hf_zero.system.planning import planning
 
 _NO_LIMIT = 1 << 60  # cgroup v1 writes a number near 2^63 for "none"
 
@@ -27,7 +28,7 @@ class FreeMemory:
 
 
 def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> FreeMemory | None:
-    """What the machine and the cgroups of this process leave; None where neither can be asked (not Linux).
+    """What the machine and the cgroups of this process leave; None where neither can be asked (not Linux), and for a plan.
 
     Memory of the page cache that the kernel would give back counts as free.
 
@@ -35,7 +36,7 @@ def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup
         proc: Where the kernel shows processes.
         cgroups: Where the cgroup file systems are mounted.
     """
-    found = [*_of_machine(proc), *_of_cgroups(proc, cgroups)]
+    found = [] if planning() else [*_of_machine(proc), *_of_cgroups(proc, cgroups)]
     return min(found, key=lambda free: free.nbytes, default=None)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from hf_zero.memory.budget import gib
 from hf_zero.observe import logger, warn_once
+from hf_zero.system.planning import planning
 
 ALIGNMENT = 4096
 """Bytes that addresses, sizes and offsets of unbuffered file access are multiples of, and the size of a page."""
@@ -58,6 +59,8 @@ class HostMemory:
             pinned: The device copies from or to it.
         """
         nbytes = max(ALIGNMENT, -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT)
+        if planning():
+            return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")[: numel * dtype.itemsize].view(dtype)
         if pinned and self._asks_torch and (locked := _locked_by_torch(nbytes)) is not None:
             return locked[: numel * dtype.itemsize].view(dtype)
         locks = self._locks if pinned else None

@@ -17,6 +17,7 @@ import torch
 
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.observe import log_rank0
+from hf_zero.system.planning import planning
 
 VARIABLE = "HF_ZERO_NATIVE"
 # "0" keeps Triton out on GPUs. "1" lets its Adam serve, which has been tested in Triton's interpreter only; else torch's fused kernel does.
@@ -79,7 +80,7 @@ def library() -> Library | None:
     Raises:
         ConfigError: The variable names an instruction set or a file that is not to be had.
     """
-    return _choose(os.environ.get(VARIABLE, ""))[0]
+    return None if planning() else _choose(os.environ.get(VARIABLE, ""))[0]
 
 
 def library_for(tensor: torch.Tensor) -> Library | None:

@@ -29,7 +29,7 @@ _PREFIX = "hf_zero_swap_"
 _LOCK_FILE = "in_use"
 _FILE = re.compile(r"\w+\.bin")
 # Mapped parts of a file begin at a multiple of this, 64 KiB on some machines.
-_GRANULARITY = max(ALIGNMENT, mmap.ALLOCATIONGRANULARITY)
+GRANULARITY = max(ALIGNMENT, mmap.ALLOCATIONGRANULARITY)
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class SwapFile:
             OffloadError: It has not.
         """
         offset = self.nbytes
-        end = offset + -(-nbytes // _GRANULARITY) * _GRANULARITY
+        end = offset + -(-nbytes // GRANULARITY) * GRANULARITY
         self.make_room(end)
         self.nbytes = end
         return offset

@@ -26,10 +26,12 @@ from hf_zero.offload.file_states import BufferPlan, FileStates
 from hf_zero.offload.files import SwapFile, SwapFolder
 from hf_zero.offload.host_gradients import HostGradients
 from hf_zero.offload.host_states import HostStates
+from hf_zero.offload.planned_files import PlannedFile, PlannedFolder
 from hf_zero.offload.settings import OffloadSettings
 from hf_zero.offload.shards import FileStorage, HostStorage, ReturningStorage
 from hf_zero.offload.state_store import OffloadedStateStore, OverlapPolicy
 from hf_zero.ops.host_optimizer import HostOptimizer
+from hf_zero.system.planning import planning
 
 T = TypeVar("T")
 _REMEDY = "Use more ranks or machines, set device to nvme, lower zero_optimization.offload_optimizer.ratio, or give the job more memory"
@@ -206,6 +208,8 @@ class Offloading:
             self._in_file = FileStorage(folder, file, memory, self._inward, section.buffer_count)
 
     def _make_file(self, path: str | None, name: str, nbytes: int) -> tuple[SwapFolder, SwapFile]:
+        if planning():
+            return PlannedFolder(), PlannedFile()
         folder = SwapFolder(Path(path or "."), self._collectives.data.rank)
         file = SwapFile(folder.path / f"{name}.bin", self._settings.io)
         file.make_room(nbytes)

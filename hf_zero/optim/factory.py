@@ -20,17 +20,18 @@ from hf_zero.optim.lion import Lion
 from hf_zero.optim.muon import CONFIG_KEYS, muon_from_config
 from hf_zero.optim.onebit_adam import BY_ITSELF, OneBitAdam
 from hf_zero.optim.uncorrected_adam import UncorrectedAdam
+from hf_zero.system.planning import DEVICE, planning
 
 _SECTION = "optimizer.params"
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
 # Where torch's fused kernels exist in every torch that we support.
 _FUSED_DEVICES: dict[OptimizerClass, frozenset[str]] = {
-    torch.optim.Adam: frozenset({"cpu", "cuda"}),
-    torch.optim.AdamW: frozenset({"cpu", "cuda"}),
-    torch.optim.SGD: frozenset({"cpu", "cuda"}),
+    torch.optim.Adam: frozenset({"cpu", "cuda", DEVICE}),
+    torch.optim.AdamW: frozenset({"cpu", "cuda", DEVICE}),
+    torch.optim.SGD: frozenset({"cpu", "cuda", DEVICE}),
     torch.optim.Adagrad: frozenset({"cpu"}),
-    OneBitAdam: frozenset({"cpu", "cuda"}),
+    OneBitAdam: frozenset({"cpu", "cuda", DEVICE}),
 }
 
 # Lower-case DeepSpeed type -> what to use instead.
@@ -262,7 +263,7 @@ def _native_kind(
     asks_for_more = chooses or any(option.get(key) for option in options for key in _TORCH_ONLY)
     tensors = [tensor for group in groups for tensor in _tensors(group)]
     fits = all(t.is_floating_point() and (anywhere or t.device.type == "cpu") for t in tensors)
-    if added is None or asks_for_more or not fits or library() is None:
+    if added is None or asks_for_more or not fits or (library() is None and not planning()):
         return kind, values
     rest = {key: value for key, value in values.items() if key not in (*_TORCH_KERNELS, *_TORCH_ONLY)}
     return (HostLion if kind is Lion else HostAdam), rest | added

@@ -31,7 +31,7 @@ def _attention_backward(_grad: Sequence[int], query: Sequence[int], key: Sequenc
 
 
 # torch's counter knows the attention kernels of GPUs (as of 2.13) and would take that of CPUs for nothing.
-_FORMULAS = {
+FORMULAS = {
     packet: formula
     for name, formula in (
         ("_scaled_dot_product_flash_attention_for_cpu", _attention),
@@ -66,7 +66,7 @@ class OperationCounter(AbstractContextManager["OperationCounter"]):
         return self._before + (self._running.get_total_flops() if self._running is not None else 0)
 
     def __enter__(self) -> OperationCounter:
-        counter = FlopCounterMode(display=False, custom_mapping=dict(_FORMULAS))
+        counter = FlopCounterMode(display=False, custom_mapping=dict(FORMULAS))
         counter.mod_tracker = _Untracked()  # type: ignore[assignment]
         counter.__enter__()
         self._running = counter

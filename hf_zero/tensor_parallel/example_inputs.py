@@ -20,7 +20,7 @@ def example_inputs(model: nn.Module, length: int = 16, values: bool = False) -> 
         ConfigError: The model's inputs are not known.
     """
     config: Any = getattr(model, "config", None)
-    names = set(_argument_names(model))
+    names = set(argument_names(model))
     inputs: dict[str, torch.Tensor] = {}
     device = "cpu" if values else "meta"
     if "input_ids" in names:
@@ -47,7 +47,7 @@ def _plain_token(config: Any) -> int:
     return next(token for token in range(len(special) + 1) if token not in special)
 
 
-def _argument_names(model: nn.Module) -> list[str]:
+def argument_names(model: nn.Module) -> list[str]:
     """What ``model.forward`` takes by name; of a wrapper that hands on all keywords (PEFT's), what the model in it takes."""
     for module in model.modules():
         parameters = inspect.signature(module.forward).parameters.values()

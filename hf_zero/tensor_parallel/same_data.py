@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import StateError
+from hf_zero.system.planning import planning
 from hf_zero.tensor_parallel.call_arguments import named_arguments
 
 
@@ -31,7 +32,7 @@ class SameData:
         self._handle: Any = module.register_forward_pre_hook(self._look, with_kwargs=True, prepend=True)
 
     def _look(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not (module.training and torch.is_grad_enabled()):
+        if planning() or not (module.training and torch.is_grad_enabled()):
             return
         self._handle.remove()
         mine = {name: checksum(tensor) for name, tensor in named_arguments(module, args, kwargs)}
@@ -63,6 +64,8 @@ class SameData:
 
 def equal_random_state(collectives: Collectives) -> None:
     """Gives the ranks of the group one random stream, so that dropout outside of split tensors is the same; collective."""
+    if planning():
+        return
     state = torch.get_rng_state()
     device = collectives.topology.device
     shared = state.to(device)

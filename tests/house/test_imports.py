@@ -44,6 +44,7 @@ LAYERS = (
     "hf_zero.build",
     "hf_zero.deepspeed",
     "hf_zero.integrations",
+    "hf_zero.plan",
     "hf_zero.environment",
     "hf_zero.utils",
     "hf_zero.zero",

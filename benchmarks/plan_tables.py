@@ -1,0 +1,72 @@
+"""The worked example of docs/plan.md, made by `hf-zero plan` itself.
+
+    python benchmarks/plan_tables.py 8b     Llama-3-8B on 1, 4 and 8 devices
+    python benchmarks/plan_tables.py 70b    a 70-B model on 2 nodes of 8
+
+Prints Markdown. `make` does not run it: it takes a minute or two for each of the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+
+from hf_zero.cli import main
+
+LLAMA = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "vocab_size": 128256, "num_key_value_heads": 8}
+MODELS = {
+    "8b": {**LLAMA, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336},
+    "70b": {**LLAMA, "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672},
+}
+RANKS = {"8b": (1, 4, 8), "70b": (16,)}
+MEMORY = (24, 48, 80)  # GB of a device
+HOST = {"device": "cpu"}
+CONFIGURATIONS = {
+    "stage 3": ({}, []),
+    "stage 3, optimizer on the host": ({"offload_optimizer": HOST}, []),
+    "stage 3, optimizer and parameters on the host": ({"offload_optimizer": HOST, "offload_param": HOST}, []),
+    "stage 3, LoRA of rank 16": ({}, ["--trainable", "lora:r=16"]),
+}
+COMMON = ["--checkpoint-activations", "--sequence", "4096", "--micro-batch", "1", "--ranks-per-node", "8", "--json"]
+
+
+def planned(model: str, ranks: int, zero: dict[str, object], flags: list[str]) -> dict[str, object]:
+    """What the command prints."""
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **zero}}
+    settings = [part for name, value in MODELS[model].items() for part in ("--set", f"{name}={json.dumps(value)}")]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        status = main(["plan", "llama", "--config", json.dumps(config), "--ranks", str(ranks), *COMMON, *settings, *flags])
+    if status == 2:
+        raise SystemExit("the command refused its input")
+    found: dict[str, object] = json.loads(out.getvalue())
+    return found
+
+
+def row(model: str, ranks: int, name: str) -> str:
+    """One row of the table."""
+    zero, flags = CONFIGURATIONS[name]
+    found = planned(model, ranks, zero, flags)
+    peaks, sent = found["peak_bytes_per_rank"], found["sent_bytes_per_step"]
+    assert isinstance(peaks, dict)
+    assert isinstance(sent, dict)
+    verdicts = " | ".join("yes" if peaks["device"] <= size * 10**9 else "no" for size in MEMORY)
+    numbers = " | ".join(f"{nbytes / 1e9:.1f}" for nbytes in (peaks["device"], peaks["host"], sent["node"], sent["network"]))
+    return f"| {ranks} | {name} | {numbers} | {verdicts} |"
+
+
+def tables(model: str) -> None:
+    """Prints the table of one model."""
+    sizes = " | ".join(f"{size} GB" for size in MEMORY)
+    print(f"| ranks | configuration | device | host | sent in the node | sent to others | {sizes} |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for ranks in RANKS[model]:
+        for name in CONFIGURATIONS:
+            print(row(model, ranks, name), flush=True)
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[1:] or MODELS:
+        tables(wanted)

@@ -1,0 +1,62 @@
+"""Attention as a GPU's kernels keep it: on a pretended device torch would take its reference, which keeps every score."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from hf_zero.errors import ConfigError
+from hf_zero.system.planning import DEVICE
+
+_HALF = (torch.bfloat16, torch.float16)
+_MOST_WIDTH = 256  # of a head, for the flash kernel
+
+
+@contextmanager
+def device_attention(flash: bool) -> Iterator[None]:
+    """Inside, ``scaled_dot_product_attention`` on the pretended device is the operation that CUDA would choose.
+
+    Half precision without a mask goes to the flash kernel, all else to the memory-efficient one (torch's ``sdp_utils.cpp``). Both keep
+    outputs and one number per row of scores. The function is exchanged, not a mode entered: modes are off in a backward that recomputes.
+
+    Args:
+        flash: Refuse what the flash kernel does not take.
+    """
+    functional = torch.nn.functional
+    with mock.patch.object(functional, "scaled_dot_product_attention", partial(_attend, functional.scaled_dot_product_attention, flash)):
+        yield
+
+
+def _attend(
+    usual: Any,
+    flash: bool,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if query.device.type != DEVICE:
+        return usual(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if attn_mask is None and query.dtype in _HALF and query.shape[-1] <= _MOST_WIDTH:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention
+        return kernel(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    if flash:
+        raise ConfigError(
+            f"--attention flash: the kernel takes 16 bit, no mask and heads of at most {_MOST_WIDTH}; the model asks for {query.dtype}, "
+            f"{'a mask' if attn_mask is not None else 'no mask'} and heads of {query.shape[-1]}. Use --attention sdpa"
+        )
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
+    mask = attn_mask
+    if mask is not None:
+        mask = (mask.to(query.dtype) if mask.dtype == torch.bool else mask).expand(*query.shape[:3], key.shape[2])
+    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, dropout_p, is_causal, scale=scale)[0]

@@ -1,0 +1,145 @@
+"""``hf-zero plan``: its flags, and what they come to."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_zero.errors import ConfigError, HfZeroError
+
+if TYPE_CHECKING:
+    from hf_zero.plan.prediction import Prediction
+
+_MODEL = "folder or file with a config.json, a model_type of transformers, or python:FILE.py:FUNCTION"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags."""
+    parser.add_argument("model", help=_MODEL)
+    parser.add_argument("--config", required=True, help="DeepSpeed configuration: JSON file, JSON text or base64 text")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the model's configuration")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of all nodes (default 1)")
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks of one node (default: all)")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of one device, such as 80GiB")
+    parser.add_argument("--host-memory", metavar="SIZE", help="memory of one node, for all its ranks, such as 1TiB")
+    parser.add_argument("--micro-batch", type=int, metavar="N", help="samples of a micro-step (default: the configuration's)")
+    parser.add_argument("--sequence", type=int, default=1024, metavar="N", help="tokens of a sample (default 1024)")
+    parser.add_argument("--trainable", default="all", metavar="WHAT", help="all, lora:r=16, or match:REGEX of parameter names")
+    parser.add_argument("--checkpoint-activations", action="store_true", help="recompute activations in backward")
+    parser.add_argument("--attention", choices=("sdpa", "flash", "eager"), default="sdpa", help="kernel of attention (default sdpa)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where ranks compute (default cuda)")
+    parser.add_argument("--link", metavar="RATE", help="what a rank sends to other nodes, such as 400Gbit")
+    parser.add_argument("--node-link", metavar="RATE", help="what a rank sends inside its node, such as 3200Gbit")
+    parser.add_argument("--tflops", type=float, metavar="N", help="10^12 operations per second that a rank reaches")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture of memory over one step")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plans; returns 0 where it fits, 1 where it does not, 2 where the input is wrong."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a world without peers has warnings of its own
+    from hf_zero.plan.report import draw, text_of
+
+    try:
+        prediction = _predict(options)
+        if options.plot is not None:
+            draw(prediction, options.plot, f"{options.model} on {options.ranks} rank(s)")
+    except HfZeroError as error:
+        print(f"hf-zero plan: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(json.dumps(prediction.to_dict(), indent=2) if options.json else text_of(prediction))
+    return 0 if prediction.fits else 1
+
+
+def _predict(options: argparse.Namespace) -> Prediction:
+    from hf_zero.plan.models import ModelWish, build_model
+    from hf_zero.plan.prediction import Hardware, predict
+    from hf_zero.plan.quantities import bytes_of, bytes_per_second_of
+    from hf_zero.plan.run import Cluster, Load, observe_step
+
+    for flag in ("ranks", "ranks_per_node", "micro_batch", "sequence", "tflops"):
+        value = getattr(options, flag)
+        if value is not None and value <= 0:
+            raise ConfigError(f"--{flag.replace('_', '-')} is {value}; a number above 0 is allowed")
+    near = options.ranks_per_node or options.ranks
+    if options.ranks % near and options.ranks > near:
+        raise ConfigError(f"--ranks {options.ranks} is no multiple of --ranks-per-node {near}: nodes are alike")
+    hardware = Hardware(
+        memory=bytes_of(options.memory, "--memory") if options.memory else None,
+        host_memory=bytes_of(options.host_memory, "--host-memory") if options.host_memory else None,
+        flops=options.tflops * 1e12 if options.tflops else None,
+        link=bytes_per_second_of(options.link, "--link") if options.link else None,
+        node_link=bytes_per_second_of(options.node_link, "--node-link") if options.node_link else None,
+    )
+    cluster = Cluster(options.ranks, near, options.device == "cpu")
+    config = settled(options.config, options.micro_batch)
+    wish = ModelWish(options.model, dict(map(_setting, options.set)), options.attention, options.trainable, options.checkpoint_activations)
+    load = Load(config["train_micro_batch_size_per_gpu"], options.sequence)
+    return predict(observe_step(build_model(wish), config, cluster, load, options.attention), cluster, hardware)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, found, value = text.partition("=")
+    if not found or not name:
+        raise ConfigError(f"--set {text!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def settled(source: Mapping[str, Any] | str, micro_batch: int | None = None) -> dict[str, Any]:
+    """The configuration with "auto" taken for what training arguments have by default, and the samples of a micro-step.
+
+    Args:
+        source: As ``initialize`` takes it.
+        micro_batch: Wins over the configuration's, and over its ``train_batch_size``.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    from hf_zero.config.read import read_config
+
+    config = _without_auto(read_config(source))
+    if micro_batch is not None:
+        config.pop("train_batch_size", None)
+        config["train_micro_batch_size_per_gpu"] = micro_batch
+    if not isinstance(config.get("train_micro_batch_size_per_gpu"), int):
+        if "train_batch_size" in config:
+            raise ConfigError("--micro-batch is missing: the configuration has a train_batch_size and no train_micro_batch_size_per_gpu")
+        config["train_micro_batch_size_per_gpu"] = 1
+    for name in (
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "flops_profiler",
+        "comms_logger",
+        "tensorboard",
+        "wandb",
+        "comet",
+        "csv_monitor",
+    ):
+        config.pop(name, None)  # they watch a run
+    config.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 1e-3}})
+    own = config.get("hf_zero")
+    config["hf_zero"] = {**(own if isinstance(own, dict) else {}), "offload_overlap": "none"}
+    return config
+
+
+def _without_auto(block: dict[str, Any]) -> dict[str, Any]:
+    """What is "auto" goes: a default, or what the engine works out, holds in its place. Precision stays: nobody else says it."""
+    kept: dict[str, Any] = {}
+    for key, value in block.items():
+        if isinstance(value, dict):
+            kept[key] = _without_auto(value)
+        elif value != "auto":
+            kept[key] = value
+        elif key == "enabled":
+            raise ConfigError(
+                '"enabled": "auto" in the configuration (bf16 or fp16): write true or false, a plan has no training arguments'
+            )
+    return kept

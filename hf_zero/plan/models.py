@@ -1,0 +1,242 @@
+"""The model of a plan: built without memory from a folder, a configuration, a model type or Python code."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.errors import ConfigError
+from hf_zero.integrations.plan_table import class_of
+from hf_zero.plan.trainable import choose_trainable
+from hf_zero.tensor_parallel.example_inputs import argument_names
+
+Batch = Mapping[str, Any]
+_PYTHON = "python:"
+_WHOLE_LABELS = ("SequenceClassification", "ImageClassification")
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model and how it is called.
+
+    Attributes:
+        module: On the meta device.
+        batch: Keyword arguments of its forward, of (samples, length); tensors are made where torch makes them.
+        vocabulary: Size of the last dimension of its logits; 0 where it has none.
+    """
+
+    module: nn.Module
+    batch: Callable[[int, int], Batch]
+    vocabulary: int = 0
+
+
+@dataclass(frozen=True)
+class ModelWish:
+    """What a user says of the model.
+
+    Attributes:
+        name: A folder or file with a config.json, a ``model_type``, or ``python:FILE.py:FUNCTION``.
+        settings: Values of its configuration that win over its own.
+        attention: sdpa, flash or eager.
+        trainable: ``all``, or ``lora:`` with r=, alpha= and targets=, or ``match:`` with a regular expression of names.
+        checkpointing: Recompute activations in backward.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    attention: str = "sdpa"
+    trainable: str = "all"
+    checkpointing: bool = False
+
+
+def build_model(wish: ModelWish) -> PlannedModel:
+    """Builds what ``wish`` says, on the meta device.
+
+    Raises:
+        ConfigError: It names nothing that can be built.
+    """
+    planned = _from_python(wish) if wish.name.startswith(_PYTHON) else _from_config(wish)
+    module = planned.module
+    if wish.checkpointing:
+        _checkpoint(module)
+    return PlannedModel(choose_trainable(module, wish.trainable), planned.batch, planned.vocabulary)
+
+
+# -- where it comes from --------------------------------------------------------------------------------------------------
+
+
+def _from_config(wish: ModelWish) -> PlannedModel:
+    config = _configuration(wish.name, dict(wish.settings))
+    kind = class_of(config)
+    attention = "eager" if wish.attention == "eager" else "sdpa"
+    for part in [
+        config,
+        *(getattr(config, name) for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is not None),
+    ]:
+        part.use_cache = False  # as Trainer trains
+        if getattr(part, "is_encoder_decoder", False) and getattr(part, "decoder_start_token_id", None) is None:
+            part.decoder_start_token_id = 0  # which one changes nothing
+    with torch.device("meta"):
+        try:
+            module = kind._from_config(config, attn_implementation=attention)
+        except (ValueError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+            raise ConfigError(f"{kind.__name__} cannot be built of this configuration: {_line(error)}") from error
+    module.train()
+    inner = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return PlannedModel(module, _batch_maker(module), int(getattr(inner, "vocab_size", 0) or 0))
+
+
+def _configuration(name: str, settings: dict[str, Any]) -> Any:
+    """The transformers configuration that ``name`` stands for, with ``settings`` in place of its own values."""
+    import transformers
+
+    path = Path(name).expanduser()
+    if path.exists():
+        file = path / "config.json" if path.is_dir() else path
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the model {name!r}: {file} cannot be read as JSON: {_line(error)}") from error
+        if not isinstance(content, dict) or "model_type" not in content:
+            raise ConfigError(f"the model {name!r}: {file} has no model_type, so it is no configuration of a transformers model")
+        content = {**content, **settings}
+        kind = content.pop("model_type")
+    elif os.sep in name:
+        raise ConfigError(
+            f"the model {name!r} does not exist: give a folder or file with a config.json, a model_type, or python:FILE.py:FUNCTION"
+        )
+    else:
+        kind, content = name, settings
+    try:
+        return transformers.AutoConfig.for_model(kind, **content)
+    except ValueError as error:
+        if kind not in transformers.CONFIG_MAPPING:
+            raise ConfigError(_unknown(kind, list(transformers.CONFIG_MAPPING))) from None
+        raise ConfigError(f"the configuration of {kind}: {_line(error)}") from error
+    except Exception as error:  # transformers checks types with a library of its own
+        raise ConfigError(f"the configuration of {kind}: {_line(error)}") from error
+
+
+def _unknown(kind: str, known: Sequence[str]) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(kind, known, n=3)
+    hint = f"; near it are {', '.join(near)}" if near else ""
+    return f"the model {kind!r} is no file, and transformers knows no model_type of that name{hint}"
+
+
+def _line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2])[:300] if lines else type(error).__name__
+
+
+def _from_python(wish: ModelWish) -> PlannedModel:
+    file, _, function = wish.name.removeprefix(_PYTHON).rpartition(":")
+    if not file or not function:
+        raise ConfigError(f"the model {wish.name!r}: write python:FILE.py:FUNCTION")
+    spec = importlib.util.spec_from_file_location("hf_zero_planned_model", file)
+    if spec is None or spec.loader is None or not Path(file).is_file():
+        raise ConfigError(f"the model {wish.name!r}: there is no file {file}")
+    loaded = importlib.util.module_from_spec(spec)
+    with torch.device("meta"):
+        spec.loader.exec_module(loaded)
+        maker = getattr(loaded, function, None)
+        if not callable(maker):
+            raise ConfigError(f"the model {wish.name!r}: {file} has no function {function}")
+        made = maker(**wish.settings)
+    module, batch = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"the model {wish.name!r}: {function} returned a {type(module).__name__}; a module, or a module and its batch")
+    if batch is not None and not callable(batch):
+        raise ConfigError(
+            f"the model {wish.name!r}: beside the module {function} returns a function of (samples, length) that makes its arguments"
+        )
+    return PlannedModel(module, batch or _batch_maker(module), int(getattr(getattr(module, "config", None), "vocab_size", 0) or 0))
+
+
+def _checkpoint(module: nn.Module) -> None:
+    enable = getattr(module, "activation_checkpointing_enable", None) or getattr(module, "gradient_checkpointing_enable", None)
+    if enable is None or not getattr(module, "supports_gradient_checkpointing", True):
+        raise ConfigError(f"{type(module).__name__} has no gradient_checkpointing_enable(): leave --checkpoint-activations out")
+    enable()
+
+
+# -- how it is called -----------------------------------------------------------------------------------------------------
+
+
+def _batch_maker(module: nn.Module) -> Callable[[int, int], Batch]:
+    """Inputs and labels as Trainer's collators make them, for what the module's ``forward`` takes.
+
+    Raises:
+        ConfigError: Its inputs are not known.
+    """
+    names, config, kind = argument_names(module), getattr(module, "config", None), type(module).__name__
+    labelled = "labels" in names
+    per_sample = any(name in kind for name in _WHOLE_LABELS)
+    image = getattr(config, "image_size", None)
+    if "input_ids" not in names and not ("pixel_values" in names and image):
+        raise ConfigError(
+            f"{kind}.forward takes neither input_ids nor pixel_values: let a function of python:FILE.py return (module, batch)"
+        )
+
+    def batch(samples: int, length: int) -> Batch:
+        tokens = torch.zeros(samples, length, dtype=torch.long)
+        if "input_ids" in names:
+            made = {"input_ids": tokens}
+        else:
+            size = image if isinstance(image, (tuple, list)) else (image, image)
+            made = {"pixel_values": torch.zeros(samples, getattr(config, "num_channels", 3), *size)}
+        if labelled:
+            made["labels"] = tokens[:, 0] if per_sample else tokens
+        return made
+
+    return batch
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The loss in what a forward returned; where there is none the mean of the first floating tensor.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    from torch.utils._pytree import tree_leaves
+
+    values = outputs.values() if isinstance(outputs, Mapping) else outputs
+    found = next(
+        (value for value in tree_leaves(list(values) if not isinstance(values, torch.Tensor) else values) if _differentiable(value)), None
+    )
+    if found is None:
+        raise ConfigError("the model's forward returned neither a loss nor a tensor that one could be made of")
+    return found if found.ndim == 0 else found.float().mean()
+
+
+def _differentiable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def give_memory(module: nn.Module, device: torch.device) -> None:
+    """Puts tensors of ``device`` in place of those on the meta device; tied ones stay tied."""
+    made: dict[int, torch.Tensor] = {}
+
+    def here(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            made[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+        return made[id(tensor)]
+
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    table[name] = here(tensor)  # type: ignore[assignment]

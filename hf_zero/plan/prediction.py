@@ -1,0 +1,198 @@
+"""What the books of one step say: the peak of each tier, what is alive then, what is sent, how long it takes, and whether it fits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hf_zero.plan.books import KINDS, TIERS, Change, Storage
+from hf_zero.plan.quantities import size_text
+from hf_zero.plan.run import Cluster, Observation
+
+_SHOWN = 3  # largest things alive at the peak
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What there is; None is not said.
+
+    Attributes:
+        memory: Bytes of one device.
+        host_memory: Bytes of one node, for all its ranks.
+        flops: Operations per second of one rank.
+        link: Bytes per second that a rank sends to other nodes.
+        node_link: Bytes per second that it sends inside its node.
+    """
+
+    memory: int | None = None
+    host_memory: int | None = None
+    flops: float | None = None
+    link: float | None = None
+    node_link: float | None = None
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that one tier holds during a step.
+
+    Attributes:
+        nbytes: How much.
+        index: The change that brought it; -1 where it was so before the step.
+        label: What the engine was doing.
+        alive: Bytes by tier and kind at that moment.
+        largest: The largest storages of the tier then.
+    """
+
+    nbytes: int
+    index: int
+    label: str
+    alive: Counter[tuple[str, str]]
+    largest: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a configuration will take.
+
+    Attributes:
+        observation: What the engine did.
+        cluster: The ranks.
+        hardware: What there is.
+        peaks: By tier.
+        seconds: Of compute, sending inside the node and over the network; None where the hardware is not said.
+        reasons: Why it does not fit, or what the answer rests on.
+        fits: Whether it fits into what is said of the hardware.
+    """
+
+    observation: Observation
+    cluster: Cluster
+    hardware: Hardware
+    peaks: dict[str, Peak]
+    seconds: dict[str, float]
+    reasons: tuple[str, ...]
+    fits: bool
+
+    @property
+    def main(self) -> Peak:
+        """The peak of where ranks compute."""
+        return self.peaks["host" if self.cluster.on_host else "device"]
+
+    def by_kind(self) -> dict[str, int]:
+        """Bytes of a rank by kind, over all tiers, at the moment of the main peak."""
+        return {kind: sum(self.main.alive[tier, kind] for tier in TIERS) for kind in KINDS}
+
+    def seconds_per_step(self) -> float | None:
+        """Seconds of a step if all overlaps; None without operations per second."""
+        return max(self.seconds.values()) if "compute" in self.seconds else None
+
+    def to_dict(self) -> dict[str, object]:
+        """What ``--json`` prints."""
+        sent = self.observation.per_step().sent
+        return {
+            "fits": self.fits,
+            "peak_bytes_per_rank": {tier: self.peaks[tier].nbytes for tier in TIERS},
+            "by_kind": self.by_kind(),
+            "sent_bytes_per_step": {"node": round(sent.node), "network": round(sent.network)},
+            "checkpoint_bytes": self.observation.checkpoint_bytes,
+            "seconds_per_step": self.seconds_per_step(),
+            "reasons": list(self.reasons),
+        }
+
+
+def predict(observation: Observation, cluster: Cluster, hardware: Hardware) -> Prediction:
+    """Reads the books.
+
+    Args:
+        observation: What the engine did.
+        cluster: The ranks.
+        hardware: What there is.
+    """
+    peaks = {tier: _peak(observation, tier, cluster.on_host) for tier in TIERS}
+    faults = _faults(peaks, cluster, hardware)
+    notes = _notes(cluster, hardware, observation) if not faults else []
+    return Prediction(observation, cluster, hardware, peaks, _seconds(observation, hardware), tuple(faults or notes), not faults)
+
+
+def tier_of(storage: Storage, on_host: bool) -> str:
+    """Where a storage lies; the device of a rank on a CPU is the host."""
+    return "host" if on_host and storage.tier == "device" else storage.tier
+
+
+def levels(observation: Observation, on_host: bool) -> Iterator[tuple[int, Change | None, Counter[tuple[str, str]]]]:
+    """Bytes by tier and kind before the measured step, index -1, and after each of its changes; one counter, changed in place."""
+    alive: Counter[tuple[str, str]] = Counter()
+    for index, change in enumerate(observation.changes):
+        if index == observation.measured:
+            yield -1, None, alive
+        alive[tier_of(change.storage, on_host), change.storage.kind] += change.nbytes
+        if index >= observation.measured:
+            yield index, change, alive
+
+
+def _peak(observation: Observation, tier: str, on_host: bool) -> Peak:
+    most, at, label, then = -1, -1, "between steps", Counter[tuple[str, str]]()
+    now = 0
+    for index, change, alive in levels(observation, on_host):
+        if change is None:
+            now = sum(nbytes for (other, _), nbytes in alive.items() if other == tier)
+        elif tier_of(change.storage, on_host) == tier:
+            now += change.nbytes
+        if now > most:
+            most, at, label, then = now, index, change.label if change is not None else label, Counter(alive)
+    return Peak(max(0, most), at, label.removeprefix("hf_zero::"), then, _largest(observation, tier, at, on_host))
+
+
+def _largest(observation: Observation, tier: str, index: int, on_host: bool) -> tuple[str, ...]:
+    """The largest storages of ``tier`` that are alive after change ``index``, in words."""
+    sizes: Counter[Storage] = Counter()
+    last = index if index >= 0 else observation.measured - 1
+    for change in observation.changes[: last + 1]:
+        if tier_of(change.storage, on_host) == tier:
+            sizes[change.storage] += change.nbytes
+    return tuple(_words(storage, nbytes) for storage, nbytes in sizes.most_common(_SHOWN) if nbytes)
+
+
+def _words(storage: Storage, nbytes: int) -> str:
+    shape = "x".join(map(str, storage.shape))
+    where = f", made in {storage.label.removeprefix('hf_zero::')}" if storage.label else ""
+    return f"{size_text(nbytes)} of {storage.kind}: {shape} {str(storage.dtype).removeprefix('torch.')}{where}"
+
+
+def _faults(peaks: dict[str, Peak], cluster: Cluster, hardware: Hardware) -> list[str]:
+    found = []
+    device, host = peaks["device"], peaks["host"]
+    if hardware.memory is not None and not cluster.on_host and device.nbytes > hardware.memory:
+        kinds = Counter({kind: nbytes for (tier, kind), nbytes in device.alive.items() if tier == "device"}).most_common(3)
+        most = ", ".join(f"{kind} {size_text(nbytes)}" for kind, nbytes in kinds)
+        found.append(f"device memory: {size_text(device.nbytes)} at the peak ({device.label}) of {size_text(hardware.memory)}; {most}")
+    near = min(cluster.ranks, cluster.ranks_per_node)
+    limit = hardware.host_memory if hardware.host_memory is not None or not cluster.on_host else hardware.memory
+    if limit is not None and host.nbytes * near > limit:
+        found.append(f"host memory: {near} ranks x {size_text(host.nbytes)} is more than the {size_text(limit)} of a node")
+    return found
+
+
+def _notes(cluster: Cluster, hardware: Hardware, observation: Observation) -> list[str]:
+    notes = []
+    if not cluster.on_host:
+        notes.append("not counted on a device: its driver's context, libraries' work space, and fragments of the allocator")
+        if hardware.memory is None:
+            notes.append("no --memory was given, so nothing was compared with it")
+    if hardware.flops is not None:
+        notes.append("seconds_per_step is a lower bound: all operations at the rate of --tflops, all sending beside them")
+        sent = observation.per_step().sent
+        missing = [flag for nbytes, rate, flag in ((sent.network, hardware.link, "--link"), (sent.node, hardware.node_link, "--node-link"))
+                   if nbytes and rate is None]  # fmt: skip
+        notes += [f"{flag} was not given: sending over it is taken to cost nothing" for flag in missing]
+    return notes
+
+
+def _seconds(observation: Observation, hardware: Hardware) -> dict[str, float]:
+    step = observation.per_step()
+    rates: Sequence[tuple[str, float, float | None]] = (
+        ("compute", step.work.flops, hardware.flops),
+        ("node", step.sent.node, hardware.node_link),
+        ("network", step.sent.network, hardware.link),
+    )
+    return {name: amount / rate for name, amount, rate in rates if rate is not None}

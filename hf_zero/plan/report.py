@@ -1,0 +1,103 @@
+"""A prediction as tables for people, and as a picture."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from hf_zero.errors import UnsupportedError
+from hf_zero.plan.books import KINDS, TIERS
+from hf_zero.plan.prediction import Prediction, levels
+from hf_zero.plan.quantities import size_text
+
+_POINTS = 4000  # of the picture
+
+
+def text_of(prediction: Prediction) -> str:
+    """The tables, in plain text."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(width=120, record=True, file=StringIO(), color_system=None)
+    console.print(_memory_table(prediction))
+    for line in lines_of(prediction):
+        console.print(Text(line))
+    return console.export_text()
+
+
+def _memory_table(prediction: Prediction) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"bytes per rank at the peak ({prediction.main.label})", title_justify="left")
+    table.add_column("what")
+    tiers = [tier for tier in TIERS if prediction.peaks[tier].nbytes]
+    for tier in tiers:
+        table.add_column(tier, justify="right")
+    for kind in KINDS:
+        cells = [prediction.main.alive[tier, kind] for tier in tiers]
+        if any(cells):
+            table.add_row(kind, *(size_text(nbytes) if nbytes else "" for nbytes in cells))
+    table.add_section()
+    table.add_row("peak of the tier", *(size_text(prediction.peaks[tier].nbytes) for tier in tiers))
+    return table
+
+
+def lines_of(prediction: Prediction) -> list[str]:
+    """What stands below the table."""
+    observation = prediction.observation
+    step, (parameters, trained) = observation.per_step(), observation.parameters
+    lines = [f"largest then: {thing}" for thing in prediction.main.largest]
+    lines.append(f"parameters: {parameters:,}, of which {trained:,} are trained")
+    lines.append(f"sent by a rank per step: {size_text(step.sent.node)} inside its node, {size_text(step.sent.network)} to other nodes")
+    lines.append(f"computed by a rank per step: {step.work.flops / 1e12:.4g} TFLOP")
+    lines += [f"  {name}: {seconds:.4g} s" for name, seconds in prediction.seconds.items()]
+    lines.append(f"a checkpoint: {size_text(observation.checkpoint_bytes)} on disk")
+    if observation.sharded:
+        lines.append(f"generate() adds: {size_text(observation.whole_bytes)} where it gathers the whole model, and its cache")
+        lines.append(f"saving adds: {size_text(observation.largest_unit_bytes)}, one unit at a time")
+    lines.append("it fits" if prediction.fits else "IT DOES NOT FIT")
+    return [*lines, *(f"- {reason}" for reason in prediction.reasons)]
+
+
+def draw(prediction: Prediction, path: Path, title: str) -> None:
+    """Writes a picture of memory over one step, stacked by kind, with the limit as a line.
+
+    Args:
+        prediction: What to draw.
+        path: Its ending chooses the format.
+        title: Above it.
+
+    Raises:
+        UnsupportedError: Without matplotlib.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise UnsupportedError("--plot needs matplotlib: pip install matplotlib") from None
+    on_host = prediction.cluster.on_host
+    tier = "host" if on_host else "device"
+    rows = [[alive[tier, kind] / 2**30 for kind in KINDS] for _, _, alive in levels(prediction.observation, on_host)]
+    rows = _thinned(rows)
+    figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
+    shown = [index for index in range(len(KINDS)) if any(row[index] for row in rows)]
+    axes.stackplot(
+        range(len(rows)), [[row[index] for row in rows] for index in shown], labels=[KINDS[index] for index in shown], step="post"
+    )
+    limit = prediction.hardware.host_memory if on_host else prediction.hardware.memory
+    if limit is not None:
+        axes.axhline(limit / 2**30, color="black", linestyle="--", label="limit")
+    axes.set(xlabel="one optimizer step, in the order of allocations", ylabel=f"GiB of a rank's {tier} memory", title=title, xticks=[])
+    axes.legend(loc="upper left", fontsize="small", ncols=2)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _thinned(rows: list[list[float]]) -> list[list[float]]:
+    """At most a few thousand rows, of each stretch the one that holds most."""
+    width = -(-len(rows) // _POINTS)
+    return [max(rows[start : start + width], key=sum) for start in range(0, len(rows), width)]

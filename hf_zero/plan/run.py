@@ -1,0 +1,344 @@
+"""One optimizer step of the real engine over tensors without values."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+
+from hf_zero import observe
+from hf_zero.comm.collectives import Collectives, Pending
+from hf_zero.comm.topology import Topology
+from hf_zero.config.mesh import requested_slices
+from hf_zero.deepspeed.initialize import initialize
+from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
+from hf_zero.plan.attention import device_attention
+from hf_zero.plan.books import NOWHERE, Books, Change, Work
+from hf_zero.plan.models import PlannedModel, give_memory, loss_of
+from hf_zero.plan.pretended import pretended_world
+from hf_zero.system.planning import placed
+
+_MOST_MICRO_STEPS = 3  # the first, those between, which are alike, and the last
+_MOVING = ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_in_order", "exchange", "exchange_parts", "broadcast", "largest_of")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The ranks.
+
+    Attributes:
+        ranks: Of all nodes.
+        ranks_per_node: Of one node.
+        on_host: Ranks compute on CPUs.
+    """
+
+    ranks: int
+    ranks_per_node: int
+    on_host: bool = False
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a rank trains on.
+
+    Attributes:
+        micro_batch: Samples of a micro-step.
+        sequence: Tokens of a sample.
+    """
+
+    micro_batch: int
+    sequence: int
+
+
+@dataclass
+class Traffic:
+    """Bytes that a rank sends, by the links they go over.
+
+    Attributes:
+        node: To ranks of its node.
+        network: To other nodes.
+    """
+
+    node: float = 0.0
+    network: float = 0.0
+
+    def plus(self, other: Traffic, times: float = 1.0) -> Traffic:
+        """The sum."""
+        return Traffic(self.node + times * other.node, self.network + times * other.network)
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """What one micro-step, or the update behind the last one, computed and sent.
+
+    Attributes:
+        sent: Bytes sent.
+        work: Operations, and bytes read and written on the device.
+    """
+
+    sent: Traffic
+    work: Work
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the engine did.
+
+    Attributes:
+        changes: Storages that came and went, from the model's first tensor on.
+        measured: How many changes came before the step that is measured.
+        micro_steps: Forwards with their backwards: the first, one of those between, the last; fewer where there are fewer.
+        update: Bytes and operations of the update.
+        accumulation: Micro-steps of an optimizer step.
+        checkpoint_bytes: Of all ranks together.
+        parameters: Elements of the model, and those that are trained.
+        sharded: Parameters are gathered for use (stage 3).
+        whole_bytes: Of parameters that a gather of the whole model would allocate.
+        largest_unit_bytes: Of the largest unit.
+    """
+
+    changes: list[Change]
+    measured: int
+    micro_steps: list[MicroStep]
+    update: MicroStep
+    accumulation: int
+    checkpoint_bytes: int
+    parameters: tuple[int, int]
+    sharded: bool
+    whole_bytes: int
+    largest_unit_bytes: int
+
+    def per_step(self) -> MicroStep:
+        """Bytes and operations of one optimizer step."""
+        sent, work = self.update.sent, replace(self.update.work)
+        for index, one in enumerate(self.micro_steps):
+            times = self.accumulation - 2 if index == 1 and len(self.micro_steps) == _MOST_MICRO_STEPS else 1
+            sent = sent.plus(one.sent, times)
+            work.flops, work.read = work.flops + times * one.work.flops, work.read + times * one.work.read
+        return MicroStep(sent, work)
+
+
+def observe_step(model: PlannedModel, config: Mapping[str, Any], cluster: Cluster, load: Load, attention: str = "sdpa") -> Observation:
+    """Runs the engine for two optimizer steps and writes the second one down.
+
+    The first makes the moments and learns the order of blocks. Of an accumulation at most three micro-steps run.
+
+    Args:
+        model: On the meta device.
+        config: The DeepSpeed configuration.
+        cluster: The ranks.
+        load: What they train on.
+        attention: sdpa, flash or eager; "reference" is torch's own choice for a device that it does not know.
+
+    Raises:
+        ConfigError: The engine refuses the configuration.
+        UnsupportedError: The model does what needs values.
+    """
+    _require_plannable(config, cluster, load)
+    with pretended_world(cluster.ranks, cluster.ranks_per_node, cluster.on_host) as device:
+        books = Books(device, model.vocabulary)
+        kernels = nullcontext() if attention in ("eager", "reference") or cluster.on_host else device_attention(attention == "flash")
+        with books.kept(), kernels, _quiet(), torch.autograd.set_multithreading_enabled(False):
+            try:
+                return _Run(model, dict(config), cluster, load, device, books).observation()
+            except HfZeroError:
+                raise
+            except NotImplementedError as error:
+                raise UnsupportedError(
+                    f"{type(model.module).__name__} cannot be planned: an operation of it has no fake counterpart: {str(error)[:200]}"
+                ) from error
+            except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+                raise UnsupportedError(
+                    f"{type(model.module).__name__} cannot be planned: it makes shapes of values, which a plan has none of "
+                    f"({str(error).splitlines()[0]})"
+                ) from error
+
+
+def _require_plannable(config: Mapping[str, Any], cluster: Cluster, load: Load) -> None:
+    """Refuses what a plan would get wrong."""
+    slices = requested_slices(config)
+    if load.sequence % slices:
+        raise ConfigError(f"--sequence {load.sequence} does not divide into the {slices} slices of sequence_parallel_size")
+    section = config.get("torch_autocast")
+    if isinstance(section, Mapping) and section.get("enabled") and not cluster.on_host:
+        raise UnsupportedError("torch_autocast is planned with --device cpu only: a pretended device has no rules of autocast")
+
+
+@dataclass
+class _Run:
+    """An engine under observation."""
+
+    model: PlannedModel
+    config: dict[str, Any]
+    cluster: Cluster
+    load: Load
+    device: torch.device
+    books: Books
+    sent: Traffic = field(default_factory=Traffic)
+
+    def observation(self) -> Observation:
+        """Trains two steps."""
+        with placed(NOWHERE):
+            give_memory(self.model.module, self.device)
+        for param in self.model.module.parameters():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(lambda param: self.books.mark([param.grad], "gradients"))
+        with mock.patch.object(Collectives, "__init__", lambda network, topology: self.network(network, topology)):
+            engine = initialize(model=self.model.module, config=self.config)[0]
+        if engine.stepper is None:
+            raise ConfigError("the configuration has no optimizer, so nothing is trained: give it an optimizer section")
+        self._book(engine)
+        accumulation = engine.accumulation.steps
+        engine.accumulation.steps = 1
+        self._train(engine, 1)
+        gc.collect()
+        measured = len(self.books.changes)
+        count = min(accumulation, _MOST_MICRO_STEPS)
+        engine.accumulation.steps = count
+        *micro_steps, update = self._train(engine, count)
+        self._mark_owned(engine)
+        observation = self._observation(engine, measured, micro_steps, update, accumulation)
+        engine.destroy()
+        return observation
+
+    def _train(self, engine: Any, count: int) -> list[MicroStep]:
+        found: list[MicroStep] = []
+        length = self.load.sequence // requested_slices(self.config)
+        for _ in range(count):
+            with self._counted(found):
+                with self.books.of_kind("other"):
+                    batch = {name: value.to(self.device) for name, value in self.model.batch(self.load.micro_batch, length).items()}
+                engine.backward(loss_of(engine(**batch)))
+                self._mark_gradients(engine)
+        with self._counted(found):
+            engine.step()
+            self._mark_owned(engine)
+        return found
+
+    @contextmanager
+    def _counted(self, found: list[MicroStep]) -> Iterator[None]:
+        sent, work = copy.copy(self.sent), copy.copy(self.books.work)
+        yield
+        now = self.books.work
+        found.append(MicroStep(self.sent.plus(sent, -1), Work(now.flops - work.flops, now.read - work.read)))
+
+    # -- what is for what -------------------------------------------------------------------------------------------------
+
+    def _book(self, engine: Any) -> None:
+        """Lets the buffers of gradients say what they allocate."""
+        for pool in {id(entry.pool): entry.pool for entry in engine.stepper.reducer.gradients}.values():
+            setattr(pool, "take", self.books.booked("gradients", pool.take))  # noqa: B010
+        self._mark_owned(engine)
+
+    def network(self, network: Collectives, topology: Topology) -> None:
+        """In place of ``Collectives.__init__``: lets a new network say what it sends and allocates."""
+        network.topology, network.sent_bytes = topology, 0
+        for name in _MOVING:
+            setattr(network, name, self._counting(network, getattr(network, name)))
+
+    def _counting(self, network: Collectives, call: Any) -> Any:
+        share = _share_of_network(network, self.cluster.ranks_per_node)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.books.purpose == "communication":  # a part of another call, which counts
+                return call(*args, **kwargs)
+            before = network.sent_bytes
+            with self.books.of_kind("communication"):
+                result = call(*args, **kwargs)
+            nbytes = network.sent_bytes - before
+            self.sent.node += nbytes * (1 - share)
+            self.sent.network += nbytes * share
+            if isinstance(result, Pending) and result.finish is not None:
+                result.finish = self.books.booked("communication", result.finish)
+            return result
+
+        return run
+
+    def _mark_gradients(self, engine: Any) -> None:
+        self.books.mark((entry.shard for entry in engine.stepper.reducer.gradients), "gradients")
+
+    def _mark_owned(self, engine: Any) -> None:
+        """Says what the tensors that stay are for, and where."""
+        mark = self.books.mark
+        for unit in engine.units:
+            gathered = unit.reshards and not unit.pinned
+            mark([unit.whole.flat], "gathered" if gathered else "parameters")
+            mark([unit.secondary._part], "parameters")
+            if unit.master is not unit.shard:
+                mark([unit.master], "masters")
+            mark([unit.shard], "parameters")
+        mark((value for state in engine.optimizer.inner.state.values() for value in state.values()), "moments")
+        mark((value for segment in engine.optimizer.segments for value in segment.state.values()), "moments")
+        loose = [tensor for tensor in engine.module.parameters() if tensor.numel()]
+        known = {id(entry) for unit in engine.units if (entry := self.books.of(unit.whole.flat)) is not None}
+        for tensor, kind in [*((tensor, "parameters") for tensor in loose), *((tensor, "other") for tensor in engine.module.buffers())]:
+            entry = self.books.of(tensor)
+            if entry is not None and id(entry) not in known:
+                entry.kind, entry.tier = kind, "device"
+
+    # -- what comes of it -------------------------------------------------------------------------------------------------
+
+    def _observation(self, engine: Any, measured: int, micro_steps: list[MicroStep], update: MicroStep, accumulation: int) -> Observation:
+        in_units = [unit.layout for unit in engine.units]
+        loose = sum(param.numel() for param in engine.module.parameters() if not hasattr(param, "_hf_zero_owner"))
+        trained = sum(unit.layout.numel for unit in engine.units if unit.trainable)
+        topology = engine.collectives.topology
+        copies = topology.model.world if topology.model is not None else 1
+        reshards = [unit.whole.nbytes for unit in engine.units if unit.reshards]
+        return Observation(
+            changes=self.books.changes,
+            measured=measured,
+            micro_steps=micro_steps,
+            update=update,
+            accumulation=accumulation,
+            checkpoint_bytes=_checkpoint_bytes(engine) * copies,
+            parameters=(sum(layout.numel for layout in in_units) + loose, trained),
+            sharded=bool(reshards),
+            whole_bytes=sum(reshards),
+            largest_unit_bytes=max(reshards, default=0),
+        )
+
+
+def _checkpoint_bytes(engine: Any) -> int:
+    """Masters, else weights, optimizer states, and what lies in no unit: what ``save_checkpoint`` writes of them."""
+    states: dict[int, int] = {}
+    for segment in engine.optimizer.segments:
+        kept = sum(value.nbytes for _, value in segment.elementwise())
+        states[id(segment.unit)] = states.get(id(segment.unit), 0) + kept
+    units = 0
+    for unit in engine.units:
+        values = unit.master if unit.master is not None else unit.shard
+        units += (values.nbytes + states.get(id(unit), 0)) * unit.layout.world
+    loose = [param for param in engine.module.parameters() if not hasattr(param, "_hf_zero_owner")]
+    return units + sum(tensor.nbytes for tensor in [*loose, *engine.module.buffers()])
+
+
+def _share_of_network(network: Collectives, ranks_per_node: int) -> float:
+    """Which part of what a rank sends leaves its node.
+
+    Where each rank sends to each peer directly: the peers elsewhere. In a ring, whose bytes nccl's other ways equal: one hop of those that
+    pass through a node.
+    """
+    ranks = network.topology.ranks
+    near = sum(rank // ranks_per_node == ranks[0] // ranks_per_node for rank in ranks)
+    if near == len(ranks):
+        return 0.0
+    return (len(ranks) - near) / (len(ranks) - 1) if network.blocks_host else 1.0 / near
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The engine's own lines are not the plan's."""
+    level = observe.logger.level
+    observe.logger.setLevel("ERROR")
+    try:
+        yield
+    finally:
+        observe.logger.setLevel(level)

@@ -1,0 +1,165 @@
+"""``hf-zero plan`` as a command: its JSON, its exit status, its messages."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from hf_zero.errors import ConfigError
+from hf_zero.plan.quantities import bytes_of, bytes_per_second_of, size_text
+from tests.support.planned import LLAMA
+from tests.support.processes import REPO
+
+KEYS = ["fits", "peak_bytes_per_rank", "by_kind", "sent_bytes_per_step", "checkpoint_bytes", "seconds_per_step", "reasons"]
+KINDS = ["parameters", "gradients", "masters", "moments", "gathered", "activations", "logits", "communication", "other"]
+PLANS = """
+import json, sys
+from hf_zero.cli import main
+for line in json.loads(sys.argv[1]):
+    print("STATUS", main(["plan", *line]), flush=True)
+    print("STATUS", file=sys.stderr, flush=True)
+"""
+
+
+def plans(lines: list[list[str]]) -> list[tuple[int, str, str]]:
+    """Exit status, output and errors of each command line, all in one process: a pretended device stays for its life."""
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PLANS, json.dumps(lines)], capture_output=True, text=True, env=env, cwd=REPO
+    )
+    outs, errs = ended.stdout.split("STATUS "), ended.stderr.split("STATUS\n")
+    assert ended.returncode == 0, ended.stderr
+    texts = [outs[0], *(part.partition("\n")[2] for part in outs[1:])]
+    return [(int(part.split("\n")[0]), text, err) for part, text, err in zip(outs[1:], texts, errs, strict=False)]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    folder = tmp_path_factory.mktemp("plans")
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "model_type": "llama"}))
+    (folder / "model.py").write_text(
+        "import torch\nfrom torch import nn\n\n\n"
+        "def make(width=8):\n    return nn.Linear(width, width), lambda n, s: {'input': torch.zeros(n, width)}\n"
+    )
+    zero: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
+    offload = {**zero, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
+    disk = {**zero, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}}}
+    model = ["--config", json.dumps(zero), "--sequence", "32", "--ranks", "8", "--ranks-per-node", "4"]
+    lines = {
+        "json": [str(folder), *model, "--json", "--memory", "1GiB", "--tflops", "1", "--link", "1Gbit", "--plot", str(folder / "plan.png")],
+        "small": [str(folder), *model, "--json", "--memory", "100kB"],
+        "table": [str(folder / "config.json"), *model, "--checkpoint-activations"],
+        "offload": [str(folder), *model[2:], "--json", "--config", json.dumps(offload), "--host-memory", "1GiB"],
+        "disk": [str(folder), *model[2:], "--json", "--config", json.dumps(disk)],
+        "python": [f"python:{folder / 'model.py'}:make", *model, "--json", "--set", "width=16"],
+        "eager": [str(folder), *model, "--json", "--attention", "eager"],
+        "size": [str(folder), *model, "--memory", "80 gigabytes"],
+        "rate": [str(folder), *model, "--link", "400GB"],
+        "type": ["lama", *model],
+        "missing": [str(folder / "none" / "config.json"), *model],
+        "mesh": [str(folder), "--ranks", "6", "--config", json.dumps({**zero, "tensor_parallel": {"autotp_size": 4}})],
+        "ranks": [str(folder), *model[:4], "--ranks", "6", "--ranks-per-node", "4"],
+        "trainable": [str(folder), *model, "--trainable", "lora:rank=2"],
+        "autocast": [str(folder), "--config", json.dumps({"torch_autocast": {"enabled": True}})],
+    }
+    found = dict(zip(lines, plans(list(lines.values())), strict=True))
+    assert (folder / "plan.png").stat().st_size > 10_000
+    return found
+
+
+def test_json_has_exactly_the_keys(answers: Any) -> None:
+    status, text, _ = answers["json"]
+    content = json.loads(text)
+    assert status == 0
+    assert list(content) == KEYS
+    assert list(content["by_kind"]) == KINDS
+    assert list(content["peak_bytes_per_rank"]) == ["device", "host", "disk"]
+    assert list(content["sent_bytes_per_step"]) == ["node", "network"]
+    assert content["fits"] is True
+    assert content["seconds_per_step"] > 0
+    sent = content["sent_bytes_per_step"]
+    assert sent["node"] == pytest.approx(3 * sent["network"], abs=2)  # of a ring over two nodes of four ranks, two hops of eight
+
+
+def test_what_does_not_fit_is_status_one_with_reasons(answers: Any) -> None:
+    status, text, _ = answers["small"]
+    content = json.loads(text)
+    assert (status, content["fits"]) == (1, False)
+    assert "device memory" in content["reasons"][0]
+    assert content["seconds_per_step"] is None
+
+
+def test_the_table_is_for_people(answers: Any) -> None:
+    status, text, _ = answers["table"]
+    assert status == 0
+    for word in ("activations", "peak of the tier", "sent by a rank", "a checkpoint", "it fits", "generate() adds", "largest then"):
+        assert word in text
+
+
+def test_offload_is_on_other_tiers(answers: Any) -> None:
+    on_device, on_host, on_disk = (json.loads(answers[name][1])["peak_bytes_per_rank"] for name in ("json", "offload", "disk"))
+    assert on_host["device"] < on_device["device"]
+    assert on_host["host"] > on_device["host"] + 100_000
+    assert on_device["disk"] == on_host["disk"] == 0
+    assert on_disk["disk"] > 100_000
+
+
+def test_eager_attention_keeps_scores(answers: Any) -> None:
+    kernel, eager = (json.loads(answers[name][1])["by_kind"]["activations"] for name in ("json", "eager"))
+    assert eager > kernel
+
+
+def test_a_model_of_python_code(answers: Any) -> None:
+    status, text, _ = answers["python"]
+    assert status == 0
+    assert json.loads(text)["checkpoint_bytes"] >= 12 * (16 * 16 + 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("size", ["--memory", "80 gigabytes", "80GiB"]),
+        ("rate", ["--link", "400GB", "400Gbit"]),
+        ("type", ["lama", "model_type", "llama"]),
+        ("missing", ["does not exist"]),
+        ("mesh", ["6 rank", "autotp_size"]),
+        ("ranks", ["--ranks 6", "--ranks-per-node 4"]),
+        ("trainable", ["lora:rank=2", "match:REGEX"]),
+        ("autocast", ["torch_autocast", "--device cpu"]),
+    ],
+)
+def test_wrong_input_is_status_two_with_one_line(answers: Any, name: str, words: list[str]) -> None:
+    status, _, error = answers[name]
+    lines = [line for line in error.splitlines() if line.startswith("hf-zero plan:")]
+    assert status == 2
+    assert len(lines) == 1
+    for word in words:
+        assert word in lines[0]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("text", "nbytes"), [("80GiB", 80 * 2**30), ("80GB", 80 * 10**9), ("1.5 TB", 1_500_000_000_000), ("512B", 512)])
+def test_sizes(text: str, nbytes: int) -> None:
+    assert bytes_of(text, "--memory") == nbytes
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("text", ["80", "80G", "80gb", "-1GB", "0GB", "iB", "1iB", "GiB", "80Gbit"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="--memory"):
+        bytes_of(text, "--memory")
+
+
+@pytest.mark.quick
+def test_rates() -> None:
+    assert bytes_per_second_of("400Gbit", "--link") == 50e9
+    assert bytes_per_second_of("8Mbit/s", "--link") == 1e6
+    for text in ("400", "400GB", "400Gb", "0Gbit"):
+        with pytest.raises(ConfigError, match="--link"):
+            bytes_per_second_of(text, "--link")
+    assert [size_text(value) for value in (0, 1536, 80 * 2**30)] == ["0 B", "1.50 KiB", "80.00 GiB"]

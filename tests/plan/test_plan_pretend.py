@@ -1,0 +1,18 @@
+"""The peak that a plan tells beside the one that the pretend accelerator's allocator counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.plan_accuracy import combinations, name_of
+from tests import pretend
+from tests.support import planned
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(pretend.missing()), reason=pretend.missing())]
+
+
+def test_peaks_are_within_two_percent() -> None:
+    cases = combinations()[::9]
+    assert {case["config"]["zero_optimization"]["stage"] for case in cases} == {0, 1, 2, 3}
+    for case, told, real in zip(cases, planned.planned_peaks(cases, 2), planned.real_peaks(cases, 2), strict=True):
+        assert told == pytest.approx(real, rel=0.02), name_of(case)

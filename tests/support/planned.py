@@ -1,0 +1,175 @@
+"""What a plan says beside what a real job of ranks holds and sends."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tests.support import ranks
+
+LLAMA = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 211,
+    "pad_token_id": 0,
+}
+GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 131, "n_positions": 64}
+
+
+def plan(model: str, settings: Mapping[str, Any], config: Mapping[str, Any], world: int, samples: int, length: int, **wish: Any) -> Any:
+    """The prediction for ranks on CPUs."""
+    from hf_zero.plan.command import settled
+    from hf_zero.plan.models import ModelWish, build_model
+    from hf_zero.plan.prediction import Hardware, predict
+    from hf_zero.plan.run import Cluster, Load, observe_step
+
+    cluster = Cluster(world, world, on_host=True)
+    built = build_model(ModelWish(model, settings, **wish))
+    return predict(observe_step(built, settled(dict(config), samples), cluster, Load(samples, length)), cluster, Hardware())
+
+
+def trained(model: str, settings: Mapping[str, Any], config: Mapping[str, Any], samples: int, length: int, wish: Mapping[str, Any]) -> Any:
+    """Bytes that a rank holds after two optimizer steps, and those that it sent in the second; in a job of ranks."""
+    import hf_zero
+    from hf_zero.comm.collectives import Collectives
+    from hf_zero.plan.command import settled
+    from hf_zero.plan.models import ModelWish, build_model, give_memory
+
+    built = build_model(ModelWish(model, settings, **wish))
+    module = built.module
+    give_memory(module, torch.device("cpu"))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.is_floating_point():
+                tensor.normal_(std=0.02)
+            else:
+                tensor.zero_()
+    engine = hf_zero.initialize(model=module, config=settled(dict(config), samples))[0]
+    networks = [found for found in gc.get_objects() if isinstance(found, Collectives)]
+    steps = engine.accumulation.steps
+
+    def step(count: int) -> None:
+        engine.accumulation.steps = count
+        for _ in range(count):
+            engine.backward(engine(**built.batch(samples, length)).loss)
+        engine.step()
+
+    step(1)
+    before = sum(network.sent_bytes for network in networks)
+    step(steps)
+    states = [value for segment in engine.optimizer.segments for value in segment.state.values() if isinstance(value, torch.Tensor)]
+    found = {
+        "masters": sum(unit.master.nbytes for unit in engine.units if unit.master is not None and unit.master is not unit.shard),
+        "parameters": sum((unit.shard if unit.reshards and not unit.pinned else unit.whole.flat).nbytes for unit in engine.units),
+        "moments": sum(value.nbytes for value in states),
+        "sent": sum(network.sent_bytes for network in networks) - before,
+    }
+    found["parameters"] += sum(unit.shard.nbytes for unit in engine.units if unit.reshards and unit.pinned)
+    loose = [param for param in engine.module.parameters() if not hasattr(param, "_hf_zero_owner")]
+    found["parameters"] += sum(param.nbytes for param in loose)
+    engine.destroy()
+    return found
+
+
+def cases_on_ranks(cases: list[dict[str, Any]]) -> list[Any]:
+    """``trained`` for each case, one after the other in one job."""
+    return [trained(**case) for case in cases]
+
+
+def run_real(cases: list[dict[str, Any]], world: int) -> list[Any]:
+    """What rank 0 holds and sends, per case."""
+    answers: list[Any] = ranks.run_ranks(cases_on_ranks, world, cases, timeout=1200.0)[0]
+    return answers
+
+
+def key(case: Mapping[str, Any]) -> str:
+    """A case in words."""
+    return json.dumps({name: case[name] for name in ("model", "config", "wish")})
+
+
+def peak_on_device(
+    model: str, settings: Mapping[str, Any], config: Mapping[str, Any], samples: int, length: int, wish: Mapping[str, Any]
+) -> Any:
+    """The allocator's peak in the second step on the pretend accelerator, and bytes sent; in a job of ranks."""
+    import hf_zero
+    from hf_zero.plan.command import settled
+    from hf_zero.plan.models import ModelWish, build_model, give_memory
+
+    device = ranks.device()
+    gc.collect()
+    base = torch.accelerator.memory_allocated(device)
+    built = build_model(ModelWish(model, settings, **wish))
+    give_memory(built.module, device)
+    with torch.no_grad():
+        for tensor in [*built.module.parameters(), *built.module.buffers()]:
+            tensor.fill_(0.01) if tensor.is_floating_point() else tensor.zero_()
+    engine = hf_zero.initialize(model=built.module, config=settled(dict(config), samples))[0]
+    for _ in range(2):
+        gc.collect()
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats(device)
+        batch = {name: value.to(device) for name, value in built.batch(samples, length).items()}
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        del loss, batch
+        engine.step()
+    peak = torch.accelerator.max_memory_allocated(device) - base
+    engine.destroy()
+    return peak
+
+
+def peaks_on_ranks(cases: list[dict[str, Any]]) -> list[Any]:
+    """``peak_on_device`` for each case, one after the other in one job."""
+    return [peak_on_device(**case) for case in cases]
+
+
+PLANNED_PEAKS = """
+import json, sys
+from hf_zero.plan.command import settled
+from hf_zero.plan.models import ModelWish, build_model
+from hf_zero.plan.prediction import Hardware, predict
+from hf_zero.plan.run import Cluster, Load, observe_step
+found = []
+cases, world = json.loads(sys.argv[1])
+for case in cases:
+    model = build_model(ModelWish(case["model"], case["settings"], **case["wish"]))
+    cluster = Cluster(world, world)
+    seen = observe_step(model, settled(case["config"], case["samples"]), cluster, Load(case["samples"], case["length"]), "reference")
+    found.append(predict(seen, cluster, Hardware()).peaks["device"].nbytes)
+print(json.dumps(found))
+"""
+
+
+def planned_peaks(cases: list[dict[str, Any]], world: int) -> list[int]:
+    """What plans of a device with torch's reference kernels say, in a process of their own."""
+    import os
+    import subprocess
+    import sys
+
+    from tests.support.processes import REPO
+
+    command = [sys.executable, "-W", "ignore", "-c", PLANNED_PEAKS, json.dumps([cases, world])]
+    env = {**os.environ, "PYTHONPATH": str(REPO), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    ended = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    if ended.returncode:
+        raise RuntimeError(ended.stderr[-4000:])
+    told: list[int] = json.loads(ended.stdout.splitlines()[-1])
+    return told
+
+
+def real_peaks(cases: list[dict[str, Any]], world: int) -> list[int]:
+    """The allocator's peaks on the pretend accelerator, of rank 0."""
+    from tests import pretend
+    from tests.pretend import network
+
+    env = {"HF_ZERO_TEST_DEVICE": pretend.NAME, "HF_ZERO_TEST_BACKEND": network.NAME}
+    found: list[int] = ranks.run_ranks(peaks_on_ranks, world, cases, env=env, timeout=1500.0)[0]
+    return found
