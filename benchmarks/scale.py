@@ -61,7 +61,7 @@ def measure(arguments: argparse.Namespace, console: Console, known: Cases) -> Ca
         for blocks in arguments.blocks:
             for world in arguments.worlds:
                 for contender in arguments.only:
-                    for what in ("times", "counts"):
+                    for what in arguments.what:
                         name = key(contender, world, blocks, what)
                         if name in known:
                             continue
@@ -167,6 +167,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--what", nargs="+", choices=["times", "counts"], default=["times", "counts"])
     parser.add_argument("--json", type=Path, help="keep what is measured in this file; cases that it holds are not measured again")
     parser.add_argument("--draw", type=Path, help="measure nothing; take this file")
     parser.add_argument("--plot", type=Path, help="draw the curves (needs matplotlib)")
