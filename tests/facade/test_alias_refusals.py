@@ -28,7 +28,7 @@ def _import_from(module: str, name: str) -> Callable[[], None]:
         (lambda: deepspeed.runtime.zero.stage3.print_rank_0, AttributeError, "engine.optimizer"),
         (_import_from("deepspeed.pipe", "PipelineModule"), ImportError, "ZeRO stage 3"),
         (_import_from("deepspeed.sequence.fpdt_layer", "FPDT_Attention"), ImportError, "DistributedAttention"),
-        (lambda: importlib.import_module("deepspeed.moe.layer"), ImportError, "Mixture-of-Experts"),
+        (lambda: importlib.import_module("deepspeed.moe.layer"), ImportError, "expert_parallel in the configuration"),
         (lambda: deepspeed.accelerator.get_accelerator().lazy_call, AttributeError, "torch.accelerator"),
     ],
 )
