@@ -21,7 +21,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 MOST_CONNECTED = 16  # up to so many ranks gloo may connect each with each
 FAKE = "fake"
-"""torch's back end without peers, on which a plan runs: on a CPU it stands for gloo."""
+"""torch's back end without peers, on which a plan runs: on a CPU it stands for gloo there."""
 
 Lines = Sequence[Sequence[int]]  # ranks of the default group, in groups that do not overlap
 
@@ -188,7 +188,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
 def serving_backend(group: dist.ProcessGroup, device: torch.device) -> str:
     """Name of the back end that carries tensors of ``device``; a group may have one per device type (``cpu:gloo,cuda:nccl``)."""
     served = _served(group)
-    if FAKE in served.values():
+    if planning() and FAKE in served.values():
         return "gloo" if device.type == "cpu" else FAKE
     # A host's back end serves a device that has none of its own.
     return served.get(device.type) or served.get("cpu") or str(dist.get_backend(group))

@@ -9,7 +9,7 @@ import time
 
 import torch.distributed as dist
 
-from hf_zero.comm.process_groups import default_store
+from hf_zero.comm.process_groups import FAKE, default_store
 
 SECONDS_TO_ANSWER = 5.0
 _MORE = 3.0  # for the store to answer
@@ -23,7 +23,8 @@ def sign_in() -> None:
     """Writes this rank's host into the default group's store, for those who outlive it; no collective, once per default group."""
     global _signed_in
     store = default_store()
-    if store is not None and store is not _signed_in and dist.get_world_size() > 1:
+    pretended = FAKE in str(dist.get_backend_config())  # its store keeps nothing
+    if store is not None and store is not _signed_in and dist.get_world_size() > 1 and not pretended:
         store.set(f"{_KEY}/host/{dist.get_rank()}", platform.node())
         _signed_in = store
 

@@ -406,7 +406,7 @@ BROKEN = [
     (("excluded",), ["w"], "parameter w is there, and listed as excluded"),
     (("world",), -1, "-1 ranks"),
     (("world",), 10**12, "is no file of a checkpoint of 1000000000000 ranks"),
-    (("tensor_world",), 2, "is no file"),
+    (("tensor_world",), 3, "a number that divides the ranks"),
     (("stage",), 4, "stage is 4"),
     ((*TENSOR, "offset"), 0, "lie outside a file of 356"),
     ((*TENSOR, "offset"), 101, "lie outside a file of 356"),

@@ -25,9 +25,11 @@ def _gather(per_node: int) -> None:
     sent: Counter[int] = Counter()
     isend = dist.isend
 
-    def counted(tensor: torch.Tensor, dst: int, **rest: Any) -> Any:
-        sent[dst // per_node] += tensor.nbytes
-        return isend(tensor, dst=dst, **rest)
+    def counted(tensor: torch.Tensor, dst: int | None = None, *, group_dst: int | None = None, **rest: Any) -> Any:
+        target = group_dst if dst is None else dst  # the group is that of all ranks
+        assert target is not None
+        sent[target // per_node] += tensor.nbytes
+        return isend(tensor, dst, group_dst=group_dst, **rest)
 
     def shard_of(owner: int, number: int, dtype: torch.dtype) -> torch.Tensor:
         return (torch.arange(NUMEL) + 31 * owner + number).to(dtype)

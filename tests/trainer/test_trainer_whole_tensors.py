@@ -36,7 +36,8 @@ def _against_ddp(models: Path, folder: Path, options: dict[str, Any], zero: dict
             trainer.train()
             assert type(trainer.model_wrapped.optimizer.inner).__name__ == "Adafactor"
             trainers.assert_close(trainers.logs_of(plain), trainers.logs_of(trainer), f"stage {stage}")
-            trainers.assert_same_weights(weights, trainers.weights_of(trainer.model), f"stage {stage}")
+            # A step moves each weight by about the rate, 0.01, however small its gradient is: rounding of small ones is seen in full.
+            trainers.assert_same_weights(weights, trainers.weights_of(trainer.model), f"stage {stage}", atol=3e-4)
 
 
 @pytest.mark.parametrize(
