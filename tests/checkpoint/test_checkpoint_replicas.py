@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from tests.support import ranks
 from tests.support.checkpoints import IN_BACKGROUND, differences, full_state, start, steps
+from tests.support.rows import slow_but
 from tests.support.whole_tensors import RowScaled
 
 
@@ -41,7 +42,7 @@ def _interrupted(folder: str, stage: int, dtype: str, optimizer: Any, extra: dic
     engine.destroy()
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (2, "fp16"), (3, "bf16")])
+@pytest.mark.parametrize(("stage", "dtype"), slow_but([(1, "fp32"), (2, "fp16"), (3, "bf16")], (2, "fp16"), (3, "bf16")))
 def test_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stage: int, dtype: str) -> None:
     ranks.run_ranks(_interrupted, 4, str(tmp_path), stage, dtype, torch.optim.AdamW, {})
 
@@ -99,16 +100,21 @@ def _load(folder: str, stage: int, size: int, expected: dict[str, Any]) -> list[
 
 @pytest.mark.parametrize(
     ("before", "after"),  # (ranks, stage, size of a shard group)
-    [
-        ((4, 3, 2), (4, 3, 0)),
+    slow_but(
+        [
+            ((4, 3, 2), (4, 3, 0)),
+            ((4, 2, 2), (3, 3, 0)),
+            ((4, 3, 2), (6, 1, 3)),
+            ((6, 3, 3), (4, 3, 2)),
+            ((6, 2, 2), (1, 0, 0)),
+            ((4, 1, 1), (4, 3, 2)),
+            ((2, 3, 0), (4, 3, 2)),
+            ((3, 0, 0), (6, 2, 3)),
+        ],
         ((4, 2, 2), (3, 3, 0)),
-        ((4, 3, 2), (6, 1, 3)),
         ((6, 3, 3), (4, 3, 2)),
-        ((6, 2, 2), (1, 0, 0)),
-        ((4, 1, 1), (4, 3, 2)),
         ((2, 3, 0), (4, 3, 2)),
-        ((3, 0, 0), (6, 2, 3)),
-    ],
+    ),
 )
 def test_full_state_at_another_layout(tmp_path: Path, before: tuple[int, int, int], after: tuple[int, int, int]) -> None:
     expected = ranks.run_ranks(_save, before[0], str(tmp_path), *before[1:])[0]
@@ -138,7 +144,7 @@ def _written_once(folder: Path) -> None:
                 assert seen[f"{kind} {name}"] <= pieces, (file.name, name)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", slow_but([1, 3], 3))
 def test_as_many_bytes_as_without_groups_spread_as_evenly(tmp_path: Path, stage: int) -> None:
     folders = {size: tmp_path / str(size) for size in (0, 2)}
     for size, folder in folders.items():

@@ -82,6 +82,7 @@ def _uninterrupted() -> list[tuple[float, float]]:
     return seen
 
 
+@pytest.mark.slow
 def test_torchrun_ends_the_other_rank_and_starts_again(launched: Launched) -> None:
     assert "exitcode: -6" in launched.err and "local_rank: 1" in launched.err, launched.err[-3000:]
     assert not Path("/proc", (launched.folder / "pid_0").read_text()).exists(), "rank 0 of the first attempt runs on"
@@ -91,6 +92,7 @@ def test_torchrun_ends_the_other_rank_and_starts_again(launched: Launched) -> No
     assert [tuple(pair) for pair in seen] == expected[first:]
 
 
+@pytest.mark.slow
 def test_torchrun_hears_of_a_last_save_that_was_lost(launched: Launched) -> None:
     assert launched.status != 0
     run = launched.folder / "run"

@@ -137,7 +137,8 @@ def real_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("first", slow_but(["ours", "real"], "real"))
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["ours", "real"])
 def test_two_packages_with_one_command(first: str, wheel: Path, real_wheel: Path, tmp_path: Path) -> None:
     """What the documentation says of uninstalling one of them: the command goes, the rest stays, the report tells, pip brings it back."""
     python = _fresh_python(tmp_path / "venv")
