@@ -15,6 +15,8 @@ from tests.support.checkpoints import IN_BACKGROUND, differences, full_state, st
 from tests.support.rows import slow_but
 from tests.support.whole_tensors import RowScaled
 
+SLOW = pytest.mark.slow
+
 
 def grouped(stage: int, size: int) -> dict[str, Any]:
     """Sections of a configuration with shard groups of ``size`` ranks; 0: one group."""
@@ -42,7 +44,7 @@ def _interrupted(folder: str, stage: int, dtype: str, optimizer: Any, extra: dic
     engine.destroy()
 
 
-@pytest.mark.parametrize(("stage", "dtype"), slow_but([(1, "fp32"), (2, "fp16"), (3, "bf16")], (2, "fp16"), (3, "bf16")))
+@pytest.mark.parametrize(("stage", "dtype"), [pytest.param(1, "fp32", marks=SLOW), (2, "fp16"), (3, "bf16")])
 def test_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stage: int, dtype: str) -> None:
     ranks.run_ranks(_interrupted, 4, str(tmp_path), stage, dtype, torch.optim.AdamW, {})
 
@@ -100,21 +102,16 @@ def _load(folder: str, stage: int, size: int, expected: dict[str, Any]) -> list[
 
 @pytest.mark.parametrize(
     ("before", "after"),  # (ranks, stage, size of a shard group)
-    slow_but(
-        [
-            ((4, 3, 2), (4, 3, 0)),
-            ((4, 2, 2), (3, 3, 0)),
-            ((4, 3, 2), (6, 1, 3)),
-            ((6, 3, 3), (4, 3, 2)),
-            ((6, 2, 2), (1, 0, 0)),
-            ((4, 1, 1), (4, 3, 2)),
-            ((2, 3, 0), (4, 3, 2)),
-            ((3, 0, 0), (6, 2, 3)),
-        ],
+    [
+        pytest.param((4, 3, 2), (4, 3, 0), marks=SLOW),
         ((4, 2, 2), (3, 3, 0)),
+        pytest.param((4, 3, 2), (6, 1, 3), marks=SLOW),
         ((6, 3, 3), (4, 3, 2)),
+        pytest.param((6, 2, 2), (1, 0, 0), marks=SLOW),
+        pytest.param((4, 1, 1), (4, 3, 2), marks=SLOW),
         ((2, 3, 0), (4, 3, 2)),
-    ),
+        pytest.param((3, 0, 0), (6, 2, 3), marks=SLOW),
+    ],
 )
 def test_full_state_at_another_layout(tmp_path: Path, before: tuple[int, int, int], after: tuple[int, int, int]) -> None:
     expected = ranks.run_ranks(_save, before[0], str(tmp_path), *before[1:])[0]
