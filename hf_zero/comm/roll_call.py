@@ -23,8 +23,9 @@ def sign_in() -> None:
     """Writes this rank's host into the default group's store, for those who outlive it; no collective, once per default group."""
     global _signed_in
     store = default_store()
-    pretended = FAKE in str(dist.get_backend_config())  # its store keeps nothing
-    if store is not None and store is not _signed_in and dist.get_world_size() > 1 and not pretended:
+    if store is None or store is _signed_in or dist.get_world_size() == 1:
+        return
+    if FAKE not in str(dist.get_backend_config()):  # whose store keeps nothing
         store.set(f"{_KEY}/host/{dist.get_rank()}", platform.node())
         _signed_in = store
 
