@@ -97,7 +97,8 @@ class PartsBuilder:
         self.collectives.connect()
         self.model_collectives = open_collectives(self.topology.model) if self.topology.model is not None else None
         self.nodes = nodes_of([self.collectives.data, *([self.model_collectives] if self.model_collectives is not None else [])])
-        self.collectives.lie_in_nodes(self._ranks_in_each_node())
+        self._per_node = self._ranks_in_each_node()
+        self.collectives.lie_in_nodes(self._per_node)
         self._inside = self._ranks_inside()
         groups = {"shard groups (mics_shard_size, dp_replicate)": self.topology.world} if self.topology.replicate is not None else {}
         require_fit(axes.mesh, self.nodes, {**groups, "copies in the node (zero_hpz_partition_size, param_shard_size)": self._inside})
@@ -251,12 +252,14 @@ class PartsBuilder:
         return Reducer(entries, exchange, overlap, partial(self.collectives.data.any_of, unit="late gradients"))
 
     def _ranks_in_each_node(self) -> int:
-        """How many ranks of the axis each of several nodes has; 0 where there is one, or that is not known. Collective."""
+        """How many ranks of the axis each node has; 0 where that is not known or not the same. Collective."""
         ranks = self.topology.data.world * (self.topology.model.world if self.topology.model is not None else 1)
-        return self.nodes.ranks_in_each(lines_of(self.topology)) if self.nodes.sizes and self.nodes.sizes[-1] < ranks else 0
+        if self.nodes.sizes and self.nodes.sizes[-1] >= ranks:
+            return self.topology.world  # one node
+        return self.nodes.ranks_in_each(lines_of(self.topology)) if self.nodes.sizes else 0
 
     def _ranks_inside(self) -> int:
-        """How many ranks keep all parameters between them; all of the axis where nobody asks for fewer. Collective."""
+        """How many ranks keep all parameters between them; all of the axis where nobody asks for fewer."""
         topology = self.topology
         size, key = self.config.hf_zero.param_shard_size, "hf_zero.param_shard_size"
         if size is None:
@@ -264,7 +267,7 @@ class PartsBuilder:
             if size == 1 or self.config.zero_optimization.stage != 3:
                 return topology.world
         if size == "node":
-            size = self.nodes.ranks_in_each(lines_of(topology))
+            size = self._per_node
             if not size:
                 raise ConfigError(f"{key} is node, and {self.nodes} cannot be told apart evenly: set it to a number of ranks")
         require_divisor(int(size), topology.world, key, "ranks that parameters are sharded over")
@@ -321,7 +324,7 @@ class PartsBuilder:
                 return None
             if self.nodes.uneven:
                 warn_once(f"zero_optimization.zero_quantized_gradients takes one hop over {self.nodes}: two need as many ranks in each")
-            size = self.nodes.ranks_in_each(lines_of(self.topology))
+            size = self._per_node
         axes = divide_replicas(self.topology, world // size) if 1 < size < world else self.topology
         if axes is self.topology or axes.replicate is None:
             return None  # a node, or one rank of each

@@ -54,7 +54,7 @@ class GlooCollectives(Collectives):
             works = self._gather_over_nodes(label, parts)
         else:
             works = self._exchange(label, lambda peer: parts[self.rank], parts.__getitem__)
-        return Pending(label, works, None if host is full else lambda: _fill(full, host), keep=(full, host, shard))
+        return Pending(label, works, None if host is full else lambda: copy_unless_same(full, host), keep=(full, host, shard))
 
     def _gather_over_nodes(self, label: str, parts: torch.Tensor) -> list[Any]:
         """Brings every rank's row of ``parts`` (world, n) to all, each of them once over the links between two nodes."""
@@ -189,10 +189,6 @@ class GlooCollectives(Collectives):
 
         self._launch(label, launch)
         return works
-
-
-def _fill(full: torch.Tensor, host: torch.Tensor) -> None:
-    full.copy_(host)
 
 
 def sum_in_order(parts: Sequence[torch.Tensor], dtype: torch.dtype, scratch: int | None = None) -> torch.Tensor:

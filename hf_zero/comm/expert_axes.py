@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch.distributed as dist
-
-from hf_zero.comm.process_groups import divide_twice, lines_of_all
-from hf_zero.comm.topology import Topology, axis_over, require_divisor
+from hf_zero.comm.process_groups import divide_twice
+from hf_zero.comm.topology import Topology, axis_over, lines_of, require_divisor
 
 
 def divide_experts(topology: Topology, size: int, key: str = "expert_parallel.autoep_size") -> Topology:
@@ -24,9 +22,9 @@ def divide_experts(topology: Topology, size: int, key: str = "expert_parallel.au
     require_divisor(size, topology.world, key, "ranks that parameters are sharded over")
     if size == 1:
         return topology
-    lines = [topology.ranks] if topology.ranks == tuple(range(dist.get_world_size())) else lines_of_all(topology.ranks)
-    together = [list(line[start : start + size]) for line in lines for start in range(0, len(line), size)]
-    alike = [list(line[place::size]) for line in lines for place in range(size)]
+    lines = lines_of(topology)
+    together = [line[start : start + size] for line in lines for start in range(0, len(line), size)]
+    alike = [line[place::size] for line in lines for place in range(size)]
     holders, sharers = divide_twice(topology.group, ("expert", size), alike, together, topology.device)
     expert = axis_over(sharers, topology.device)
     return replace(topology, expert=expert, expert_data=replace(axis_over(holders, topology.device), expert=expert))

@@ -64,9 +64,11 @@ def _irregular_lines(own: Sequence[int], group: dist.ProcessGroup | None) -> lis
 def _lines_like(own: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
     """Lines of the shape of ``own`` that cover ``ranks``: in a regular mesh one follows from the other."""
     lines: list[list[int]] = []
+    covered: set[int] = set()
     for rank in ranks:
-        if not any(rank in line for line in lines):
+        if rank not in covered:
             lines.append([rank + place - own[0] for place in own])
+            covered.update(lines[-1])
     return lines
 
 

@@ -9,6 +9,7 @@ import torch
 
 from hf_zero.checkpoint.model.export import joined, joined_experts
 from hf_zero.comm.collectives import Collectives
+from hf_zero.core.schedule.gathered_parameters import units_of
 from hf_zero.core.units.tp_shard import TpShard, tp_shard_of
 from hf_zero.core.units.unit import Unit, find_unit
 
@@ -112,9 +113,7 @@ class WeightStream:
 
 
 def _units_of(pieces: Sequence[Piece]) -> list[Unit]:
-    """The units that ``pieces`` read, each once, in order of first appearance."""
-    owners = (find_unit(param) for piece in pieces for param in piece.reads)
-    return list({id(owner[0]): owner[0] for owner in owners if owner is not None}.values())
+    return units_of(param for piece in pieces for param in piece.reads)
 
 
 def _buckets(pieces: Sequence[Piece], bucket_bytes: int) -> list[list[Piece]]:

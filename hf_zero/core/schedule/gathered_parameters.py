@@ -41,7 +41,7 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        self._units = _units_of(params) if enabled else []
+        self._units = units_of(params) if enabled else []
         self._modifier_rank = modifier_rank
         self._entered: list[tuple[Unit, bool]] = []
         if enabled and fwd_module is not None and params is not None:
@@ -101,7 +101,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def _units_of(params: Iterable[torch.Tensor | None] | torch.Tensor | None) -> list[Unit]:
+def units_of(params: Iterable[torch.Tensor | None] | torch.Tensor | None) -> list[Unit]:
     """The units that hold any of ``params``, each once, in order of first appearance."""
     if params is None:
         return []
