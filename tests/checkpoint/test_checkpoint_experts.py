@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.checkpoint.convert.native import read_checkpoint
-from hf_zero.checkpoint.files.rows import Elsewhere
 from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.support import parity, ranks, zoo
+from tests.support.checkpoints import contents_of
 from tests.support.experts import build, mixed, with_experts
 from tests.support.parity import Run
 
@@ -46,16 +45,6 @@ def _load_and_save(folder: str, again: str, stage: int, size: int, frozen: bool)
     engine.destroy()
 
 
-def _contents(folder: Path) -> dict[str, torch.Tensor]:
-    """Every parameter and optimizer state of a checkpoint, whole."""
-    found: dict[str, torch.Tensor] = {}
-    for param in read_checkpoint(folder / "t").params:
-        rows: dict[str, Elsewhere] = {"value": param.value.row, **param.states}
-        found.update({f"{kind} {param.name}": row.fetch().view(param.value.shape) for kind, row in rows.items()})
-        found.update({f"{kind} {param.name}": torch.as_tensor(number) for kind, number in param.numbers.items()})
-    return found
-
-
 # (ranks, expert-parallel size, stage) that save, and that load; with frozen experts or without
 MOVES = {
     "2 to none": ((2, 2, 3), (1, 1, 0), False),
@@ -71,7 +60,7 @@ def test_any_size_to_any_other(tmp_path: Path, move: str) -> None:
     (world, size, stage), (other_world, other_size, other_stage), frozen = MOVES[move]
     weights = ranks.run_ranks(_train_and_save, world, str(tmp_path / "a"), stage, size, frozen)[0]
     ranks.run_ranks(_load_and_save, other_world, str(tmp_path / "a"), str(tmp_path / "b"), other_stage, other_size, frozen)
-    saved, again = _contents(tmp_path / "a"), _contents(tmp_path / "b")
+    saved, again = contents_of(tmp_path / "a"), contents_of(tmp_path / "b")
     assert set(saved) == set(again) and any(key.startswith("exp_avg_sq") and "experts" in key for key in saved)
     for key, value in saved.items():
         assert torch.equal(value, again[key]), key

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.checkpoint.convert.native import read_checkpoint
-from hf_zero.checkpoint.files.rows import Elsewhere
 from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.support import parity, ranks
+from tests.support.checkpoints import contents_of
 from tests.support.models import CASES, ModelCase
 from tests.support.parity import Run
 from tests.support.tp_training import zoo_case
@@ -44,16 +43,6 @@ def _load_and_save(folder: str, again: str, name: str, stage: int, tp: int, dtyp
     engine.destroy()
 
 
-def _contents(folder: Path) -> dict[str, torch.Tensor]:
-    """Every parameter and optimizer state of a checkpoint, whole."""
-    found: dict[str, torch.Tensor] = {}
-    for param in read_checkpoint(folder / "t").params:
-        rows: dict[str, Elsewhere] = {"value": param.value.row, **param.states}
-        found.update({f"{kind} {param.name}": row.fetch().view(param.value.shape) for kind, row in rows.items()})
-        found.update({f"{kind} {param.name}": torch.as_tensor(number) for kind, number in param.numbers.items()})
-    return found
-
-
 # (ranks, tensor-parallel size, stage) that save, and that load
 MOVES = {
     "2 to 1": ((2, 2, 3), (1, 1, 0)),
@@ -82,7 +71,7 @@ def check_move(tmp_path: Path, name: str, move: str) -> None:
     (world, tp, stage), (other_world, other_tp, other_stage) = MOVES[move]
     weights = ranks.run_ranks(_train_and_save, world, str(tmp_path / "a"), name, stage, tp, "bf16")[0]
     ranks.run_ranks(_load_and_save, other_world, str(tmp_path / "a"), str(tmp_path / "b"), name, other_stage, other_tp, "bf16")
-    saved, again = _contents(tmp_path / "a"), _contents(tmp_path / "b")
+    saved, again = contents_of(tmp_path / "a"), contents_of(tmp_path / "b")
     assert set(saved) == set(again) and any(key.startswith("exp_avg_sq") for key in saved)
     for key, value in saved.items():
         assert torch.equal(value, again[key]), key

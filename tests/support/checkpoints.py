@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_zero.checkpoint.convert.native import read_checkpoint
+from hf_zero.checkpoint.files.rows import Elsewhere
 from tests.support import ranks
 from tests.support.models import CLASSES, LENGTH, Batch, Block, class_loss
 from tests.support.parity import DTYPES, mean_over_ranks
@@ -152,3 +154,13 @@ def differences(state: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 def write_index(folder: Path, text: str) -> None:
     (folder / "index.json").write_text(text, encoding="utf-8")
     (folder / "complete").write_text(hashlib.sha256((folder / "index.json").read_bytes()).hexdigest() + "\n")
+
+
+def contents_of(folder: Path) -> dict[str, Tensor]:
+    """Every parameter and optimizer state of the checkpoint ``t`` in ``folder``, whole."""
+    found: dict[str, Tensor] = {}
+    for param in read_checkpoint(folder / "t").params:
+        rows: dict[str, Elsewhere] = {"value": param.value.row, **param.states}
+        found.update({f"{kind} {param.name}": row.fetch().view(param.value.shape) for kind, row in rows.items()})
+        found.update({f"{kind} {param.name}": torch.as_tensor(number) for kind, number in param.numbers.items()})
+    return found
