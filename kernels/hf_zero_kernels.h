@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 // Raised with every change of a signature, a struct or the meaning of an argument; the loader compares it.
-#define HFZ_ABI_VERSION 5
+#define HFZ_ABI_VERSION 6
 
 enum hfz_status { HFZ_OK = 0, HFZ_BAD_TYPE = 1, HFZ_BAD_SIZE = 2 };
 enum hfz_type { HFZ_NONE = 0, HFZ_F32 = 1, HFZ_BF16 = 2, HFZ_F16 = 3 };
@@ -142,6 +142,16 @@ struct hfz_move_rule {
                                           const float* scales, int64_t scales_stride, const uint8_t* codes,                  \
                                           int64_t codes_stride, void* to, int32_t to_type);                                  \
   HFZ_EXPORT int32_t hfz_crc32_##isa(int64_t count, const void* bytes, int64_t chunk, uint32_t* sums);
+
+// A pass or a norm above, given as a pointer, and a copy, over up to `threads` threads; what they compute does not depend on how many.
+typedef int32_t (*hfz_pass)(int64_t count, float* master, const void* grad, int32_t grad_type, void* first_state, void* second_state,
+                            int32_t state_type, void* low, int32_t low_type, const void* rule);
+typedef int32_t (*hfz_norm)(int64_t count, const void* values, int32_t type, double* sums);
+HFZ_EXPORT int32_t hfz_threaded_pass(hfz_pass pass, int32_t threads, int64_t count, float* master, const void* grad, int32_t grad_type,
+                                     void* first_state, void* second_state, int32_t state_type, void* low, int32_t low_type,
+                                     const void* rule);
+HFZ_EXPORT int32_t hfz_threaded_norm(hfz_norm norm, int32_t threads, int64_t count, const void* values, int32_t type, double* sums);
+HFZ_EXPORT int32_t hfz_threaded_copy(int32_t threads, int64_t bytes, void* to, const void* from);
 
 HFZ_DECLARE(baseline)
 HFZ_DECLARE(avx2)

@@ -83,7 +83,7 @@ class ModelInit:
         if self._spec is not None and self._spec.reshards:
             heap.return_large_blocks()
             self._stack.enter_context(self._access)
-        if self._spec is not None and (self._spec.reshards or self._dtype is not None):
+        if self._spec is not None:
             for handle in (
                 register_module_parameter_registration_hook(self._on_parameter),
                 register_module_module_registration_hook(self._on_module),
@@ -125,7 +125,7 @@ class ModelInit:
                 self._unsharding.add(parent)
 
     def shard(self, module: nn.Module) -> None:
-        """Shards the parameters that ``module`` itself registers; collective. On one rank it only casts them.
+        """Shards the parameters that ``module`` itself registers; collective. On one rank it only casts and moves them.
 
         Originals of a parametrization (weight norm) stay whole until ``initialize``: reading ``module.weight`` computes it from them, and
         libraries that initialise weights do so on rank 0 alone.
@@ -133,7 +133,7 @@ class ModelInit:
         if self._spec is None:
             return
         if not self._spec.reshards:
-            self._cast(module)
+            self._place(module)
             return
         for param in module._parameters.values():
             if param is not None and find_unit(param) is None and shares_unsharded_memory(param):
@@ -153,12 +153,14 @@ class ModelInit:
             guard_state_dict(module)
             guard_unprepared(module)
 
-    def _cast(self, module: nn.Module) -> None:
-        if self._dtype is None or isinstance(module, ParametrizationList):
+    def _place(self, module: nn.Module) -> None:
+        """Gives parameters that stay whole their type and device, so that host memory holds one layer, as it does on several ranks."""
+        if isinstance(module, ParametrizationList) or self._spec is None:
             return
         for param in module._parameters.values():
-            if param is not None and param.is_floating_point():
-                param.data = param.data.to(self._dtype)
+            if param is not None:
+                device = param.device if param.is_meta else self._spec.collectives.topology.device
+                param.data = param.data.to(device, self._dtype if param.is_floating_point() else None)
 
     def shard_all(self, module: nn.Module) -> None:
         """Shards every parameter of an existing module; collective."""

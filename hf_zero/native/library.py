@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,9 +21,9 @@ from hf_zero.observe import log_rank0
 from hf_zero.system.planning import planning
 
 VARIABLE = "HF_ZERO_NATIVE"
-# "0" keeps Triton out on GPUs. "1" lets its Adam serve, which has been tested in Triton's interpreter only; else torch's fused kernel does.
+# "0" keeps Triton out on GPUs. "1" lets its Adam serve, exact but not compared for speed; else torch's fused kernel does.
 TRITON_VARIABLE = "HF_ZERO_TRITON"
-ABI_VERSION = 5
+ABI_VERSION = 6
 NAMES = ("libhf_zero_kernels.so", "libhf_zero_kernels.dylib")
 # The best first, each with its bit in hfz_supported_isas().
 ISAS = {"avx512bf16": 8, "avx512": 4, "avx2": 2, "baseline": 1}
@@ -66,10 +67,27 @@ class Library:
         Raises:
             HfZeroError: The kernel refused its arguments.
         """
+        self._require(name, self._function(name)(*arguments))
+
+    def call_threaded(self, runner: str, name: str, threads: int, *arguments: object) -> None:
+        """As ``call``, cut for up to ``threads`` threads that the library starts itself: Python's lock is given up and taken once.
+
+        Args:
+            runner: The function of the library that cuts such a kernel's arguments.
+            name: The kernel.
+            threads: The most threads to use. The result does not depend on it.
+            arguments: Of the kernel.
+        """
+        kernel = ctypes.cast(self._function(name), ctypes.c_void_p)
+        self._require(name, getattr(self.handle, runner)(kernel, ctypes.c_int32(threads), *arguments))
+
+    def _function(self, name: str) -> Any:
         function = self._functions.get(name)
         if function is None:
             function = self._functions[name] = getattr(self.handle, f"{name}_{self.isa}")
-        code = function(*arguments)
+        return function
+
+    def _require(self, name: str, code: int) -> None:
         if code:
             raise HfZeroError(f"native kernel {name} got {_STATUS_TEXT.get(code, f'unknown status {code}')}")
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from hf_zero.errors import HfZeroError
 from hf_zero.native.library import ELEMENT_TYPES, announce, library
 from hf_zero.native.passes import address
-from hf_zero.native.thread_ranges import for_thread_ranges
 from hf_zero.system.planning import planning
 
 # As HFZ_BLOCK: every block has a sum of its own, so threads do not change the result.
@@ -44,12 +43,8 @@ def squared_norm(values: Tensor, *, threads: int = 1) -> float:
         return squared_norm_reference(values)
     count = values.numel()
     sums = torch.zeros(-(-count // BLOCK_NUMEL), dtype=torch.float64)
-
-    def work(start: int, stop: int) -> None:
-        blocks = address(sums, start // BLOCK_NUMEL)
-        native.call("hfz_squared_norm", ctypes.c_int64(stop - start), address(values, start), ELEMENT_TYPES[values.dtype], blocks)
-
-    for_thread_ranges(count, threads, work, step=BLOCK_NUMEL)
+    arguments = (ctypes.c_int64(count), address(values), ELEMENT_TYPES[values.dtype], address(sums))
+    native.call_threaded("hfz_threaded_norm", "hfz_squared_norm", threads, *arguments)
     return total_of(sums)
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hf_zero.errors import HfZeroError
 from hf_zero.native.library import ELEMENT_TYPES, announce, library
-from hf_zero.native.thread_ranges import for_thread_ranges
 from hf_zero.system.planning import planning
 
 _STATE_TYPES = (torch.float32, torch.bfloat16)
@@ -67,22 +66,21 @@ class PassTensors:
             return False
         second = self.states[1] if len(self.states) > 1 else None
 
-        def work(start: int, stop: int) -> None:
-            native.call(
-                kernel,
-                ctypes.c_int64(stop - start),
-                address(self.master, start),
-                address(self.grad, start),
-                ELEMENT_TYPES[self.grad.dtype],
-                address(self.states[0], start),
-                address(second, start),
-                ELEMENT_TYPES[self.states[0].dtype],
-                address(self.low, start),
-                0 if self.low is None else ELEMENT_TYPES[self.low.dtype],
-                ctypes.byref(rule),
-            )
-
-        for_thread_ranges(self.master.numel(), threads, work)
+        native.call_threaded(
+            "hfz_threaded_pass",
+            kernel,
+            threads,
+            ctypes.c_int64(self.master.numel()),
+            address(self.master),
+            address(self.grad),
+            ELEMENT_TYPES[self.grad.dtype],
+            address(self.states[0]),
+            address(second),
+            ELEMENT_TYPES[self.states[0].dtype],
+            address(self.low),
+            0 if self.low is None else ELEMENT_TYPES[self.low.dtype],
+            ctypes.byref(rule),
+        )
         return True
 
     def flat_gradient(self, grad_factor: float) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
 from hf_zero.memory.buffers import HostMemory
-from hf_zero.native.thread_ranges import for_thread_ranges
+from hf_zero.native.copy import copy
 from hf_zero.observe import span
 from hf_zero.offload.host_states import SubGroup
 from hf_zero.offload.updates import UnitUpdate, UpdateThread, zero_gaps
@@ -75,7 +74,7 @@ class _Shadow:
         """Copies the states."""
         for name, value in self.present.items():
             if value.ndim:
-                _copy(self.state[name], value, threads)
+                copy(self.state[name], value.view(-1), threads=threads)
             else:
                 self.state[name] = value.clone()
 
@@ -153,7 +152,7 @@ class Speculation:
         threads = self.stepper.threads
         with span("speculate", self.unit.name):
             settle(self.unit)
-            _copy(self.master, self._read[1][0], threads)
+            copy(self.master, self._read[1][0], threads=threads)
             groups: list[dict[str, Any]] = [{**values, "params": []} for values in self.stepper.values]
             for shadow in self.shadows:
                 shadow.fill(threads)
@@ -191,12 +190,12 @@ class Speculation:
     def run(self) -> None:
         self.begun().result()
         if self.low is None:  # the master is the shard, which stays where it is
-            _copy(self._read[1][0], self.master, self.stepper.threads)
+            copy(self._read[1][0], self.master, threads=self.stepper.threads)
         elif self._target is not None:
             sub_group = SubGroup(self.unit, Range(0, self.unit.layout.shard_numel), tuple(shadow.segment for shadow in self.shadows))
             zero_gaps(self.low, sub_group)
             if self.own_low:
-                _copy(self._target, self.low, self.stepper.threads)
+                copy(self._target, self.low, threads=self.stepper.threads)
 
     def finish(self) -> None:
         unit, old = self.unit, [self.master]
@@ -287,11 +286,15 @@ class Speculator:
         speculation = self._speculations.pop(id(update.unit), None)
         if speculation is None:
             return None
-        # One that has not begun is dropped: updating in place moves less memory.
-        if speculation.fits(update) and not speculation.begun().cancel():
+        if speculation.fits(update) and not speculation.begun().cancel():  # one that has not begun is dropped
             return speculation
         self._drop(speculation)
         return None
+
+    def halt(self) -> None:
+        """Backward is over: what has not begun never does. In place an update moves less memory, and the norm wants the processors."""
+        for speculation in self._speculations.values():
+            speculation.begun().cancel()
 
     def forget(self) -> None:
         """No step comes any more."""
@@ -309,13 +312,3 @@ class Speculator:
 def _can_be_copied(state: Mapping[str, Any]) -> bool:
     """Whether a segment has states, all of them tensors."""
     return bool(state) and all(isinstance(value, torch.Tensor) for value in state.values())
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor, threads: int) -> None:
-    """Copies contiguous memory; in slices, without Python's lock."""
-    size = source.element_size()
-
-    def work(start: int, stop: int) -> None:
-        ctypes.memmove(target.data_ptr() + start * size, source.data_ptr() + start * size, (stop - start) * size)
-
-    for_thread_ranges(source.numel(), threads, work)

@@ -87,6 +87,10 @@ class OffloadedStateStore(StateStore):
         if self._speculator is not None:
             self._speculator.arrived(unit, grad, settle)
 
+    def halt(self) -> None:
+        if self._speculator is not None:
+            self._speculator.halt()
+
     def _stepper(self) -> SubGroupStepper:
         return SubGroupStepper(self.inner, self._accumulation_dtype, self.threads)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -306,7 +307,8 @@ def loader(count: int = 4, rank: int | None = None) -> Any:
     import os
 
     own = int(os.environ["RANK"]) if rank is None else rank
-    return torch.utils.data.DataLoader([row(step, own) for step in range(count)], batch_size=None)
+    rows = [row(step, own) for step in range(count)]
+    return torch.utils.data.DataLoader(rows, batch_size=1, collate_fn=itemgetter(0))  # Lightning's own strategy asks for a batch size
 
 
 def settings(accumulation: int) -> Run:

@@ -215,9 +215,9 @@ def test_a_device_that_is_not_the_current_one() -> None:
 # -- names and numbers of the public interface --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_public_interface(backend: str) -> None:
-    on_devices(device_jobs.interface, backend=backend)
+@pytest.mark.parametrize(("backend", "world"), [*((backend, 2) for backend in BACKENDS), (network.NAME, 1)])
+def test_public_interface(backend: str, world: int) -> None:
+    on_devices(device_jobs.interface, backend=backend, world=world)
 
 
 def _facts() -> None:

@@ -121,6 +121,9 @@ class StateStore:
     def expect(self, scale: float | None) -> None:
         """A backward begins whose gradients complete a step and carry the loss scale ``scale``; None: another backward follows it."""
 
+    def halt(self) -> None:
+        """All gradients of the step are reduced; their norm comes next."""
+
     def settle(self) -> None:
         """Waits for updates that are still under way, of all units."""
 

@@ -136,6 +136,7 @@ class Stepper:
             self._require_all()
         with span("finish_reduce"):
             shards = [self._gradients[id(unit)].reduced() for unit in self.optimizer.units]
+        self.optimizer.state_store.halt()
         with span("norm"):
             scaled_norm = self.norm_of(shards)
         overflow = self.settings.skips_overflow and not bool(torch.isfinite(scaled_norm))
