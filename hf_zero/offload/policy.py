@@ -189,7 +189,8 @@ class Offloading:
         else:
             states = HostStates(memory, self._apart)
         self.state_store = OffloadedStateStore(states, self._precision.accumulation_dtype, overlap, memory)
-        listener = self.state_store.arrived if overlap.spare_bytes else None
+        speculator = self.state_store.speculator
+        listener = speculator.arrived if speculator is not None else None
         if self._apart:
             self._gradients = HostGradients(memory, self._device, self._outward, listener)
             self._returning = ReturningStorage(memory, self._inward, lasting=overlap.forward)

@@ -43,6 +43,9 @@ class OverlapPolicy:
 class OffloadedStateStore(StateStore):
     """Masters and moments of some units rest on the host or in a file; those of the others stay on the device.
 
+    Attributes:
+        speculator: Is told of gradients that arrive; None without steps during backward.
+
     Args:
         states: Where the offloaded ones rest.
         accumulation_dtype: Type of gradients.
@@ -59,7 +62,7 @@ class OffloadedStateStore(StateStore):
         self._sub_groups: dict[int, list[SubGroup]] | None = None  # by id of the unit
         self._thread = UpdateThread(memory.device)
         self._spares = Spares(memory, policy.spare_bytes)
-        self._speculator = Speculator(self._thread, self._spares) if policy.spare_bytes else None
+        self.speculator = Speculator(self._thread, self._spares) if policy.spare_bytes else None
         self._underway: list[Unit] = []
         self._last: Future[None] | None = None
 
@@ -78,18 +81,13 @@ class OffloadedStateStore(StateStore):
     # -- updates ------------------------------------------------------------------------------------------------------
 
     def expect(self, scale: float | None) -> None:
-        if self._speculator is not None:
+        if self.speculator is not None:
             steps = scale is not None and self._overlaps()
-            self._speculator.expect(self.segments, self._stepper() if steps else None, scale or 1.0)
-
-    def arrived(self, unit: Unit, grad: torch.Tensor, settle: Callable[[Unit], None]) -> None:
-        """``unit``'s gradient is reduced; a ``Listener``."""
-        if self._speculator is not None:
-            self._speculator.arrived(unit, grad, settle)
+            self.speculator.expect(self.segments, self._stepper() if steps else None, scale or 1.0)
 
     def halt(self) -> None:
-        if self._speculator is not None:
-            self._speculator.halt()
+        if self.speculator is not None:
+            self.speculator.halt()
 
     def _stepper(self) -> SubGroupStepper:
         return SubGroupStepper(self.inner, self._accumulation_dtype, self.threads)
@@ -151,7 +149,7 @@ class OffloadedStateStore(StateStore):
     def _start(self, updates: Sequence[UnitUpdate]) -> None:
         """Hands the updates to the other thread."""
         for update in updates:
-            work: Work = (self._speculator.take(update) if self._speculator is not None else None) or update
+            work: Work = (self.speculator.take(update) if self.speculator is not None else None) or update
             work.begin()
             update.unit.own.expect(Underway(self._thread.submit(partial(self._run, work)), work.finish))
         self._underway = [update.unit for update in updates]
@@ -210,8 +208,8 @@ class OffloadedStateStore(StateStore):
                 failures.append(error)
         if failures:
             logger.warning("an update that was under way has failed: %s", failures[0])
-        if self._speculator is not None:
-            self._speculator.forget()
+        if self.speculator is not None:
+            self.speculator.forget()
         self._thread.close()
         self._sub_groups = None
         self.states.close_all()
