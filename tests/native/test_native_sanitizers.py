@@ -59,7 +59,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_kernels_are_clean_under_the_sanitizers(sanitized: dict[str, str]) -> None:
     caught = _output([sys.executable, "-c", CRIME], **sanitized)
     assert "AddressSanitizer" in caught.stderr, caught.stdout + caught.stderr
-    names = ("native_adam", "native_kernels", "native_quantize", "ops")
+    names = ("native_adam", "native_kernels", "native_quantize", "native_threads", "ops")
     tests = [f"tests/native/test_{name}.py" for name in names]
     done = _output([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], **sanitized)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
