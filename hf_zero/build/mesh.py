@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_zero.comm.mpu import MODEL_GROUPS, model_parallel_group
 from hf_zero.comm.nodes import Nodes
-from hf_zero.config.mesh import SHARD_GROUP, Claim, Mesh, claims_of_config, claims_of_environment, claims_of_pair, solve
+from hf_zero.config.mesh import EXPERT, SHARD_GROUP, Claim, Mesh, claims_of_config, claims_of_environment, claims_of_pair, solve
 from hf_zero.sequence_parallel.state import sequence_groups
 from hf_zero.tensor_parallel.apply import ranks_of
 from hf_zero.tensor_parallel.sharded_elsewhere import require_whole
@@ -66,6 +66,23 @@ def shard_groups(source: Mapping[str, Any], group: dist.ProcessGroup | None = No
     if group is not None:  # one of the data-parallel ranks: nobody shares samples in it
         claims = [claim for claim in claims if claim.axis in ("dp_replicate", SHARD_GROUP)]
     return solve(claims, dist.get_world_size(group)).dp_replicate if shards(source) else 1
+
+
+def expert_ranks(source: Mapping[str, Any], claims: Iterable[Claim] = ()) -> tuple[int, int]:
+    """How many adjacent ranks hold all experts between them, and which of these this one is, before there is an engine; local.
+
+    Args:
+        source: The configuration as the user gave it.
+        claims: What else is known of the mesh.
+
+    Raises:
+        ConfigError: Sources contradict each other, or do not fit the ranks.
+    """
+    said = [*_claims_around(source), *claims]
+    if not any(claim.axis == EXPERT for claim in said):
+        return 1, 0
+    size = solve(said, dist.get_world_size()).ep
+    return size, dist.get_rank() % size
 
 
 def shards(source: Mapping[str, Any]) -> bool:

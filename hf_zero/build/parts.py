@@ -197,8 +197,10 @@ class PartsBuilder:
         )
 
     def _measures(self) -> list[Callable[[int], Mapping[str, float]]]:
-        every, layers = self.config.hf_zero.expert_load, shares_of(self.module)
-        return [ExpertLoad(layers, self.collectives.data, every).measure] if every and layers else []
+        own, layers = self.config.hf_zero, shares_of(self.module)
+        if not own.expert_load or not layers:
+            return []
+        return [ExpertLoad(layers, self.collectives.data, own.expert_load, own.expert_load_each).measure]
 
     def _open_experts(self) -> Collectives | None:
         """The ranks that hold the same experts; None where all hold all. Collective."""

@@ -13,12 +13,13 @@ from hf_zero.comm.topology import Topology
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.registration import unregister
-from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard
+from hf_zero.core.units.tp_shard import TpShard, is_expert, mark_tp_shard, whole_shape
 from hf_zero.core.units.unit import find_unit, full_shape
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.expert_parallel import stacked
 from hf_zero.expert_parallel.dispatch import Shares
 from hf_zero.expert_parallel.find import ExpertLayer, ListedExperts, StackedExperts, find_experts
+from hf_zero.expert_parallel.held import held_layers, held_of, let_go
 from hf_zero.expert_parallel.listed import ListedLayer
 from hf_zero.observe import log_rank0
 from hf_zero.tensor_parallel.split import equal_weights
@@ -61,14 +62,24 @@ def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
             f"the experts of this model are divided over {len(present)} ranks, for an engine before this one, which asks for "
             f"{len(wanted) or 1}: set {KEY} to {len(present)}, or load the model anew"
         )
-    if present or topology.expert is None:
+    if present:
         return model
-    layers, collectives = find_experts(model), open_collectives(topology.expert)
+    if topology.expert is None:
+        _require_held(model, 1, 0)
+        return model
+    collectives = open_collectives(topology.expert)
+    held = _require_held(model, collectives.world, collectives.rank)
+    if len(set(map(tuple, collectives.gather_objects(held, "experts that were loaded")))) > 1:
+        raise StateError(
+            "some ranks have loaded their own experts alone, others have not: call from_pretrained on every rank, under one configuration"
+        )
+    layers = find_experts(model)
     for layer in layers:
         _check(layer, collectives.world)
     _refuse_shared(layers)
-    if not any(find_unit(param) is not None for layer in layers for param in layer.module.parameters()):
-        equal_weights(nn.ModuleList([layer.module for layer in layers]), collectives, "an expert-parallel group")
+    whole = [layer.module for layer in layers if held_of(layer.module) is None]
+    if whole and not any(find_unit(param) is not None for module in whole for param in module.parameters()):
+        equal_weights(nn.ModuleList(whole), collectives, "an expert-parallel group")
     numbers = {layer.count for layer in layers}
     for layer in layers:
         shares = Shares(collectives, layer.count)
@@ -86,9 +97,25 @@ def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
     return model
 
 
+def _require_held(model: nn.Module, ranks: int, rank: int) -> list[str]:
+    """The layers that were loaded with this rank's experts alone; refuses those that were loaded for others."""
+    found = []
+    for path, _, held in held_layers(model):
+        place = held.place
+        if (place.ranks, place.index) != (ranks, rank):
+            here = f"this is rank {rank} of {ranks} that hold all" if ranks > 1 else "here they are not divided"
+            raise StateError(
+                f"{path} was loaded with the experts of rank {place.index} of {place.ranks}, and {here}: {KEY} has to be {place.ranks} "
+                "here as where from_pretrained was called"
+            )
+        found.append(path)
+    return found
+
+
 def _divide(layer: ExpertLayer, shares: Shares) -> None:
     """Keeps this rank's experts of one layer; collective after ``zero.Init``."""
     first, stop = shares.first, shares.first + shares.here
+    let_go(layer.module)
     if isinstance(layer, StackedExperts):
         for param in layer.params.values():
             keep(param, Range(first, stop))
@@ -99,7 +126,7 @@ def _divide(layer: ExpertLayer, shares: Shares) -> None:
         for module in expert.modules():
             guard_state_dict(module)
         for param in expert.parameters():
-            keep(param, Range(0, full_shape(param)[0] if first <= index < stop else 0))
+            keep(param, Range(0, (whole_shape(param) or full_shape(param))[0] if first <= index < stop else 0))
     ListedLayer(layer.module, layer.path, layer.experts, shares)
 
 
@@ -138,7 +165,12 @@ def _refuse_shared(layers: Iterable[ExpertLayer]) -> None:
 
 
 def keep(param: nn.Parameter, own: Range) -> None:
-    """Replaces the values of ``param`` by the entries ``own`` along its first dimension, and notes that; collective after ``zero.Init``."""
+    """Replaces the values of ``param`` by the entries ``own`` along its first dimension, and notes that; collective after ``zero.Init``.
+
+    A parameter that was loaded so stays as it is ([Note: held experts]).
+    """
+    if is_expert(param):
+        return
     shape, owner = full_shape(param), find_unit(param)
     if owner is None:
         part = param.data[own.start : own.stop].clone(memory_format=torch.contiguous_format)

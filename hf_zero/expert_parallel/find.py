@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
+from hf_zero.core.units.tp_shard import whole_shape
 from hf_zero.core.units.unit import full_shape
 from hf_zero.errors import ConfigError, UnsupportedError
 
@@ -61,13 +63,19 @@ def find_experts(model: nn.Module) -> list[ExpertLayer]:
         ConfigError: The model has none.
         UnsupportedError: It has experts of a form that cannot be divided; names the module.
     """
-    found: list[ExpertLayer] = [*_stacked(model), *_listed(model)]
+    found = present_experts(model)
     if not found:
         _refuse_hidden(model)
         raise ConfigError(
             f"expert_parallel is on, and {type(model).__name__} has no experts: no module with a number of experts and weights for each, "
             'and no list of modules named "experts". Leave expert_parallel out; zero_optimization shards every model'
         )
+    return found
+
+
+def present_experts(model: nn.Module) -> list[ExpertLayer]:
+    """As ``find_experts``; none of a model that has none."""
+    found: list[ExpertLayer] = [*_stacked(model), *_listed(model)]
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return sorted(found, key=lambda layer: order[layer.path])
 
@@ -91,7 +99,7 @@ def _stacked(model: nn.Module) -> Iterator[StackedExperts]:
     for path, module in model.named_modules():
         count = _count_of(module)
         params = {name: param for name, param in module._parameters.items() if param is not None and _has_entry_each(param, count)}
-        if not any(len(full_shape(param)) >= 3 for param in params.values()):
+        if not any(len(_shape(param)) >= 3 for param in params.values()):
             _refuse_adapted(path, module)
             continue
         if not chooses_implementation(module):
@@ -117,8 +125,13 @@ def _count_of(module: nn.Module) -> int:
 
 
 def _has_entry_each(param: nn.Parameter, count: int) -> bool:
-    shape = full_shape(param)
+    shape = _shape(param)
     return count > 1 and len(shape) > 0 and shape[0] == count
+
+
+def _shape(param: nn.Parameter) -> torch.Size:
+    """Of all experts, also where this rank has loaded its own alone."""
+    return whole_shape(param) or full_shape(param)
 
 
 def _refuse_adapted(path: str, module: nn.Module) -> None:
@@ -152,5 +165,5 @@ _NO_FORWARD = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
 
 def _alike(experts: tuple[nn.Module, ...]) -> bool:
     """Whether all are of one class with parameters of the same names and shapes; they have some."""
-    shapes = [{name: tuple(full_shape(param)) for name, param in expert.named_parameters()} for expert in experts]
+    shapes = [{name: tuple(_shape(param)) for name, param in expert.named_parameters()} for expert in experts]
     return bool(shapes[0]) and all(type(expert) is type(experts[0]) for expert in experts) and all(found == shapes[0] for found in shapes)

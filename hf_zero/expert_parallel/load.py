@@ -10,6 +10,8 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.expert_parallel.dispatch import Shares
 from hf_zero.observe import log_rank0
 
+_PREFIX = "Train/Experts/"
+
 
 class ExpertLoad:
     """Adds up which experts the tokens of training choose, and tells of it every few optimizer steps.
@@ -20,10 +22,11 @@ class ExpertLoad:
         layers: Who holds which experts, by the name of the layer.
         collectives: All data-parallel ranks.
         every: Optimizer steps between two records.
+        each: Tell of the tokens of each expert too.
     """
 
-    def __init__(self, layers: Mapping[str, Shares], collectives: Collectives, every: int) -> None:
-        self._layers, self._collectives, self._every = layers, collectives, every
+    def __init__(self, layers: Mapping[str, Shares], collectives: Collectives, every: int, each: bool = False) -> None:
+        self._layers, self._collectives, self._every, self._each = layers, collectives, every, each
         for shares in layers.values():
             shares.watched, shares.seen = True, None
 
@@ -33,18 +36,28 @@ class ExpertLoad:
         """
         if step % self._every:
             return {}
-        device, found = self._collectives.topology.device, {}
+        tokens, found = self._tokens(), {}
+        for name, counts in tokens.items():
+            of_ranks = counts.view(-1, self._layers[name].here).sum(dim=1)
+            found[f"{_PREFIX}{name}/imbalance"] = _imbalance(counts)
+            found[f"{_PREFIX}{name}/imbalance_of_ranks"] = _imbalance(of_ranks)
+            if self._each:
+                found.update({f"{_PREFIX}{name}/tokens/{index}": float(count) for index, count in enumerate(counts.tolist())})
+                log_rank0("step=%d, %s: tokens of its experts: %s", step, name, " ".join(map(str, counts.tolist())))
+        worst = max(tokens, key=lambda name: found[f"{_PREFIX}{name}/imbalance"])
+        highest = found[f"{_PREFIX}{worst}/imbalance"]
+        ranks = max(found[f"{_PREFIX}{name}/imbalance_of_ranks"] for name in tokens)
+        text = "step=%d, experts: the most tokens over the mean are %.2f (%s: %s), of a rank %.2f"
+        log_rank0(text, step, highest, worst, _spread(tokens[worst]), ranks)
+        return {f"{_PREFIX}imbalance": highest, f"{_PREFIX}imbalance_of_ranks": ranks, **found}
+
+    def _tokens(self) -> dict[str, torch.Tensor]:
+        """(experts,) tokens of all ranks since the last record, by the name of the layer, on the host; collective."""
+        device = self._collectives.topology.device
         seen = [self._take(shares, device) for shares in self._layers.values()]
         total = torch.cat(seen)
         self._collectives.all_reduce(total, "tokens of experts").wait()
-        for (name, shares), counts in zip(self._layers.items(), total.cpu().split([len(part) for part in seen]), strict=True):
-            found[f"Train/Experts/{name}/imbalance"] = _imbalance(counts)
-            found[f"Train/Experts/{name}/imbalance_of_ranks"] = _imbalance(counts.view(-1, shares.here).sum(dim=1))
-        name = max((key for key in found if key.endswith("/imbalance")), key=found.__getitem__)
-        ranks = max(value for key, value in found.items() if key.endswith("/imbalance_of_ranks"))
-        layer = name.removeprefix("Train/Experts/").removesuffix("/imbalance")
-        log_rank0("step=%d, experts: the most tokens over the mean are %.2f (%s), of a rank %.2f", step, found[name], layer, ranks)
-        return {"Train/Experts/imbalance": found[name], "Train/Experts/imbalance_of_ranks": ranks, **found}
+        return dict(zip(self._layers, total.cpu().split([len(part) for part in seen]), strict=True))
 
     @staticmethod
     def _take(shares: Shares, device: torch.device) -> torch.Tensor:
@@ -55,3 +68,9 @@ class ExpertLoad:
 def _imbalance(counts: torch.Tensor) -> float:
     mean = float(counts.double().mean())
     return float(counts.max()) / mean if mean else 1.0
+
+
+def _spread(counts: torch.Tensor) -> str:
+    """Who had the most, and how many had none."""
+    busiest, idle = int(counts.argmax()), int((counts == 0).sum())
+    return f"expert {busiest} had {int(counts[busiest])} of {int(counts.sum())} tokens, {idle} of {len(counts)} experts none"

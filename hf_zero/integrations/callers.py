@@ -110,6 +110,13 @@ LOAD = Method(
     around="hf_zero.integrations.pretrained:from_pretrained",
     since=(5, 20),
 )
+LOAD_WEIGHTS = Method(
+    "transformers.modeling_utils",
+    "PreTrainedModel._load_pretrained_model",
+    "from_pretrained with expert_parallel reads the experts of all ranks",
+    around="hf_zero.integrations.pretrained:load_weights",
+    since=(5, 20),
+)
 SAVE_STATE = Method("accelerate.accelerator", "Accelerator.save_state", _DELETED)
 TRAIN = Method("transformers.trainer", "Trainer.train", f"a Trainer cannot train twice, and {_DELETED}")
 EVALUATE = Method("transformers.trainer", "Trainer.evaluation_loop", _COUNTED, around="hf_zero.integrations.metrics_once:evaluation_loop")
@@ -128,7 +135,7 @@ LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCh
 OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 METHODS = (
     STATE, ACCELERATOR_STATE, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, EVALUATE, MISSING_KEYS,
-    LOAD, CONVERSIONS,
+    LOAD, LOAD_WEIGHTS, CONVERSIONS,
     LIGHTNING_SAVE, OLD_LIGHTNING_SAVE,
 )  # fmt: skip
 
@@ -201,13 +208,14 @@ def attach(module: ModuleType) -> None:
         for part in path:
             owner = getattr(owner, part, None)
         found = inspect.getattr_static(owner, name, None)
-        function = found.__func__ if isinstance(found, classmethod) else found
+        bound = isinstance(found, (classmethod, staticmethod))
+        function = found.__func__ if bound else found
         if not inspect.isfunction(function):
             _report(method)
         elif function.__dict__.get("hf_zero_method") is not method:
             wrapped = _replaced(method, function) if method.around else _seen(method, function)
             wrapped.__dict__["hf_zero_method"] = method
-            setattr(owner, name, classmethod(wrapped) if isinstance(found, classmethod) else wrapped)
+            setattr(owner, name, type(found)(wrapped) if bound else wrapped)
 
 
 def _seen(method: Method, function: Callable[..., Any]) -> Callable[..., Any]:

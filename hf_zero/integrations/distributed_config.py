@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
@@ -20,6 +22,7 @@ from hf_zero.errors import ConfigError, UnsupportedError
 _AXES = {"ep_size": EXPERT, "tp_size": "tp", "dp_replicate_size": "dp_replicate", "fsdp_size": SHARD_GROUP}
 _DISPATCH, _STACKED = "ep_dispatch_experts", "grouped_gemm"
 _IMPLEMENTATIONS = ("auto", "all_to_all")
+_loading: ContextVar[tuple[Claim, ...]] = ContextVar("hf_zero sizes of a load", default=())
 
 
 class NotedSizes:
@@ -36,6 +39,15 @@ class NotedSizes:
         self._settings = _settings(given)
         self._claims = tuple(_claims(self._settings))
 
+    @contextmanager
+    def known(self) -> Iterator[None]:
+        """A context in which ``claims_of_load`` has them: the model is being loaded."""
+        token = _loading.set(self._claims)
+        try:
+            yield
+        finally:
+            _loading.reset(token)
+
     def note_on(self, model: nn.Module) -> None:
         """Leaves it for ``initialize`` to find.
 
@@ -44,6 +56,11 @@ class NotedSizes:
         """
         _check_plan(self._settings.get("ep_plan"), model)
         setattr(model, CLAIMS, self._claims)
+
+
+def claims_of_load() -> tuple[Claim, ...]:
+    """What is said of the ranks by the ``from_pretrained`` that is running."""
+    return _loading.get()
 
 
 def _settings(given: Any) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""``from_pretrained`` with a ``distributed_config``, where an engine will divide the model; see [Note: DistributedConfig].
+"""``from_pretrained`` where an engine will divide the model: its ``distributed_config`` ([Note: DistributedConfig]), and what it reads.
 
 Imports little: every program that loads a model of transformers comes here.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def from_pretrained(method: Callable[..., Any], model_class: Any, *args: Any, **kwargs: Any) -> Any:
-    """``PreTrainedModel.from_pretrained``; beside a DeepSpeed configuration it loads the model whole, and notes the sizes on it.
+    """``PreTrainedModel.from_pretrained``; beside a DeepSpeed configuration it loads the model for an engine, and notes the sizes on it.
 
     Raises:
         UnsupportedError: The ``distributed_config`` asks for something that is not provided.
@@ -24,9 +24,19 @@ def from_pretrained(method: Callable[..., Any], model_class: Any, *args: Any, **
 
     sizes = NotedSizes(given)
     del kwargs["distributed_config"]
-    loaded = method(model_class, *args, **kwargs)
+    with sizes.known():
+        loaded = method(model_class, *args, **kwargs)
     sizes.note_on(loaded[0] if isinstance(loaded, tuple) else loaded)
     return loaded
+
+
+def load_weights(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``PreTrainedModel._load_pretrained_model``; under expert parallelism a rank reads its own experts alone."""
+    if not _configuration_in_use():
+        return method(*args, **kwargs)
+    from hf_zero.integrations.expert_loads import load_weights_of_rank
+
+    return load_weights_of_rank(method, *args, **kwargs)
 
 
 def _configuration_in_use() -> bool:

@@ -74,6 +74,7 @@ def test_no_key_is_missing() -> None:
 OWN_KEYS = {
     "hf_zero",
     "hf_zero.expert_load",
+    "hf_zero.expert_load_each",
     "hf_zero.gather_for_generation",
     "hf_zero.offload_overlap",
     "hf_zero.param_shard_size",

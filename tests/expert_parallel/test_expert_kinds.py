@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_zero.errors import UnsupportedError
+from hf_zero.observe import logger
 from tests.support import parity, ranks, zoo
 from tests.support.experts import build, build_listed, check_experts, check_listed, lopsided, mixed, with_experts
 from tests.support.parity import Run, check_bitwise
@@ -123,7 +127,14 @@ def test_load_of_experts() -> None:
 
 def check_load() -> None:
     """Two ranks whose tokens are all alike: each layer has at most four busy experts of four, and the record says how uneven they are."""
-    engine = parity.initialize(build(MIXTRAL), with_experts(Run(1, extra={"hf_zero": {"expert_load": 2}}), 2))
+    lines = _Lines()
+    with lines.heard():
+        _check_records(lines, each=True)
+        _check_records(lines, each=False)
+
+
+def _check_records(lines: _Lines, each: bool) -> None:
+    engine = parity.initialize(build(MIXTRAL), with_experts(Run(1, extra={"hf_zero": {"expert_load": 2, "expert_load_each": each}}), 2))
     records: list[dict[str, float]] = []
     engine.reports.sinks.append(Records(records))
     counts: dict[str, torch.Tensor] = {}
@@ -138,10 +149,45 @@ def check_load() -> None:
         dist.all_reduce(own)
         layer = name.replace("gate", "experts")
         assert math.isclose(records[1][f"Train/Experts/{layer}/imbalance"], float(own.max() / own.mean()))
+        told = {int(key.rpartition("/")[2]): value for key, value in records[1].items() if key.startswith(f"Train/Experts/{layer}/tokens/")}
+        assert told == (dict(enumerate(own.tolist())) if each else {})
+        if ranks.rank() == 0:
+            assert lines.take(f"{layer}: tokens of its experts: {' '.join(str(int(count)) for count in own)}") == each
         of_ranks = own.view(2, 2).sum(dim=1)
         assert math.isclose(records[1][f"Train/Experts/{layer}/imbalance_of_ranks"], float(of_ranks.max() / of_ranks.mean()))
     assert counts and records[1]["Train/Experts/imbalance"] > 1
+    if ranks.rank() == 0:
+        worst = max(counts.values(), key=lambda own: float(own.max() / own.mean()))
+        busiest = (
+            f"expert {int(worst.argmax())} had {int(worst.max())} of {int(worst.sum())} tokens, {int((worst == 0).sum())} of 4 experts none"
+        )
+        assert lines.take(busiest)
     engine.destroy()
+
+
+class _Lines(logging.Handler):
+    """What the package logs; a line is taken once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(record.getMessage())
+
+    def take(self, text: str) -> bool:
+        found = next((line for line in self._lines if text in line), None)
+        if found is not None:
+            self._lines.remove(found)
+        return found is not None
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        logger.addHandler(self)
+        try:
+            yield
+        finally:
+            logger.removeHandler(self)
 
 
 def _add_chosen(counts: torch.Tensor, output: Any) -> None:

@@ -33,3 +33,6 @@ class OwnSettings(Section):
         "With expert_parallel: optimizer steps between two records of how tokens spread over experts and ranks (the most over the "
         "mean, in the log and in monitors); 0 is off",
     )
+    expert_load_each: Bool = used(
+        False, "With expert_load: also the tokens of each expert, a line per layer in the log and Train/Experts/.../tokens/... in monitors"
+    )

@@ -1,0 +1,187 @@
+"""Expert parallelism on CPU ranks: time, bytes sent and memory, against stage 3 without it, transformers' own and DeepSpeed's AutoEP.
+
+    python -m benchmarks.experts --peer-python /path/to/venv-with-deepspeed/bin/python --json benchmarks/results/experts.json
+    python -m benchmarks.experts --kinds mixtral --ranks 4
+    python -m benchmarks.experts --rounds 1 --steps 1                                       # does it run?
+
+Every contender keeps its processes; a round times each in turn, and ratios are taken within a round. Several Pythons for the peer are
+several contenders: AutoEP runs with some versions of transformers only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.processes import RankProcesses
+from benchmarks.tables import ResultTable
+from benchmarks.tensor_parallel import last_error
+
+WORKER = Path(__file__).with_name("experts_worker.py")
+KINDS: dict[str, dict[str, Any]] = {
+    "mixtral": {"kind": "mixtral", "experts": 8, "inner": 512, "choices": 2},
+    "qwen3_moe": {"kind": "qwen3_moe", "experts": 64, "inner": 128, "choices": 4},
+}
+TEXT = (
+    "A Mixtral (8 experts, {layers} layers, {width} wide) and a Qwen3-MoE (64 experts) in fp32 on {ranks} gloo ranks of one thread, one "
+    "sequence of {length} tokens each, AdamW. Experts are divided over all ranks. Memory: what tensors of a step add at their peak on a "
+    "rank, by torch's own record, on top of those that rest between steps. Sent: what a rank writes to its connections in a step. "
+    "Medians of {rounds} interleaved rounds of {steps} steps; ratios "
+    "are to hf_zero at the same stage (FSDP2: stage 3), above 1 is slower or more. Loss: the last one, the mean of all ranks."
+)
+
+
+@dataclass
+class Contender:
+    """One package at one stage; seconds per step, one entry per round, and bytes."""
+
+    package: str
+    stage: int
+    experts: int
+    python: str = sys.executable
+    versions: str = ""
+    ranks: RankProcesses | None = None
+    seconds: list[float] = field(default_factory=list)
+    memory: int = 0
+    sent: float = 0.0
+    loss: float = 0.0
+    failed: str = ""
+
+    @property
+    def title(self) -> str:
+        """As it stands in the table."""
+        if self.package == "transformers":
+            return "transformers' own (FSDP2)"
+        name = "hf_zero" if self.package == "hf_zero" else f"DeepSpeed AutoEP ({self.versions})"
+        stage = "any stage" if self.failed else f"stage {self.stage}"
+        return f"{name}, {stage}{'' if self.experts > 1 else ' without'}"
+
+    def start(self, world: int, size: dict[str, Any]) -> None:
+        """Builds the model on all ranks; a peer that cannot is noted with what it said."""
+        try:
+            self.ranks = RankProcesses(self.title, WORKER, [self.package, str(self.stage), str(self.experts), size], world, self.python)
+            self.ask(steps=2)
+            answers = self.ask(peak=True)
+            self.memory = max(answer["peak"] + answer["resting"] for answer in answers)
+        except RuntimeError as error:
+            if self.package == "hf_zero":
+                raise
+            print(error, file=sys.stderr)
+            self.failed = last_error(str(error))
+            self.stop()
+
+    def ask(self, **request: Any) -> list[dict[str, Any]]:
+        """The answers of all ranks."""
+        assert self.ranks is not None
+        return self.ranks.ask(**request)
+
+    def time(self, steps: int) -> None:
+        """Adds the seconds per step of the slowest rank."""
+        answers = self.ask(steps=steps)
+        self.seconds.append(max(answer["seconds"] for answer in answers))
+        self.sent = max(answer["sent"] for answer in answers)
+        self.loss = statistics.mean(answer["loss"] for answer in answers)
+
+    def stop(self) -> None:
+        """Ends its processes."""
+        if self.ranks is not None:
+            self.ranks.stop()
+            self.ranks = None
+
+
+def versions_of(python: str) -> str:
+    """Those of DeepSpeed and transformers that an interpreter finds."""
+    ask = "from importlib.metadata import version as v; print(v('deepspeed') + ', transformers ' + v('transformers'))"
+    return subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def contenders(world: int, peers_found: list[str]) -> list[Contender]:
+    """Ours with experts divided at three stages, ours without, and the peers."""
+    ours = [Contender("hf_zero", stage, world) for stage in (3, 2, 1)]
+    peers = [Contender("deepspeed", stage, world, python, versions_of(python)) for python in peers_found for stage in (3, 2, 1)]
+    return [*ours, Contender("hf_zero", 3, 1), Contender("transformers", 3, world), *peers]
+
+
+def measure(kind: str, world: int, arguments: argparse.Namespace) -> list[Contender]:
+    """Times the contenders of one model in rotating order."""
+    size = {**KINDS[kind], **{name: getattr(arguments, name) for name in ("layers", "width", "vocab", "length")}}
+    found = contenders(world, arguments.peer_python)
+    try:
+        for one in list(found):
+            if any(other.failed and other.versions == one.versions for other in found):
+                found.remove(one)  # it does not run at any stage
+                continue
+            print(f"building {kind}, {world} ranks: {one.title}", file=sys.stderr)
+            one.start(world, size)
+        running = [one for one in found if not one.failed]
+        for index in range(arguments.rounds):
+            shift = index % len(running)
+            for one in running[shift:] + running[:shift]:
+                one.time(arguments.steps)
+    finally:
+        for one in found:
+            one.stop()
+    return found
+
+
+def rows(kind: str, world: int, found: list[Contender]) -> list[list[str]]:
+    """Cells of the table."""
+    with_experts = {one.stage: one for one in found if one.package == "hf_zero" and one.experts > 1}
+    cells = []
+    for one in found:
+        first = with_experts[one.stage]
+        name = f"{kind}, {world} ranks: {one.title}"
+        if one.failed:
+            cells.append([name, "does not run", one.failed, "", "", "", ""])
+            continue
+        ratios = [mine / ours for mine, ours in zip(one.seconds, first.seconds, strict=True)]
+        spread = "" if one is first else f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+        memory = "" if one is first else f"{one.memory / first.memory:.2f}"
+        numbers = f"{statistics.median(one.seconds):.3f}", spread, f"{one.sent / 2**20:.1f}", f"{one.memory / 2**20:.1f}", memory
+        cells.append([name, *numbers, f"{one.loss:.5f}"])
+    return cells
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--vocab", type=int, default=512)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--peer-python", nargs="+", default=[], help="Python of a venv with DeepSpeed and transformers")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measures and prints."""
+    arguments = parse()
+    cells: list[list[str]] = []
+    for kind in arguments.kinds:
+        for world in arguments.ranks:
+            cells += rows(kind, world, measure(kind, world, arguments))
+    ranks = " and ".join(map(str, arguments.ranks))
+    result = ResultTable(
+        title="Expert parallelism",
+        command="python -m benchmarks.experts" + (" --peer-python PYTHON" if arguments.peer_python else ""),
+        text=TEXT.format(**{**vars(arguments), "ranks": ranks}),
+        columns=["", "s per step", "ratio (lowest-highest)", "MiB sent", "MiB held", "ratio", "loss"],
+        rows=cells,
+    )
+    result.print()
+    if arguments.json:
+        result.save(arguments.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

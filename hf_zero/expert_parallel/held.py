@@ -1,0 +1,143 @@
+"""Layers that were loaded with this rank's experts alone, until an engine divides the model.
+
+[Note: held experts] Who reads a checkpoint knows from the configuration which experts are this rank's, before there is an engine and its
+groups. The parameters get the shapes and the marks that dividing the layer would give them; the record stays on the module, because
+a deep copy of a parameter has no marks. Until ``divide_model`` a call of the layer is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.core.units.empty_values import guard_state_dict
+from hf_zero.core.units.layout import Range
+from hf_zero.core.units.registration import unregister
+from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard
+from hf_zero.core.units.unit import full_shape
+from hf_zero.errors import StateError
+from hf_zero.expert_parallel.find import ExpertLayer, StackedExperts
+
+_HELD = "_hf_zero_held_experts"  # of a module whose forward calls experts
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands among those that hold all experts between them.
+
+    Attributes:
+        ranks: How many they are.
+        index: Which of them this one is.
+    """
+
+    ranks: int
+    index: int
+
+    def own(self, count: int) -> Range:
+        """The run of experts that is this rank's, of ``count``, which ``ranks`` divides."""
+        here = count // self.ranks
+        return Range(here * self.index, here * (self.index + 1))
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank has of one layer.
+
+    Attributes:
+        place: Where it stood when the layer was loaded.
+        parts: The part that each parameter is, by its name below the module.
+    """
+
+    place: Place
+    parts: dict[str, TpShard] = field(default_factory=dict)
+
+
+def make_room(layer: ExpertLayer, place: Place) -> Held:
+    """Replaces the parameters of a layer by ones for this rank's experts, on the meta device, or empty ones for those of others; local.
+
+    Args:
+        layer: Its parameters have no values, or stand for ones that ``zero.Init`` has sharded.
+        place: Which experts are this rank's.
+
+    Returns:
+        What ``hold`` is to note once the values have been read.
+    """
+    own, held = place.own(layer.count), Held(place)
+    if isinstance(layer, StackedExperts):
+        for name, param in layer.params.items():
+            held.parts[name] = _replace(layer.module, name, param, own)
+        return held
+    names = {id(module): name for name, module in layer.module.named_modules()}
+    for index, expert in enumerate(layer.experts):
+        kept = own.start <= index < own.stop
+        for path, module in expert.named_modules():
+            for leaf, param in list(module._parameters.items()):
+                if param is not None:
+                    name = ".".join(part for part in (names[id(expert)], path, leaf) if part)
+                    held.parts[name] = _replace(module, leaf, param, Range(0, full_shape(param)[0] if kept else 0))
+    return held
+
+
+def _replace(module: nn.Module, leaf: str, param: nn.Parameter, own: Range) -> TpShard:
+    shape = torch.Size(full_shape(param))
+    unregister(param)
+    size = torch.Size((own.numel, *shape[1:]))
+    room = nn.Parameter(torch.empty(size, dtype=param.dtype, device="meta" if own.numel else "cpu"), param.requires_grad)
+    module._parameters[leaf] = room
+    return TpShard(shape, 0, (own,) if own.numel else (), expert=True)
+
+
+def hold(module: nn.Module, held: Held) -> None:
+    """Notes on the module of a layer that its parameters are ``held.parts``, and guards it until an engine is made."""
+    setattr(module, _HELD, held)
+    for inner in module.modules():
+        guard_state_dict(inner)
+    if _refuse_held not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_refuse_held, prepend=True)
+    _mark(module, held)
+
+
+def held_of(module: nn.Module) -> Held | None:
+    """What was noted on the module of a layer."""
+    found = module.__dict__.get(_HELD)
+    return found if isinstance(found, Held) else None
+
+
+def held_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Held]]:
+    """Dotted name, module and note of every layer that was loaded with this rank's experts alone; parameters of copies are marked again."""
+    for path, module in model.named_modules():
+        held = held_of(module)
+        if held is not None:
+            _mark(module, held)
+            yield path, module, held
+
+
+def let_go(module: nn.Module) -> None:
+    """Takes the note and the guard off: the layer is an engine's now."""
+    module.__dict__.pop(_HELD, None)
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if hook is _refuse_held:
+            del module._forward_pre_hooks[key]
+
+
+def _mark(module: nn.Module, held: Held) -> None:
+    for name, part in held.parts.items():
+        mark_tp_shard(module.get_parameter(name), part)
+
+
+def _refuse_held(module: nn.Module, *_: Any) -> None:
+    """The forward pre-hook of a layer that no engine has divided.
+
+    Raises:
+        StateError: Always.
+    """
+    held = held_of(module)
+    ranks = held.place.ranks if held is not None else 0
+    raise StateError(
+        f"{type(module).__name__} was called, and this rank has loaded its own experts alone (expert parallelism over {ranks} ranks). Call "
+        "the model that accelerator.prepare(model) or initialize(model=model, ...) has prepared, on all ranks"
+    )

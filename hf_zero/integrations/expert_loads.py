@@ -1,0 +1,283 @@
+"""What a rank reads of a checkpoint when experts will be divided over ranks: all else as ever, and its own experts alone.
+
+[Note: reading a share] transformers opens safetensors files without reading them, renames what is in them, and converts it: experts that
+are saved one by one become one tensor. Which names lead to which parameter its own functions say. Of a parameter of experts the entries
+of other ranks are left out before anything is read: tensors by their number where experts are saved one by one, a slice of the tensor
+where they lie in one. transformers then loads parameters that are made for this rank's experts. At stage 3, where rank 0 reads for all,
+every rank reads its experts itself. A layer whose tensors are saved in another way is loaded whole, and ``initialize`` divides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_zero.build.mesh import expert_ranks
+from hf_zero.errors import StateError, UnsupportedError
+from hf_zero.expert_parallel.find import ExpertLayer, StackedExperts, present_experts
+from hf_zero.expert_parallel.held import Held, Place, hold, make_room
+from hf_zero.integrations.distributed_config import claims_of_load
+
+_SAFETENSORS = ".safetensors"
+_MERGE, _TRANSPOSE = "MergeModulelist", "Transpose"
+_ALONG_ONE = ("Concatenate", "Chunk", "Interleave")
+
+
+class _Part:
+    """A run of entries along the first dimension of a tensor in a file; stands where transformers expects the file's own slice."""
+
+    def __init__(self, whole: Any, start: int, stop: int) -> None:
+        self._whole, self._start, self._stop = whole, start, stop
+
+    def __getitem__(self, index: Any) -> Any:
+        if index is not Ellipsis:
+            raise UnsupportedError(f"of a rank's share of experts {index!r} was asked for; all of it ([...]) is allowed")
+        return self._whole[self._start : self._stop]
+
+    def get_shape(self) -> list[int]:
+        """As the file's slice."""
+        return [self._stop - self._start, *self._whole.get_shape()[1:]]
+
+    def get_dtype(self) -> str:
+        """As the file's slice."""
+        return str(self._whole.get_dtype())
+
+
+_Sources = dict[str, list[str]]
+"""Of one parameter: names in the files, by the pattern of the converter that they match; "" where they are only renamed."""
+
+
+@dataclass
+class _Share:
+    """Layers of which a rank reads its own experts.
+
+    Attributes:
+        held: Each layer's module, and what is to be noted on it.
+        values: Name in the files -> what is to be read of it; without what other ranks read.
+        names: All names in the files that lead to these layers.
+        params: Names of their parameters.
+    """
+
+    held: list[tuple[nn.Module, Held]] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+    params: set[str] = field(default_factory=set)
+
+
+def load_weights_of_rank(
+    method: Callable[..., Any], model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """``PreTrainedModel._load_pretrained_model``; see [Note: reading a share].
+
+    Returns:
+        What it returns.
+    """
+    whole = partial(method, model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+    layers, place = _to_divide(model, load_config)
+    if not layers or state_dict is not None or not _are_mapped(checkpoint_files, load_config):
+        return whole()
+    with ExitStack() as files:
+        slices = _open(files, checkpoint_files)
+        share = _share(model, layers, place, slices, load_config)
+        if not share.held:
+            return whole()
+        rest = {name: found for name, found in slices.items() if name not in share.names}
+        if _sharded_already():
+            found = _load_apart(method, model, share, rest, load_config, args, kwargs)
+        else:
+            found = method(model, {**rest, **share.values}, None, load_config, *args, **kwargs)
+    info = found[0]
+    info.missing_keys -= share.params
+    for module, held in share.held:
+        hold(module, held)
+    return found
+
+
+def _to_divide(model: nn.Module, load_config: Any) -> tuple[list[ExpertLayer], Place]:
+    """The layers that an engine will divide, and where this rank stands; none where it will not, or will refuse."""
+    from transformers.integrations.deepspeed import deepspeed_config
+
+    nobody = Place(1, 0)
+    divided_elsewhere = load_config.is_quantized or load_config.device_map is not None or load_config.device_mesh is not None
+    if divided_elsewhere or not dist.is_initialized():
+        return [], nobody
+    ranks, index = expert_ranks(deepspeed_config(), claims_of_load())
+    if ranks == 1:
+        return [], nobody
+    try:
+        layers = present_experts(model)
+    except UnsupportedError:  # said by initialize: this may be another model than the one to be trained
+        return [], nobody
+    return [layer for layer in layers if layer.count % ranks == 0], Place(ranks, index)
+
+
+def _are_mapped(files: Any, load_config: Any) -> bool:
+    from transformers import modeling_utils
+
+    on_mount = getattr(modeling_utils, "_is_on_hf_mount", lambda path: False)
+    named = files is not None and all(str(file).endswith(_SAFETENSORS) for file in files)
+    return named and not load_config.disable_mmap and not any(on_mount(file) for file in files)
+
+
+def _open(stack: ExitStack, files: Iterable[Any]) -> dict[str, Any]:
+    """Slices of every tensor in the files, of which nothing has been read."""
+    from safetensors import safe_open
+
+    found = {}
+    for file in files:
+        opened = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+        found.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118  # not a dict
+    return found
+
+
+def _sharded_already() -> bool:
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    return bool(is_deepspeed_zero3_enabled())
+
+
+# -- which tensors of the files are this rank's --------------------------------------------------------------------------
+
+
+def _share(model: Any, layers: Iterable[ExpertLayer], place: Place, slices: dict[str, Any], load_config: Any) -> _Share:
+    """Layers whose tensors in the files can be told apart by expert, with room for this rank's made in ``model``."""
+    share, sources, converters = _Share(), _sources(model, slices, load_config), _converters(load_config)
+    paths = {id(param): name for name, param in model.named_parameters()}
+    for layer in layers:
+        found = [(paths[id(param)], number) for number, param in _params(layer)]
+        wanted = [_wanted(sources.get(name), number, layer.count, place, slices, converters) for name, number in found]
+        if not wanted or any(values is None for values in wanted):
+            continue
+        for (name, _), values in zip(found, wanted, strict=True):
+            share.values.update(values or {})
+            share.names.update(key for keys in sources[name].values() for key in keys)
+            share.params.add(name)
+        share.held.append((layer.module, make_room(layer, place)))
+    return share
+
+
+def _params(layer: ExpertLayer) -> Iterator[tuple[int | None, nn.Parameter]]:
+    """The parameters of a layer's experts, each with the number of its expert; None where all lie in one."""
+    if isinstance(layer, StackedExperts):
+        yield from ((None, param) for param in layer.params.values())
+        return
+    for number, expert in enumerate(layer.experts):
+        yield from ((number, param) for param in expert.parameters())
+
+
+def _converters(load_config: Any) -> dict[str, Any]:
+    """Those of transformers that compute something, by the patterns of what they take."""
+    from transformers.core_model_loading import WeightConverter
+
+    found = [entry for entry in load_config.weight_mapping or () if isinstance(entry, WeightConverter)]
+    return {pattern: converter for converter in found for pattern in converter.source_patterns}
+
+
+def _sources(model: Any, slices: dict[str, Any], load_config: Any) -> dict[str, _Sources]:
+    """Parameter -> what the files have for it, in the order in which transformers takes it."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    mapping = load_config.weight_mapping or ()
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    prefix, known = model.base_model_prefix, model.state_dict()
+    found: dict[str, _Sources] = {}
+    for key in sorted(slices, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, known)
+        if name not in known and key in known:
+            name, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=known)
+        if name in known:
+            found.setdefault(name, {}).setdefault(pattern or "", []).append(key)
+    return found
+
+
+def _wanted(
+    source: _Sources | None, number: int | None, count: int, place: Place, slices: dict[str, Any], converters: dict[str, Any]
+) -> dict[str, Any] | None:
+    """What this rank reads for one parameter; None where that cannot be told.
+
+    Args:
+        source: What the files have for it.
+        number: Its expert, where it has one.
+        count: Number of experts.
+        place: Where this rank stands.
+        slices: Everything in the files.
+        converters: What computes with them.
+    """
+    if source is None:
+        return None
+    own = place.own(count)
+    if number is not None:
+        keys = source.get("", []) if len(source) == 1 else []
+        if len(keys) != 1:
+            return None
+        return {keys[0]: slices[keys[0]]} if own.start <= number < own.stop else {}
+    values: dict[str, Any] = {}
+    for pattern, keys in source.items():
+        converter = converters.get(pattern)
+        if len(keys) == count and _keeps_experts_apart(converter, merges=True):
+            values.update({key: slices[key] for key in keys[own.start : own.stop]})
+        elif len(keys) == 1 and slices[keys[0]].get_shape()[:1] == [count] and _keeps_experts_apart(converter, merges=False):
+            values[keys[0]] = _Part(slices[keys[0]], own.start, own.stop)
+        else:
+            return None
+    return values
+
+
+def _keeps_experts_apart(converter: Any, merges: bool) -> bool:
+    """Whether what a converter makes of some experts is the same as those of what it makes of all.
+
+    Args:
+        converter: None where tensors are only renamed.
+        merges: It is given a tensor of each expert, else one of all.
+    """
+    operations = list(converter.operations) if converter is not None else []
+    if converter is not None and len(converter.target_patterns) != 1:
+        return False
+    if merges:
+        if not operations or type(operations[0]).__name__ != _MERGE or operations[0].dim != 0:
+            return False
+        operations = operations[1:]
+    return all(_leaves_first_dim(operation) for operation in operations)
+
+
+def _leaves_first_dim(operation: Any) -> bool:
+    kind = type(operation).__name__
+    if kind == _TRANSPOSE:
+        return bool(min(operation.dim0, operation.dim1) > 0)
+    return kind in _ALONG_ONE and bool(operation.dim > 0)
+
+
+# -- stage 3 -------------------------------------------------------------------------------------------------------------
+
+
+def _load_apart(
+    method: Callable[..., Any], model: Any, share: _Share, rest: dict[str, Any], load_config: Any, args: Any, kwargs: Any
+) -> Any:
+    """Every rank its experts, which leave the shards over all ranks; rank 0 the rest for all; collective."""
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+
+    own, _ = convert_and_load_state_dict_in_model(model, share.values, load_config)
+    wrong = share.params & {name for name, param in model.named_parameters() if param.is_meta}
+    if wrong:
+        raise StateError(
+            f"from_pretrained into {type(model).__name__}: experts in the checkpoint do not fit the model: {', '.join(sorted(wrong)[:5])} "
+            f"({'; '.join(map(str, own.conversion_errors.values())) or 'their shapes differ'}). It belongs to another architecture"
+        )
+    return method(model, {name: _value(value) for name, value in rest.items()}, None, load_config, *args, **kwargs)
+
+
+def _value(found: Any) -> Any:
+    """Of a tensor that only rank 0 hands on: the values there, elsewhere its shape."""
+    from transformers.modeling_utils import str_to_torch_dtype
+
+    if dist.get_rank() == 0:
+        return found[...]
+    return torch.empty(found.get_shape(), dtype=str_to_torch_dtype[found.get_dtype()], device="meta")

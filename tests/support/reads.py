@@ -1,0 +1,64 @@
+"""What is read of safetensors files: every tensor and every slice that is taken out of one, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import safetensors
+import torch
+from transformers import modeling_utils
+
+Reads = dict[str, int]
+"""Bytes by the name of the tensor."""
+
+
+class _Slice:
+    def __init__(self, name: str, inner: Any, reads: Reads) -> None:
+        self._name, self._inner, self._reads = name, inner, reads
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        value: torch.Tensor = self._inner[index]
+        self._reads[self._name] = self._reads.get(self._name, 0) + value.nbytes
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _File:
+    def __init__(self, inner: Any, reads: Reads) -> None:
+        self._inner, self._reads = inner, reads
+
+    def __enter__(self) -> _File:
+        self._inner.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+
+    def keys(self) -> Any:
+        return self._inner.keys()
+
+    def get_slice(self, name: str) -> _Slice:
+        return _Slice(name, self._inner.get_slice(name), self._reads)
+
+    def get_tensor(self, name: str) -> Any:
+        return self.get_slice(name)[...]
+
+
+@contextmanager
+def counted_reads() -> Iterator[Reads]:
+    """A context in which what is read of safetensors files, by this process, is counted."""
+    reads: Reads = {}
+    real = safetensors.safe_open
+
+    def safe_open(*args: Any, **kwargs: Any) -> _File:
+        return _File(real(*args, **kwargs), reads)
+
+    safetensors.safe_open = modeling_utils.safe_open = safe_open  # type: ignore[assignment,misc]
+    try:
+        yield reads
+    finally:
+        safetensors.safe_open = modeling_utils.safe_open = real  # type: ignore[misc]
