@@ -44,7 +44,7 @@ class WholeBuffer:
         self._layout = layout
         self._params = params
         self._empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
-        self._unknown = torch.full((1,), math.nan, dtype=flat.dtype, device=flat.device)
+        self._unknown = torch.full((1,), math.nan if flat.is_floating_point() else 0, dtype=flat.dtype, device=flat.device)
         self._views = self._make_views()
         self.show()
 
@@ -68,7 +68,7 @@ class WholeBuffer:
         self._point(self._views, Shown.VALUES)
 
     def show_placeholders(self) -> None:
-        """Gives each parameter its shape, without memory of its own: every element is the same NaN."""
+        """Gives each parameter its shape, without memory of its own: every element is the same NaN (0 of an integer)."""
         if self._shown is not Shown.PLACEHOLDERS:
             self._point((self._unknown.expand(slot.shape) for slot in self._layout.slots), Shown.PLACEHOLDERS)
 
