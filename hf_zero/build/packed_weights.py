@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.units.packed import mark_packed
+from hf_zero.core.units.packed import is_wrapped, mark_packed
 from hf_zero.core.units.unit import full_shape
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.observe import log_rank0
@@ -68,6 +68,39 @@ def packed_weights(model: nn.Module) -> list[PackedWeight]:
     return list(found.values())
 
 
+def check_wrapped(model: nn.Module, sharded: bool) -> None:
+    """Looks at weights that are tensors of a library's own class, torchao's: no unit holds them; local.
+
+    Args:
+        model: The user's module.
+        sharded: Parameters are sharded (stage 3), and people expect it of these.
+
+    Raises:
+        StateError: One is trainable.
+    """
+    found = [(name, param) for name, param in model.named_parameters() if is_wrapped(param)]
+    for name, param in found:
+        if param.requires_grad:
+            raise StateError(
+                f"{name} is a {type(param).__name__} and requires a gradient: quantized weights are not trained here. Freeze it "
+                "(model.requires_grad_(False) before get_peft_model), and train adapters on it"
+            )
+    if found and sharded:
+        kinds = sorted({type(param).__name__ for _, param in found})
+        nbytes = sum(_bytes_inside(param) for _, param in found)
+        log_rank0(
+            "%d weights are %s: %.1f MiB, whole on every rank, which stage 3 does not divide; bitsandbytes' are divided",
+            *(len(found), " and ".join(kinds), nbytes / 2**20),
+        )
+
+
+def _bytes_inside(tensor: Any) -> int:
+    if not is_wrapped(tensor):
+        return int(tensor.nbytes)
+    names, _ = tensor.__tensor_flatten__()
+    return sum(_bytes_inside(getattr(tensor, name)) for name in names)
+
+
 def refuse_packed(model: nn.Module, axis: str) -> None:
     """Returns when no weight of ``model`` is quantized.
 
@@ -78,10 +111,11 @@ def refuse_packed(model: nn.Module, axis: str) -> None:
     Raises:
         UnsupportedError: One is: its bytes have no rows and columns that ranks could share.
     """
-    found = packed_weights(model)
-    if found:
+    wrapped = (name for name, param in model.named_parameters() if is_wrapped(param))
+    found = next((weight.name for weight in packed_weights(model)), next(wrapped, None))
+    if found is not None:
         raise UnsupportedError(
-            f"{found[0].name} is quantized by bitsandbytes: {axis} cannot divide packed weights. Load the model without "
+            f"{found} is quantized: {axis} cannot divide packed weights. Load the model without "
             "quantization_config, or shard it with ZeRO stage 3 alone"
         )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_zero.build.packed_weights import packed_weights, prepare_packed
+from hf_zero.build.packed_weights import check_wrapped, packed_weights, prepare_packed
 from hf_zero.build.policies import QuantizedWeights
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.param_groups import group_of_params
@@ -20,7 +20,7 @@ from hf_zero.core.units.construct import NamedParam, build_unit
 from hf_zero.core.units.grouping import BlockSpec, build_blocks
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.listener import ParamListener
-from hf_zero.core.units.packed import is_packed
+from hf_zero.core.units.packed import is_packed, is_wrapped
 from hf_zero.core.units.shard_storage import ShardStorage
 from hf_zero.core.units.tp_shard import is_expert
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
@@ -68,6 +68,7 @@ class UnitBuilder:
         """
         device = self.collectives.topology.device
         packed = packed_weights(self.module)
+        check_wrapped(self.module, self.stage.parameters_sharded)
         members = self._members(inner)
         extent = "whole tensors" if whole_tensors else "flat shards"
         notes = [f"an optimizer that updates {extent}"] if inner is not None else ["no optimizer"]
@@ -87,7 +88,8 @@ class UnitBuilder:
         if self.stage.parameters_sharded:
             for param in self.module.parameters():
                 if find_unit(param) is None:
-                    self.listener.registered(param, param.shape, param.detach().reshape(-1), self.collectives)
+                    value = param.detach()
+                    self.listener.registered(param, param.shape, value if is_wrapped(param) else value.reshape(-1), self.collectives)
         self._sync_buffers()
         return root, blocks
 
@@ -103,7 +105,7 @@ class UnitBuilder:
 
     def _belongs_in_unit(self, member: NamedParam) -> bool:
         """Trainable parameters always; frozen ones where parameters are sharded, or when they come sharded from ``zero.Init``."""
-        if not member.param.is_floating_point() and not is_packed(member.param):
+        if is_wrapped(member.param) or not (member.param.is_floating_point() or is_packed(member.param)):
             return False
         return member.group != FROZEN or self.stage.parameters_sharded or find_unit(member.param) is not None
 

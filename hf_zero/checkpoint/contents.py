@@ -20,7 +20,7 @@ from hf_zero.checkpoint.state.training_state import Holders, TrainingState, valu
 from hf_zero.core.optimizer.owners import share_out
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.layout import ALIGNMENT, round_up
-from hf_zero.core.units.packed import is_packed
+from hf_zero.core.units.packed import is_packed, is_wrapped
 from hf_zero.core.units.tp_shard import is_expert
 from hf_zero.core.units.unit import Unit
 
@@ -77,10 +77,10 @@ def contents_of(state: TrainingState, exclude_frozen: bool) -> Contents:
             name, replicas = _own_file(state.holders, PARAM_STATES), state.holders.world // state.collectives.world
             params, files[name] = param_states(state.optimizer, name, state.holders.rank % replicas, replicas)
     frozen = list(state.loose_params())
-    loose = [] if exclude_frozen else [(name, param) for name, param in frozen if not is_packed(param)]
+    loose = [] if exclude_frozen else [(name, param) for name, param in frozen if not (is_packed(param) or is_wrapped(param))]
     records, buffers = _add_loose(files, state, loose)
     dropped = [slot.name for unit in state.units if unit not in kept for slot in unit.layout.slots]
-    dropped += [name for name, param in frozen if exclude_frozen or is_packed(param)]
+    dropped += [name for name, param in frozen if exclude_frozen or is_packed(param) or is_wrapped(param)]
     units = tuple(_unit_record(state, unit) for unit in kept)
     return Contents(files, units, records, buffers, scalars, states, params, tuple(dropped))
 

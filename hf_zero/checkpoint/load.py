@@ -26,7 +26,7 @@ from hf_zero.checkpoint.state.param_states import ParamStatesPlan
 from hf_zero.checkpoint.state.rank_states import restore_rank_states
 from hf_zero.checkpoint.state.training_state import Loaded, TrainingState, values_of
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
-from hf_zero.core.units.packed import is_packed
+from hf_zero.core.units.packed import is_packed, is_wrapped
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import all_gather_updated, publish, write_back
 from hf_zero.errors import CheckpointError
@@ -181,7 +181,7 @@ class _Plan:
 
     def _located(self, name: str, wanted: SavedTpShard, param: torch.Tensor | None) -> Located | None:
         found = self.catalog.find(self._name(name))
-        if found is not None and param is not None and is_packed(param):
+        if found is not None and param is not None and (is_packed(param) or is_wrapped(param)):
             raise CheckpointError(
                 f"parameter {name} is quantized in this model, and the checkpoint has values of it: quantized weights come from "
                 "from_pretrained alone. Load it into the model without quantization_config"

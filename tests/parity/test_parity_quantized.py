@@ -17,7 +17,7 @@ from hf_zero.checkpoint.format.names import INDEX_FILE
 from hf_zero.errors import CheckpointError, StateError, UnsupportedError
 from tests.support import ranks
 from tests.support.models import CASES, Batch
-from tests.support.parity import Run, Trace, check_training, full_masters, initialize, train, value_of
+from tests.support.parity import DTYPES, Masters, Run, Trace, check, check_training, full_masters, initialize, reference, train, value_of
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
@@ -213,6 +213,48 @@ def test_adapters_resume_on_other_ranks_and_load_into_a_plain_model(base: Path, 
     saved = {name: param for name, param in plain.named_parameters() if "lora" in name}
     assert len(saved) == len(masters) == 28
     assert all(torch.equal(param, masters[name]) for name, param in saved.items())
+
+
+# ------------------------------------------------------------------------------------------------ torchao
+
+
+def _weight_only(base: Path, dtype: torch.dtype) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    quantization = TorchAoConfig(Int8WeightOnlyConfig())
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantization, dtype=dtype).requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        adapters = LoraConfig(r=4, lora_dropout=0.0, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        return get_peft_model(model, adapters).train()
+
+
+def _torchao(base: Path, folder: Path, run: Run) -> None:
+    build = partial(_weight_only, base, DTYPES[run.dtype])
+    engine = initialize(build(), run)
+    trace = train(engine, feed, forward, run)
+    engine.save_checkpoint(str(folder / f"{run.stage}{run.dtype}"))
+    engine.load_checkpoint(str(folder / f"{run.stage}{run.dtype}"))
+    engine.destroy()
+
+    def expected(follow: Masters | None = None) -> Trace:
+        found = reference(build(), feed, forward, run, ranks.world(), follow)
+        found.weights = dict(found.masters)  # tensors of torchao's class cannot be compared
+        return found
+
+    if ranks.rank() == 0:
+        trace.weights = dict(trace.masters)
+        check(trace, expected, run, "torchao")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_torchao_weights_stay_whole(base: Path, tmp_path: Path, stage: int, dtype: str) -> None:
+    pytest.importorskip("torchao")
+    ranks.run_ranks(_torchao, 2, base, tmp_path, Run(stage, dtype, accumulation=2))
 
 
 # ------------------------------------------------------------------------------------------------ what is refused

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _PACKED = "_hf_zero_packed"
 
@@ -15,3 +17,8 @@ def mark_packed(param: torch.Tensor) -> None:
 def is_packed(param: torch.Tensor) -> bool:
     """Whether ``param`` was marked."""
     return getattr(param, _PACKED, False)
+
+
+def is_wrapped(param: torch.Tensor) -> bool:
+    """Whether ``param`` is a tensor of a class of a library's own around other tensors (torchao): it has no row of elements to divide."""
+    return is_traceable_wrapper_subclass(param) and not isinstance(param, DTensor)
