@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.units.packed import is_wrapped, mark_packed
-from hf_zero.core.units.unit import full_shape
+from hf_zero.core.units.construct import NamedParam
+from hf_zero.core.units.layout import FROZEN
+from hf_zero.core.units.packed import is_packed, is_wrapped, mark_packed
+from hf_zero.core.units.unit import find_unit, full_shape
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.observe import log_rank0
 
@@ -121,7 +123,7 @@ def refuse_packed(model: nn.Module, axis: str) -> None:
 
 
 def prepare_packed(packed: list[PackedWeight], sharded: bool, collectives: Collectives) -> None:
-    """Marks quantized weights, brings their statistics to the device and lets their layers find the bytes in units; collective.
+    """Marks quantized weights and their scales, moves their statistics and lets their layers find the bytes in units; collective.
 
     Where they are sharded, rank 0 gives the statistics to all, as it gives the bytes.
 
@@ -141,19 +143,31 @@ def prepare_packed(packed: list[PackedWeight], sharded: bool, collectives: Colle
         elif hasattr(weight.param, "CB"):
             weight.param.CB = None  # of an embedding, which reads the weight itself
         for holder, name in weight.statistics:
-            value = getattr(holder, name).to(device).contiguous()
-            setattr(holder, name, value)
-            if sharded:
-                collectives.data.broadcast(value, 0, f"{name} of {weight.name}")
-    nbytes = sum(full_shape(weight.param).numel() * weight.param.element_size() for weight in packed)
-    known = {
-        id(value): value.nbytes for weight in packed for holder, name in weight.statistics if (value := getattr(holder, name)) is not None
-    }
+            if find_unit(getattr(holder, name)) is None:
+                setattr(holder, name, getattr(holder, name).to(device).contiguous())
+                if sharded:
+                    collectives.data.broadcast(getattr(holder, name), 0, f"{name} of {weight.name}")
+        if (scales := _scales(weight.param)) is not None:
+            mark_packed(scales)
+    divided = [tensor for weight in packed for tensor in (weight.param, _scales(weight.param)) if tensor is not None]
+    nbytes = sum(full_shape(tensor).numel() * tensor.element_size() for tensor in divided)
     where = f"sharded over {collectives.world} rank(s) and gathered packed" if sharded else "whole on every rank"
-    log_rank0(
-        "%d weights quantized by bitsandbytes: %.1f MiB packed, %s; %.1f MiB of scales and statistics, whole on every rank",
-        *(len(packed), nbytes / 2**20, where, sum(known.values()) / 2**20),
-    )
+    log_rank0("%d weights quantized by bitsandbytes: %.1f MiB, packed and with scales, %s", len(packed), nbytes / 2**20, where)
+
+
+def scales_beside(member: NamedParam) -> list[NamedParam]:
+    """The scales of a packed 4-bit weight, which lie in its unit; nothing for other parameters.
+
+    What is left of its statistics (scales of the scales, tables), and an 8-bit weight's one number per row, are below a thousandth of its
+    bytes and stay whole.
+    """
+    scales = _scales(member.param) if is_packed(member.param) else None
+    return [NamedParam(f"{member.name}.absmax", scales, FROZEN)] if scales is not None else []
+
+
+def _scales(param: Any) -> Any:
+    state = getattr(param, "quant_state", None)
+    return state.absmax if state is not None else None
 
 
 def _keep_format(weight: PackedWeight) -> None:

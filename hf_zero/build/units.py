@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_zero.build.packed_weights import check_wrapped, packed_weights, prepare_packed
+from hf_zero.build.packed_weights import check_wrapped, packed_weights, prepare_packed, scales_beside
 from hf_zero.build.policies import QuantizedWeights
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.param_groups import group_of_params
@@ -115,7 +115,7 @@ class UnitBuilder:
         for member in spec.members:
             param = member.param
             kind = is_expert(param), member.group == FROZEN, is_packed(param), self.precision.unit_dtype(param)
-            kinds.setdefault(kind, []).append(member)
+            kinds.setdefault(kind, []).extend([member, *scales_beside(member)])
         units = []
         for (expert, frozen, packed, dtype), members in kinds.items():
             of = f"{'expert ' if expert else ''}{'frozen ' if frozen else ''}{'packed ' if packed else ''}"

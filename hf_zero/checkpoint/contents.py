@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_zero.checkpoint.files.rows import Entry, cut, whole
 from hf_zero.checkpoint.format.element_types import dtype_name
@@ -79,7 +80,9 @@ def contents_of(state: TrainingState, exclude_frozen: bool) -> Contents:
     frozen = list(state.loose_params())
     loose = [] if exclude_frozen else [(name, param) for name, param in frozen if not (is_packed(param) or is_wrapped(param))]
     records, buffers = _add_loose(files, state, loose)
-    dropped = [slot.name for unit in state.units if unit not in kept for slot in unit.layout.slots]
+    left = (unit for unit in state.units if unit not in kept)
+    members = (pair for unit in left for pair in zip(unit.layout.slots, unit.params, strict=True))
+    dropped = [slot.name for slot, param in members if isinstance(param, nn.Parameter)]
     dropped += [name for name, param in frozen if exclude_frozen or is_packed(param) or is_wrapped(param)]
     units = tuple(_unit_record(state, unit) for unit in kept)
     return Contents(files, units, records, buffers, scalars, states, params, tuple(dropped))

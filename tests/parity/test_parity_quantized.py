@@ -127,7 +127,12 @@ def _divided(base: Path, kind: str) -> None:
     packed = {name: param for name, param in engine.module.named_parameters() if not param.requires_grad and "_proj.base" in name}
     assert len(packed) == 14
     held = {id(unit): unit for unit, _ in (param._hf_zero_owner for param in packed.values())}
-    whole = sum(value_of(originals[name]).nbytes for name in packed)
+    scales = {name: originals[name].quant_state.absmax for name in packed if kind == "nf4"}
+    whole = sum(value_of(originals[name]).nbytes for name in packed) + sum(value.nbytes for value in scales.values())
+    assert all(packed[name].quant_state.absmax.numel() == 0 for name in scales)
+    state = engine.module.state_dict()
+    with pytest.raises(StateError, match="this rank's state dict has no values of it"):
+        state[f"{next(iter(packed))}.absmax" if scales else next(iter(packed))].numpy()
     assert whole <= ranks.world() * sum(unit.shard.nbytes for unit in held.values()) <= whole * 1.05
     assert all(param.numel() == 0 and param.untyped_storage().nbytes() == 0 for param in packed.values())
     reads = [layer.state.CB for layer in engine.module.modules() if hasattr(layer, "state")]
@@ -141,6 +146,7 @@ def _divided(base: Path, kind: str) -> None:
     with hf_zero.zero.GatheredParameters(list(packed.values())):
         for name, param in packed.items():
             assert torch.equal(value_of(param), value_of(originals[name])), name
+            assert name not in scales or torch.equal(param.quant_state.absmax, scales[name]), name
         inside = copy.deepcopy(next(iter(packed.values())))
         assert type(inside) is type(next(iter(packed.values())))
     # In eval mode a plain 4-bit layer may take a kernel of another precision; an 8-bit one turns rounding into whole steps.

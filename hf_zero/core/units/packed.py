@@ -22,3 +22,8 @@ def is_packed(param: torch.Tensor) -> bool:
 def is_wrapped(param: torch.Tensor) -> bool:
     """Whether ``param`` is a tensor of a class of a library's own around other tensors (torchao): it has no row of elements to divide."""
     return is_traceable_wrapper_subclass(param) and not isinstance(param, DTensor)
+
+
+def bytes_as(part: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    """The first bytes of ``part``, 1D and contiguous, as a tensor of another element type and ``shape``; shares its memory."""
+    return part.view(torch.uint8)[: shape.numel() * dtype.itemsize].view(dtype).view(shape)

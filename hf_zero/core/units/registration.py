@@ -75,6 +75,8 @@ def _deep_copy(itself: ref[Any], memo: dict[int, Any]) -> Any:
     """
     param: Any = itself()
     owner = find_unit(param)
+    if owner is not None and owner[0].state is UnitState.UNSHARDED and not isinstance(param, torch.nn.Parameter):
+        return param.detach().clone()  # scales of a packed weight; torch would copy our attributes along
     if owner is None or owner[0].state is UnitState.UNSHARDED:
         return type(param).__deepcopy__(param, memo)
     unit, index = owner
