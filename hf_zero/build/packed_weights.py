@@ -158,7 +158,7 @@ def prepare_packed(packed: list[PackedWeight], sharded: bool, collectives: Colle
 def scales_beside(member: NamedParam) -> list[NamedParam]:
     """The scales of a packed 4-bit weight, which lie in its unit; nothing for other parameters.
 
-    What is left of its statistics (scales of the scales, tables), and an 8-bit weight's one number per row, are below a thousandth of its
+    What is left of its statistics (scales of the scales, tables), and an 8-bit weight's one number per row, are about a thousandth of its
     bytes and stay whole.
     """
     scales = _scales(member.param) if is_packed(member.param) else None

@@ -18,6 +18,7 @@ from hf_zero.errors import CheckpointError, StateError, UnsupportedError
 from tests.support import ranks
 from tests.support.models import CASES, Batch
 from tests.support.parity import DTYPES, Masters, Run, Trace, check, check_training, full_masters, initialize, reference, train, value_of
+from tests.support.rows import slow_but
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
@@ -127,7 +128,7 @@ def _divided(base: Path, kind: str) -> None:
     packed = {name: param for name, param in engine.module.named_parameters() if not param.requires_grad and "_proj.base" in name}
     assert len(packed) == 14
     held = {id(unit): unit for unit, _ in (param._hf_zero_owner for param in packed.values())}
-    scales = {name: originals[name].quant_state.absmax for name in packed if kind == "nf4"}
+    scales = {name: originals[name].quant_state.absmax for name in packed if kind != "int8"}
     whole = sum(value_of(originals[name]).nbytes for name in packed) + sum(value.nbytes for value in scales.values())
     assert all(packed[name].quant_state.absmax.numel() == 0 for name in scales)
     state = engine.module.state_dict()
@@ -150,7 +151,7 @@ def _divided(base: Path, kind: str) -> None:
         inside = copy.deepcopy(next(iter(packed.values())))
         assert type(inside) is type(next(iter(packed.values())))
     # In eval mode a plain 4-bit layer may take a kernel of another precision; an 8-bit one turns rounding into whole steps.
-    plain.train(kind == "nf4")
+    plain.train(kind != "int8")
     with torch.no_grad():
         wanted = plain(**batch).logits
     for output in outputs:
@@ -163,7 +164,7 @@ def _divided(base: Path, kind: str) -> None:
     again.destroy()
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("kind", slow_but(["nf4", "fp4", "nf4 stored as bf16", "int8"], "nf4", "int8"))
 def test_each_rank_keeps_its_share(base: Path, kind: str) -> None:
     ranks.run_ranks(_divided, 2, base, kind)
 
@@ -174,7 +175,7 @@ def test_each_rank_keeps_its_share(base: Path, kind: str) -> None:
 def _save(base: Path, folder: Path, stage: int) -> dict[str, Tensor]:
     """Trains, and saves a checkpoint without the base, the adapter as peft does, and the whole model's state dict."""
     run = Run(stage)
-    engine = initialize(quantized(base, "nf4"), run)
+    engine = initialize(quantized(base, "fp4"), run)
     train(engine, feed, forward, run)
     engine.save_checkpoint(str(folder))
     state = engine._zero3_consolidated_16bit_state_dict() if stage == 3 else engine.module.state_dict()
@@ -182,7 +183,7 @@ def _save(base: Path, folder: Path, stage: int) -> dict[str, Tensor]:
         index = Index.from_json(next(folder.rglob(INDEX_FILE)).read_text(), INDEX_FILE)
         assert {name for name in index.excluded if name.endswith("_proj.base_layer.weight")} == set(index.excluded)
         assert len(index.excluded) == 14
-        wanted = quantized(base, "nf4").state_dict()
+        wanted = quantized(base, "fp4").state_dict()
         assert set(state) == set(wanted)
         for name, value in wanted.items():
             assert "lora" in name or torch.equal(state[name], value), name
@@ -196,7 +197,7 @@ def _resume(base: Path, folder: Path, stages: tuple[int, ...], masters: dict[str
     """The adapters that were saved, and the loss of a step on the same batch."""
     losses = []
     for stage in stages:
-        engine = initialize(quantized(base, "nf4", seed=5), Run(stage))
+        engine = initialize(quantized(base, "fp4", seed=5), Run(stage))
         engine.load_checkpoint(str(folder))
         found = full_masters(engine)
         assert all(torch.equal(found[name], value) for name, value in masters.items())
@@ -208,6 +209,7 @@ def _resume(base: Path, folder: Path, stages: tuple[int, ...], masters: dict[str
     return losses
 
 
+@pytest.mark.slow
 def test_adapters_resume_on_other_ranks_and_load_into_a_plain_model(base: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -215,7 +217,7 @@ def test_adapters_resume_on_other_ranks_and_load_into_a_plain_model(base: Path, 
     numbers = ranks.run_ranks(_resume, 2, base, tmp_path, (0, 3), masters)[0]
     numbers += ranks.run_ranks(_resume, 1, base, tmp_path, (2,), masters)[0]
     assert numbers == pytest.approx(numbers[:2] * 3, rel=1e-5)
-    plain = PeftModel.from_pretrained(quantized(base, "nf4").unload(), tmp_path / "adapter")
+    plain = PeftModel.from_pretrained(quantized(base, "fp4").unload(), tmp_path / "adapter")
     saved = {name: param for name, param in plain.named_parameters() if "lora" in name}
     assert len(saved) == len(masters) == 28
     assert all(torch.equal(param, masters[name]) for name, param in saved.items())
