@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _PACKED = "_hf_zero_packed"
@@ -21,7 +20,11 @@ def is_packed(param: torch.Tensor) -> bool:
 
 def is_wrapped(param: torch.Tensor) -> bool:
     """Whether ``param`` is a tensor of a class of a library's own around other tensors (torchao): it has no row of elements to divide."""
-    return is_traceable_wrapper_subclass(param) and not isinstance(param, DTensor)
+    if not is_traceable_wrapper_subclass(param):
+        return False
+    from torch.distributed.tensor import DTensor  # half a second, for those who have such tensors
+
+    return not isinstance(param, DTensor)
 
 
 def bytes_as(part: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 import torch
@@ -43,17 +43,16 @@ class WholeBuffer:
         self.nbytes = flat.untyped_storage().nbytes()
         self._layout = layout
         self._params = params
-        self._unknown = {
-            dtype: _unknown(dtype, flat.device) for dtype in {flat.dtype, *(slot.shown_as or flat.dtype for slot in layout.slots)}
-        }
+        dtypes = [slot.shown_as or flat.dtype for slot in layout.slots]
+        unknown = {dtype: _unknown(dtype, flat.device) for dtype in set(dtypes)}
+        empty = {dtype: torch.empty(0, dtype=dtype, device=flat.device) for dtype in set(dtypes)}
+        self._unknown = [unknown[dtype] for dtype in dtypes]
+        self._empty = [empty[dtype] for dtype in dtypes]
         self._views = self._make_views()
         self.show()
 
     def _make_views(self) -> list[torch.Tensor]:
         return [view_of(self.flat, slot) for slot in self._layout.slots]
-
-    def _unknowns(self) -> Iterator[torch.Tensor]:
-        return (self._unknown[slot.shown_as or self.flat.dtype] for slot in self._layout.slots)
 
     def _point(self, values: Iterable[torch.Tensor], shown: Shown) -> None:
         with torch._C.DisableTorchFunction():  # no mode shall see it: ``ConstructorAccess`` would take it for a constructor's write
@@ -75,12 +74,12 @@ class WholeBuffer:
         """Gives each parameter its shape, without memory of its own: every element is the same NaN (0 of an integer)."""
         if self._shown is not Shown.PLACEHOLDERS:
             slots = self._layout.slots
-            self._point((value.expand(slot.shape) for value, slot in zip(self._unknowns(), slots, strict=True)), Shown.PLACEHOLDERS)
+            self._point((value.expand(slot.shape) for value, slot in zip(self._unknown, slots, strict=True)), Shown.PLACEHOLDERS)
 
     def hide(self) -> None:
         """Empties the parameters."""
         if self._shown is not Shown.NOTHING:
-            self._point((value.new_empty(0) for value in self._unknowns()), Shown.NOTHING)
+            self._point(self._empty, Shown.NOTHING)
 
     def follow_memory(self) -> None:
         """Empties parameters whose memory was moved to the host, and shows those whose memory has come back."""
