@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from hf_zero.build.mesh import is_to_split, mesh_of, shards
+from hf_zero.build.packed_weights import refuse_packed
 from hf_zero.comm.expert_axes import divide_experts
 from hf_zero.comm.mpu import model_parallel_group
 from hf_zero.comm.topology import Topology, build_topology, divide_replicas, join_topologies
@@ -70,6 +71,9 @@ def _topology(mpu: Any, model: nn.Module, model_parallel: int) -> Topology:
 
 def divide(model: nn.Module, source: dict[str, Any], axes: Axes) -> nn.Module:
     """``model`` as the axes want it: parameters split over the model axis, experts over theirs, forwards over sequences; collective."""
+    for axis, divides in (("tensor parallelism", is_to_split(axes.mesh) or is_split(model)), ("expert parallelism", axes.mesh.ep > 1)):
+        if divides:
+            refuse_packed(model, axis)
     if is_to_split(axes.mesh) or is_split(model):
         model = split_model(model, source.get("tensor_parallel") or {}, axes.topology)
     model = divide_model(model, axes.topology)

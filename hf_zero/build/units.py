@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hf_zero.build.packed_weights import check_wrapped, packed_weights, prepare_packed, scales_beside
 from hf_zero.build.policies import QuantizedWeights
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.param_groups import group_of_params
@@ -19,6 +20,7 @@ from hf_zero.core.units.construct import NamedParam, build_unit
 from hf_zero.core.units.grouping import BlockSpec, build_blocks
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.listener import ParamListener
+from hf_zero.core.units.packed import is_packed, is_wrapped
 from hf_zero.core.units.shard_storage import ShardStorage
 from hf_zero.core.units.tp_shard import is_expert
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
@@ -65,10 +67,13 @@ class UnitBuilder:
             StateError: The ranks have brought different models.
         """
         device = self.collectives.topology.device
+        packed = packed_weights(self.module)
+        check_wrapped(self.module, self.stage.parameters_sharded)
         members = self._members(inner)
         extent = "whole tensors" if whole_tensors else "flat shards"
         notes = [f"an optimizer that updates {extent}"] if inner is not None else ["no optimizer"]
         require_same_model(self.module, members, self.collectives.data, notes)
+        prepare_packed(packed, self.stage.parameters_sharded, self.collectives)
         in_units = [member for member in members if self._belongs_in_unit(member)]
         specs = build_blocks(self.module, in_units, self.leaves)
         sizes = [sum(map(self._numel, spec.members)) for spec in specs]
@@ -83,7 +88,8 @@ class UnitBuilder:
         if self.stage.parameters_sharded:
             for param in self.module.parameters():
                 if find_unit(param) is None:
-                    self.listener.registered(param, param.shape, param.detach().reshape(-1), self.collectives)
+                    value = param.detach()
+                    self.listener.registered(param, param.shape, value if is_wrapped(param) else value.reshape(-1), self.collectives)
         self._sync_buffers()
         return root, blocks
 
@@ -99,26 +105,27 @@ class UnitBuilder:
 
     def _belongs_in_unit(self, member: NamedParam) -> bool:
         """Trainable parameters always; frozen ones where parameters are sharded, or when they come sharded from ``zero.Init``."""
-        if not member.param.is_floating_point():
+        if is_wrapped(member.param) or not (member.param.is_floating_point() or is_packed(member.param)):
             return False
         return member.group != FROZEN or self.stage.parameters_sharded or find_unit(member.param) is not None
 
     def _block(self, spec: BlockSpec) -> Block:
         """One unit per element type and kind; the block's own name when there is just one."""
-        kinds: dict[tuple[bool, bool, torch.dtype], list[NamedParam]] = {}
+        kinds: dict[tuple[bool, bool, bool, torch.dtype], list[NamedParam]] = {}
         for member in spec.members:
-            kind = is_expert(member.param), member.group == FROZEN, self.precision.unit_dtype(member.param)
-            kinds.setdefault(kind, []).append(member)
+            param = member.param
+            kind = is_expert(param), member.group == FROZEN, is_packed(param), self.precision.unit_dtype(param)
+            kinds.setdefault(kind, []).extend([member, *scales_beside(member)])
         units = []
-        for (expert, frozen, dtype), members in kinds.items():
-            of = f"{'expert ' if expert else ''}{'frozen ' if frozen else ''}"
+        for (expert, frozen, packed, dtype), members in kinds.items():
+            of = f"{'expert ' if expert else ''}{'frozen ' if frozen else ''}{'packed ' if packed else ''}"
             suffix = "" if len(kinds) == 1 else f" [{of}{str(dtype).removeprefix('torch.')}]"
             shard_storage = self.offloading.shard_storage(sum(full_shape(member.param).numel() for member in members), not frozen)
-            units.append(build_unit(spec.name + suffix, members, dtype, self._unit_spec(dtype, shard_storage, frozen, expert)))
+            units.append(build_unit(spec.name + suffix, members, dtype, self._unit_spec(dtype, shard_storage, frozen, expert, packed)))
             self.offloading.take(units[-1])
         return Block(spec.name, spec.module, units, spec.read_in_backward)
 
-    def _unit_spec(self, dtype: torch.dtype, shard_storage: ShardStorage, frozen: bool, expert: bool) -> UnitSpec:
+    def _unit_spec(self, dtype: torch.dtype, shard_storage: ShardStorage, frozen: bool, expert: bool, packed: bool) -> UnitSpec:
         collectives = self.experts if expert and self.experts is not None else self.collectives
         master = self.precision.master_dtype
         if master is None or (self.precision.param_dtype is None and dtype == torch.float64):
@@ -130,7 +137,7 @@ class UnitBuilder:
             master_dtype=master,
             shard_storage=shard_storage,
             listener=self.listener if self.stage.parameters_sharded else ParamListener(),
-            quantized=can_quantize(dtype) and (self.quantized.frozen if frozen else self.quantized.trained),
+            quantized=can_quantize(dtype) and not packed and (self.quantized.frozen if frozen else self.quantized.trained),
             node=self.node,
             copy_lasts=self.stage.parameters_in_node,
         )

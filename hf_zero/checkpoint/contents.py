@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_zero.checkpoint.files.rows import Entry, cut, whole
 from hf_zero.checkpoint.format.element_types import dtype_name
@@ -20,6 +21,7 @@ from hf_zero.checkpoint.state.training_state import Holders, TrainingState, valu
 from hf_zero.core.optimizer.owners import share_out
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.layout import ALIGNMENT, round_up
+from hf_zero.core.units.packed import is_packed, is_wrapped
 from hf_zero.core.units.tp_shard import is_expert
 from hf_zero.core.units.unit import Unit
 
@@ -52,11 +54,12 @@ class Contents:
 def contents_of(state: TrainingState, exclude_frozen: bool) -> Contents:
     """Plans what this rank writes; local, copies nothing.
 
+    Packed weights are left out: nothing trains them, and what their bytes mean is known to the library alone that quantized the model.
     Units that are divided are written by their owners. What several ranks hold (shards that have replicas, units of stage 0, parameters
     without unit, buffers) is divided among them too, so that no rank writes more than its share.
     """
     files: dict[str, list[Entry]] = {}
-    kept = [unit for unit in state.units if unit.master is not None or not exclude_frozen]
+    kept = [unit for unit in state.units if unit.master is not None or not (exclude_frozen or _is_packed_unit(unit))]
     for unit in kept:
         row = values_of(unit)
         _add(files, state, unit, _kind(unit), Entry(unit.name, row.dtype, (row.numel(),), (row,)))
@@ -74,17 +77,23 @@ def contents_of(state: TrainingState, exclude_frozen: bool) -> Contents:
         if isinstance(state.optimizer, WholeTensorOptimizer):
             name, replicas = _own_file(state.holders, PARAM_STATES), state.holders.world // state.collectives.world
             params, files[name] = param_states(state.optimizer, name, state.holders.rank % replicas, replicas)
-    loose = [] if exclude_frozen else list(state.loose_params())
+    frozen = list(state.loose_params())
+    loose = [] if exclude_frozen else [(name, param) for name, param in frozen if not (is_packed(param) or is_wrapped(param))]
     records, buffers = _add_loose(files, state, loose)
-    dropped = [slot.name for unit in state.units if unit not in kept for slot in unit.layout.slots]
-    if exclude_frozen:
-        dropped += [name for name, _ in state.loose_params()]
+    left = (unit for unit in state.units if unit not in kept)
+    members = (pair for unit in left for pair in zip(unit.layout.slots, unit.params, strict=True))
+    dropped = [slot.name for slot, param in members if isinstance(param, nn.Parameter)]
+    dropped += [name for name, param in frozen if exclude_frozen or is_packed(param) or is_wrapped(param)]
     units = tuple(_unit_record(state, unit) for unit in kept)
     return Contents(files, units, records, buffers, scalars, states, params, tuple(dropped))
 
 
 def _own_file(holders: Holders, kind: str) -> str:
     return shard_file(kind, holders.rank, holders.world, holders.part, holders.parts)
+
+
+def _is_packed_unit(unit: Unit) -> bool:
+    return any(param is not None and is_packed(param) for param in unit.params)
 
 
 def _kind(unit: Unit) -> str:

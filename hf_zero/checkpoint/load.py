@@ -26,6 +26,7 @@ from hf_zero.checkpoint.state.param_states import ParamStatesPlan
 from hf_zero.checkpoint.state.rank_states import restore_rank_states
 from hf_zero.checkpoint.state.training_state import Loaded, TrainingState, values_of
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
+from hf_zero.core.units.packed import is_packed, is_wrapped
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import all_gather_updated, publish, write_back
 from hf_zero.errors import CheckpointError
@@ -178,17 +179,22 @@ class _Plan:
         """The name of a parameter, of those it has in this model, that the checkpoint knows it by."""
         return next((other for other in (name, *self._aliases.get(name, ())) if self.catalog.find(other) is not None), name)
 
-    def _located(self, name: str, wanted: SavedTpShard) -> Located | None:
+    def _located(self, name: str, wanted: SavedTpShard, param: torch.Tensor | None) -> Located | None:
         found = self.catalog.find(self._name(name))
+        if found is not None and param is not None and (is_packed(param) or is_wrapped(param)):
+            raise CheckpointError(
+                f"parameter {name} is quantized in this model, and the checkpoint has values of it: quantized weights come from "
+                "from_pretrained alone. Load it into the model without quantization_config"
+            )
         if found is not None and found.shape != wanted.shape:
             raise CheckpointError(f"parameter {name} has shape {wanted.shape} in this model and {found.shape} in the checkpoint")
         return found
 
     def _plan_unit(self, unit: Unit) -> None:
         target = values_of(unit)
-        for slot in unit.layout.slots:
+        for slot, param in zip(unit.layout.slots, unit.params, strict=True):
             wanted = self.state.tensor.tp_shard_of(slot.name, slot.shape)
-            found = self._located(slot.name, wanted)
+            found = self._located(slot.name, wanted, param)
             part = slot.range.intersect(unit.owned)
             if found is not None and part.numel:
                 place = target[part.start - unit.owned.start : part.stop - unit.owned.start]
@@ -196,7 +202,7 @@ class _Plan:
 
     def _plan_param(self, name: str, param: nn.Parameter) -> None:
         wanted = self.state.tensor.tp_shard_of(name, param.shape)
-        found = self._located(name, wanted)
+        found = self._located(name, wanted, param)
         if found is not None:
             self._copies += self.catalog.copies(found, None, wanted, 0, self._flat(param.data))
 

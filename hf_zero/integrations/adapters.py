@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint.model.stream import Piece
+from hf_zero.core.units.packed import is_packed
 from hf_zero.errors import UnsupportedError
 
 _PREFIX = "base_model.model."  # of the model inside a PeftModel
@@ -80,7 +81,7 @@ def _take_layer(name: str, layer: Any, taken: dict[int, Piece | None], split: bo
         taken[id(param)] = None
     named = [(key, param) for key, param in base.named_parameters() if id(param) in owned]
     for key, param in named:
-        if not (param.is_floating_point() or param.is_complex()):
+        if is_packed(param) or not (param.is_floating_point() or param.is_complex()):
             raise UnsupportedError(f"{name}.{key} is {param.dtype}: adapters on quantized layers are not merged; pass merge_adapters=False")
     names = tuple(f"{name}.{key}".removeprefix(_PREFIX) for key, _ in named)
     params = tuple(param for _, param in named)

@@ -150,7 +150,7 @@ def reference(model: nn.Module, feed: Feed, forward: Forward, run: Run, world: i
                 if follow is not None:
                     masters[name].copy_(follow[step][name])
                 parameter.copy_(masters[name])
-    trace.weights = {name: parameter.detach().clone().cpu() for name, parameter in model.named_parameters()}
+    trace.weights = {name: value_of(parameter) for name, parameter in model.named_parameters()}
     trace.masters = {name: master.cpu() for name, master in masters.items()}
     return trace
 
@@ -229,7 +229,7 @@ def concatenated_reference(case: ModelCase, run: Run, world: int, rows: int = 2)
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Cast parameters and floating buffers in place; rotary tables (``inv_freq``) stay fp32, as the engine keeps them."""
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):  # bitsandbytes' bytes under another name
             parameter.data = parameter.data.to(dtype)
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -286,9 +286,15 @@ def collect(engine: Any, trace: Trace) -> Trace:
 
     named = list(engine.module.named_parameters())
     with hf_zero.zero.GatheredParameters([parameter for _, parameter in named]):
-        trace.weights = {name: whole_experts(parameter, parameter.detach().clone().cpu()) for name, parameter in named}
+        trace.weights = {name: whole_experts(parameter, value_of(parameter)) for name, parameter in named}
     trace.masters = trace.history[-1] if trace.history else full_masters(engine)
     return trace
+
+
+def value_of(parameter: nn.Parameter) -> Tensor:
+    """A copy on the host; of a weight that bitsandbytes has packed its bytes, which as numbers may be no numbers."""
+    value = parameter.detach().clone().cpu()
+    return value.view(torch.uint8) if hasattr(parameter, "quant_state") else value
 
 
 def full_masters(engine: Any) -> dict[str, Tensor]:

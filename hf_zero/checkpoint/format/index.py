@@ -37,7 +37,7 @@ class Index:
         buffers: Buffer -> the file that holds it.
         extra_state: What modules return from ``get_extra_state``, encoded.
         aliases: Further names of tied parameters -> the name they are stored under.
-        excluded: Frozen parameters left out on request.
+        excluded: Frozen parameters left out on request, and packed weights.
         optimizer: None when the engine had none.
         scheduler: Encoded state of the engine's scheduler; None when it had none.
         scaler: State of the loss scaler.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hf_zero.core.units.packed import is_packed
 from hf_zero.core.units.unit import find_unit
 
 _NORMS_WITH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -41,7 +42,8 @@ class PrecisionPolicy:
 
     def unit_dtype(self, param: torch.Tensor) -> torch.dtype:
         """The type ``param`` has inside its unit."""
-        return self.param_dtype if self.param_dtype is not None and param.is_floating_point() else param.dtype
+        casts = self.param_dtype is not None and param.is_floating_point() and not is_packed(param)
+        return self.param_dtype if casts and self.param_dtype is not None else param.dtype
 
 
 def cast_and_move(module: nn.Module, policy: PrecisionPolicy, device: torch.device) -> None:

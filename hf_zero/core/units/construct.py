@@ -9,16 +9,19 @@ import torch
 from torch import nn
 
 from hf_zero.core.units.layout import build_layout
+from hf_zero.core.units.packed import is_packed
 from hf_zero.core.units.registration import register
 from hf_zero.core.units.shard_storage import ON_DEVICE
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
+from hf_zero.core.units.whole_buffer import view_of
 from hf_zero.errors import StateError
 from hf_zero.memory import host_memory
 
 
 @dataclass(frozen=True)
 class NamedParam:
-    """A parameter on its way into a unit: its dotted name, itself, and its optimizer param group (or ``FROZEN``)."""
+    """A parameter on its way into a unit: its dotted name, itself, and its optimizer param group (or ``FROZEN``). Scales of a packed weight
+    are a plain tensor."""
 
     name: str
     param: nn.Parameter
@@ -48,12 +51,13 @@ def build_unit(name: str, members: Sequence[NamedParam], dtype: torch.dtype, spe
         dtype,
         collectives.world if spec.shards else 1,
         collectives.data.world if spec.shards else 1,
+        [member.param.dtype if is_packed(member.param) else dtype for member in members],
     )
     params = [members[index].param for index in order]
-    wide = _widest([dtype, *(param.dtype for param in params)])
+    wide = _widest([dtype, *(param.dtype for param in params if not is_packed(param))])
     values = host_memory.empty(layout.padded_numel, wide, collectives.topology.device).zero_()
     for slot, param in zip(layout.slots, params, strict=True):
-        _copy_value(values[slot.range.start : slot.range.stop], param, slot.name)
+        _copy_value(view_of(values, slot), param, slot.name)
     if spec.sync_values and any(find_unit(param) is None for param in params):
         collectives.data.broadcast(values, 0, name)
     buffer = values if wide == dtype else host_memory.cast(values, dtype)
@@ -85,7 +89,7 @@ def _copy_value(target: torch.Tensor, param: nn.Parameter, name: str) -> None:
         )
     owner = find_unit(param)
     if owner is None:
-        target.copy_(param.detach().reshape(-1))
+        target.copy_(param.detach())
         return
     with owner[0].unsharded():
-        target.copy_(param.detach().reshape(-1))
+        target.copy_(param.detach())

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from hf_zero.core.units.packed import is_packed
 from hf_zero.core.units.tp_shard import is_expert, whole_shape
-from hf_zero.core.units.unit import full_shape, is_sharded
+from hf_zero.core.units.unit import find_unit, full_shape, is_sharded
 from hf_zero.errors import StateError
 
 
@@ -115,6 +116,18 @@ def _stand_in(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: 
         if param is not None and isinstance(entry, torch.Tensor) and not isinstance(entry, nn.Parameter) and _is_apart(param):
             shape = whole_shape(param) if is_expert(param) else full_shape(param)
             state[name] = UnsavedTensor.of(name, shape or full_shape(param), param.dtype, param.device)
+        if param is not None and is_packed(param) and is_sharded(param):
+            _stand_in_for_scales(param, name, state)
+
+
+def _stand_in_for_scales(param: nn.Parameter, name: str, state: dict[str, Any]) -> None:
+    """For what lies beside a packed weight in its unit, where the library's own entries of it in ``state`` are empty."""
+    unit, index = find_unit(param)  # type: ignore[misc]
+    beside = f"{unit.layout.slots[index].name}."
+    for slot in unit.layout.slots:
+        entry = state.get(key := f"{name}.{slot.name.removeprefix(beside)}") if slot.name.startswith(beside) else None
+        if entry is not None and find_unit(entry) is None:
+            state[key] = UnsavedTensor.of(key, slot.shape, entry.dtype, entry.device)
 
 
 def _leave_alone(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -45,9 +45,10 @@ class ParamSlot:
     Attributes:
         name: Dotted name in the model.
         shape: Full shape.
-        numel: Elements of the full parameter (may be 0).
+        numel: Elements of the unit that the full parameter takes (may be 0).
         offset: First element inside the unit.
         group: Index of the optimizer's param group, or ``FROZEN``.
+        shown_as: Its own element type where that is not the unit's: scales beside packed weights, whose bytes the unit holds.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ParamSlot:
     numel: int
     offset: int
     group: int
+    shown_as: torch.dtype | None = None
 
     @cached_property
     def range(self) -> Range:
@@ -131,7 +133,13 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def build_layout(
-    name: str, params: Sequence[tuple[str, torch.Size]], groups: Sequence[int], dtype: torch.dtype, world: int, pieces: int = 1
+    name: str,
+    params: Sequence[tuple[str, torch.Size]],
+    groups: Sequence[int],
+    dtype: torch.dtype,
+    world: int,
+    pieces: int = 1,
+    shown_as: Sequence[torch.dtype] | None = None,
 ) -> tuple[UnitLayout, tuple[int, ...]]:
     """Places parameters in a flat buffer, param group by param group and in the given order within one.
 
@@ -142,6 +150,7 @@ def build_layout(
         dtype: Their common type.
         world: Ranks that will share the buffer.
         pieces: A multiple of ``world``: the buffer can be cut into so many equal parts too.
+        shown_as: Element type of each parameter where they differ; the buffer holds their bytes.
 
     Returns:
         The layout, and for each of its slots the index into ``params``.
@@ -150,8 +159,11 @@ def build_layout(
     slots, offset = [], 0
     for index in order:
         param_name, shape = params[index]
-        numel = math.prod(shape)
-        slots.append(ParamSlot(param_name, torch.Size(shape), numel, offset, groups[index]))
+        numel, own = math.prod(shape), None
+        if shown_as is not None and shown_as[index] != dtype:
+            own = shown_as[index]
+            numel = math.ceil(numel * own.itemsize / dtype.itemsize)
+        slots.append(ParamSlot(param_name, torch.Size(shape), numel, offset, groups[index], own))
         offset = round_up(offset + numel, ALIGNMENT)
     multiple = max(world, pieces) * ALIGNMENT
     padded = max(round_up(offset, multiple), multiple)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -9,6 +10,7 @@ from weakref import ref
 import torch
 
 from hf_zero.core.units.empty_values import refusal
+from hf_zero.core.units.packed import is_packed
 from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.unit import OWNER, Unit, find_unit, is_sharded
 from hf_zero.core.units.unit_copy import copy_unit
@@ -52,8 +54,15 @@ def _foreign_state(itself: ref[Any]) -> dict[str, Any] | None:
     owner = find_unit(param)
     if owner is not None and is_sharded(param):
         raise refusal(owner[0].layout.slots[owner[1]].name)
+    theirs = getattr(type(param), "__getstate__", None)  # of a subclass that writes more than its attributes
+    state = None if theirs in (None, getattr(object, "__getstate__", None)) else theirs(param)
+    return _of_others(param, vars(param) if state is None else state) or None
+
+
+def _of_others(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    owner = find_unit(param)
     ours = (*_ATTRIBUTES, *(owner[0].listener.attributes if owner is not None else ()))
-    return {name: value for name, value in vars(param).items() if name not in ours} or None
+    return {name: value for name, value in state.items() if name not in ours}
 
 
 def _deep_copy(itself: ref[Any], memo: dict[int, Any]) -> Any:
@@ -66,6 +75,8 @@ def _deep_copy(itself: ref[Any], memo: dict[int, Any]) -> Any:
     """
     param: Any = itself()
     owner = find_unit(param)
+    if owner is not None and owner[0].state is UnitState.UNSHARDED and not isinstance(param, torch.nn.Parameter):
+        return param.detach().clone()  # scales of a packed weight; torch would copy our attributes along
     if owner is None or owner[0].state is UnitState.UNSHARDED:
         return type(param).__deepcopy__(param, memo)
     unit, index = owner
@@ -74,4 +85,7 @@ def _deep_copy(itself: ref[Any], memo: dict[int, Any]) -> Any:
     for original, copied_param in zip(unit.params, copied.params, strict=True):
         if original is not None:
             memo.setdefault(id(original), copied_param)
+    for original, copied_param in zip(unit.params, copied.params, strict=True):
+        if original is not None and is_packed(original):  # what its bytes mean
+            vars(copied_param).update(deepcopy(_of_others(original, vars(original)), memo))
     return copied.params[index]

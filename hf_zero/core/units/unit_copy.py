@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from hf_zero.core.units.layout import FROZEN
+from hf_zero.core.units.packed import is_packed
 from hf_zero.core.units.unit import Unit, UnitSpec
 from hf_zero.memory import host_memory
 
@@ -22,9 +24,15 @@ def copy_unit(unit: Unit) -> Unit:
     buffer = host_memory.empty(layout.padded_numel, layout.dtype, device)
     buffer[unit.owned.start : unit.owned.stop].copy_(unit.shard)
     empty = torch.empty(0, dtype=layout.dtype, device=device)
-    params = [None if param is None else type(param)(empty, param.requires_grad) for param in unit.params]
+    params = [None if param is None else _param_like(param, empty) for param in unit.params]
     storage = unit.shard_storage.of_copies()
     spec = UnitSpec(unit.collectives, shards=True, reshards=True, shard_storage=storage, listener=unit.listener)
     copied = Unit(layout, params, spec, buffer)
     copied.reshard()
     return copied
+
+
+def _param_like(param: nn.Parameter, empty: torch.Tensor) -> nn.Parameter:
+    if is_packed(param):  # of a class whose constructor wants more
+        return torch.Tensor._make_subclass(type(param), empty, False)  # type: ignore[attr-defined,no-any-return]
+    return type(param)(empty, param.requires_grad)

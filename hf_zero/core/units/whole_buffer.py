@@ -6,13 +6,13 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
-from itertools import repeat
 
 import torch
 from torch import nn
 
-from hf_zero.core.units.layout import UnitLayout
+from hf_zero.core.units.layout import ParamSlot, UnitLayout
 from hf_zero.core.units.own_part import has_memory, require_memory
+from hf_zero.core.units.packed import bytes_as
 from hf_zero.errors import StateError
 from hf_zero.memory.host_memory import on_huge_pages
 
@@ -43,13 +43,16 @@ class WholeBuffer:
         self.nbytes = flat.untyped_storage().nbytes()
         self._layout = layout
         self._params = params
-        self._empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
-        self._unknown = torch.full((1,), math.nan, dtype=flat.dtype, device=flat.device)
+        dtypes = [slot.shown_as or flat.dtype for slot in layout.slots]
+        unknown = {dtype: _unknown(dtype, flat.device) for dtype in set(dtypes)}
+        empty = {dtype: torch.empty(0, dtype=dtype, device=flat.device) for dtype in set(dtypes)}
+        self._unknown = [unknown[dtype] for dtype in dtypes]
+        self._empty = [empty[dtype] for dtype in dtypes]
         self._views = self._make_views()
         self.show()
 
     def _make_views(self) -> list[torch.Tensor]:
-        return [self.flat[slot.range.start : slot.range.stop].view(slot.shape) for slot in self._layout.slots]
+        return [view_of(self.flat, slot) for slot in self._layout.slots]
 
     def _point(self, values: Iterable[torch.Tensor], shown: Shown) -> None:
         with torch._C.DisableTorchFunction():  # no mode shall see it: ``ConstructorAccess`` would take it for a constructor's write
@@ -68,14 +71,15 @@ class WholeBuffer:
         self._point(self._views, Shown.VALUES)
 
     def show_placeholders(self) -> None:
-        """Gives each parameter its shape, without memory of its own: every element is the same NaN."""
+        """Gives each parameter its shape, without memory of its own: every element is the same NaN (0 of an integer)."""
         if self._shown is not Shown.PLACEHOLDERS:
-            self._point((self._unknown.expand(slot.shape) for slot in self._layout.slots), Shown.PLACEHOLDERS)
+            slots = self._layout.slots
+            self._point((value.expand(slot.shape) for value, slot in zip(self._unknown, slots, strict=True)), Shown.PLACEHOLDERS)
 
     def hide(self) -> None:
         """Empties the parameters."""
         if self._shown is not Shown.NOTHING:
-            self._point(repeat(self._empty), Shown.NOTHING)
+            self._point(self._empty, Shown.NOTHING)
 
     def follow_memory(self) -> None:
         """Empties parameters whose memory was moved to the host, and shows those whose memory has come back."""
@@ -159,6 +163,16 @@ class WholeBuffer:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a view of the buffer."""
         return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr() != 0
+
+
+def view_of(flat: torch.Tensor, slot: ParamSlot) -> torch.Tensor:
+    """The parameter of ``slot`` as it lies in ``flat``, a whole buffer."""
+    part = flat[slot.range.start : slot.range.stop]
+    return part.view(slot.shape) if slot.shown_as is None else bytes_as(part, slot.shown_as, slot.shape)
+
+
+def _unknown(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full((1,), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 
 def _uses(tensor: torch.Tensor) -> int:

@@ -1,0 +1,215 @@
+"""Weights that bitsandbytes has quantized: found and marked, so that the engine moves their bytes and casts nothing."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.core.units.construct import NamedParam
+from hf_zero.core.units.layout import FROZEN
+from hf_zero.core.units.packed import is_packed, is_wrapped, mark_packed
+from hf_zero.core.units.unit import find_unit, full_shape
+from hf_zero.errors import StateError, UnsupportedError
+from hf_zero.observe import log_rank0
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A quantized weight.
+
+    Attributes:
+        name: Dotted name of its module.
+        module: The layer of bitsandbytes that owns it.
+        param: The packed weight, ``Params4bit`` or ``Int8Params``.
+    """
+
+    name: str
+    module: Any
+    param: Any
+
+    @property
+    def statistics(self) -> list[tuple[Any, str]]:
+        """(holder, attribute) of the tensors without which its bytes say nothing."""
+        if not hasattr(self.param, "quant_state"):
+            return [(self.module.state, "SCB")] if hasattr(self.module, "state") else [(self.param, "SCB")]
+        inner = self.param.quant_state
+        nested = [(inner, "offset"), (inner.state2, "absmax"), (inner.state2, "code")] if inner.state2 is not None else []
+        return [(inner, "absmax"), (inner, "code"), *nested]
+
+
+def packed_weights(model: nn.Module) -> list[PackedWeight]:
+    """The quantized weights of ``model``, in its order, each once.
+
+    Raises:
+        StateError: One is trainable, or not quantized yet.
+    """
+    library = sys.modules.get("bitsandbytes")
+    if library is None:
+        return []
+    four, eight = library.nn.Params4bit, library.nn.Int8Params
+    found: dict[int, PackedWeight] = {}
+    for name, module in model.named_modules():
+        for leaf, param in module._parameters.items():
+            if id(param) in found or not isinstance(param, (four, eight)) or getattr(param, "has_fp16_weights", False):
+                continue
+            weight = f"{name}.{leaf}"
+            if param.quant_state is None if isinstance(param, four) else param.dtype != torch.int8:
+                raise StateError(
+                    f"{weight} is to be quantized by bitsandbytes and is not yet: load it with from_pretrained, or move the model once"
+                )
+            if param.requires_grad:
+                raise StateError(f"{weight} is quantized and requires a gradient; freeze it, and train adapters on it (peft)")
+            found[id(param)] = PackedWeight(name, module, param)
+    return list(found.values())
+
+
+def check_wrapped(model: nn.Module, sharded: bool) -> None:
+    """Looks at weights that are tensors of a library's own class, torchao's: no unit holds them; local.
+
+    Args:
+        model: The user's module.
+        sharded: Parameters are sharded (stage 3), and people expect it of these.
+
+    Raises:
+        StateError: One is trainable.
+    """
+    found = [(name, param) for name, param in model.named_parameters() if is_wrapped(param)]
+    for name, param in found:
+        if param.requires_grad:
+            raise StateError(
+                f"{name} is a {type(param).__name__} and requires a gradient: quantized weights are not trained here. Freeze it "
+                "(model.requires_grad_(False) before get_peft_model), and train adapters on it"
+            )
+    if found and sharded:
+        kinds = sorted({type(param).__name__ for _, param in found})
+        nbytes = sum(_bytes_inside(param) for _, param in found)
+        log_rank0(
+            "%d weights are %s: %.1f MiB, whole on every rank, which stage 3 does not divide; bitsandbytes' are divided",
+            *(len(found), " and ".join(kinds), nbytes / 2**20),
+        )
+
+
+def _bytes_inside(tensor: Any) -> int:
+    if not is_wrapped(tensor):
+        return int(tensor.nbytes)
+    names, _ = tensor.__tensor_flatten__()
+    return sum(_bytes_inside(getattr(tensor, name)) for name in names)
+
+
+def refuse_packed(model: nn.Module, axis: str) -> None:
+    """Returns when no weight of ``model`` is quantized.
+
+    Args:
+        model: The user's module.
+        axis: What would divide its layers.
+
+    Raises:
+        UnsupportedError: One is: its bytes have no rows and columns that ranks could share.
+    """
+    wrapped = (name for name, param in model.named_parameters() if is_wrapped(param))
+    found = next((weight.name for weight in packed_weights(model)), next(wrapped, None))
+    if found is not None:
+        raise UnsupportedError(
+            f"{found} is quantized: {axis} cannot divide packed weights. Load the model without "
+            "quantization_config, or shard it with ZeRO stage 3 alone"
+        )
+
+
+def prepare_packed(packed: list[PackedWeight], sharded: bool, collectives: Collectives) -> None:
+    """Marks quantized weights and their scales, moves their statistics and lets their layers find the bytes in units; collective.
+
+    Where they are sharded, rank 0 gives the statistics to all, as it gives the bytes.
+
+    Args:
+        packed: What ``packed_weights`` has found.
+        sharded: They will live in units that are resharded between uses (stage 3).
+        collectives: All data-parallel ranks.
+    """
+    if not packed:
+        return
+    device = collectives.topology.device
+    for weight in packed:
+        mark_packed(weight.param)
+        _keep_format(weight)
+        if isinstance(getattr(weight.module, "state", None), sys.modules["bitsandbytes"].MatmulLtState):
+            _use_bytes_of_weight(weight.module)
+        elif hasattr(weight.param, "CB"):
+            weight.param.CB = None  # of an embedding, which reads the weight itself
+        for holder, name in weight.statistics:
+            if find_unit(getattr(holder, name)) is None:
+                setattr(holder, name, getattr(holder, name).to(device).contiguous())
+                if sharded:
+                    collectives.data.broadcast(getattr(holder, name), 0, f"{name} of {weight.name}")
+        if (scales := _scales(weight.param)) is not None:
+            mark_packed(scales)
+    divided = [tensor for weight in packed for tensor in (weight.param, _scales(weight.param)) if tensor is not None]
+    nbytes = sum(full_shape(tensor).numel() * tensor.element_size() for tensor in divided)
+    where = f"sharded over {collectives.world} rank(s) and gathered packed" if sharded else "whole on every rank"
+    log_rank0("%d weights quantized by bitsandbytes: %.1f MiB, packed and with scales, %s", len(packed), nbytes / 2**20, where)
+
+
+def scales_beside(member: NamedParam) -> list[NamedParam]:
+    """The scales of a packed 4-bit weight, which lie in its unit; nothing for other parameters.
+
+    What is left of its statistics (scales of the scales, tables), and an 8-bit weight's one number per row, are about a thousandth of its
+    bytes and stay whole.
+    """
+    scales = _scales(member.param) if is_packed(member.param) else None
+    return [NamedParam(f"{member.name}.absmax", scales, FROZEN)] if scales is not None else []
+
+
+def _scales(param: Any) -> Any:
+    state = getattr(param, "quant_state", None)
+    return state.absmax if state is not None else None
+
+
+def _keep_format(weight: PackedWeight) -> None:
+    """Keeps a 4-bit layer from repacking its weight.
+
+    On CPUs with AVX512-BF16 a forward in eval mode writes the weight in another order for a kernel that has no backward, and rounds its
+    scales: adapters below such a layer would get no gradient for the rest of the run, and bytes in a unit would not fit them any more.
+
+    Raises:
+        StateError: It has happened; the scales cannot be had back.
+    """
+    if getattr(getattr(weight.param, "quant_state", None), "packing_format_for_cpu", False):
+        raise StateError(
+            f"{weight.name} has run in eval mode on this CPU, and bitsandbytes has rounded its scales for a kernel that cannot train: load "
+            "the model again, and call initialize (accelerator.prepare) before its first evaluation"
+        )
+    if hasattr(weight.module, "support_avx512bf16_for_cpu"):
+        weight.module.support_avx512bf16_for_cpu = False
+
+
+def _use_bytes_of_weight(module: Any) -> None:
+    """Lets an 8-bit layer compute with its weight's present data, where it would keep a reference to the data of its first forward."""
+    if module.weight.CB is not None:
+        module.init_8bit_state()
+    state = module.state
+    vars(state).pop("CB", None)
+    kind: Any = type(state)
+    state.__class__ = _following_state(kind)
+    state.layer = module
+
+
+@functools.cache
+def _following_state(kind: Hashable) -> type[Any]:
+    """A subclass of the library's state of an 8-bit product, whose bytes are those that the layer's weight shows at the moment."""
+    base: Any = kind
+    if hasattr(base, "_follows"):
+        return base  # type: ignore[no-any-return]
+
+    def read(self: Any) -> torch.Tensor:
+        return self.layer.weight.data  # type: ignore[no-any-return]
+
+    def write(self: Any, value: torch.Tensor | None) -> None:
+        """The library writes what it has read, on a device that the weight has moved to before."""
+
+    return type(base.__name__, (base,), {"CB": property(read, write), "_follows": True})
