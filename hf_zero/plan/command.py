@@ -17,11 +17,15 @@ if TYPE_CHECKING:
 
 _MODEL = "folder or file with a config.json, a model_type of transformers, or python:FILE.py:FUNCTION"
 
+_FROM = "settings of FSDP (accelerate's YAML, Trainer's arguments, transformers' DistributedConfig): print the equal configuration"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
-    parser.add_argument("model", help=_MODEL)
-    parser.add_argument("--config", required=True, help="DeepSpeed configuration: JSON file, JSON text or base64 text")
+    parser.add_argument("model", nargs="?", help=_MODEL)
+    parser.add_argument("--config", help="DeepSpeed configuration: JSON file, JSON text or base64 text")
+    parser.add_argument("--from", dest="source", metavar="FILE", help=_FROM)
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="with --from: write ds.json, and accelerate.yaml, into a folder")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the model's configuration")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of all nodes (default 1)")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks of one node (default: all)")
@@ -46,6 +50,12 @@ def run(options: argparse.Namespace) -> int:
     from hf_zero.plan.report import draw, text_of
 
     try:
+        if options.source is not None:
+            return _answer_fsdp(options)
+        if options.write is not None:
+            raise ConfigError("--write belongs to --from FILE")
+        if options.model is None or options.config is None:
+            raise ConfigError("MODEL and --config FILE are wanted, or --from FILE alone")
         prediction = _predict(options)
         if options.plot is not None:
             draw(prediction, options.plot, f"{options.model} on {options.ranks} rank(s)")
@@ -54,6 +64,15 @@ def run(options: argparse.Namespace) -> int:
         return 2
     print(json.dumps(prediction.to_dict(), indent=2) if options.json else text_of(prediction))
     return 0 if prediction.fits else 1
+
+
+def _answer_fsdp(options: argparse.Namespace) -> int:
+    from hf_zero.plan import from_fsdp
+
+    if options.model is not None or options.config is not None:
+        raise ConfigError("--from answers a file of FSDP's: leave MODEL and --config out; --write FOLDER gives the ds.json to plan with")
+    from_fsdp.run(options.source, options.ranks if options.ranks > 1 else None, options.ranks_per_node, options.json, options.write)
+    return 0
 
 
 def _predict(options: argparse.Namespace) -> Prediction:
