@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_zero.config.problems import show
 from hf_zero.errors import ConfigError, HfZeroError
 
 if TYPE_CHECKING:
     from hf_zero.plan.prediction import Prediction
 
+_MICRO = "train_micro_batch_size_per_gpu"
 _MODEL = "folder or file with a config.json, a model_type of transformers, or python:FILE.py:FUNCTION"
-
 _FROM = "settings of FSDP (accelerate's YAML, Trainer's arguments, transformers' DistributedConfig): print the equal configuration"
 
 
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plans; returns 0 where it fits, 1 where it does not, 2 where the input is wrong."""
+    """Plans, or answers a file of FSDP's; returns 0 where it fits (or is answered), 1 where it does not, 2 where the input is wrong."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a world without peers has warnings of its own
     from hf_zero.plan.report import draw, text_of
 
@@ -83,7 +84,7 @@ def _predict(options: argparse.Namespace) -> Prediction:
 
     for flag in ("ranks", "ranks_per_node", "micro_batch", "sequence", "tflops"):
         value = getattr(options, flag)
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{flag.replace('_', '-')} is {value}; a number above 0 is allowed")
     near = options.ranks_per_node or options.ranks
     if options.ranks % near and options.ranks > near:
@@ -98,7 +99,7 @@ def _predict(options: argparse.Namespace) -> Prediction:
     cluster = Cluster(options.ranks, near, options.device == "cpu")
     config = settled(options.config, options.micro_batch)
     wish = ModelWish(options.model, dict(map(_setting, options.set)), options.attention, options.trainable, options.checkpoint_activations)
-    load = Load(config["train_micro_batch_size_per_gpu"], options.sequence)
+    load = Load(config[_MICRO], options.sequence)
     return predict(observe_step(build_model(wish), config, cluster, load, options.attention), cluster, hardware)
 
 
@@ -117,21 +118,22 @@ def settled(source: Mapping[str, Any] | str, micro_batch: int | None = None) -> 
 
     Args:
         source: As ``initialize`` takes it.
-        micro_batch: Wins over the configuration's, and over its ``train_batch_size``.
+        micro_batch: Wins over the configuration's. Beside a ``train_batch_size`` alone it gives the accumulation; one that the accumulation
+            goes with gives way.
 
     Raises:
-        ConfigError: It cannot be read.
+        ConfigError: It cannot be read, or says nothing of the samples of a micro-step but a ``train_batch_size``.
     """
     from hf_zero.config.read import read_config
 
     config = _without_auto(read_config(source))
     if micro_batch is not None:
-        config.pop("train_batch_size", None)
-        config["train_micro_batch_size_per_gpu"] = micro_batch
-    if not isinstance(config.get("train_micro_batch_size_per_gpu"), int):
-        if "train_batch_size" in config:
-            raise ConfigError("--micro-batch is missing: the configuration has a train_batch_size and no train_micro_batch_size_per_gpu")
-        config["train_micro_batch_size_per_gpu"] = 1
+        if "gradient_accumulation_steps" in config:
+            config.pop("train_batch_size", None)
+        config[_MICRO] = micro_batch
+    if _MICRO not in config and "train_batch_size" in config:
+        raise ConfigError(f"--micro-batch is missing: the configuration has a train_batch_size and no {_MICRO}")
+    config[_MICRO] = _samples(config.get(_MICRO, 1))
     for name in (
         "wall_clock_breakdown",
         "memory_breakdown",
@@ -143,10 +145,22 @@ def settled(source: Mapping[str, Any] | str, micro_batch: int | None = None) -> 
         "csv_monitor",
     ):
         config.pop(name, None)  # they watch a run
+    config.pop("scheduler", None)  # it takes no memory, and may want the steps of a run
     config.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 1e-3}})
     own = config.get("hf_zero")
     config["hf_zero"] = {**(own if isinstance(own, dict) else {}), "offload_overlap": "none"}
     return config
+
+
+def _samples(value: Any) -> int:
+    """Samples of a micro-step, in each spelling that a configuration may have."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if isinstance(value, bool) or number < 1 or not number.is_integer():
+        raise ConfigError(f"`{_MICRO}` is {show(value)}; a whole number from 1 on is allowed")
+    return int(number)
 
 
 def _without_auto(block: dict[str, Any]) -> dict[str, Any]:
