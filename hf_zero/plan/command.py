@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,10 @@ def run(options: argparse.Namespace) -> int:
             draw(prediction, options.plot, f"{options.model} on {options.ranks} rank(s)")
     except HfZeroError as error:
         print(f"hf-zero plan: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except Exception as error:  # of the user's model, or ours; a status of 1 would say that it does not fit
+        traceback.print_exc()
+        print(f"hf-zero plan: {type(error).__name__}: {' '.join(str(error).split())[:300]}", file=sys.stderr)
         return 2
     print(json.dumps(prediction.to_dict(), indent=2) if options.json else text_of(prediction))
     return 0 if prediction.fits else 1

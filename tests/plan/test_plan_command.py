@@ -48,6 +48,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
         "import torch\nfrom torch import nn\n\n\n"
         "def make(width=8):\n    return nn.Linear(width, width), lambda n, s: {'input': torch.zeros(n, width)}\n"
     )
+    (folder / "wrong.py").write_text(
+        "import torch\nfrom torch import nn\n\n\ndef make():\n    return nn.Linear(8, 8), lambda n, s: {'input': torch.zeros(n, 5)}\n"
+    )
     zero: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
     offload = {**zero, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
     disk = {**zero, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}}}
@@ -72,6 +75,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
         "host": [str(folder), *model, "--device", "cpu", "--memory", "100kB", "--json"],
         "typo": [str(folder), *model, "--set", "hiden_size=128"],
         "code": [f"python:{folder / 'model.py'}:make", *model, "--set", "wide=16"],
+        "shape": [f"python:{folder / 'wrong.py'}:make", *model],
         "plot": [str(folder), *model, "--plot", str(folder / "none" / "plan.png")],
         "nan": [str(folder), *model, "--tflops", "nan"],
         "samples": [str(folder), "--config", json.dumps({**zero, "train_micro_batch_size_per_gpu": "1.5"})],
@@ -160,6 +164,7 @@ def test_a_model_of_python_code(answers: Any) -> None:
         ("trainable", ["lora:rank=2", "match:REGEX"]),
         ("typo", ["--set hiden_size", "did you mean hidden_size"]),
         ("code", ["TypeError", "wide"]),
+        ("shape", ["RuntimeError"]),
         ("plot", ["--plot", "cannot be written"]),
         ("nan", ["--tflops is nan"]),
         ("samples", ["train_micro_batch_size_per_gpu", '"1.5"', "a whole number"]),
