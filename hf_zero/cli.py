@@ -234,6 +234,7 @@ A DeepSpeed script          hf-zero launch --num_gpus 2 train.py ...
 
 hf-zero explain ds.json     what each key of a configuration does here, and what is wrong with it
 hf-zero plan MODEL ...      memory, traffic and time of a run on hardware that need not be there
+hf-zero plan --from FILE    settings of FSDP as a configuration, key by key
 hf-zero report              versions, devices and variables
 hf-zero convert OLD NEW     checkpoints of DeepSpeed and torch.distributed.checkpoint, models of Hugging Face
 hf-zero COMMAND --help      the flags of a command"""

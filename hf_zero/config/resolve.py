@@ -19,7 +19,7 @@ from hf_zero.config.problems import Problems, show
 from hf_zero.config.read import read_config
 from hf_zero.config.schema.fields import Section
 from hf_zero.config.schema.root import ZeroConfig
-from hf_zero.config.spelling import Speller
+from hf_zero.config.spelling import Speller, without_unit
 from hf_zero.config.table import Row, rows_of
 from hf_zero.errors import ConfigError
 from hf_zero.system.secrets import MASK
@@ -213,7 +213,11 @@ def _store_typed(typed: dict[str, Any], section: type[Section], name: str, value
     except ValidationError:
         default = default_of(section.model_fields[name])
         found = MASK if extra_of(section.model_fields[name]).get("secret") else show(value)
-        problems.error(here, f"is {found}; allowed: {type_text(section, name)} (default {show(default)})")
+        allowed, number = type_text(section, name), without_unit(value)
+        if number is not None and "number" in allowed:
+            elements = "elements" in (section.model_fields[name].description or "").lower()
+            allowed += " without a unit: it counts elements, not bytes" if elements else f" without a unit, such as {number}"
+        problems.error(here, f"is {found}; allowed: {allowed} (default {show(default)})")
         return
     if converted is not None:
         typed[name] = converted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.errors import ConfigError
 
 _TRUE_TEXTS, _FALSE_TEXTS = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_WITH_UNIT = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(?:([kKmMgGtT])(i?)[bB]?|[bB](?:ytes)?)")
 _CORE_SECTIONS = ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler", "data_types")
 """Sections whose keys are looked for when an unknown key stands at the wrong level."""
 _COMPUTED_KEYS = ("zero_optimization.stage3_prefetch_bucket_size",)
@@ -171,6 +173,15 @@ def truth(value: Any) -> bool | None:
     """True or False for booleans and their usual texts, None for anything else."""
     text = str(value).strip().lower() if isinstance(value, (bool, int, str)) else ""
     return True if text in _TRUE_TEXTS else False if text in _FALSE_TEXTS else None
+
+
+def without_unit(value: Any) -> int | None:
+    """The number that a size with a unit stands for (``"1GB"``, ``"4 KiB"``, ``"500M"``), None for anything else."""
+    found = _WITH_UNIT.fullmatch(value.strip()) if isinstance(value, str) else None
+    if found is None:
+        return None
+    power = "kmgt".index(found[2].lower()) + 1 if found[2] else 0
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
 def _some(names: list[str]) -> str:

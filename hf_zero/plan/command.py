@@ -6,22 +6,28 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_zero.config.problems import show
 from hf_zero.errors import ConfigError, HfZeroError
 
 if TYPE_CHECKING:
     from hf_zero.plan.prediction import Prediction
 
+_MICRO = "train_micro_batch_size_per_gpu"
 _MODEL = "folder or file with a config.json, a model_type of transformers, or python:FILE.py:FUNCTION"
+_FROM = "settings of FSDP (accelerate's YAML, Trainer's arguments, transformers' DistributedConfig): print the equal configuration"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
-    parser.add_argument("model", help=_MODEL)
-    parser.add_argument("--config", required=True, help="DeepSpeed configuration: JSON file, JSON text or base64 text")
+    parser.add_argument("model", nargs="?", help=_MODEL)
+    parser.add_argument("--config", help="DeepSpeed configuration: JSON file, JSON text or base64 text")
+    parser.add_argument("--from", dest="source", metavar="FILE", help=_FROM)
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="with --from: write ds.json, and accelerate.yaml, into a folder")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the model's configuration")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of all nodes (default 1)")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks of one node (default: all)")
@@ -41,19 +47,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plans; returns 0 where it fits, 1 where it does not, 2 where the input is wrong."""
+    """Plans, or answers a file of FSDP's; returns 0 where it fits (or is answered), 1 where it does not, 2 where the input is wrong."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a world without peers has warnings of its own
     from hf_zero.plan.report import draw, text_of
 
     try:
+        if options.source is not None:
+            return _answer_fsdp(options)
+        if options.write is not None:
+            raise ConfigError("--write belongs to --from FILE")
+        if options.model is None or options.config is None:
+            raise ConfigError("MODEL and --config FILE are wanted, or --from FILE alone")
         prediction = _predict(options)
         if options.plot is not None:
             draw(prediction, options.plot, f"{options.model} on {options.ranks} rank(s)")
     except HfZeroError as error:
         print(f"hf-zero plan: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except Exception as error:  # of the user's model, or ours; a status of 1 would say that it does not fit
+        traceback.print_exc()
+        print(f"hf-zero plan: {type(error).__name__}: {' '.join(str(error).split())[:300]}", file=sys.stderr)
+        return 2
     print(json.dumps(prediction.to_dict(), indent=2) if options.json else text_of(prediction))
     return 0 if prediction.fits else 1
+
+
+def _answer_fsdp(options: argparse.Namespace) -> int:
+    from hf_zero.plan import from_fsdp
+
+    if options.model is not None or options.config is not None:
+        raise ConfigError("--from answers a file of FSDP's: leave MODEL and --config out; --write FOLDER gives the ds.json to plan with")
+    from_fsdp.run(options.source, options.ranks if options.ranks > 1 else None, options.ranks_per_node, options.json, options.write)
+    return 0
 
 
 def _predict(options: argparse.Namespace) -> Prediction:
@@ -64,7 +89,7 @@ def _predict(options: argparse.Namespace) -> Prediction:
 
     for flag in ("ranks", "ranks_per_node", "micro_batch", "sequence", "tflops"):
         value = getattr(options, flag)
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{flag.replace('_', '-')} is {value}; a number above 0 is allowed")
     near = options.ranks_per_node or options.ranks
     if options.ranks % near and options.ranks > near:
@@ -79,7 +104,7 @@ def _predict(options: argparse.Namespace) -> Prediction:
     cluster = Cluster(options.ranks, near, options.device == "cpu")
     config = settled(options.config, options.micro_batch)
     wish = ModelWish(options.model, dict(map(_setting, options.set)), options.attention, options.trainable, options.checkpoint_activations)
-    load = Load(config["train_micro_batch_size_per_gpu"], options.sequence)
+    load = Load(config[_MICRO], options.sequence)
     return predict(observe_step(build_model(wish), config, cluster, load, options.attention), cluster, hardware)
 
 
@@ -98,21 +123,22 @@ def settled(source: Mapping[str, Any] | str, micro_batch: int | None = None) -> 
 
     Args:
         source: As ``initialize`` takes it.
-        micro_batch: Wins over the configuration's, and over its ``train_batch_size``.
+        micro_batch: Wins over the configuration's. Beside a ``train_batch_size`` alone it gives the accumulation; one that the accumulation
+            goes with gives way.
 
     Raises:
-        ConfigError: It cannot be read.
+        ConfigError: It cannot be read, or says nothing of the samples of a micro-step but a ``train_batch_size``.
     """
     from hf_zero.config.read import read_config
 
     config = _without_auto(read_config(source))
     if micro_batch is not None:
-        config.pop("train_batch_size", None)
-        config["train_micro_batch_size_per_gpu"] = micro_batch
-    if not isinstance(config.get("train_micro_batch_size_per_gpu"), int):
-        if "train_batch_size" in config:
-            raise ConfigError("--micro-batch is missing: the configuration has a train_batch_size and no train_micro_batch_size_per_gpu")
-        config["train_micro_batch_size_per_gpu"] = 1
+        if "gradient_accumulation_steps" in config:
+            config.pop("train_batch_size", None)
+        config[_MICRO] = micro_batch
+    if _MICRO not in config and "train_batch_size" in config:
+        raise ConfigError(f"--micro-batch is missing: the configuration has a train_batch_size and no {_MICRO}")
+    config[_MICRO] = _samples(config.get(_MICRO, 1))
     for name in (
         "wall_clock_breakdown",
         "memory_breakdown",
@@ -124,10 +150,22 @@ def settled(source: Mapping[str, Any] | str, micro_batch: int | None = None) -> 
         "csv_monitor",
     ):
         config.pop(name, None)  # they watch a run
+    config.pop("scheduler", None)  # it takes no memory, and may want the steps of a run
     config.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 1e-3}})
     own = config.get("hf_zero")
     config["hf_zero"] = {**(own if isinstance(own, dict) else {}), "offload_overlap": "none"}
     return config
+
+
+def _samples(value: Any) -> int:
+    """Samples of a micro-step, in each spelling that a configuration may have."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if isinstance(value, bool) or number < 1 or not number.is_integer():
+        raise ConfigError(f"`{_MICRO}` is {show(value)}; a whole number from 1 on is allowed")
+    return int(number)
 
 
 def _without_auto(block: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.config.names import nearest
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.plan_table import class_of
 from hf_zero.plan.trainable import choose_trainable
@@ -115,6 +117,8 @@ def _configuration(name: str, settings: dict[str, Any]) -> Any:
         )
     else:
         kind, content = name, settings
+    if kind in transformers.CONFIG_MAPPING:
+        _require_known(kind, transformers.CONFIG_MAPPING[kind], settings)
     try:
         return transformers.AutoConfig.for_model(kind, **content)
     except ValueError as error:
@@ -123,6 +127,19 @@ def _configuration(name: str, settings: dict[str, Any]) -> Any:
         raise ConfigError(f"the configuration of {kind}: {_line(error)}") from error
     except Exception as error:  # transformers checks types with a library of its own
         raise ConfigError(f"the configuration of {kind}: {_line(error)}") from error
+
+
+def _require_known(kind: str, config_class: Any, settings: Mapping[str, Any]) -> None:
+    """Configurations of transformers keep any name: one that they do not have would change nothing."""
+    try:
+        known = {*dir(config_class()), *getattr(config_class, "attribute_map", {})}
+    except Exception:  # one that cannot be without its parts; what is wrong with them is said when it is built
+        return
+    for name in settings:
+        if name not in known:
+            guess = nearest(name, sorted(found for found in known if not found.startswith("_")))
+            hint = f"; did you mean {guess}?" if guess else ""
+            raise ConfigError(f"--set {name}: the configuration of {kind} has no {name}{hint}")
 
 
 def _unknown(kind: str, known: Sequence[str]) -> str:
@@ -138,6 +155,12 @@ def _line(error: BaseException) -> str:
     return " ".join(lines[:2])[:300] if lines else type(error).__name__
 
 
+def _place(error: BaseException, file: str) -> str:
+    """Where in ``file`` an error came from, in words."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == Path(file)]
+    return f" in line {lines[-1]}" if lines else ""
+
+
 def _from_python(wish: ModelWish) -> PlannedModel:
     file, _, function = wish.name.removeprefix(_PYTHON).rpartition(":")
     if not file or not function:
@@ -147,11 +170,14 @@ def _from_python(wish: ModelWish) -> PlannedModel:
         raise ConfigError(f"the model {wish.name!r}: there is no file {file}")
     loaded = importlib.util.module_from_spec(spec)
     with torch.device("meta"):
-        spec.loader.exec_module(loaded)
-        maker = getattr(loaded, function, None)
-        if not callable(maker):
-            raise ConfigError(f"the model {wish.name!r}: {file} has no function {function}")
-        made = maker(**wish.settings)
+        try:
+            spec.loader.exec_module(loaded)
+            maker = getattr(loaded, function, None)
+            made = maker(**wish.settings) if callable(maker) else None
+        except Exception as error:  # whatever the user's code raises; a crash would be exit status 1, "it does not fit"
+            raise ConfigError(f"the model {wish.name!r}: {type(error).__name__}{_place(error, file)}: {_line(error)}") from error
+    if not callable(maker):
+        raise ConfigError(f"the model {wish.name!r}: {file} has no function {function}")
     module, batch = made if isinstance(made, tuple) else (made, None)
     if not isinstance(module, nn.Module):
         raise ConfigError(f"the model {wish.name!r}: {function} returned a {type(module).__name__}; a module, or a module and its batch")

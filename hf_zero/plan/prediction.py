@@ -10,6 +10,7 @@ from hf_zero.plan.books import KINDS, TIERS, Change, Storage
 from hf_zero.plan.quantities import size_text
 from hf_zero.plan.run import Cluster, Observation
 
+_SMALL = 1 << 20  # bytes of a host that nobody asks about
 _SHOWN = 3  # largest things alive at the peak
 
 
@@ -110,7 +111,7 @@ def predict(observation: Observation, cluster: Cluster, hardware: Hardware) -> P
     """
     peaks = {tier: _peak(observation, tier, cluster.on_host) for tier in TIERS}
     faults = _faults(peaks, cluster, hardware)
-    notes = _notes(cluster, hardware, observation) if not faults else []
+    notes = _notes(peaks, cluster, hardware, observation) if not faults else []
     return Prediction(observation, cluster, hardware, peaks, _seconds(observation, hardware), tuple(faults or notes), not faults)
 
 
@@ -166,19 +167,30 @@ def _faults(peaks: dict[str, Peak], cluster: Cluster, hardware: Hardware) -> lis
         kinds = Counter({kind: nbytes for (tier, kind), nbytes in device.alive.items() if tier == "device"}).most_common(3)
         most = ", ".join(f"{kind} {size_text(nbytes)}" for kind, nbytes in kinds)
         found.append(f"device memory: {size_text(device.nbytes)} at the peak ({device.label}) of {size_text(hardware.memory)}; {most}")
-    near = min(cluster.ranks, cluster.ranks_per_node)
-    limit = hardware.host_memory if hardware.host_memory is not None or not cluster.on_host else hardware.memory
-    if limit is not None and host.nbytes * near > limit:
-        found.append(f"host memory: {near} ranks x {size_text(host.nbytes)} is more than the {size_text(limit)} of a node")
+    limit, near = host_limit(cluster, hardware), _near(cluster)
+    if limit is not None and host.nbytes > limit:
+        found.append(f"host memory: {near} ranks x {size_text(host.nbytes)} is more than the {size_text(near * limit)} of a node")
     return found
 
 
-def _notes(cluster: Cluster, hardware: Hardware, observation: Observation) -> list[str]:
+def host_limit(cluster: Cluster, hardware: Hardware) -> float | None:
+    """Bytes of host memory that a rank may take: its share of the node's (``memory`` where ranks compute there); None is not said."""
+    of_node = hardware.host_memory if hardware.host_memory is not None or not cluster.on_host else hardware.memory
+    return None if of_node is None else of_node / _near(cluster)
+
+
+def _near(cluster: Cluster) -> int:
+    return min(cluster.ranks, cluster.ranks_per_node)
+
+
+def _notes(peaks: dict[str, Peak], cluster: Cluster, hardware: Hardware, observation: Observation) -> list[str]:
     notes = []
     if not cluster.on_host:
         notes.append("not counted on a device: its driver's context, libraries' work space, and fragments of the allocator")
         if hardware.memory is None:
             notes.append("no --memory was given, so nothing was compared with it")
+    if peaks["host"].nbytes > _SMALL and host_limit(cluster, hardware) is None:
+        notes.append("no --host-memory was given, so nothing was compared with it")
     if hardware.flops is not None:
         notes.append("seconds_per_step is a lower bound: all operations at the rate of --tflops, all sending beside them")
         sent = observation.per_step().sent

@@ -6,9 +6,9 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from hf_zero.errors import UnsupportedError
+from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.plan.books import KINDS, TIERS
-from hf_zero.plan.prediction import Prediction, levels
+from hf_zero.plan.prediction import Prediction, host_limit, levels
 from hf_zero.plan.quantities import size_text
 
 _POINTS = 4000  # of the picture
@@ -71,6 +71,7 @@ def draw(prediction: Prediction, path: Path, title: str) -> None:
 
     Raises:
         UnsupportedError: Without matplotlib.
+        ConfigError: ``path`` cannot be written.
     """
     try:
         import matplotlib
@@ -88,13 +89,17 @@ def draw(prediction: Prediction, path: Path, title: str) -> None:
     axes.stackplot(
         range(len(rows)), [[row[index] for row in rows] for index in shown], labels=[KINDS[index] for index in shown], step="post"
     )
-    limit = prediction.hardware.host_memory if on_host else prediction.hardware.memory
+    limit = host_limit(prediction.cluster, prediction.hardware) if on_host else prediction.hardware.memory
     if limit is not None:
         axes.axhline(limit / 2**30, color="black", linestyle="--", label="limit")
     axes.set(xlabel="one optimizer step, in the order of allocations", ylabel=f"GiB of a rank's {tier} memory", title=title, xticks=[])
     axes.legend(loc="upper left", fontsize="small", ncols=2)
-    figure.savefig(path)
-    pyplot.close(figure)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error}") from error
+    finally:
+        pyplot.close(figure)
 
 
 def _thinned(rows: list[list[float]]) -> list[list[float]]:

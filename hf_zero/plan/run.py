@@ -185,6 +185,7 @@ class _Run:
 
     def observation(self) -> Observation:
         """Trains two steps."""
+        counts = [(param.numel(), param.requires_grad) for param in self.model.module.parameters()]  # before ranks divide it
         with placed(NOWHERE):
             give_memory(self.model.module, self.device)
         for param in self.model.module.parameters():
@@ -204,7 +205,8 @@ class _Run:
         engine.accumulation.steps = count
         *micro_steps, update = self._train(engine, count)
         self._mark_owned(engine)
-        observation = self._observation(engine, measured, micro_steps, update, accumulation)
+        parameters = (sum(numel for numel, _ in counts), sum(numel for numel, trained in counts if trained))
+        observation = self._observation(engine, measured, micro_steps, update, accumulation, parameters)
         engine.destroy()
         return observation
 
@@ -285,10 +287,15 @@ class _Run:
 
     # -- what comes of it -------------------------------------------------------------------------------------------------
 
-    def _observation(self, engine: Any, measured: int, micro_steps: list[MicroStep], update: MicroStep, accumulation: int) -> Observation:
-        in_units = [unit.layout for unit in engine.units]
-        loose = sum(param.numel() for param in engine.module.parameters() if not hasattr(param, "_hf_zero_owner"))
-        trained = sum(unit.layout.numel for unit in engine.units if unit.trainable)
+    def _observation(
+        self,
+        engine: Any,
+        measured: int,
+        micro_steps: list[MicroStep],
+        update: MicroStep,
+        accumulation: int,
+        parameters: tuple[int, int],
+    ) -> Observation:
         topology = engine.collectives.topology
         copies = topology.model.world if topology.model is not None else 1
         reshards = [unit.whole.nbytes for unit in engine.units if unit.reshards]
@@ -299,7 +306,7 @@ class _Run:
             update=update,
             accumulation=accumulation,
             checkpoint_bytes=_checkpoint_bytes(engine) * copies,
-            parameters=(sum(layout.numel for layout in in_units) + loose, trained),
+            parameters=parameters,
             sharded=bool(reshards),
             whole_bytes=sum(reshards),
             largest_unit_bytes=max(reshards, default=0),

@@ -16,7 +16,7 @@ import pytest
 
 from hf_zero.config.auto import AUTO_RULES, SOURCE_NAMES
 from hf_zero.config.keys import all_keys
-from hf_zero.config.resolve import resolve
+from hf_zero.config.resolve import analyse, resolve
 from hf_zero.config.sources import hidden_size_of, infer_sources_from_model
 from hf_zero.errors import ConfigError
 from tests.support.rows import each
@@ -364,3 +364,21 @@ def test_import_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("zero_optimization.stage3_max_live_parameters", "1GB", ["a whole number, at least 0 without a unit", "elements, not bytes"]),
+        ("zero_optimization.sub_group_size", "1 GiB", ["elements, not bytes"]),
+        ("aio.block_size", "8MiB", ["without a unit, such as 8388608"]),
+        ("aio.block_size", "8 M", ["such as 8000000"]),
+        ("zero_optimization.stage3_max_live_parameters", "many", ["allowed: a whole number, at least 0 (default"]),
+    ],
+)
+def test_a_size_with_a_unit_is_told_what_it_counts(path: str, value: str, words: list[str]) -> None:
+    section, _, name = path.partition(".")
+    (line,) = analyse({section: {name: value}}).problems.errors
+    assert line.startswith(f'`{path}` is "{value}"; allowed: ')
+    for word in words:
+        assert word in line

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from hf_zero.errors import ConfigError
+from hf_zero.plan.command import settled
 from hf_zero.plan.quantities import bytes_of, bytes_per_second_of, size_text
 from tests.support.planned import LLAMA
 from tests.support.processes import REPO
 
 KEYS = ["fits", "peak_bytes_per_rank", "by_kind", "sent_bytes_per_step", "checkpoint_bytes", "seconds_per_step", "reasons"]
 KINDS = ["parameters", "gradients", "masters", "moments", "gathered", "activations", "logits", "communication", "other"]
+SCHEDULER = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}}
 PLANS = """
 import json, sys
 from hf_zero.cli import main
@@ -46,6 +48,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
         "import torch\nfrom torch import nn\n\n\n"
         "def make(width=8):\n    return nn.Linear(width, width), lambda n, s: {'input': torch.zeros(n, width)}\n"
     )
+    (folder / "wrong.py").write_text(
+        "import torch\nfrom torch import nn\n\n\ndef make():\n    return nn.Linear(8, 8), lambda n, s: {'input': torch.zeros(n, 5)}\n"
+    )
     zero: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
     offload = {**zero, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
     disk = {**zero, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}}}
@@ -65,6 +70,15 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
         "mesh": [str(folder), "--ranks", "6", "--config", json.dumps({**zero, "tensor_parallel": {"autotp_size": 4}})],
         "ranks": [str(folder), *model[:4], "--ranks", "6", "--ranks-per-node", "4"],
         "trainable": [str(folder), *model, "--trainable", "lora:rank=2"],
+        "scheduler": [str(folder), *model[2:], "--json", "--config", json.dumps({**zero, "scheduler": SCHEDULER})],
+        "tensor": [str(folder), "--ranks", "2", "--config", json.dumps({**zero, "tensor_parallel": {"autotp_size": 2}})],
+        "host": [str(folder), *model, "--device", "cpu", "--memory", "100kB", "--json"],
+        "typo": [str(folder), *model, "--set", "hiden_size=128"],
+        "code": [f"python:{folder / 'model.py'}:make", *model, "--set", "wide=16"],
+        "shape": [f"python:{folder / 'wrong.py'}:make", *model],
+        "plot": [str(folder), *model, "--plot", str(folder / "none" / "plan.png")],
+        "nan": [str(folder), *model, "--tflops", "nan"],
+        "samples": [str(folder), "--config", json.dumps({**zero, "train_micro_batch_size_per_gpu": "1.5"})],
         "autocast": [str(folder), "--config", json.dumps({"torch_autocast": {"enabled": True}})],
     }
     found = dict(zip(lines, plans(list(lines.values())), strict=True))
@@ -109,6 +123,24 @@ def test_offload_is_on_other_tiers(answers: Any) -> None:
     assert on_disk["disk"] > 100_000
 
 
+def test_a_schedule_that_wants_the_steps_of_a_run_changes_nothing(answers: Any) -> None:
+    assert answers["scheduler"][0] == 0
+    assert json.loads(answers["scheduler"][1])["by_kind"] == json.loads(answers["json"][1])["by_kind"]
+
+
+def test_parameters_are_counted_before_ranks_divide_them(answers: Any) -> None:
+    layer = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96 + 2 * 64
+    whole = 2 * 211 * 64 + 3 * layer + 64
+    for name in ("table", "tensor"):
+        assert f"parameters: {whole:,}, of which {whole:,} are trained" in answers[name][1]
+
+
+def test_memory_of_a_host_is_shared_by_its_ranks(answers: Any) -> None:
+    status, text, _ = answers["host"]
+    assert status == 1
+    assert "host memory: 4 ranks x " in json.loads(text)["reasons"][0]
+
+
 def test_eager_attention_keeps_scores(answers: Any) -> None:
     kernel, eager = (json.loads(answers[name][1])["by_kind"]["activations"] for name in ("json", "eager"))
     assert eager > kernel
@@ -130,6 +162,12 @@ def test_a_model_of_python_code(answers: Any) -> None:
         ("mesh", ["6 rank", "autotp_size"]),
         ("ranks", ["--ranks 6", "--ranks-per-node 4"]),
         ("trainable", ["lora:rank=2", "match:REGEX"]),
+        ("typo", ["--set hiden_size", "did you mean hidden_size"]),
+        ("code", ["TypeError", "wide"]),
+        ("shape", ["RuntimeError"]),
+        ("plot", ["--plot", "cannot be written"]),
+        ("nan", ["--tflops is nan"]),
+        ("samples", ["train_micro_batch_size_per_gpu", '"1.5"', "a whole number"]),
         ("autocast", ["torch_autocast", "--device cpu"]),
     ],
 )
@@ -140,6 +178,18 @@ def test_wrong_input_is_status_two_with_one_line(answers: Any, name: str, words:
     assert len(lines) == 1
     for word in words:
         assert word in lines[0]
+
+
+@pytest.mark.quick
+def test_samples_of_a_micro_step() -> None:
+    micro = "train_micro_batch_size_per_gpu"
+    assert [settled({micro: text})[micro] for text in (4, "4", 4.0, "auto")] == [4, 4, 4, 1]
+    alone = settled({"train_batch_size": 16}, 2)
+    assert (alone[micro], alone["train_batch_size"]) == (2, 16)  # the engine accumulates
+    counted = settled({"train_batch_size": 16, "gradient_accumulation_steps": 4}, 2)
+    assert "train_batch_size" not in counted
+    with pytest.raises(ConfigError, match="--micro-batch is missing"):
+        settled({"train_batch_size": 16})
 
 
 @pytest.mark.quick

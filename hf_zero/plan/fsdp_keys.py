@@ -1,0 +1,427 @@
+"""FSDP's settings beside ours: what each value of each key becomes here, or why nothing does.
+
+The table is all there is: ``hf-zero plan --from`` reads it, and the page of docs/coming-from-fsdp.md is written from it by
+``python -m hf_zero.plan.fsdp_keys --write docs/coming-from-fsdp.md``; a test fails when that is not current.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hf_zero.config.problems import show
+from hf_zero.config.spelling import truth
+
+Fate = Literal["set", "nothing", "script", "none"]
+FATES: Mapping[Fate, str] = {"set": "", "nothing": "nothing to set", "script": "the script", "none": "no counterpart"}
+ZERO = "zero_optimization."
+STAGE = f"{ZERO}stage"
+HERE = "<value>"  # in a setting: the value of the key itself
+GROUP = "<ranks of a shard group>"
+_ALL = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key of our configuration.
+
+    Attributes:
+        path: Dotted.
+        value: What it is set to; ``HERE`` and ``GROUP`` stand for what the file says.
+        stages: At which it means something.
+    """
+
+    path: str
+    value: Any
+    stages: tuple[int, ...] = _ALL
+
+    def text(self) -> str:
+        """As a person writes it."""
+        return f"{self.path}: {self.value if self.value in (HERE, GROUP) else show(self.value)}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a value becomes.
+
+    Attributes:
+        fate: The key of ``FATES``: our configuration says it, nothing has to, the script does, or nothing can.
+        why: In a few words.
+        settings: What is set.
+    """
+
+    fate: Fate
+    why: str
+    settings: tuple[Setting, ...] = ()
+
+
+@dataclass(frozen=True)
+class FsdpKey:
+    """A key of FSDP.
+
+    Attributes:
+        names: Its spellings, without ``fsdp_``; the first is shown.
+        read: The value in one spelling; raises ValueError with what is allowed.
+        cases: By value; ``None`` is any other.
+        versions: Of FSDP, that read it.
+    """
+
+    names: tuple[str, ...]
+    read: Callable[[Any], Any]
+    cases: Mapping[Any, Case]
+    versions: tuple[int, ...] = (1, 2)
+
+    def case_of(self, value: Any) -> Case:
+        """What ``value``, as ``read`` gave it, becomes."""
+        hashable = None if isinstance(value, (dict, list)) else value
+        return self.cases[hashable] if hashable in self.cases else self.cases[None]
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def boolean(value: Any) -> bool:
+    """True or false, in YAML's and in environment variables' spelling."""
+    found = truth(value)
+    if found is None:
+        raise ValueError("true or false")
+    return found
+
+
+def whole(value: Any) -> int:
+    """A whole number from 0 on."""
+    text = str(value).strip()
+    if isinstance(value, bool) or not text.isdigit():
+        raise ValueError("a whole number from 0 on")
+    return int(text)
+
+
+def size(value: Any) -> int:
+    """A number of ranks; null, which is "not given", is 1."""
+    number = 1 if value is None else whole(value)
+    if number < 1:
+        raise ValueError("a number of ranks, from 1 on")
+    return number
+
+
+def one_of(*names: str, numbered: bool = False) -> Callable[[Any], str]:
+    """A reader of names in any letter case; where ``numbered``, of their positions from 1 on too."""
+
+    def read(value: Any) -> str:
+        text = str(value).strip()
+        if numbered and not isinstance(value, bool) and text.isdigit() and 1 <= int(text) <= len(names):
+            return names[int(text) - 1]
+        found = next((name for name in names if name.lower() == text.lower()), None)
+        if found is None:
+            raise ValueError(f"one of {', '.join(names)}")
+        return found
+
+    return read
+
+
+def anything(value: Any) -> Any:
+    """Whatever there is."""
+    return value
+
+
+def off_or_on(value: Any) -> bool:
+    """Whether anything is asked for."""
+    return bool(value) and truth(value) is not False and value != "none"
+
+
+# -- FSDP itself: accelerate's fsdp_config, and Trainer's -------------------------------------------------------------
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_ONCE = Setting(f"{ZERO}stage3_max_reuse_distance", 0, (3,))
+_FULL = Case(
+    "set",
+    "parameters, gradients and optimizer states sharded; a block is gathered for forward and again for backward",
+    (Setting(STAGE, 3), _ONCE),
+)
+_GRADIENTS = Case(
+    "set",
+    "gradients and optimizer states sharded; parameters whole in forward and backward, as there, and between steps too",
+    (Setting(STAGE, 2),),
+)
+_IN_NODE = Setting(f"{ZERO}mics_shard_size", GROUP)
+_SHARDING = {
+    "FULL_SHARD": _FULL,
+    "SHARD_GRAD_OP": _GRADIENTS,
+    "NO_SHARD": Case("set", "nothing sharded, gradients reduced once per step", (Setting(STAGE, 0),)),
+    "HYBRID_SHARD": Case("set", "as FULL_SHARD inside each node, with a replica in every node", (Setting(STAGE, 3), _ONCE, _IN_NODE)),
+    "HYBRID_SHARD_ZERO2": Case("set", "as SHARD_GRAD_OP inside each node, with a replica in every node", (Setting(STAGE, 2), _IN_NODE)),
+}
+_OFFLOAD = (
+    Setting(f"{ZERO}offload_optimizer.device", "cpu"),
+    Setting(f"{ZERO}offload_param.device", "cpu", (3,)),
+)
+_BLOCKS = "repeated blocks, large embeddings and heads are found and gathered one by one"
+_AHEAD = "the next block is always gathered ahead; stage3_prefetch_bucket_size says how many elements more"
+_RANK_0 = "stage 3: from_pretrained reads each rank's share (zero3_init_flag); below, rank 0's values count"
+_ELASTIC = "a checkpoint is sharded and loads on any number of ranks"
+_OFF = Case("nothing", "off there and here")
+_XLA = "XLA is not provided: ranks are processes of PyTorch on CUDA or CPU"
+
+
+def _strategy_or_boolean(value: Any) -> bool | str:
+    found = truth(value) if not (isinstance(value, (int, str)) and str(value).strip().isdigit()) else None
+    if found is not None:
+        return found
+    try:
+        return one_of(*STRATEGIES, numbered=True)(value)
+    except ValueError as error:
+        raise ValueError(f"true or false (FSDP2), or {error} (FSDP1)") from None
+
+
+SHARDING = FsdpKey(("reshard_after_forward",), _strategy_or_boolean, {True: _FULL, False: _GRADIENTS, **_SHARDING})
+FSDP_KEYS: tuple[FsdpKey, ...] = (
+    FsdpKey(("version",), one_of("1", "2"), {None: Case("nothing", "settings of both versions are answered")}),
+    SHARDING,
+    FsdpKey(("sharding_strategy",), one_of(*STRATEGIES, numbered=True), _SHARDING, (1,)),
+    FsdpKey(
+        ("offload_params", "cpu_offload"),
+        boolean,
+        {
+            True: Case("set", "shards rest on the host and are updated there; each of the two alone too, or nvme", _OFFLOAD),
+            False: _OFF,
+        },
+    ),
+    FsdpKey(("auto_wrap_policy",), one_of("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"), {None: Case("nothing", _BLOCKS)}),
+    FsdpKey(
+        ("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap"),
+        anything,
+        {None: Case("nothing", _BLOCKS)},
+    ),
+    FsdpKey(("min_num_params",), whole, {None: Case("nothing", _BLOCKS)}),
+    FsdpKey(
+        ("state_dict_type",),
+        one_of("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT", numbered=True),
+        {
+            "FULL_STATE_DICT": Case(
+                "set",
+                f"whole weights when a model is saved; {_ELASTIC}",
+                (Setting(f"{ZERO}stage3_gather_16bit_weights_on_model_save", True, (3,)),),
+            ),
+            None: Case("nothing", _ELASTIC),
+        },
+    ),
+    FsdpKey(("cpu_ram_efficient_loading",), boolean, {None: Case("nothing", _RANK_0)}),
+    FsdpKey(("sync_module_states",), boolean, {None: Case("nothing", "rank 0's values count on all ranks")}, (1,)),
+    FsdpKey(
+        ("activation_checkpointing",),
+        boolean,
+        {
+            True: Case("script", "model.gradient_checkpointing_enable(), or Trainer's gradient_checkpointing"),
+            False: _OFF,
+        },
+    ),
+    FsdpKey(
+        ("activation_checkpointing_offload",),
+        boolean,
+        {
+            True: Case(
+                "script",
+                "and model._set_gradient_checkpointing(True, deepspeed.checkpointing.checkpoint) in the script",
+                (Setting("activation_checkpointing.cpu_checkpointing", True),),
+            ),
+            False: _OFF,
+        },
+        (2,),
+    ),
+    FsdpKey(
+        ("ignored_modules",),
+        off_or_on,
+        {True: Case("none", "every parameter that the model has is the engine's: keep such a module outside the model"), False: _OFF},
+    ),
+    FsdpKey(
+        ("backward_prefetch", "backward_prefetch_policy"),
+        one_of("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", numbered=True),
+        {None: Case("nothing", _AHEAD), "NO_PREFETCH": Case("none", _AHEAD)},
+        (1,),
+    ),
+    FsdpKey(("forward_prefetch",), boolean, {None: Case("nothing", _AHEAD)}, (1,)),
+    FsdpKey(
+        ("use_orig_params",),
+        boolean,
+        {None: Case("nothing", "the optimizer has the script's own parameters and groups, frozen ones beside trained ones")},
+        (1,),
+    ),
+    FsdpKey(
+        ("limit_all_gathers",),
+        boolean,
+        {None: Case("nothing", "gathers have one fixed order, and stage3_max_live_parameters bounds what is whole")},
+    ),
+    FsdpKey(("xla",), boolean, {True: Case("none", _XLA), False: _OFF}),
+    FsdpKey(("xla_fsdp_v2",), boolean, {True: Case("none", _XLA), False: _OFF}),
+    FsdpKey(("xla_fsdp_grad_ckpt",), boolean, {True: Case("none", _XLA), False: _OFF}),
+    FsdpKey(("xla_fsdp_settings",), off_or_on, {True: Case("none", _XLA), False: _OFF}),
+)
+
+# -- what stands beside it --------------------------------------------------------------------------------------------
+
+_HALF = "16-bit parameters and messages, fp32 masters and moments in the optimizer's shards"
+_BF16, _FP16 = Setting("bf16.enabled", True), Setting("fp16.enabled", True)
+_SCRIPT = (Setting("bf16.enabled", "auto"), Setting("fp16.enabled", "auto"))
+_PRECISION = {
+    "bf16": Case("set", _HALF, (_BF16,)),
+    "fp16": Case("set", f"{_HALF}; the engine scales the loss", (_FP16,)),
+    "fp8": Case("none", "products in 8 bit are not provided: bf16 takes their place", (_BF16,)),
+    "no": Case("set", "fp32, or what the script or the training arguments ask for", _SCRIPT),
+}
+ACCELERATE_KEYS: tuple[FsdpKey, ...] = (
+    FsdpKey(("mixed_precision",), lambda value: one_of(*_PRECISION)("no" if value in (None, False) else value), _PRECISION),
+)
+TRAINER_KEYS: tuple[FsdpKey, ...] = (
+    FsdpKey(("bf16",), boolean, {True: Case("set", _HALF, (_BF16,)), False: _OFF}),
+    FsdpKey(("fp16",), boolean, {True: _PRECISION["fp16"], False: _OFF}),
+)
+
+_ONE = Case("nothing", "one rank")
+_TENSOR = Case("set", "layers are split over so many ranks", (Setting("tensor_parallel.autotp_size", HERE),))
+_HYBRID = Case("set", "shard groups of so many ranks, each of which holds everything", (_IN_NODE,))
+MESH_KEYS: tuple[FsdpKey, ...] = (
+    FsdpKey(("dp_replicate_size",), size, {1: _ONE, None: _HYBRID}),
+    FsdpKey(("dp_shard_size",), size, {None: Case("nothing", "all ranks shard; with dp_replicate_size, so many of them")}),
+    FsdpKey(("tp_size",), size, {1: _ONE, None: _TENSOR}),
+    FsdpKey(
+        ("cp_size",),
+        size,
+        {
+            1: _ONE,
+            None: Case("none", "these ranks train on sequences of their own; sequence_parallel_size (sp_size) divides sequences too"),
+        },
+    ),
+    FsdpKey(("sp_size",), size, {1: _ONE, None: Case("set", "Ulysses", (Setting("sequence_parallel_size", HERE),))}),
+)
+_RULES = "{...}"
+_EP_WAYS = ("auto", "all_to_all", "all_reduce", "deepgemm_megamoe")
+_FOUND = Case("nothing", "experts are found from the model's structure")
+DISTRIBUTED_KEYS: tuple[FsdpKey, ...] = (
+    FsdpKey(("fsdp_size",), size, {1: _ONE, None: _FULL}),
+    FsdpKey(("dp_replicate_size",), size, {1: _ONE, None: _HYBRID}),
+    FsdpKey(("fsdp_plan",), anything, {None: Case("nothing", _BLOCKS)}),
+    FsdpKey(
+        ("fsdp_cpu_offload",),
+        boolean,
+        {True: Case("set", "shards rest on the host and are updated there", _OFFLOAD), False: _OFF},
+    ),
+    FsdpKey(
+        ("fsdp_mixed_precision",),
+        boolean,
+        {
+            True: Case("set", "bf16 parameters, gradients reduced in fp32", (_BF16, Setting("communication_data_type", "fp32"))),
+            False: Case("set", "fp32, or what the training arguments ask for", _SCRIPT),
+        },
+    ),
+    FsdpKey(("tp_size",), size, {1: _ONE, None: _TENSOR}),
+    FsdpKey(
+        ("tp_plan",),
+        lambda value: _RULES if isinstance(value, dict) and value else "auto",
+        {
+            _RULES: Case("none", "layers are split as the model's data flow allows; rules of yours go to tensor_parallel.partition_config"),
+            None: Case("nothing", "layers are split as the model's data flow allows"),
+        },
+    ),
+    FsdpKey(
+        ("ep_size",),
+        size,
+        {
+            1: _ONE,
+            None: Case(
+                "set",
+                "so many ranks hold all experts between them",
+                (Setting("expert_parallel.enabled", True), Setting("expert_parallel.autoep_size", HERE)),
+            ),
+        },
+    ),
+    FsdpKey(("ep_plan",), anything, {None: _FOUND}),
+    FsdpKey(
+        ("ep_implementation",),
+        one_of(*_EP_WAYS),
+        {
+            "all_reduce": Case("none", "tokens travel to their experts by all-to-all; ranks train on samples of their own"),
+            "deepgemm_megamoe": Case("none", "tokens travel to their experts by all-to-all"),
+            None: Case("nothing", "tokens travel to their experts by all-to-all"),
+        },
+    ),
+    FsdpKey(("enable_expert_parallel",), boolean, {None: Case("nothing", "an old form of ep_size = tp_size, and read as that")}),
+    FsdpKey(("enable_sequence_parallel",), boolean, {None: Case("nothing", "transformers does nothing with it either")}),
+    FsdpKey(
+        ("pp_size",),
+        size,
+        {1: _ONE, None: Case("none", "pipelines are not provided: stage 3 shards all layers over all ranks", (Setting(STAGE, 3), _ONCE))},
+    ),
+)
+TABLES: Mapping[str, tuple[str, tuple[FsdpKey, ...]]] = {
+    "fsdp": ("`fsdp_config` of accelerate and of Trainer (each name with or without `fsdp_`)", FSDP_KEYS),
+    "accelerate": ("beside it in accelerate's YAML", ACCELERATE_KEYS),
+    "trainer": ("beside it in Trainer's arguments", TRAINER_KEYS),
+    "mesh": ("`parallelism_config` (each name with or without `parallelism_config_`)", MESH_KEYS),
+    "distributed": ("transformers' `DistributedConfig`", DISTRIBUTED_KEYS),
+}
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+_BEGIN, _END = "<!-- keys: written by python -m hf_zero.plan.fsdp_keys -->", "<!-- keys: end -->"
+
+
+def page(text: str) -> str:
+    """The page ``text`` with the tables between its two marks as they are now.
+
+    Raises:
+        ValueError: It has no marks.
+    """
+    before, found, rest = text.partition(_BEGIN)
+    _, ended, after = rest.partition(_END)
+    if not (found and ended):
+        raise ValueError(f"the page has no lines {_BEGIN!r} and {_END!r}")
+    return f"{before}{_BEGIN}\n{_tables()}{_END}{after}"
+
+
+def _tables() -> str:
+    parts = []
+    for title, keys in TABLES.values():
+        parts.append(f"\n| {title} | here | |\n|---|---|---|\n")
+        said: dict[Case, list[str]] = {}
+        for key in keys:
+            for value, case in key.cases.items():
+                said.setdefault(case, []).append(_label(key, value))
+        parts += [f"| {', '.join(labels)} | {_here(case)} | {case.why} |\n" for case, labels in said.items() if case not in (_OFF, _ONE)]
+    return "".join(parts) + "\n"
+
+
+def _label(key: FsdpKey, value: Any) -> str:
+    """A key with one of its values, as the page has it."""
+    if value is None or key.read is off_or_on:
+        others = value is None and any(case not in (_OFF, _ONE) for other, case in key.cases.items() if other is not None)
+        return ", ".join(f"`{name}`" for name in key.names) + (" otherwise" if others else "")
+    return f"`{key.names[0]}: {value if isinstance(value, str) else show(value)}`"
+
+
+def _here(case: Case) -> str:
+    return "; ".join(part for part in (FATES[case.fate], _written(case)) if part)
+
+
+def _written(case: Case) -> str:
+    parts = [f"`{setting.text()}`{_at(setting, case)}" for setting in case.settings]
+    return ", ".join(parts)
+
+
+def _at(setting: Setting, case: Case) -> str:
+    """At which stages a setting is written, where the case does not say it."""
+    return " (stage 3)" if setting.stages == (3,) and all(other.path != STAGE for other in case.settings) else ""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the tables into the page."""
+    parser = argparse.ArgumentParser(prog="python -m hf_zero.plan.fsdp_keys", description="Tables of docs/coming-from-fsdp.md.")
+    parser.add_argument("--write", metavar="FILE", type=Path, required=True, help="the page")
+    target: Path = parser.parse_args(arguments).write
+    target.write_text(page(target.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

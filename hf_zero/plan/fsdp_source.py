@@ -1,0 +1,282 @@
+"""A file with settings of FSDP, as accelerate, Trainer and transformers have it: what kind it is, and what it says key by key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+from hf_zero.config.names import nearest
+from hf_zero.config.problems import show
+from hf_zero.errors import ConfigError
+from hf_zero.plan import fsdp_keys
+from hf_zero.plan.fsdp_keys import TABLES, FsdpKey
+from hf_zero.system.text_file import read_text_file
+
+Kind = Literal["accelerate", "trainer", "fsdp_config", "distributed"]
+KINDS: Mapping[Kind, str] = {
+    "accelerate": "a configuration of accelerate",
+    "trainer": "arguments of Trainer",
+    "fsdp_config": "an fsdp_config of Trainer",
+    "distributed": "a DistributedConfig of transformers",
+}
+_WANTED = (
+    "wanted is accelerate's YAML with distributed_type FSDP, Trainer's arguments with fsdp and fsdp_config, an fsdp_config alone, or the "
+    "fields of transformers' DistributedConfig; JSON or YAML"
+)
+_PREFIXES = {"fsdp": "fsdp_", "mesh": "parallelism_config_"}
+_ONLY_DISTRIBUTED = ("fsdp_size", "tp_size", "tp_plan", "dp_replicate_size", "fsdp_plan", "pp_size", "ep_size", "ep_plan")
+_NOT_SIZES = (
+    "cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a file says of one key.
+
+    Attributes:
+        name: Where it stands, as a person finds it.
+        table: Of ``fsdp_keys.TABLES``.
+        key: The key.
+        written: The value, as it stands there.
+        value: The value in the one spelling of ``key.read``.
+    """
+
+    name: str
+    table: str
+    key: FsdpKey
+    written: Any
+    value: Any
+
+
+@dataclass
+class FsdpSource:
+    """A file with settings of FSDP.
+
+    Attributes:
+        kind: Which of ``KINDS``.
+        said: What it says, in its order.
+        launcher: The rest of accelerate's YAML: processes, machines, ports, ...
+        others: Names of arguments that are not about sharding.
+    """
+
+    kind: Kind
+    said: list[Said]
+    launcher: dict[str, Any] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+
+    def value(self, table: str, name: str, otherwise: Any = None) -> Any:
+        """The value of a key, by its first name."""
+        return next((one.value for one in self.said if one.table == table and one.key.names[0] == name), otherwise)
+
+
+def read_source(path: str) -> FsdpSource:
+    """Reads a file.
+
+    Args:
+        path: JSON or YAML.
+
+    Raises:
+        ConfigError: It cannot be read, is something else, or has unknown keys or wrong values; all of these are named together.
+    """
+    content = _load(path)
+    where = f"{path!r}"
+    if "distributed_type" in content or "compute_environment" in content:
+        return _accelerate(content, where)
+    if "zero_optimization" in content or "train_micro_batch_size_per_gpu" in content:
+        raise ConfigError(f"{where} is a DeepSpeed configuration already: give it to --config")
+    if "fsdp" in content or "fsdp_config" in content:
+        return _trainer(content, where, Path(path).parent)
+    inner = content.get("distributed_config")
+    if isinstance(inner, dict):
+        return _distributed(inner, where)
+    if any(name in content for name in _ONLY_DISTRIBUTED):
+        return _distributed(content, where)
+    names = {name for key in TABLES["fsdp"][1] for name in key.names}
+    if not any(isinstance(name, str) and (name.removeprefix("fsdp_") in names) for name in content):
+        raise ConfigError(f"{where} has no settings of FSDP (its keys: {_some(content)}); {_WANTED}")
+    return _alone(content, where)
+
+
+def _load(path: str) -> dict[str, Any]:
+    import yaml
+
+    text = read_text_file(path, "file of --from")
+    try:
+        content = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path!r} is not JSON: {error.msg} (line {error.lineno}, column {error.colno})") from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
+        raise ConfigError(f"{path!r} is neither JSON nor YAML: {getattr(error, 'problem', None) or error}{place}; {_WANTED}") from error
+    if not isinstance(content, dict) or not content:
+        raise ConfigError(f"{path!r} holds {'nothing' if not content else f'a {type(content).__name__}'}; {_WANTED}")
+    return content
+
+
+# -- the four kinds ---------------------------------------------------------------------------------------------------
+
+
+def _accelerate(content: dict[str, Any], where: str) -> FsdpSource:
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    found = content.get("distributed_type")
+    if content.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        raise ConfigError(f"{where}: compute_environment is {show(content['compute_environment'])}; LOCAL_MACHINE is allowed")
+    if found != "FSDP":
+        instead = "its deepspeed_config_file is what --config takes" if found == "DEEPSPEED" else _WANTED
+        raise ConfigError(f"{where}: distributed_type is {show(found)}, and FSDP is wanted; {instead}")
+    faults: list[str] = []
+    said = [
+        *_read({"mixed_precision": content.get("mixed_precision")}, "accelerate", "", faults),
+        *_read(_block(content, "fsdp_config", faults), "fsdp", "fsdp_config.", faults),
+        *_mesh(content, faults),
+    ]
+    _check_ranks(content, said, faults)
+    known = ClusterConfig.__dataclass_fields__
+    faults += [_unknown(name, known) for name in content if name not in known]
+    _stop(faults, where)
+    dropped = ("fsdp_config", "mixed_precision", "distributed_type", "fp8_config", "deepspeed_config", "megatron_lm_config")
+    return FsdpSource("accelerate", said, {name: value for name, value in content.items() if name not in dropped})
+
+
+def _check_ranks(content: Mapping[str, Any], said: Iterable[Said], faults: list[str]) -> None:
+    """Ranks and nodes are numbers, and the sizes of a mesh make all ranks, as accelerate insists."""
+    for name in ("num_processes", "num_machines"):
+        found = content.get(name, 1)
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+            faults.append(f"{name} is {show(found)}; a whole number from 1 on is allowed")
+            return
+    sizes = {one.key.names[0]: one.value for one in said if one.table == "mesh"}
+    made, ranks = prod(sizes.values()), content.get("num_processes")
+    if made > 1 and ranks is not None and made != ranks:
+        parts = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        faults.append(f"parallelism_config: {parts} makes {made} ranks, and num_processes is {ranks}; make them the same")
+
+
+def _trainer(content: dict[str, Any], where: str, folder: Path) -> FsdpSource:
+    faults: list[str] = []
+    config = content.get("fsdp_config")
+    if isinstance(config, str):
+        file = next((found for found in (Path(config), folder / config) if found.is_file()), Path(config))
+        config = _load(str(file))
+    elif config is not None and not isinstance(config, dict):
+        faults.append(f"fsdp_config is {show(config)}; a block, or the path of a JSON file, is allowed")
+        config = {}
+    words = _words(content.get("fsdp", True), faults)
+    if words is None:
+        raise ConfigError(f"{where}: fsdp is {show(content['fsdp'])}, so these arguments do not use FSDP: there is nothing to answer")
+    said = [
+        *_read(words, "fsdp", "fsdp: ", faults),  # what fsdp_config says of the same wins
+        *_read(config or {}, "fsdp", "fsdp_config.", faults),
+        *_read({name: content[name] for name in ("bf16", "fp16") if content.get(name) is not None}, "trainer", "", faults),
+        *_mesh(content, faults),
+    ]
+    read = {"fsdp", "fsdp_config", "bf16", "fp16", "parallelism_config"}
+    faults += [_unknown(name, read) for name in content if name not in read and str(name).startswith("fsdp")]
+    if content.get("deepspeed"):
+        faults.append(f"deepspeed is {show(content['deepspeed'])} beside fsdp; the two exclude each other")
+    _stop(faults, where)
+    return FsdpSource("trainer", said, others=[str(name) for name in content if name not in read])
+
+
+def _words(given: Any, faults: list[str]) -> dict[str, Any] | None:
+    """Trainer's ``fsdp`` as keys: true, or words such as ``full_shard auto_wrap``; None where it is off."""
+    off = given is None or given in (False, "", []) or (isinstance(given, str) and given.strip().lower() == "false")
+    if off:
+        return None
+    if given is True or (isinstance(given, str) and given.strip().lower() == "true"):
+        return {}
+    words = given.split() if isinstance(given, str) else list(given) if isinstance(given, list) else []
+    if not words:
+        faults.append(f"fsdp is {show(given)}; true, or words such as full_shard auto_wrap offload, are allowed")
+    found: dict[str, Any] = {}
+    for word in words:
+        name = str(word).lower()
+        if name == "offload":
+            found["offload_params"] = True
+        elif name == "auto_wrap":
+            found["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
+        elif name.upper() in fsdp_keys.STRATEGIES:
+            found["reshard_after_forward"] = name.upper()
+        else:
+            allowed = ", ".join([*(strategy.lower() for strategy in fsdp_keys.STRATEGIES), "offload", "auto_wrap"])
+            faults.append(f"fsdp has the word {show(word)}; {allowed} are allowed")
+    return found
+
+
+def _alone(content: dict[str, Any], where: str) -> FsdpSource:
+    faults: list[str] = []
+    said = list(_read(content, "fsdp", "", faults))
+    _stop(faults, where)
+    return FsdpSource("fsdp_config", said)
+
+
+def _distributed(content: dict[str, Any], where: str) -> FsdpSource:
+    faults: list[str] = []
+    said = list(_read(content, "distributed", "", faults))
+    _stop(faults, where)
+    return FsdpSource("distributed", said)
+
+
+# -- keys -------------------------------------------------------------------------------------------------------------
+
+
+def _block(content: Mapping[str, Any], name: str, faults: list[str]) -> dict[str, Any]:
+    block = content.get(name) or {}
+    if not isinstance(block, dict):
+        faults.append(f"{name} is {show(block)}; a block of keys is allowed")
+        return {}
+    return block
+
+
+def _mesh(content: Mapping[str, Any], faults: list[str]) -> Iterator[Said]:
+    block = _block(content, "parallelism_config", faults)
+    sizes = {name: value for name, value in block.items() if str(name).removeprefix(_PREFIXES["mesh"]) not in _NOT_SIZES}
+    yield from _read(sizes, "mesh", "parallelism_config.", faults)
+
+
+def _read(block: Mapping[str, Any], table: str, place: str, faults: list[str]) -> Iterator[Said]:
+    known = {name: key for key in TABLES[table][1] for name in key.names}
+    seen: dict[str, str] = {}
+    for written, value in block.items():
+        name = str(written).removeprefix(_PREFIXES[table]) if table in _PREFIXES else str(written)
+        key = known.get(name)
+        if key is None:
+            faults.append(_unknown(written, known, place, _PREFIXES.get(table, "")))
+            continue
+        if value is None and table != "accelerate":
+            continue
+        first = key.names[0]
+        if first in seen:
+            faults.append(f"{place}{written} and {place}{seen[first]} are two names of one key; keep one")
+            continue
+        seen[first] = str(written)
+        try:
+            yield Said(f"{place}{written}", table, key, value, key.read(value))
+        except ValueError as error:
+            faults.append(f"{place}{written} is {show(value)}; {error} is allowed")
+
+
+def _unknown(name: Any, known: Iterable[str], place: str = "", prefix: str = "") -> str:
+    names, written = list(known), str(name)
+    guess = nearest(written.removeprefix(prefix), names)
+    if guess is not None and prefix and written.startswith(prefix):
+        guess = f"{prefix}{guess}"
+    guess = guess or nearest(written, [f"{prefix}{other}" for other in names])
+    return f"{place}{written} is unknown; " + (f"did you mean {guess}?" if guess else f"known are {', '.join(names)}")
+
+
+def _stop(faults: list[str], where: str) -> None:
+    if faults:
+        raise ConfigError(where + ": " + "; ".join(faults))
+
+
+def _some(content: Mapping[Any, Any]) -> str:
+    names = [str(name) for name in content]
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
