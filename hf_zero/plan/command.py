@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.errors import ConfigError, HfZeroError
+from hf_zero.plan import fit
 
 if TYPE_CHECKING:
     from hf_zero.plan.prediction import Prediction
@@ -21,7 +22,7 @@ _MODEL = "folder or file with a config.json, a model_type of transformers, or py
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     parser.add_argument("model", help=_MODEL)
-    parser.add_argument("--config", required=True, help="DeepSpeed configuration: JSON file, JSON text or base64 text")
+    parser.add_argument("--config", help="DeepSpeed configuration: JSON file, JSON text or base64 text")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the model's configuration")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of all nodes (default 1)")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks of one node (default: all)")
@@ -38,15 +39,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tflops", type=float, metavar="N", help="10^12 operations per second that a rank reaches")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture of memory over one step")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    fit.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plans; returns 0 where it fits, 1 where it does not, 2 where the input is wrong."""
+    """Plans, or searches for a plan; returns 0 where it fits, 1 where it does not, 2 where the input is wrong."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a world without peers has warnings of its own
     from hf_zero.plan.report import draw, text_of
 
     try:
-        prediction = _predict(options)
+        wish = _wish(options)
+        if options.fit:
+            return fit.run(options, wish)
+        fit.refuse_without_fit(options)
+        prediction = _predict(options, wish)
         if options.plot is not None:
             draw(prediction, options.plot, f"{options.model} on {options.ranks} rank(s)")
     except HfZeroError as error:
@@ -56,11 +62,12 @@ def run(options: argparse.Namespace) -> int:
     return 0 if prediction.fits else 1
 
 
-def _predict(options: argparse.Namespace) -> Prediction:
-    from hf_zero.plan.models import ModelWish, build_model
-    from hf_zero.plan.prediction import Hardware, predict
+def _wish(options: argparse.Namespace) -> fit.Wish:
+    """What the flags say of the model and the machine."""
+    from hf_zero.plan.models import ModelWish
+    from hf_zero.plan.prediction import Hardware
     from hf_zero.plan.quantities import bytes_of, bytes_per_second_of
-    from hf_zero.plan.run import Cluster, Load, observe_step
+    from hf_zero.plan.run import Cluster
 
     for flag in ("ranks", "ranks_per_node", "micro_batch", "sequence", "tflops"):
         value = getattr(options, flag)
@@ -76,11 +83,20 @@ def _predict(options: argparse.Namespace) -> Prediction:
         link=bytes_per_second_of(options.link, "--link") if options.link else None,
         node_link=bytes_per_second_of(options.node_link, "--node-link") if options.node_link else None,
     )
-    cluster = Cluster(options.ranks, near, options.device == "cpu")
+    model = ModelWish(options.model, dict(map(_setting, options.set)), options.attention, options.trainable, options.checkpoint_activations)
+    return fit.Wish(model, Cluster(options.ranks, near, options.device == "cpu"), hardware, settled)
+
+
+def _predict(options: argparse.Namespace, wish: fit.Wish) -> Prediction:
+    from hf_zero.plan.models import build_model
+    from hf_zero.plan.prediction import predict
+    from hf_zero.plan.run import Load, observe_step
+
+    if options.config is None:
+        raise ConfigError("--config is missing: the configuration to plan, or --fit to search for one")
     config = settled(options.config, options.micro_batch)
-    wish = ModelWish(options.model, dict(map(_setting, options.set)), options.attention, options.trainable, options.checkpoint_activations)
     load = Load(config["train_micro_batch_size_per_gpu"], options.sequence)
-    return predict(observe_step(build_model(wish), config, cluster, load, options.attention), cluster, hardware)
+    return predict(observe_step(build_model(wish.model), config, wish.cluster, load, options.attention), wish.cluster, wish.hardware)
 
 
 def _setting(text: str) -> tuple[str, Any]:
