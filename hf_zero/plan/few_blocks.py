@@ -12,7 +12,7 @@ from torch import nn
 from hf_zero.errors import ConfigError
 from hf_zero.plan.models import ModelWish, build_model
 
-_LEAST = 3
+_LEAST = 4  # below, the first and the last block are neighbours of too few
 _WORTH = 4  # times a small model: three of them are planned in place of a whole one
 _SETTING = "num_hidden_layers"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as transformers' configurations name them
