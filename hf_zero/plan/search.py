@@ -199,7 +199,7 @@ class Search:
                 copies = space.ranks // (layout.tensor * layout.sequence)
                 self._drop(layout, f"{copies} data-parallel ranks cannot make {space.global_batch} samples of micro batches allowed")
             elif not self._is_late(layout, sizes[-1]):
-                self._sound(families, {sizes[-1]: None, sizes[0]: None})
+                self._sound(layout, (sizes[-1], sizes[0]))
                 for family in families:
                     self._look(family, sizes)
         refused = {one.reason for one in self._out if one.reason.startswith(_REFUSED)}
@@ -228,13 +228,13 @@ class Search:
         )
         return True
 
-    def _sound(self, families: list[Family], sizes: Iterable[int]) -> None:
-        """Tries of each stage what holds least: where that is above the device's memory, so is all of the stage."""
-        for stage in STAGES:
-            least = [family for family in families if family.stage == stage and family.recomputes]
-            for size in sizes if least else ():
+    def _sound(self, layout: Layout, sizes: Iterable[int]) -> None:
+        """Tries of each stage what holds least without offload: where that is above the memory, so is what does not recompute."""
+        for stage in STAGES[bool(layout.shard_group) :]:
+            for size in sizes:
                 with suppress(HfZeroError):  # told when the family itself is looked at
-                    self._try(self.planner.space.candidate(least[-1], size))
+                    if self._try(self.planner.space.candidate(Family(layout, stage, Tier(), True), size)):
+                        break
 
     def _look(self, family: Family, sizes: list[int]) -> None:
         """Finds the largest size of ``family`` that fits, where it can be of use."""
