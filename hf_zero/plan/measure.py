@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
-import tempfile
+import socket
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_zero import observe
 from hf_zero.errors import ConfigError, StateError
 
 _SECONDS = 0.2  # that one thing is repeated for, at least
@@ -41,36 +41,48 @@ def measure(config: Mapping[str, Any], ranks: int, on_host: bool) -> dict[str, f
         raise ConfigError("--measure times the machine at hand, and it has no CUDA device: measure on one that has, or give --device cpu")
     count = max(1, min(ranks, (os.cpu_count() or 1) if on_host else torch.cuda.device_count()))
     dtype = next((name for name in _DTYPES if config.get(name, {}).get("enabled") is True), "")
-    with tempfile.TemporaryDirectory(prefix="hf_zero_measure_") as folder:
-        started = [_start(rank, count, dtype, on_host, folder) for rank in range(count)]
-        for process in started:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = [_start(rank, count, dtype, on_host, port) for rank in range(count)]
+    found = []
+    try:
+        for process, answers in started:
+            if not answers.poll(_WAIT):
+                raise StateError(f"--measure: a rank of {count} gave no answer within {_WAIT:.0f} s")
+            found.append(answers.recv())
             process.join(_WAIT)
-        if any(process.exitcode != 0 for process in started):
-            for process in started:
-                process.kill()
-            raise StateError(f"--measure: a rank of {count} ended without an answer; what it printed is above")
-        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(count)]
+    except EOFError:
+        raise StateError(f"--measure: a rank of {count} ended without an answer; what it printed is above") from None
+    finally:
+        for process, _ in started:
+            process.kill()
     worst: dict[str, Callable[..., float]] = {"latency": max, "operation": max}
     return {name: worst.get(name, min)(one[name] for one in found) for name in found[0]}
 
 
-def _start(rank: int, count: int, dtype: str, on_host: bool, folder: str) -> Any:
-    process = multiprocessing.get_context("spawn").Process(target=_rank, args=(rank, count, dtype, on_host, folder))
+def _start(rank: int, count: int, dtype: str, on_host: bool, port: int) -> tuple[Any, Any]:
+    context = multiprocessing.get_context("spawn")
+    answers, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_rank, args=(rank, count, dtype, on_host, port, theirs))
     process.start()
-    return process
+    theirs.close()  # so that the end of the process is the end of its answers
+    return process, answers
 
 
-def _rank(rank: int, count: int, dtype: str, on_host: bool, folder: str) -> None:
-    """One rank: writes what it measured into ``folder``."""
+def _rank(rank: int, count: int, dtype: str, on_host: bool, port: int, answers: Any) -> None:
+    """One rank: sends what it measured to ``answers``."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+    observe.logger.setLevel("ERROR")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if on_host:
         os.environ["ACCELERATE_USE_CPU"] = "true"
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
     device = torch.device("cpu") if on_host else torch.device("cuda", rank)
     found = _alone(device, _DTYPES.get(dtype, torch.float32))
     if count > 1:
-        found |= _together(rank, count, device, folder)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+        found |= _together(count, device)
+    answers.send(found)
 
 
 def _alone(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
@@ -108,15 +120,11 @@ def _operation(device: torch.device) -> float:
     return _time(lambda: chain(inputs).sum().backward(), device) / counting.count
 
 
-def _together(rank: int, count: int, device: torch.device, folder: str) -> dict[str, float]:
+def _together(count: int, device: torch.device) -> dict[str, float]:
     """Bytes per second that the engine's own collectives send, and how long a small one takes."""
-    import torch.distributed as dist
-
     from hf_zero.comm.back_end import build_collectives
     from hf_zero.comm.topology import build_topology
 
-    store = dist.FileStore(str(Path(folder) / "store"), count)
-    dist.init_process_group("gloo" if device.type == "cpu" else "nccl", store=store, rank=rank, world_size=count)
     network = build_collectives(build_topology(device=device))
     seconds, sent = [], []
     for numel in (count * 64, count * (1 << 20 if device.type == "cpu" else 1 << 25)):

@@ -14,6 +14,7 @@ from hf_zero.plan.candidates import Candidate, Layout, Space, families_of, layou
 from hf_zero.plan.command import settled
 from hf_zero.plan.costs import Costs, Part, costs_of, extrapolated
 from hf_zero.plan.few_blocks import blocks_of
+from hf_zero.plan.measure import measure
 from hf_zero.plan.models import ModelWish
 from hf_zero.plan.prediction import Hardware
 from hf_zero.plan.rates import MEASURED, rates_of
@@ -156,6 +157,13 @@ def test_what_is_written_trains(model: Path, tmp_path: Path, capsys: pytest.Capt
     losses = report["run"]["losses"]
     assert sum(losses[-4:]) < sum(losses[:4])
     assert report["facts"]["config"]["zero_optimization"]["stage"] == best["config"]["zero_optimization"]["stage"]
+
+
+@pytest.mark.slow
+def test_two_ranks_of_this_machine_are_measured() -> None:
+    found = measure({}, 2, on_host=True)
+    assert set(found) == {"tflops", "memory", "operation", "latency", "node-link"}
+    assert min(found.values()) > 0
 
 
 @pytest.fixture(scope="module")
