@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -33,6 +33,7 @@ NOWHERE = "nowhere"
 _ROUND = 512  # what a device's allocator rounds to
 _FIRST_ADDRESS = 1 << 50  # where no process has memory
 _COPY_TO = torch.ops.aten._to_copy.default
+_COPIES = (_COPY_TO, torch.ops.aten.copy_.default)
 _DEVICE_OF = torch.ops.prim.device.default
 _FORMULAS = {**flop_registry, **{packet: shape_wrapper(formula) for packet, formula in FORMULAS.items()}}
 _NUMBER_OF = torch.ops.aten._local_scalar_dense.default
@@ -86,10 +87,19 @@ class Work:
     Attributes:
         flops: Floating-point operations of matrix products, convolutions and attention.
         read: Bytes that other operations of the device read and wrote.
+        moved: Bytes that were copied between the device and the host.
+        operations: How many operations the device was given.
     """
 
     flops: int = 0
     read: int = 0
+    moved: int = 0
+    operations: int = 0
+
+    def plus(self, other: Work, times: int = 1) -> Work:
+        """The sum."""
+        mine, theirs = astuple(self), astuple(other)
+        return Work(*(one + times * two for one, two in zip(mine, theirs, strict=True)))
 
 
 @dataclass
@@ -141,9 +151,14 @@ class Books(TorchDispatchMode):
         formula = _FORMULAS.get(func._overloadpacket)
         if formula is not None:
             self.work.flops += formula(*args, **kwargs, out_val=result)
+            self.work.operations += 1
         elif not func.is_view:
             tensors = [value for value in tree_leaves((args, kwargs, result)) if isinstance(value, FakeTensor)]
-            self.work.read += sum(value.numel() * value.element_size() for value in tensors if value.fake_device.type == self.device.type)
+            here = [value for value in tensors if value.fake_device.type == self.device.type]
+            self.work.read += sum(value.numel() * value.element_size() for value in here)
+            self.work.operations += bool(here)
+            if func in _COPIES and 0 < len(here) < len(tensors):
+                self.work.moved += max(value.numel() * value.element_size() for value in here)
 
     def _see(self, tensor: FakeTensor) -> None:
         memory = tensor.untyped_storage()

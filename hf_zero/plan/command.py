@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_zero.config.problems import show
 from hf_zero.errors import ConfigError, HfZeroError
+from hf_zero.plan import fit
 
 if TYPE_CHECKING:
     from hf_zero.plan.prediction import Prediction
@@ -27,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help=_MODEL)
     parser.add_argument("--config", help="DeepSpeed configuration: JSON file, JSON text or base64 text")
     parser.add_argument("--from", dest="source", metavar="FILE", help=_FROM)
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="with --from: write ds.json, and accelerate.yaml, into a folder")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the model's configuration")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of all nodes (default 1)")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks of one node (default: all)")
@@ -44,21 +44,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tflops", type=float, metavar="N", help="10^12 operations per second that a rank reaches")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture of memory over one step")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    fit.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plans, or answers a file of FSDP's; returns 0 where it fits (or is answered), 1 where it does not, 2 where the input is wrong."""
+    """Plans, searches for a plan, or answers a file of FSDP's; returns 0 where it fits (or is answered), 1 where not, 2 for wrong input."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a world without peers has warnings of its own
     from hf_zero.plan.report import draw, text_of
 
     try:
         if options.source is not None:
             return _answer_fsdp(options)
-        if options.write is not None:
-            raise ConfigError("--write belongs to --from FILE")
-        if options.model is None or options.config is None:
-            raise ConfigError("MODEL and --config FILE are wanted, or --from FILE alone")
-        prediction = _predict(options)
+        if options.model is None:
+            raise ConfigError("MODEL and --config FILE are wanted, MODEL and --fit, or --from FILE alone")
+        wish = _wish(options)
+        if options.fit:
+            return fit.run(options, wish)
+        fit.refuse_without_fit(options)
+        prediction = _predict(options, wish)
         if options.plot is not None:
             draw(prediction, options.plot, f"{options.model} on {options.ranks} rank(s)")
     except HfZeroError as error:
@@ -75,17 +78,20 @@ def run(options: argparse.Namespace) -> int:
 def _answer_fsdp(options: argparse.Namespace) -> int:
     from hf_zero.plan import from_fsdp
 
-    if options.model is not None or options.config is not None:
-        raise ConfigError("--from answers a file of FSDP's: leave MODEL and --config out; --write FOLDER gives the ds.json to plan with")
+    if options.model is not None or options.config is not None or options.fit:
+        raise ConfigError(
+            "--from answers a file of FSDP's: leave MODEL, --config and --fit out; --write DIR gives the ds.json to plan with"
+        )
     from_fsdp.run(options.source, options.ranks if options.ranks > 1 else None, options.ranks_per_node, options.json, options.write)
     return 0
 
 
-def _predict(options: argparse.Namespace) -> Prediction:
-    from hf_zero.plan.models import ModelWish, build_model
-    from hf_zero.plan.prediction import Hardware, predict
+def _wish(options: argparse.Namespace) -> fit.Wish:
+    """What the flags say of the model and the machine."""
+    from hf_zero.plan.models import ModelWish
+    from hf_zero.plan.prediction import Hardware
     from hf_zero.plan.quantities import bytes_of, bytes_per_second_of
-    from hf_zero.plan.run import Cluster, Load, observe_step
+    from hf_zero.plan.run import Cluster
 
     for flag in ("ranks", "ranks_per_node", "micro_batch", "sequence", "tflops"):
         value = getattr(options, flag)
@@ -101,11 +107,20 @@ def _predict(options: argparse.Namespace) -> Prediction:
         link=bytes_per_second_of(options.link, "--link") if options.link else None,
         node_link=bytes_per_second_of(options.node_link, "--node-link") if options.node_link else None,
     )
-    cluster = Cluster(options.ranks, near, options.device == "cpu")
+    model = ModelWish(options.model, dict(map(_setting, options.set)), options.attention, options.trainable, options.checkpoint_activations)
+    return fit.Wish(model, Cluster(options.ranks, near, options.device == "cpu"), hardware, settled)
+
+
+def _predict(options: argparse.Namespace, wish: fit.Wish) -> Prediction:
+    from hf_zero.plan.models import build_model
+    from hf_zero.plan.prediction import predict
+    from hf_zero.plan.run import Load, observe_step
+
+    if options.config is None:
+        raise ConfigError("--config is missing: the configuration to plan, or --fit to search for one")
     config = settled(options.config, options.micro_batch)
-    wish = ModelWish(options.model, dict(map(_setting, options.set)), options.attention, options.trainable, options.checkpoint_activations)
     load = Load(config[_MICRO], options.sequence)
-    return predict(observe_step(build_model(wish), config, cluster, load, options.attention), cluster, hardware)
+    return predict(observe_step(build_model(wish.model), config, wish.cluster, load, options.attention), wish.cluster, wish.hardware)
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -6,7 +6,7 @@ import copy
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -64,14 +64,16 @@ class Traffic:
     Attributes:
         node: To ranks of its node.
         network: To other nodes.
+        calls: In how many collectives.
     """
 
     node: float = 0.0
     network: float = 0.0
+    calls: float = 0.0
 
     def plus(self, other: Traffic, times: float = 1.0) -> Traffic:
         """The sum."""
-        return Traffic(self.node + times * other.node, self.network + times * other.network)
+        return Traffic(self.node + times * other.node, self.network + times * other.network, self.calls + times * other.calls)
 
 
 @dataclass(frozen=True)
@@ -117,11 +119,15 @@ class Observation:
 
     def per_step(self) -> MicroStep:
         """Bytes and operations of one optimizer step."""
-        sent, work = self.update.sent, replace(self.update.work)
+        together = self.accumulated()
+        return MicroStep(together.sent.plus(self.update.sent), together.work.plus(self.update.work))
+
+    def accumulated(self) -> MicroStep:
+        """Bytes and operations of all micro-steps of one optimizer step."""
+        sent, work = Traffic(), Work()
         for index, one in enumerate(self.micro_steps):
             times = self.accumulation - 2 if index == 1 and len(self.micro_steps) == _MOST_MICRO_STEPS else 1
-            sent = sent.plus(one.sent, times)
-            work.flops, work.read = work.flops + times * one.work.flops, work.read + times * one.work.read
+            sent, work = sent.plus(one.sent, times), work.plus(one.work, times)
         return MicroStep(sent, work)
 
 
@@ -228,8 +234,7 @@ class _Run:
     def _counted(self, found: list[MicroStep]) -> Iterator[None]:
         sent, work = copy.copy(self.sent), copy.copy(self.books.work)
         yield
-        now = self.books.work
-        found.append(MicroStep(self.sent.plus(sent, -1), Work(now.flops - work.flops, now.read - work.read)))
+        found.append(MicroStep(self.sent.plus(sent, -1), self.books.work.plus(work, -1)))
 
     # -- what is for what -------------------------------------------------------------------------------------------------
 
@@ -257,6 +262,7 @@ class _Run:
             nbytes = network.sent_bytes - before
             self.sent.node += nbytes * (1 - share)
             self.sent.network += nbytes * share
+            self.sent.calls += nbytes > 0
             if isinstance(result, Pending) and result.finish is not None:
                 result.finish = self.books.booked("communication", result.finish)
             return result

@@ -212,7 +212,7 @@ def test_a_wrong_file_is_status_two_with_one_line(
         (["--from", "/nowhere.yaml"], "cannot be read"),
         (["--from", "x.yaml", "gpt2"], "leave MODEL and --config out"),
         (["gpt2"], "MODEL and --config FILE are wanted"),
-        (["gpt2", "--config", "{}", "--write", "x"], "--write belongs to --from"),
+        (["gpt2", "--config", "{}", "--write", "x"], "--write is a flag of a search: give --fit (or --from FILE) too"),
     ],
 )
 def test_flags_that_do_not_go_together(words: list[str], found: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,31 +10,11 @@ import pytest
 from hf_zero.errors import ConfigError
 from hf_zero.plan.command import settled
 from hf_zero.plan.quantities import bytes_of, bytes_per_second_of, size_text
-from tests.support.planned import LLAMA
-from tests.support.processes import REPO
+from tests.support.planned import LLAMA, plans_of
 
 KEYS = ["fits", "peak_bytes_per_rank", "by_kind", "sent_bytes_per_step", "checkpoint_bytes", "seconds_per_step", "reasons"]
 KINDS = ["parameters", "gradients", "masters", "moments", "gathered", "activations", "logits", "communication", "other"]
 SCHEDULER = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}}
-PLANS = """
-import json, sys
-from hf_zero.cli import main
-for line in json.loads(sys.argv[1]):
-    print("STATUS", main(["plan", *line]), flush=True)
-    print("STATUS", file=sys.stderr, flush=True)
-"""
-
-
-def plans(lines: list[list[str]]) -> list[tuple[int, str, str]]:
-    """Exit status, output and errors of each command line, all in one process: a pretended device stays for its life."""
-    env = {**os.environ, "PYTHONPATH": str(REPO)}
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PLANS, json.dumps(lines)], capture_output=True, text=True, env=env, cwd=REPO
-    )
-    outs, errs = ended.stdout.split("STATUS "), ended.stderr.split("STATUS\n")
-    assert ended.returncode == 0, ended.stderr
-    texts = [outs[0], *(part.partition("\n")[2] for part in outs[1:])]
-    return [(int(part.split("\n")[0]), text, err) for part, text, err in zip(outs[1:], texts, errs, strict=False)]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +58,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
         "samples": [str(folder), "--config", json.dumps({**zero, "train_micro_batch_size_per_gpu": "1.5"})],
         "autocast": [str(folder), "--config", json.dumps({"torch_autocast": {"enabled": True}})],
     }
-    found = dict(zip(lines, plans(list(lines.values())), strict=True))
+    found = dict(zip(lines, plans_of(list(lines.values())), strict=True))
     assert (folder / "plan.png").stat().st_size > 10_000
     return found
 

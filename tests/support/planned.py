@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from tests.support import ranks
+from tests.support.processes import REPO
 
 LLAMA = {
     "hidden_size": 64,
@@ -21,6 +25,27 @@ LLAMA = {
     "pad_token_id": 0,
 }
 GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 131, "n_positions": 64}
+
+
+PLANS = """
+import json, sys
+from hf_zero.cli import main
+for line in json.loads(sys.argv[1]):
+    print("STATUS", main(["plan", *line]), flush=True)
+    print("STATUS", file=sys.stderr, flush=True)
+"""
+
+
+def plans_of(lines: list[list[str]]) -> list[tuple[int, str, str]]:
+    """Exit status, output and errors of each command line, all in one process: a pretended device stays for its life."""
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PLANS, json.dumps(lines)], capture_output=True, text=True, env=env, cwd=REPO
+    )
+    outs, errs = ended.stdout.split("STATUS "), ended.stderr.split("STATUS\n")
+    assert ended.returncode == 0, ended.stderr
+    texts = [outs[0], *(part.partition("\n")[2] for part in outs[1:])]
+    return [(int(part.split("\n")[0]), text, err) for part, text, err in zip(outs[1:], texts, errs, strict=False)]
 
 
 def plan(model: str, settings: Mapping[str, Any], config: Mapping[str, Any], world: int, samples: int, length: int, **wish: Any) -> Any:
@@ -150,12 +175,6 @@ print(json.dumps(found))
 
 def planned_peaks(cases: list[dict[str, Any]], world: int) -> list[int]:
     """What plans of a device with torch's reference kernels say, in a process of their own."""
-    import os
-    import subprocess
-    import sys
-
-    from tests.support.processes import REPO
-
     command = [sys.executable, "-W", "ignore", "-c", PLANNED_PEAKS, json.dumps([cases, world])]
     env = {**os.environ, "PYTHONPATH": str(REPO), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     ended = subprocess.run(command, capture_output=True, text=True, env=env, check=False)

@@ -1,0 +1,103 @@
+"""What a plan comes to in numbers that grow in a line with the number of blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+from hf_zero.plan.books import TIERS
+from hf_zero.plan.prediction import Prediction
+from hf_zero.plan.run import MicroStep
+
+_OWNED = ("masters", "moments")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank does in one part of an optimizer step.
+
+    Attributes:
+        flops: Operations of matrix products, convolutions and attention.
+        read: Bytes that other operations read and wrote.
+        moved: Bytes between device and host.
+        operations: How many operations.
+        node: Bytes sent inside the node.
+        network: Bytes sent to others.
+        calls: Collectives.
+    """
+
+    flops: float
+    read: float
+    moved: float
+    operations: float
+    node: float
+    network: float
+    calls: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a rank holds and does.
+
+    Attributes:
+        device: Bytes at the peak of the device.
+        host: Of the host.
+        disk: Of its files.
+        micro: All micro-steps of an optimizer step.
+        update: What is behind them.
+        on_host: Bytes of masters and moments that rest on the host, away from the device.
+        on_disk: Those that rest in files.
+        file_parameters: Bytes of parameters in files.
+    """
+
+    device: float
+    host: float
+    disk: float
+    micro: Part
+    update: Part
+    on_host: float
+    on_disk: float
+    file_parameters: float
+
+
+def costs_of(prediction: Prediction) -> Costs:
+    """The numbers of a plan."""
+    seen, peaks = prediction.observation, prediction.peaks
+    host, disk = peaks["host"].alive, peaks["disk"].alive
+    away = 0 if prediction.cluster.on_host else sum(host["host", kind] for kind in _OWNED)
+    files = sum(disk["disk", kind] for kind in _OWNED)
+    sizes = [peaks[tier].nbytes for tier in TIERS]
+    return Costs(sizes[0], sizes[1], sizes[2], _part(seen.accumulated()), _part(seen.update), away, files, disk["disk", "parameters"])
+
+
+def _part(step: MicroStep) -> Part:
+    work, sent = step.work, step.sent
+    return Part(work.flops, work.read, work.moved, work.operations, sent.node, sent.network, sent.calls)
+
+
+def extrapolated(costs: Sequence[Costs], blocks: int) -> Costs | None:
+    """What follows for ``blocks`` more blocks than in the last of three plans whose sizes differ by one block each.
+
+    [Note: few blocks] Blocks that are alike take alike bytes and operations, so what a moment of a step holds is a line over the number of
+    blocks, and what is sent and computed is one too. A peak is the largest of such lines: convex. Where three sizes in a row lie
+    on a line, the peak of a larger model is on that line or above it. So what is said not to fit does not; what is said to fit is
+    planned whole before it is shown.
+
+    Returns:
+        None where the three do not lie on a line.
+    """
+    first, second, third = (_flat(one) for one in costs)
+    found = []
+    for a, b, c in zip(first, second, third, strict=True):
+        if not math.isclose(c - b, b - a, rel_tol=1e-9, abs_tol=1e-9 * max(1.0, abs(c))):
+            return None
+        found.append(c + blocks * (c - b))
+    width = len(Part.__dataclass_fields__)
+    micro, update, away = Part(*found[3 : 3 + width]), Part(*found[3 + width : 3 + 2 * width]), found[3 + 2 * width :]
+    return Costs(found[0], found[1], found[2], micro, update, away[0], away[1], away[2])
+
+
+def _flat(costs: Costs) -> list[float]:
+    device, host, disk, micro, update, *rest = astuple(costs)
+    return [device, host, disk, *micro, *update, *rest]

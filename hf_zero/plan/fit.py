@@ -1,0 +1,202 @@
+"""``hf-zero plan --fit``: its flags, and what a search says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_zero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hf_zero.plan.models import ModelWish
+    from hf_zero.plan.prediction import Hardware
+    from hf_zero.plan.rates import Rates
+    from hf_zero.plan.run import Cluster
+    from hf_zero.plan.search import Answer, Fitting, Planner
+
+_RATES = ("memory", "host-link", "host-memory", "disk")
+Settle = Callable[[Mapping[str, Any], int], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is known before a search.
+
+    Attributes:
+        model: The model.
+        cluster: The ranks.
+        hardware: What there is.
+        settle: Makes a configuration one that is planned, of it and the samples of a micro-step.
+    """
+
+    model: ModelWish
+    cluster: Cluster
+    hardware: Hardware
+    settle: Settle
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags."""
+    group = parser.add_argument_group("search", "with --fit; --config is then what all configurations have in common, and may be left out")
+    group.add_argument("--fit", action="store_true", help="find what fits and is fastest: stage, micro batch, offload, recomputation, axes")
+    group.add_argument("--global-batch", type=int, metavar="N", help="samples of an optimizer step, of all ranks and micro-steps together")
+    group.add_argument("--axes", metavar="LIST", help="ways to divide ranks: none, or of replicas,tensor,sequence,experts (default all)")
+    group.add_argument("--nvme-path", default="", metavar="DIR", help="try offload to files in this folder of every node too")
+    group.add_argument("--measure", action="store_true", help="time matrix products, memory and collectives on this machine first")
+    group.add_argument("--rate", action="append", default=[], metavar="NAME=RATE", help="memory, host-link, host-memory or disk: 12Tbit")
+    group.add_argument(
+        "--write", type=Path, metavar="DIR", help="write the best one (with --from: the equal one) as ds.json and accelerate.yaml"
+    )
+
+
+def refuse_without_fit(options: argparse.Namespace) -> None:
+    """Flags of a search are wrong without one.
+
+    Raises:
+        ConfigError: One is there.
+    """
+    for flag in ("global_batch", "axes", "nvme_path", "measure", "rate", "write"):
+        if getattr(options, flag):
+            other = " (or --from FILE)" if flag == "write" else ""
+            raise ConfigError(f"--{flag.replace('_', '-')} is a flag of a search: give --fit{other} too")
+
+
+def run(options: argparse.Namespace, wish: Wish) -> int:
+    """Searches and prints; returns 0 where something fits, 1 where nothing does.
+
+    Raises:
+        ConfigError: The input is wrong.
+    """
+    from hf_zero.plan.search import Search
+    from hf_zero.plan.written import write
+
+    planner = _planner(options, wish)
+    rates = _rates(options, wish, planner.space.base)
+    answer = Search(planner, rates).run()
+    if options.json:
+        print(json.dumps(_to_dict(answer, planner, rates), indent=2))
+    else:
+        print("\n".join(_lines(answer, planner, rates)))
+    if answer.best and options.write is not None:
+        best = answer.best[0].candidate
+        done = write(options.write, planner.space.config(best), wish.cluster, best.family.recomputes)
+        print("\n".join(done), file=sys.stderr if options.json else sys.stdout)
+    return 0 if answer.best else 1
+
+
+def _planner(options: argparse.Namespace, wish: Wish) -> Planner:
+    from hf_zero.config.read import read_config
+    from hf_zero.plan.candidates import Space, layouts_of, require_batch, tiers_of
+    from hf_zero.plan.few_blocks import blocks_of
+    from hf_zero.plan.search import Planner
+
+    if options.global_batch is None or options.global_batch < 1:
+        raise ConfigError(
+            f"--fit needs --global-batch, the samples of an optimizer step; it is {options.global_batch}, 1 and more are allowed"
+        )
+    if options.plot is not None:
+        raise ConfigError("--plot draws one configuration: plan the one that --fit --write DIR has written")
+    cluster, limits = wish.cluster, wish.hardware
+    if limits.memory is None and not (cluster.on_host and limits.host_memory is not None):
+        raise ConfigError(
+            "--fit needs to know what there is to fit into: --memory, such as --memory 80GiB" + " (or --host-memory)" * cluster.on_host
+        )
+    base = read_config(options.config) if options.config is not None else {"bf16": {"enabled": True}}
+    blocks = blocks_of(wish.model)
+    layouts = layouts_of(base, cluster.ranks, cluster.ranks_per_node, _axes(options.axes, blocks.experts))
+    tiers = tiers_of(cluster.on_host, options.nvme_path)
+    space = Space(base, cluster.ranks, options.global_batch, layouts, tiers, options.micro_batch, options.nvme_path)
+    require_batch(space)
+    return Planner(space, blocks, cluster, limits, options.sequence, options.attention, wish.settle, _teller())
+
+
+def _axes(text: str | None, experts: bool) -> list[str]:
+    from hf_zero.plan.candidates import AXES
+
+    if text is None:
+        return [axis for axis in AXES if experts or axis != "experts"]
+    axes = [] if text == "none" else text.split(",")
+    unknown = [axis for axis in axes if axis not in AXES]
+    if unknown:
+        raise ConfigError(f"--axes is {text!r}, and {unknown[0]!r} in it is not known; none, or some of {','.join(AXES)} are allowed")
+    if "experts" in axes and not experts:
+        raise ConfigError(f"--axes is {text!r}, and the model's configuration names no experts: leave them out")
+    return axes
+
+
+def _teller() -> Callable[[str], None]:
+    """Shows on a terminal what is being planned."""
+    if not sys.stderr.isatty():
+        return lambda text: None
+    return lambda text: print(f"\r\033[Kplanning {text}"[:150], end="\r", file=sys.stderr, flush=True)
+
+
+def _rates(options: argparse.Namespace, wish: Wish, base: Mapping[str, Any]) -> Rates:
+    from hf_zero.plan.measure import measure
+    from hf_zero.plan.quantities import bytes_per_second_of
+    from hf_zero.plan.rates import rates_of
+
+    cluster, limits = wish.cluster, wish.hardware
+    given = {"tflops": limits.flops and limits.flops / 1e12, "link": limits.link, "node-link": limits.node_link}
+    for text in options.rate:
+        name, _, value = text.partition("=")
+        if name not in _RATES:
+            raise ConfigError(f"--rate {text!r} is not NAME=RATE with one of {', '.join(_RATES)}; such as --rate memory=12Tbit")
+        given[name] = bytes_per_second_of(value, f"--rate {name}")
+    measured = measure(base, cluster.ranks_per_node, cluster.on_host) if options.measure else {}
+    return rates_of(given, measured, min(cluster.ranks, cluster.ranks_per_node), cluster.on_host)
+
+
+# -- what is said ---------------------------------------------------------------------------------------------------------
+
+
+def _to_dict(answer: Answer, planner: Planner, rates: Rates) -> dict[str, object]:
+    """What ``--json`` prints."""
+    return {
+        "best": [_best(one, planner) for one in answer.best],
+        "out": [asdict(one) for one in answer.out],
+        "rates": {name: asdict(rate) for name, rate in rates.table.items()},
+        "candidates": answer.candidates,
+        "planned": answer.planned,
+    }
+
+
+def _best(one: Fitting, planner: Planner) -> dict[str, object]:
+    candidate, costs = one.candidate, one.costs
+    return {
+        "name": str(candidate),
+        "seconds_per_step": one.seconds,
+        "peak_bytes_per_rank": {"device": round(costs.device), "host": round(costs.host), "disk": round(costs.disk)},
+        "checkpoint_activations": candidate.family.recomputes,
+        "config": planner.space.config(candidate),
+    }
+
+
+def _lines(answer: Answer, planner: Planner, rates: Rates) -> list[str]:
+    from hf_zero.plan.quantities import size_text
+
+    lines = []
+    if answer.best:
+        lines.append(f"the best of what fits, {planner.space.global_batch} samples of {planner.sequence} tokens per step:")
+    for number, one in enumerate(answer.best, 1):
+        costs = one.costs
+        tiers = [("device", costs.device), ("host", costs.host), ("disk", costs.disk)]
+        held = ", ".join(f"{tier} {size_text(nbytes)}" for tier, nbytes in tiers if nbytes >= 1 << 20 or tier == planner.main_tier)
+        lines += [f"{number}. {one.candidate}", f"   {one.seconds:.4g} s per step; a rank holds at most: {held}"]
+    if not answer.best:
+        lines.append("NOTHING FITS")
+    lines += ["", "fell out:"]
+    lines += [f"- {one.name}: {one.reason}" for one in answer.out]
+    lines += ["", f"{answer.candidates} configurations, {answer.planned} runs of the engine without values. The seconds rest on:"]
+    return [*lines, *_rate_lines(rates)]
+
+
+def _rate_lines(rates: Rates) -> list[str]:
+    from hf_zero.plan.rates import WHAT
+
+    return [f"- {rate.source}: {name} {rate.value:.4g} ({WHAT[name]})" for name, rate in rates.table.items()]

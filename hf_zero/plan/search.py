@@ -1,0 +1,353 @@
+"""Looks for configurations that fit, and says of each other one why it fell out.
+
+[Note: what need not be planned] Families (candidates that differ in their samples at a time only) are looked at from the least that is
+moved and recomputed on. Three things are known of one that has not been planned:
+
+- More samples at a time hold more, but for a step of one micro-step, which accumulates nothing. So that is tried, and of the others the
+  largest that fits is found by halving; smaller ones only repeat gathers and reductions.
+- What recomputes, or moves states and parameters off the device, computes or sends more for the same samples. Where a family fits with a
+  size, one that only adds such things is of use with larger sizes only.
+- Stages 0, 1 and 2 hold less of the optimizer's states from one to the next, and what is moved or recomputed is not held either. So what
+  holds no less than a candidate that is clearly above the memory is above it too. (Stage 3 may hold more than 2: its gathered units.
+  Clearly, because what recomputing keeps, such as states of generators, is not nothing.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_zero.errors import ConfigError, HfZeroError
+from hf_zero.plan.candidates import STAGES, Candidate, Family, Layout, Space, Tier, families_of
+from hf_zero.plan.costs import Costs, costs_of, extrapolated
+from hf_zero.plan.few_blocks import Blocks
+from hf_zero.plan.models import ModelWish, build_model
+from hf_zero.plan.prediction import Hardware, Prediction, predict
+from hf_zero.plan.quantities import size_text
+from hf_zero.plan.rates import Rates
+from hf_zero.plan.run import Cluster, Load, observe_step
+
+SHOWN = 5
+_REFUSED = "refused"
+_CLEARLY = 1.02  # times what there is
+
+
+@dataclass(frozen=True)
+class Out:
+    """A family that fell out, or sizes of one.
+
+    Attributes:
+        name: What it is.
+        reason: Why it is not among the best.
+    """
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """A candidate that fits.
+
+    Attributes:
+        candidate: It.
+        costs: What it takes.
+        seconds: Of an optimizer step.
+        whole: The model was planned with all of its blocks.
+    """
+
+    candidate: Candidate
+    costs: Costs
+    seconds: float
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a search found.
+
+    Attributes:
+        best: The fastest that fit, planned whole.
+        out: All others.
+        planned: How many times an engine ran.
+        candidates: How many configurations there were.
+    """
+
+    best: tuple[Fitting, ...]
+    out: tuple[Out, ...]
+    planned: int
+    candidates: int
+
+
+@dataclass
+class Planner:
+    """Plans candidates, each once.
+
+    Attributes:
+        space: What they are.
+        blocks: The model's.
+        cluster: The ranks.
+        hardware: What there is.
+        sequence: Tokens of a sample.
+        attention: sdpa, flash or eager.
+        settle: Makes a configuration one that is planned, of it and the samples of a micro-step.
+        told: Hears what is being planned.
+        planned: How many times an engine ran.
+    """
+
+    space: Space
+    blocks: Blocks
+    cluster: Cluster
+    hardware: Hardware
+    sequence: int
+    attention: str
+    settle: Callable[[Mapping[str, Any], int], dict[str, Any]]
+    told: Callable[[str], None] = lambda text: None
+    planned: int = 0
+    _costs: dict[tuple[Candidate, bool], Costs] = field(default_factory=dict)
+
+    def costs(self, candidate: Candidate, whole: bool = False) -> tuple[Costs, bool]:
+        """What a candidate takes, and whether the whole model was planned for it.
+
+        Args:
+            candidate: Which.
+            whole: Plan all blocks, whatever a few of them say.
+
+        Raises:
+            HfZeroError: The engine refuses it.
+        """
+        for known in (True, *(() if whole else (False,))):
+            if (candidate, known) in self._costs:
+                return self._costs[candidate, known], known
+        config = self.settle(self.space.config(candidate), candidate.micro_batch)
+        found = None if whole else self._from_few(candidate, config)
+        known = found is None
+        if found is None:
+            found = costs_of(self.predict(candidate, config, self.blocks.wish))
+        self._costs[candidate, known] = found
+        return found, known
+
+    def _from_few(self, candidate: Candidate, config: Mapping[str, Any]) -> Costs | None:
+        layout = candidate.family.layout
+        counts = self.blocks.counts(config, self.cluster.ranks // layout.tensor)
+        if counts is None:
+            return None
+        few = [costs_of(self.predict(candidate, config, self.blocks.few(count))) for count in counts]
+        return extrapolated(few, self.blocks.count - counts[-1])
+
+    def predict(self, candidate: Candidate, config: Mapping[str, Any], wish: ModelWish) -> Prediction:
+        """One plan."""
+        self.told(str(candidate))
+        self.planned += 1
+        wish = ModelWish(wish.name, wish.settings, wish.attention, wish.trainable, candidate.family.recomputes)
+        load = Load(candidate.micro_batch, self.sequence)
+        return predict(observe_step(build_model(wish), config, self.cluster, load, self.attention), self.cluster, self.hardware)
+
+    @property
+    def main_tier(self) -> str:
+        """Where ranks compute."""
+        return "host" if self.cluster.on_host else "device"
+
+    def excess(self, costs: Costs) -> float:
+        """How many times what there is ``costs`` take of the memory where ranks compute."""
+        near, limits = min(self.cluster.ranks, self.cluster.ranks_per_node), self.hardware
+        if not self.cluster.on_host:
+            return costs.device / limits.memory if limits.memory is not None else 0.0
+        host = limits.host_memory if limits.host_memory is not None else limits.memory
+        return costs.host * near / host if host is not None else 0.0
+
+    def fault(self, costs: Costs) -> tuple[str, str]:
+        """The tier that is too small for ``costs``, and in words by how much; empty where all fits."""
+        near, limits, on_host = min(self.cluster.ranks, self.cluster.ranks_per_node), self.hardware, self.cluster.on_host
+        if limits.memory is not None and not on_host and costs.device > limits.memory:
+            return "device", f"{size_text(costs.device)} of device memory at the peak, {size_text(limits.memory)} are there"
+        host = limits.host_memory if limits.host_memory is not None or not on_host else limits.memory
+        if host is not None and costs.host * near > host:
+            return "host", f"{near} x {size_text(costs.host)} of host memory at the peak, a node has {size_text(host)}"
+        return "", ""
+
+
+@dataclass
+class Search:
+    """One search.
+
+    Attributes:
+        planner: Plans.
+        rates: Of the roofline.
+    """
+
+    planner: Planner
+    rates: Rates
+    _fitting: list[Fitting] = field(default_factory=list)
+    _out: list[Out] = field(default_factory=list)
+    _above: list[tuple[Candidate, str]] = field(default_factory=list)
+    _largest: dict[Family, int] = field(default_factory=dict)
+
+    def run(self) -> Answer:
+        """Looks at every layout.
+
+        Raises:
+            ConfigError: The engine refuses all for one reason.
+        """
+        space, count = self.planner.space, 0
+        for layout in space.layouts:
+            sizes, families = space.micro_batches(layout), families_of(space, layout)
+            count += len(sizes) * len(families)
+            if not sizes:
+                copies = space.ranks // (layout.tensor * layout.sequence)
+                self._drop(layout, f"{copies} data-parallel ranks cannot make {space.global_batch} samples of micro batches allowed")
+            elif not self._is_late(layout, sizes[-1]):
+                self._sound(layout, (sizes[-1], sizes[0]))
+                for family in families:
+                    self._look(family, sizes)
+        refused = {one.reason for one in self._out if one.reason.startswith(_REFUSED)}
+        if not self._fitting and len(refused) == len({one.reason for one in self._out}) == 1:
+            raise ConfigError(f"--fit: every configuration is {refused.pop()}")
+        best = self._best()
+        return Answer(tuple(best), tuple(self._out), self.planner.planned, count)
+
+    # -- a layout, a family -----------------------------------------------------------------------------------------------
+
+    def _is_late(self, layout: Layout, micro_batch: int) -> bool:
+        """Whether nothing of ``layout`` is among the best: all of it sends and computes what stage 1 with the fewest micro-steps does."""
+        if layout == self.planner.space.layouts[0]:
+            return False
+        first = self.planner.space.candidate(Family(layout, 1, Tier(), False), micro_batch)
+        try:
+            least = self.rates.seconds(self.planner.costs(first)[0])
+        except HfZeroError as error:
+            self._drop(layout, f"{_REFUSED}: {_line(error)}")
+            return True
+        reached = sorted(one.seconds for one in self._fitting)[:SHOWN]
+        if len(reached) < SHOWN or least <= reached[-1]:
+            return False
+        self._drop(
+            layout, f"at least {least:.4g} s per step (stage 1, memory aside), and {SHOWN} that fit take at most {reached[-1]:.4g} s"
+        )
+        return True
+
+    def _sound(self, layout: Layout, sizes: Iterable[int]) -> None:
+        """Tries of each stage what holds least without offload: where that is above the memory, so is what does not recompute."""
+        for stage in STAGES[bool(layout.shard_group) :]:
+            for size in sizes:
+                with suppress(HfZeroError):  # told when the family itself is looked at
+                    if self._try(self.planner.space.candidate(Family(layout, stage, Tier(), True), size)):
+                        break
+
+    def _look(self, family: Family, sizes: list[int]) -> None:
+        """Finds the largest size of ``family`` that fits, where it can be of use."""
+        within = max(((size, str(other)) for other, size in self._largest.items() if _only_adds(family, other)), default=(0, ""))
+        left = [size for size in sizes if size > within[0]]
+        if not left:
+            self._drop(family, f"not needed: {within[1]} fits with every micro batch, and this only recomputes or moves more")
+            return
+        try:
+            found = self._halve(family, left)
+        except HfZeroError as error:
+            self._drop(family, f"{_REFUSED}: {_line(error)}")
+            return
+        if found is None and within[0]:
+            self._drop(
+                family, f"not needed up to micro batch {within[0]}, with which {within[1]} fits; above it: {self._why(family, left[0])}"
+            )
+        elif found is None:
+            self._drop(family, f"does not fit with any micro batch; with {left[0]}: {self._why(family, left[0])}")
+        else:
+            self._keep(found, left)
+
+    def _halve(self, family: Family, sizes: list[int]) -> Fitting | None:
+        """The largest size that fits: that of a step without accumulation is tried, the smallest, the largest, then those between."""
+        if sizes and self.planner.space.candidate(family, sizes[-1]).accumulation == 1:
+            alone = self._try(self.planner.space.candidate(family, sizes[-1]))
+            if alone is not None:
+                return alone
+            sizes = sizes[:-1]
+        low, high, found = 0, len(sizes), None
+        while low < high:
+            middle = 0 if low == 0 else high - 1 if high == len(sizes) else (low + high) // 2
+            one = self._try(self.planner.space.candidate(family, sizes[middle]))
+            low, high, found = (middle + 1, high, one) if one is not None else (low, middle, found)
+        return found
+
+    def _try(self, candidate: Candidate, whole: bool = False) -> Fitting | None:
+        """``candidate`` where it fits."""
+        if not whole and self._implied(candidate):
+            return None
+        costs, known = self.planner.costs(candidate, whole)
+        tier, words = self.planner.fault(costs)
+        if tier == self.planner.main_tier and self.planner.excess(costs) > _CLEARLY:
+            self._above.append((candidate, words))
+        return None if tier else Fitting(candidate, costs, self.rates.seconds(costs), known)
+
+    def _implied(self, candidate: Candidate) -> str:
+        """Why ``candidate`` is known not to fit without being planned; empty where it is not known."""
+        return next((f"{other} holds no more, and takes {words}" for other, words in self._above if _holds(candidate, other)), "")
+
+    def _why(self, family: Family, size: int) -> str:
+        candidate = self.planner.space.candidate(family, size)
+        try:
+            return self.planner.fault(self.planner.costs(candidate)[0])[1] if not self._implied(candidate) else self._implied(candidate)
+        except HfZeroError as error:
+            return _line(error)
+
+    def _keep(self, found: Fitting, sizes: list[int]) -> None:
+        self._fitting.append(found)
+        family, size = found.candidate.family, found.candidate.micro_batch
+        self._largest[family] = size
+        for other in sizes:
+            if other > size:
+                self._drop(self.planner.space.candidate(family, other), f"does not fit: {self._why(family, other)}")
+                break
+
+    def _drop(self, what: object, reason: str) -> None:
+        self._out.append(Out(str(what) or "all ranks alike", reason))
+
+    # -- the best ---------------------------------------------------------------------------------------------------------
+
+    def _best(self) -> list[Fitting]:
+        """The fastest, each planned whole; where that says it does not fit after all, smaller sizes take its place."""
+        waiting = sorted(self._fitting, key=_order)
+        while not all(one.whole for one in waiting[:SHOWN]):
+            one = next(one for one in waiting[:SHOWN] if not one.whole)
+            waiting.remove(one)
+            exact = self._try(one.candidate, whole=True)
+            if exact is None:
+                self._drop(one.candidate, f"does not fit: {self.planner.fault(self.planner.costs(one.candidate, whole=True)[0])[1]}")
+                smaller = [
+                    size for size in self.planner.space.micro_batches(one.candidate.family.layout) if size < one.candidate.micro_batch
+                ]
+                exact = self._halve(one.candidate.family, smaller)
+            if exact is not None:
+                waiting.append(exact)
+            waiting.sort(key=_order)
+        for one in waiting[SHOWN:]:
+            self._drop(
+                one.candidate,
+                f"fits, but {one.seconds:.4g} s per step is slower than the {SHOWN} best ({waiting[SHOWN - 1].seconds:.4g} s)",
+            )
+        return waiting[:SHOWN]
+
+
+def _order(one: Fitting) -> tuple[float, float, float]:
+    return one.seconds, one.costs.device, one.costs.host
+
+
+def _only_adds(family: Family, other: Family) -> bool:
+    """Whether ``family`` is ``other`` with more that is recomputed or moved."""
+    same = family != other and (family.layout, family.stage) == (other.layout, other.stage)
+    return same and other.recomputes <= family.recomputes and other.tier.within(family.tier)
+
+
+def _holds(candidate: Candidate, other: Candidate) -> bool:
+    """Whether ``candidate`` holds no less on the device than ``other``."""
+    mine, theirs = candidate.family, other.family
+    stages = mine.stage == theirs.stage or mine.stage < theirs.stage < 3
+    accumulates = candidate.accumulation > 1 or other.accumulation == 1
+    kept = mine.recomputes <= theirs.recomputes and candidate.micro_batch >= other.micro_batch and accumulates
+    return mine.layout == theirs.layout and stages and kept and mine.tier.within(theirs.tier)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,196 @@
+"""``hf-zero plan --fit``: what it finds is what trying everything finds, and what it writes trains."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_zero.cli import main
+from hf_zero.plan.candidates import Candidate, Layout, Space, families_of, layouts_of, tiers_of
+from hf_zero.plan.command import settled
+from hf_zero.plan.costs import Costs, Part, costs_of, extrapolated
+from hf_zero.plan.few_blocks import blocks_of
+from hf_zero.plan.measure import measure
+from hf_zero.plan.models import ModelWish
+from hf_zero.plan.prediction import Hardware
+from hf_zero.plan.rates import MEASURED, rates_of
+from hf_zero.plan.run import Cluster
+from hf_zero.plan.search import Planner, Search
+from tests.support import accelerate_loop
+from tests.support.launches import launch_on_ranks, report_of
+from tests.support.planned import LLAMA, plans_of
+
+TOY = {**LLAMA, "num_hidden_layers": 2}
+FP32: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+LENGTH = 16
+
+
+def planner(settings: dict[str, Any], memory: int, global_batch: int = 4, ranks: int = 2) -> Planner:
+    """For ranks on CPUs."""
+    space = Space(FP32, ranks, global_batch, [Layout()], tiers_of(True, ""))
+    cluster = Cluster(ranks, ranks, on_host=True)
+    return Planner(space, blocks_of(ModelWish("llama", settings)), cluster, Hardware(memory=memory), LENGTH, "sdpa", settled)
+
+
+def candidates(space: Space) -> list[Candidate]:
+    return [space.candidate(family, size) for family in families_of(space, Layout()) for size in space.micro_batches(Layout())]
+
+
+def made_up(one: Candidate) -> Costs:
+    """Numbers that grow and fall as real ones do, so that every kind of reason occurs."""
+    family, size = one.family, one.micro_batch
+    held = (9_000, 6_000, 5_800, 6_500)[family.stage] + size * (500 if family.recomputes else 1_000) - 800 * (one.accumulation == 1)
+    work = Part(1e9 * (4 if family.recomputes else 3), 0, 0, 10 * one.accumulation, 1e6 * family.stage * one.accumulation, 0, 0)
+    return Costs(0, held + family.recomputes, 0, work, Part(0, 0, 0, 0, 0, 0, 0), 0, 0, 0)
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_search_finds_what_trying_everything_finds(real: bool) -> None:
+    everything = planner(TOY, 1, 4 if real else 16)
+    rates = rates_of({}, {}, 2, on_host=True)
+    costs = {one: everything.costs(one, whole=True)[0] if real else made_up(one) for one in candidates(everything.space)}
+    hosts = sorted({one.host for one in costs.values()})
+    for limit in hosts if not real else (hosts[0], hosts[len(hosts) // 2], hosts[-1]):
+        searching = planner(TOY, 2 * round(limit), everything.space.global_batch)
+        searching._costs = {(one, True): found for one, found in costs.items()}
+        answer = Search(searching, rates).run()
+        fits = {one for one, found in costs.items() if found.host <= limit}
+        largest = {
+            max((one for one in fits if one.family == family), key=lambda one: one.micro_batch) for family in {one.family for one in fits}
+        }
+        useful = {one for one in largest if not any(_serves_better(other, one) for other in largest)}
+        fastest = sorted(rates.seconds(costs[one]) for one in useful)[:5]
+        assert [one.seconds for one in answer.best] == fastest
+        assert {one.candidate for one in answer.best} <= fits
+        assert answer.candidates == len(costs)
+        for out in answer.out:
+            if "does not fit" in out.reason:
+                assert not any(str(one) == out.name or (str(one.family) == out.name) for one in fits), out
+
+
+def _serves_better(other: Candidate, one: Candidate) -> bool:
+    """Whether ``one`` only recomputes more than ``other``, which fits with as many samples."""
+    same = other.family.stage == one.family.stage and other.family.recomputes < one.family.recomputes
+    return same and other.micro_batch >= one.micro_batch
+
+
+def test_nothing_fits_into_a_byte() -> None:
+    answer = Search(planner(TOY, 1, global_batch=2), rates_of({}, {}, 2, on_host=True)).run()
+    assert not answer.best
+    assert len(answer.out) == 8
+    assert all("of host memory at the peak, a node has 1 B" in out.reason for out in answer.out)
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_few_blocks_say_what_all_do(stage: int) -> None:
+    whole = planner({**LLAMA, "num_hidden_layers": 8}, 1)
+    assert whole.blocks.alike
+    one = next(one for one in candidates(whole.space) if (one.family.stage, one.family.recomputes, one.micro_batch) == (stage, False, 1))
+    config = settled(whole.space.config(one), 1)
+    few = [costs_of(whole.predict(one, config, whole.blocks.few(count))) for count in (4, 5, 6)]
+    told, real = extrapolated(few, 2), whole.costs(one, whole=True)[0]
+    assert told is not None
+    assert (told.device, told.disk, told.on_host) == (real.device, real.disk, real.on_host)
+    assert told.host == real.host
+    assert astuple(told.micro) == pytest.approx(astuple(real.micro), rel=1e-9)
+    assert astuple(told.update) == pytest.approx(astuple(real.update), rel=1e-9)
+
+
+def test_few_blocks_stand_for_all_only_where_no_limit_lies_between() -> None:
+    blocks = blocks_of(ModelWish("llama", {**LLAMA, "num_hidden_layers": 40}))
+    assert blocks.alike and blocks.counts({}, 2) == (4, 5, 6)
+    zero = {"stage": 3, "stage3_max_reuse_distance": 5 * blocks.numel}
+    assert blocks.counts({"zero_optimization": zero}, 2) == (6, 7, 8)
+    assert blocks.counts({"zero_optimization": {**zero, "stage3_max_reuse_distance": 30 * blocks.numel}}, 2) is None
+    assert blocks.counts({"zero_optimization": {**zero, "stage": 2}}, 2) == (4, 5, 6)
+    matched = blocks_of(ModelWish("llama", {**LLAMA, "num_hidden_layers": 40}, trainable="match:layers.7"))
+    assert matched.counts({}, 2) is None
+
+
+@pytest.mark.quick
+def test_layouts_keep_to_what_the_configuration_says() -> None:
+    assert layouts_of({}, 8, 4, ("tensor", "replicas")) == [Layout(), Layout(shard_group=4), Layout(tensor=2), Layout(tensor=4)]
+    assert layouts_of({"tensor_parallel": {"autotp_size": 2}}, 8, 4, ("sequence",)) == [Layout(tensor=2)]
+    space = Space({}, 8, 48, [Layout()], tiers_of(False, "/disk"), nvme_path="/disk")
+    assert space.micro_batches(Layout(tensor=2)) == [1, 2, 3, 4, 6, 12]
+    assert space.micro_batches(Layout()) == [1, 2, 3, 6]
+    disk = next(family for family in families_of(space, Layout(tensor=2)) if family.tier.optimizer == "nvme")
+    config = space.config(space.candidate(disk, 6))
+    assert config["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}
+    assert (config["train_batch_size"], config["gradient_accumulation_steps"], config["tensor_parallel"]["autotp_size"]) == (48, 2, 2)
+
+
+@pytest.mark.quick
+def test_given_wins_over_measured_and_that_over_assumed() -> None:
+    rates = rates_of({"tflops": 7.0, "link": None}, {"tflops": 1.0, "memory": 2.0}, 4, on_host=False)
+    assert (rates["tflops"], rates.table["tflops"].source, rates.table["memory"].source) == (7.0, "given", MEASURED)
+    assert rates.table["link"].source == "assumed"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = tmp_path_factory.mktemp("model")
+    config = GPT2Config(vocab_size=accelerate_loop.VOCAB, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+def test_what_is_written_trains(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", '{"zero_optimization": {"stage": 0}}', "--ranks", "2", "--device", "cpu", "--memory", "1100kB", "--sequence", "8"]
+    search = ["--fit", "--axes", "none", "--global-batch", "8", "--micro-batch", "2", "--json", "--write", str(tmp_path / "best")]
+    assert main(["plan", str(model), *words, *search]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert "accelerate launch --config_file" in printed.err
+    best = found["best"][0]
+    assert json.loads((tmp_path / "best" / "ds.json").read_text()) == best["config"]
+    assert best["config"]["zero_optimization"]["stage"] in (1, 2, 3)  # stage 0 takes more
+    assert best["peak_bytes_per_rank"]["host"] <= 550_000
+    script = ["--model", str(model), "--output", str(tmp_path), "--optimizer", "code", "--scheduler", "code"]
+    report = report_of(launch_on_ranks(tmp_path / "best" / "accelerate.yaml", Path(accelerate_loop.__file__), *script))
+    losses = report["run"]["losses"]
+    assert sum(losses[-4:]) < sum(losses[:4])
+    assert report["facts"]["config"]["zero_optimization"]["stage"] == best["config"]["zero_optimization"]["stage"]
+
+
+@pytest.mark.slow
+def test_two_ranks_of_this_machine_are_measured() -> None:
+    found = measure({}, 2, on_host=True)
+    assert set(found) == {"tflops", "memory", "operation", "latency", "node-link"}
+    assert min(found.values()) > 0
+
+
+@pytest.fixture(scope="module")
+def refusals() -> list[tuple[int, str, str]]:
+    return plans_of([["llama", *line] for line, _ in WRONG])
+
+
+FIT = ["--fit", "--global-batch", "8", "--memory", "1GB"]
+WRONG: list[tuple[list[str], list[str]]] = [
+    (["--fit", "--memory", "1GB"], ["--global-batch"]),
+    (["--fit", "--global-batch", "8"], ["--memory"]),
+    ([*FIT, "--global-batch", "7", "--ranks", "2", "--axes", "none"], ["--global-batch 7", "2 data-parallel"]),
+    ([*FIT, "--axes", "pipeline"], ["--axes", "pipeline", "tensor"]),
+    ([*FIT, "--axes", "experts"], ["--axes", "no experts"]),
+    ([*FIT, "--rate", "ram=1Gbit"], ["--rate", "ram", "host-memory"]),
+    ([*FIT, "--rate", "memory=1GB"], ["--rate memory", "1GB", "400Gbit"]),
+    ([*FIT, "--measure"], ["--measure", "--device cpu"]),
+    ([*FIT, "--plot", "x.png"], ["--plot", "--write"]),
+    (["--write", "x", "--config", "{}"], ["--write", "--fit"]),
+    ([], ["--config", "--fit"]),
+]
+
+
+@pytest.mark.parametrize("index", range(len(WRONG)))
+def test_wrong_input_is_status_two(refusals: list[tuple[int, str, str]], index: int) -> None:
+    status, _, error = refusals[index]
+    lines = [line for line in error.splitlines() if line.startswith("hf-zero plan:")]
+    assert status == 2 and len(lines) == 1, error
+    for word in WRONG[index][1]:
+        assert word in lines[0]
