@@ -210,8 +210,8 @@ def test_a_wrong_file_is_status_two_with_one_line(
     ("words", "found"),
     [
         (["--from", "/nowhere.yaml"], "cannot be read"),
-        (["--from", "x.yaml", "gpt2"], "leave MODEL and --config out"),
-        (["gpt2"], "MODEL and --config FILE are wanted"),
+        (["--from", "x.yaml", "gpt2"], "leave MODEL, --config and --fit out"),
+        (["gpt2"], "--config is missing"),
         (["gpt2", "--config", "{}", "--write", "x"], "--write is a flag of a search: give --fit (or --from FILE) too"),
     ],
 )
