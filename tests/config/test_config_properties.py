@@ -22,8 +22,9 @@ from hf_zero.errors import ConfigError
 PATHS = [path for path, key in all_keys().items() if not any(mark in path for mark in ("*", "<", "[]"))]
 OF_ONE_TYPE = {f"optimizer.params.{name}" for name in ONLY_OF}  # refused beside any other optimizer
 # Refused at stages, or without other keys.
-WITH_OTHERS = tuple(
-    f"zero_optimization.{name}" for name in ("zero_quantized_", "zeropp_loco_param.", "zero_hpz_partition_size", "mics_shard_size")
+WITH_OTHERS = (
+    *(f"zero_optimization.{name}" for name in ("zero_quantized_", "zeropp_loco_param.", "zero_hpz_partition_size", "mics_shard_size")),
+    "hf_zero.param_shard_size",
 )
 HARMLESS = [
     path

@@ -35,7 +35,9 @@ def check_lists() -> None:
     check_listed(Run(2), 2, lopsided(MIXTRAL))
     check_copy()
     check_listed(Run(3, dtype="bf16"), 2)
-    check_experts("SwitchTransformersForConditionalGeneration", Run(3), 2)
+    check_experts(
+        "SwitchTransformersForConditionalGeneration", Run(3, eps=0.1), 2
+    )  # the norm of its gradients is 55: rounding noise is that much larger
 
 
 def check_copy() -> None:
