@@ -13,10 +13,12 @@ import json
 import sys
 import tempfile
 import time
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from peak_memory import peak_of
 from processes import open_answers
 from torch import nn
 from worker import ADAMW
@@ -118,20 +120,6 @@ def batch_of(size: dict[str, Any]) -> Batch:
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def peak_of(trainer: Any, batch: Batch) -> int:
-    """Bytes of tensors that a step adds at its peak, from torch's own record of what it allocates."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        trainer.train(batch)
-    found = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
-    present = peak = 0
-    for event in sorted(found, key=lambda event: event.start_ns()):
-        present += event.nbytes()
-        peak = max(peak, present)
-    return peak
-
-
 def written_bytes() -> int:
     """Bytes that this process has written, to its connections above all: what gloo sends it writes to sockets."""
     with open("/proc/self/io") as lines:
@@ -173,7 +161,7 @@ def main() -> int:
         request = json.loads(line)
         if request.get("peak"):
             resting = resting_bytes()
-            answers.write(json.dumps({"peak": peak_of(trainer, batch), "resting": resting}) + "\n")
+            answers.write(json.dumps({"peak": peak_of(partial(trainer.train, batch)), "resting": resting}) + "\n")
             continue
         dist.barrier()
         steps, sent, began, loss = request["steps"], written_bytes(), time.perf_counter(), 0.0

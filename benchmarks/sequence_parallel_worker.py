@@ -10,10 +10,12 @@ import argparse
 import json
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from peak_memory import peak_of
 from processes import open_answers
 from torch import nn
 from worker import ADAMW
@@ -94,20 +96,6 @@ def train(engine: Any, mpu: Any, batch: Batch) -> float:
     return float(loss.detach())
 
 
-def peak_of(engine: Any, mpu: Any, batch: Batch) -> int:
-    """Bytes of tensors that a step adds at its peak, from torch's own record of what it allocates."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        train(engine, mpu, batch)
-    found = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
-    present = peak = 0
-    for event in sorted(found, key=lambda event: event.start_ns()):
-        present += event.nbytes()
-        peak = max(peak, present)
-    return peak
-
-
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("package", choices=("hf_zero", "deepspeed", "whole"))
@@ -126,7 +114,7 @@ def main() -> int:
         request = json.loads(line)
         batch = batch_of(request["length"], arguments.size, mpu is not None)
         if request.get("peak"):
-            answers.write(json.dumps({"peak": peak_of(engine, mpu, batch)}) + "\n")
+            answers.write(json.dumps({"peak": peak_of(partial(train, engine, mpu, batch))}) + "\n")
             continue
         dist.barrier()
         began, loss = time.perf_counter(), 0.0

@@ -12,11 +12,11 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from peak_memory import peak_of
 from processes import open_answers
 from torch import nn
 from worker import ADAMW, Step, build_model, engine_loop, make_batch
@@ -84,20 +84,6 @@ def dtensor(model: nn.Module, shape: str, tp: int, stage: int) -> Step:
         return loss.item()
 
     return step
-
-
-def peak_of(call: Callable[[], object]) -> int:
-    """Bytes of tensors that ``call`` adds at its peak, from torch's own record of what it allocates."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        call()
-    found = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
-    present = peak = 0
-    for event in sorted(found, key=lambda event: event.start_ns()):
-        present += event.nbytes()
-        peak = max(peak, present)
-    return peak
 
 
 def account(tp: int, stage: int, shape: str, size: dict[str, int]) -> dict[str, int]:

@@ -52,7 +52,6 @@ struct Pool {
 Pool pool = HFZ_EMPTY_POOL;
 bool looks;  // written once, before the first thread starts
 
-
 void forget() {
   const Pool empty = HFZ_EMPTY_POOL;
   pool = empty;  // a child has none of the threads, and a lock that one of them held would never open

@@ -73,9 +73,11 @@ def run(options: argparse.Namespace, wish: Wish) -> int:
         ConfigError: The input is wrong.
     """
     from hf_zero.plan.search import Search
-    from hf_zero.plan.written import write
+    from hf_zero.plan.written import places, write
 
     planner = _planner(options, wish)
+    if options.write is not None:
+        places(options.write)  # said before the search, which takes long
     rates = _rates(options, wish, planner.space.base)
     answer = Search(planner, rates).run()
     if options.json:

@@ -12,8 +12,8 @@ from hf_zero.config.problems import show
 from hf_zero.errors import ConfigError
 from hf_zero.plan.fsdp_keys import FATES, GROUP, HERE, SHARDING, STAGE, Case, Setting
 from hf_zero.plan.fsdp_source import KINDS, FsdpSource, Said, read_source
+from hf_zero.plan.written import places, write_files
 
-_FILES = ("ds.json", "accelerate.yaml")
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 _CLIPPING = Case(
     "script",
@@ -275,34 +275,13 @@ def run(path: str, ranks: int | None, ranks_per_node: int | None, as_json: bool,
         ConfigError: What is read is wrong, or what would be written is there.
     """
     found = translate(read_source(path), ranks_per_node)
-    written = [] if folder is None else _write(found, ranks, folder)
+    written = [] if folder is None else write_files(folder, found.config, found.launcher(ranks, places(folder)[0]))
     if as_json:
         print(json.dumps({**found.to_dict(), "written": [str(file) for file in written]}, indent=2))
         return
     _print(found, path)
     for file in written:
         print(f"written: {file}")
-
-
-def _write(found: Translation, ranks: int | None, folder: Path) -> list[Path]:
-    import yaml
-
-    folder = folder.absolute()
-    config, launcher = (folder / name for name in _FILES)
-    texts = {config: json.dumps(found.config, indent=2) + "\n"}
-    answers = found.launcher(ranks, config)
-    if answers is not None:
-        texts[launcher] = yaml.safe_dump(answers, sort_keys=False)
-    for file in texts:
-        if file.exists():
-            raise ConfigError(f"--write: {file} is there already; name another folder, or move it away")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, text in texts.items():
-            file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--write: {folder} cannot be written: {error.strerror or error}") from error
-    return list(texts)
 
 
 def _print(found: Translation, path: str) -> None:

@@ -1,4 +1,4 @@
-"""What a search writes: ``ds.json`` and a configuration of ``accelerate launch`` that names it."""
+"""What a plan writes: ``ds.json`` and a configuration of ``accelerate launch`` that names it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,43 @@ from hf_zero.errors import ConfigError
 from hf_zero.plan.run import Cluster
 
 _RECOMPUTES = "gradient_checkpointing=True of the training arguments, or model.gradient_checkpointing_enable()"
+
+
+def places(folder: Path) -> tuple[Path, Path]:
+    """Where the two files go.
+
+    Raises:
+        ConfigError: One is there already: it may be another run's.
+    """
+    files = folder.absolute() / "ds.json", folder.absolute() / "accelerate.yaml"
+    for file in files:
+        if file.exists():
+            raise ConfigError(f"--write: {file} is there already; name another folder, or move it away")
+    return files
+
+
+def write_files(folder: Path, config: Mapping[str, Any], launcher: Mapping[str, Any] | None, remark: str = "") -> list[Path]:
+    """Writes the configuration, and what starts it where that is known; the folder is made where there is none.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ConfigError: The folder cannot be written, or has such files.
+    """
+    import yaml
+
+    file, starter = places(folder)
+    texts = {file: json.dumps(config, indent=2) + "\n"}
+    if launcher is not None:
+        texts[starter] = remark + yaml.safe_dump(dict(launcher), sort_keys=False)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in texts.items():
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--write: {folder} cannot be written: {error.strerror or error}") from error
+    return list(texts)
 
 
 def write(folder: Path, config: Mapping[str, Any], cluster: Cluster, recomputes: bool) -> list[str]:
@@ -26,17 +63,15 @@ def write(folder: Path, config: Mapping[str, Any], cluster: Cluster, recomputes:
         What is to be done with them, in lines.
 
     Raises:
-        ConfigError: The folder cannot be written.
+        ConfigError: The folder cannot be written, or has such files.
     """
-    import yaml
-
-    file, launcher = folder / "ds.json", folder / "accelerate.yaml"
+    file, launcher = places(folder)
     nodes = -(-cluster.ranks // cluster.ranks_per_node)
     content = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
         "deepspeed_config": {
-            "deepspeed_config_file": str(file.resolve()),
+            "deepspeed_config_file": str(file),
             "zero3_init_flag": config["zero_optimization"]["stage"] == 3,
             **({"deepspeed_multinode_launcher": "standard"} if nodes > 1 else {}),
         },
@@ -50,12 +85,7 @@ def write(folder: Path, config: Mapping[str, Any], cluster: Cluster, recomputes:
         "use_cpu": False,
     }
     remark = f"# The plan recomputes activations: {_RECOMPUTES}.\n" if recomputes else ""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        launcher.write_text(remark + yaml.safe_dump(content), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--write {folder}: {error.strerror or error}") from error
+    write_files(folder, config, content, remark)
     far = " --machine_rank N --main_process_ip HOST --main_process_port PORT" if nodes > 1 else ""
     lines = [f"wrote {file} and {launcher}; start: accelerate launch --config_file {launcher}{far} SCRIPT"]
     return [*lines, *([f"the script recomputes activations: {_RECOMPUTES}"] if recomputes else [])]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hf_zero.cli import main
+from hf_zero.errors import ConfigError
 from hf_zero.plan.candidates import Candidate, Layout, Space, families_of, layouts_of, tiers_of
 from hf_zero.plan.command import settled
 from hf_zero.plan.costs import Costs, Part, costs_of, extrapolated
@@ -20,6 +22,7 @@ from hf_zero.plan.prediction import Hardware
 from hf_zero.plan.rates import MEASURED, rates_of
 from hf_zero.plan.run import Cluster
 from hf_zero.plan.search import Planner, Search
+from hf_zero.plan.written import places, write_files
 from tests.support import accelerate_loop
 from tests.support.launches import launch_on_ranks, report_of
 from tests.support.planned import LLAMA, plans_of
@@ -169,6 +172,14 @@ def test_two_ranks_of_this_machine_are_measured() -> None:
 @pytest.fixture(scope="module")
 def refusals() -> list[tuple[int, str, str]]:
     return plans_of([["llama", *line] for line, _ in WRONG])
+
+
+def test_files_of_another_run_stay(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text("{}")
+    for call in (places, partial(write_files, config={}, launcher={})):
+        with pytest.raises(ConfigError, match="is there already; name another folder"):
+            call(tmp_path)
+    assert (tmp_path / "ds.json").read_text() == "{}" and not (tmp_path / "accelerate.yaml").exists()
 
 
 FIT = ["--fit", "--global-batch", "8", "--memory", "1GB"]
