@@ -40,7 +40,7 @@ PRELOAD = (
         f"transformers.models.{name}.modeling_{name}"
         for name in ("gpt2", "llama", "t5", "bart", "albert", "mixtral", "deberta_v2", "blenderbot", "vit")
     ),
-    *("tests.support.parity", "tests.support.preloaded"),
+    *("transformers.trainer", "tests.support.parity", "tests.support.preloaded"),
 )
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GRACE_SECONDS = 5.0  # what the other ranks get to report after one rank has failed
