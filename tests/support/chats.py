@@ -61,6 +61,7 @@ DATA: dict[str, Row] = {
     "chats": _conversation,
     "texts": lambda source: {"text": _text(source, 12)},
     "pairs": _pair,
+    "twins": lambda source: {"anchor": _text(source, 6), "positive": _text(source, 6)},
     "prompts": lambda source: {"prompt": [_turn("user", source)]},
     "labelled": _labelled,
 }

@@ -20,7 +20,6 @@ COMMON = {
     "bf16": False,
     "max_steps": STEPS,
     "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
     "logging_steps": 1,
     "save_steps": 1,
     "report_to": "none",
@@ -30,14 +29,13 @@ LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear"}
 FOUR_BIT = {"load_in_4bit": True, "use_bnb_nested_quant": True}
 SHORT = {"max_length": 48}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
-GROUPS = {"num_generations": 2, "max_completion_length": 6, "temperature": 1e-3, "reward_funcs": "tests.support.chats.distinct_words"}
+GROUPS = {"num_generations": 2, "max_completion_length": 6, "reward_funcs": "tests.support.chats.distinct_words"}
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 # Name -> the script, its data, its words, what is in the folder at the end.
 SCRIPTS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "sft": ("sft", "chats", {**SHORT, **EVALUATED, "packing": True}, WEIGHTS),
     "sft lora": ("sft", "chats", {**SHORT, **LORA}, ADAPTER),
     "sft qlora": ("sft", "chats", {**SHORT, **LORA, **FOUR_BIT}, ADAPTER),
-    "sft int8": ("sft", "texts", {**SHORT, **LORA, "load_in_8bit": True}, ADAPTER),
     "dpo": ("dpo", "pairs", {**SHORT, **EVALUATED, "no_remove_unused_columns": True}, WEIGHTS),
     "dpo qlora": ("dpo", "pairs", {**SHORT, **LORA, **FOUR_BIT}, ADAPTER),
     "reward": ("reward", "pairs", SHORT, WEIGHTS),
@@ -87,11 +85,14 @@ def logs(script: Path, stage: int | None, folder: Path, options: dict[str, Any])
 
 def same_logs(script: Path, stage: int, folder: Path, options: dict[str, Any], saved: str) -> None:
     """The script's logs at a stage are those of plain DDP, and it has saved what it should."""
+    options = {**options, "gradient_accumulation_steps": 1 if stage == 1 else 2}  # zero1.yaml has it
     expected = logs(script, None, folder / "ddp", options)
     found = logs(script, stage, folder / f"stage{stage}", options)
     assert len(found) == len(expected) >= STEPS
+    # TRL gives adapters on a quantized base bf16, and DDP takes the norm of their gradients in it: 8 bits of mantissa.
+    rel = 2**-8 if "load_in_4bit" in options else 1e-3
     for left, right in zip(expected, found, strict=True):
-        assert left.keys() == right.keys() and right == pytest.approx(left, rel=1e-3, abs=2e-4)
+        assert left.keys() == right.keys() and right == pytest.approx(left, rel=rel, abs=2e-4)
     assert any(entry.get("grad_norm", 0.0) > 0.0 for entry in found)
     files = {path.name: path.stat().st_size for path in (folder / f"stage{stage}").glob("*.safetensors")}
     plain = {path.name: path.stat().st_size for path in (folder / "ddp").glob("*.safetensors")}

@@ -48,7 +48,7 @@ def prepared(names, training):
         names.model_name_or_path, quantization_config=quantization, attn_implementation="eager", dtype=dtype
     )
     tokenizer = AutoTokenizer.from_pretrained(names.model_name_or_path)
-    tokenizer.add_special_tokens({"additional_special_tokens": [*tokenizer.additional_special_tokens, *names.new_tokens]})
+    tokenizer.add_tokens(names.new_tokens, special_tokens=True)
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=8)
     model.config.use_cache = not training.gradient_checkpointing
     adapter = None
