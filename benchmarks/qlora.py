@@ -4,8 +4,8 @@
     python -m benchmarks.qlora --json benchmarks/results/qlora.json
     python -m benchmarks.qlora --layers 2 --width 256           # does it run?
 
-Memory is counted from torch's record of what it allocates on the host, which other programs do not disturb; each contender has processes
-of its own, and loads the base with ``from_pretrained`` as scripts do.
+Memory of steps is counted from torch's record of what it allocates on the host, which other programs do not disturb; that of loading is the
+process's own, sampled. Each contender has processes of its own, and loads the base with ``from_pretrained`` as scripts do.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,22 +33,44 @@ from benchmarks.peak_memory import memory_of  # noqa: E402
 from benchmarks.tables import ResultTable  # noqa: E402
 
 TEXT = """Adapters (r = 16 on all linear layers, AdamW) on a frozen Llama of {parameters:.0f} M parameters, {batch} x {length} tokens per
-rank, recomputed layer by layer; {world} ranks over gloo, QLoRA in NF4 with double quantization. **loading**: the most that
-`from_pretrained` allocates at one time. **at rest**: what is allocated after a step: base, adapters, optimizer. **in a step**: the most on
-top of that. **sent**: bytes that a rank sends in a step. **loss**: of the second step; the data are the same on every rank, so that one
-process gives the same. **FSDP2**: torch's `fully_shard` for each layer, with `bnb_4bit_quant_storage` in bf16 as PEFT's page asks; scales
-stay whole on every rank, and every rank loads the whole base first."""
+rank, recomputed layer by layer; {world} ranks over gloo, QLoRA in NF4 with double quantization. **loading**: the most that the anonymous
+memory of the process grows by in `from_pretrained` (the pages of the file, which all ranks share, are not in it). **at rest**: what is
+allocated after a step: base, adapters, optimizer. **in a step**: the most on top of that. **sent**: bytes that a rank sends in a step.
+**loss**: of the second step; the data are the same on every rank, so that one process gives the same up to bf16. **FSDP2**: torch's
+`fully_shard` for each layer, with `bnb_4bit_quant_storage` in bf16 as PEFT's page asks; scales stay whole on every rank, and every rank
+loads the whole base first."""
 CONTENDERS = ("QLoRA, one process", "LoRA, stage 3", "QLoRA, stage 2", "QLoRA, stage 3", "QLoRA, FSDP2")
 MIB = 2**20
 
 
-def save_base(arguments: argparse.Namespace, folder: str) -> float:
+def grown(call: Callable[[], object]) -> int:
+    """Bytes that the anonymous memory of this process grows by at most while ``call`` runs, sampled every millisecond."""
+    before, most, over = _anonymous(), [0], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.001):
+            most[0] = max(most[0], _anonymous())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    call()
+    over.set()
+    thread.join()
+    return max(0, most[0] - before)
+
+
+def _anonymous() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def save_base(arguments: argparse.Namespace, folder: str, layers: int) -> float:
     """Writes a Llama with random weights in bf16; its parameters in millions."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     width = arguments.width
-    shape = {"hidden_size": width, "intermediate_size": width * 8 // 3 // 64 * 64, "num_hidden_layers": arguments.layers}
+    shape = {"hidden_size": width, "intermediate_size": width * 8 // 3 // 64 * 64, "num_hidden_layers": layers}
     heads = {"num_attention_heads": width // 64, "num_key_value_heads": max(1, width // 128)}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=arguments.vocab, **shape, **heads)).to(torch.bfloat16)
     model.save_pretrained(folder)
@@ -68,7 +91,11 @@ def loaded(base: str, quantized: bool) -> nn.Module:
     if quantized:
         kinds = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": torch.bfloat16}
         options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **kinds)
-    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16, **options)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16, **options)
+    for param in model.parameters():
+        if type(param) is nn.Parameter and param.numel():
+            param.data = param.data.clone()  # else it is a view of the whole mapped file, as it never is on a device
+    return model
 
 
 def adapted(model: nn.Module) -> nn.Module:
@@ -90,8 +117,8 @@ def adapted(model: nn.Module) -> nn.Module:
 def counted() -> Iterator[list[int]]:
     """Counts what a rank sends in torch's collectives of whole tensors, which FSDP2 uses."""
     sent = [0]
-    names = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 0, "all_reduce": 0}
-    originals = {name: getattr(dist, name) for name in names}
+    names = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single", "all_reduce")
+    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}  # torch 2.13 has new names for two
 
     def counting(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -103,7 +130,7 @@ def counted() -> Iterator[list[int]]:
 
         return call
 
-    for name in names:
+    for name in originals:
         setattr(dist, name, counting(name))
     try:
         yield sent
@@ -115,11 +142,11 @@ def counted() -> Iterator[list[int]]:
 class Plain:
     """One process, or FSDP2: a module and an optimizer over its adapters."""
 
-    def __init__(self, base: str, sharded: bool) -> None:
-        self._base, self._sharded = base, sharded
+    def __init__(self, sharded: bool) -> None:
+        self._sharded = sharded
 
-    def load(self) -> None:
-        self._model = loaded(self._base, quantized=True)
+    def load(self, base: str) -> None:
+        self._model = loaded(base, quantized=True)
 
     def prepare(self) -> None:
         self._model = adapted(self._model)
@@ -148,14 +175,14 @@ class Plain:
 class Zero:
     """The engine of this package."""
 
-    def __init__(self, base: str, stage: int, quantized: bool) -> None:
-        self._base, self._stage, self._quantized = base, stage, quantized
+    def __init__(self, stage: int, quantized: bool) -> None:
+        self._stage, self._quantized = stage, quantized
 
-    def load(self) -> None:
+    def load(self, base: str) -> None:
         from transformers.integrations import HfDeepSpeedConfig
 
         self._noted = HfDeepSpeedConfig(zero_config(self._stage))
-        self._model = loaded(self._base, self._quantized)
+        self._model = loaded(base, self._quantized)
 
     def prepare(self) -> None:
         import hf_zero
@@ -174,17 +201,15 @@ class Zero:
     def sent(self, step: Callable[[], Any]) -> int:
         from hf_zero.comm.collectives import Collectives
 
-        networks = [found for found in gc.get_objects() if isinstance(found, Collectives)]  # an engine's two, and those of loading
+        networks = [found for found in gc.get_objects() if issubclass(type(found), Collectives)]  # an engine's two, and those of loading
         before = sum(network.sent_bytes for network in networks)
         step()
         return sum(network.sent_bytes for network in networks) - before
 
 
-def contender(name: str, base: str) -> Any:
+def contender(name: str) -> Any:
     """What is measured under a name of ``CONTENDERS``."""
-    if "stage" in name:
-        return Zero(base, int(name[-1]), name.startswith("QLoRA"))
-    return Plain(base, sharded="FSDP2" in name)
+    return Zero(int(name[-1]), name.startswith("QLoRA")) if "stage" in name else Plain(sharded="FSDP2" in name)
 
 
 def worker(rank: int, arguments: argparse.Namespace, name: str, world: int, folder: str) -> None:
@@ -195,8 +220,11 @@ def worker(rank: int, arguments: argparse.Namespace, name: str, world: int, fold
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store-{name}", world), rank=rank, world_size=world)
     ids = torch.randint(0, arguments.vocab, (arguments.batch, arguments.length), generator=torch.Generator().manual_seed(2))
     batch = {"input_ids": ids, "labels": ids}
-    measured = contender(name, f"{folder}/base")
-    loading, left = memory_of(measured.load)
+    measured = contender(name)
+    measured.load(f"{folder}/small")  # what is imported and compiled is no memory of the model
+    loading = grown(lambda: measured.load(f"{folder}/base"))
+    measured = contender(name)
+    _, left = memory_of(lambda: measured.load(f"{folder}/base"))
     _, prepared = memory_of(measured.prepare)
     first, stays = memory_of(lambda: measured.step(batch))  # the optimizer's state comes with the first step
     losses: list[float] = []
@@ -230,7 +258,8 @@ def main() -> None:
     arguments = parser.parse_args()
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        parameters = save_base(arguments, f"{folder}/base")
+        save_base(arguments, f"{folder}/small", 1)
+        parameters = save_base(arguments, f"{folder}/base", arguments.layers)
         for name in CONTENDERS:
             world = 1 if "one process" in name else arguments.world
             mp.spawn(worker, args=(arguments, name, world, folder), nprocs=world)
