@@ -245,7 +245,8 @@ def table(found: dict[str, dict[str, float]], arguments: argparse.Namespace, par
         rows.append([name, *sizes, f"{numbers['loss']:.4f}"])
     text = TEXT.format(parameters=parameters, batch=arguments.batch, length=arguments.length, world=arguments.world)
     heads = ["", "loading, MiB", "at rest, MiB", "in a step, MiB", "sent, MiB", "loss"]
-    return ResultTable("Adapters on a quantized base", "python -m benchmarks.qlora --json benchmarks/results/qlora.json", text, heads, rows)
+    command = f"python -m benchmarks.qlora --layers {arguments.layers} --width {arguments.width} --json benchmarks/results/qlora.json"
+    return ResultTable("Adapters on a quantized base", command, text, heads, rows)
 
 
 def main() -> None:
