@@ -120,6 +120,11 @@ LOAD_WEIGHTS = Method(
 SAVE_STATE = Method("accelerate.accelerator", "Accelerator.save_state", _DELETED)
 TRAIN = Method("transformers.trainer", "Trainer.train", f"a Trainer cannot train twice, and {_DELETED}")
 EVALUATE = Method("transformers.trainer", "Trainer.evaluation_loop", _COUNTED, around="hf_zero.integrations.metrics_once:evaluation_loop")
+SAVE_MODEL = Method(
+    "transformers.trainer",
+    "Trainer.save_model",
+    "a trainer that saves its model in its own way (sentence-transformers) ends in an error at stage 3",
+)
 MISSING_KEYS = Method(
     "transformers.modeling_utils",
     "PreTrainedModel._initialize_missing_keys",
@@ -135,7 +140,7 @@ LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCh
 OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 METHODS = (
     STATE, ACCELERATOR_STATE, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, EVALUATE, MISSING_KEYS,
-    LOAD, LOAD_WEIGHTS, CONVERSIONS,
+    SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS,
     LIGHTNING_SAVE, OLD_LIGHTNING_SAVE,
 )  # fmt: skip
 
