@@ -17,7 +17,7 @@ from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import publish
 from hf_zero.memory.buffers import HostMemory
-from hf_zero.observe import logger
+from hf_zero.observe import logger, waiting
 from hf_zero.offload.host_states import HostStates, SubGroup
 from hf_zero.offload.speculation import Spares, Speculator
 from hf_zero.offload.updates import Underway, UnitUpdate, UpdateThread, Work
@@ -116,11 +116,12 @@ class OffloadedStateStore(StateStore):
         if self._overlaps():
             self._start(updates)
             return
-        for update in updates:
-            update.begin()
-            update.run()
-            update.finish()
-        self.states.settle()
+        with waiting("offload", "updates on the host"):
+            for update in updates:
+                update.begin()
+                update.run()
+                update.finish()
+            self.states.settle()
         stepper.finish()
         if fresh and self.states.tier == "host":
             self.move_to_huge_pages()
@@ -196,6 +197,9 @@ class OffloadedStateStore(StateStore):
         tensors = [tensor for unit in held for tensor in kept(unit)]
         tensors += [unit.master for unit in held if unit.master is not None and unit.master is not unit.shard]
         return {self.states.tier: self.states.nbytes(sum(tensor.nbytes for tensor in tensors)) + self._spares.nbytes}
+
+    def on_disk(self, unit: Unit) -> bool:
+        return self.holds(unit) and self.states.tier != "host"
 
     def close(self) -> None:
         waits = [unit.own.settle for unit in self._underway] + ([self._last.result] if self._last is not None else [])

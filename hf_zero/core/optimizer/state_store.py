@@ -138,6 +138,10 @@ class StateStore:
         """Bytes of this rank's offloaded state by the tier it rests on: ``host``, ``nvme``. ``kept``: the states of a unit."""
         return {}
 
+    def on_disk(self, unit: Unit) -> bool:
+        """Whether ``unit``'s master and states rest in a file."""
+        return False
+
     def close(self) -> None:
         """Frees files and buffers, and forgets what ``bind`` gave."""
         self.units, self.segments = (), Segments()
