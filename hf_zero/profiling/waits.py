@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -32,7 +32,7 @@ class WaitTimes:
     def __init__(self, device: torch.device, blocks_host: bool) -> None:
         self._host: Watch = HostWatch()
         self._stream: Watch = self._host if blocks_host or device.type == "cpu" else DeviceWatch(device)
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._passed: list[tuple[str, Any, Any]] = []  # kind, begin and end on the stream
         self._wait = _Wait(self)
         self._nothing = _Nothing()
@@ -81,7 +81,7 @@ class WaitTimes:
         taken = {kind: self._seconds[kind] / steps for kind in WAITS}
         for kind, begin, end in self._passed:
             taken[kind] += self._stream.seconds(begin, end)
-        self._passed, self._seconds = [], Counter()
+        self._passed, self._seconds = [], defaultdict(float)
         return taken
 
 
