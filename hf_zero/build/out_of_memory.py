@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,15 +12,16 @@ import torch
 
 from hf_zero import observe
 from hf_zero.config.resolve import ResolvedConfig
-from hf_zero.core.holdings import KINDS, alive, taken
+from hf_zero.core.holdings import KINDS, Holding, alive, bytes_by_kind, taken
 from hf_zero.core.schedule.gradients import tensors_of
 from hf_zero.memory.budget import gib
+from hf_zero.system.planning import planning
 
 _ASKED = re.compile(r"(?:tried to allocate|allocating) (\d+(?:\.\d+)?) ?(\w+)|(\d+) bytes asked for", re.IGNORECASE)
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_WORTH = 0.01  # of what was alive; less is not told
+_WORTH = 0.01  # of what the engine and its model had taken; less is not told
 _SAID = "hf_zero: what was alive on rank"
-_REST = "activations"  # and all else that belongs to no part of the engine
+_REST = "activations"  # and what else was made since the engine was
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -69,15 +70,19 @@ class Failure:
 class OutOfMemory:
     """Adds to an error of a training engine what was alive, and what would have helped.
 
-    Nothing is counted before something fails. Numbers are those of the moment: what the engine keeps is known to the byte, from the same
-    walk over its parts as a plan's; activations are what is taken beyond that.
+    While nothing fails nothing is counted. Numbers are those of the moment: what the engine keeps is known to the byte, from the same
+    walk over its parts as a plan's; activations are what is taken beyond that, and beyond what was taken already when the engine was made
+    (the interpreter, other models).
 
     Args:
         resolved: The configuration.
+        held: What the new engine keeps.
+        device: Where it trains.
     """
 
-    def __init__(self, resolved: ResolvedConfig) -> None:
+    def __init__(self, resolved: ResolvedConfig, held: Iterable[Holding], device: torch.device) -> None:
         self._resolved = resolved
+        self._others = {} if planning() else _beyond(bytes_by_kind(held), device)
 
     def explain(self, engine: Any, error: BaseException, phase: str) -> None:
         """Adds the explanation to the message of ``error``, where it is one of memory that has none yet; never raises.
@@ -90,22 +95,17 @@ class OutOfMemory:
             told = "\n".join(self._lines(engine, error, phase))
         except Exception as fault:  # the error must not be hidden by the one about it
             told = f"{_SAID} {observe.global_rank()} cannot be said: {type(fault).__name__}: {fault}"
-        if len(error.args) == 1 and isinstance(error.args[0], str):
-            error.args = (f"{error.args[0]}\n{told}",)
-        elif not error.args:
-            error.args = (told,)
-        else:
-            error.add_note(told)
+        text, *more = error.args or ("",)
+        error.args = (f"{text}\n{told}".lstrip("\n"), *more)
 
     def _lines(self, engine: Any, error: BaseException, phase: str) -> Iterator[str]:
-        failure = failure_of(engine, error, phase)
-        names = {_REST: "activations and all else"}
-        parts = [f"{names.get(kind, kind)} {gib(failure.here(kind))}" for kind in KINDS if failure.here(kind)]
+        failure = failure_of(engine, error, phase, self._others)
+        parts = [f"{kind} {gib(failure.here(kind))}" for kind in KINDS if failure.here(kind)]
         last = _last_block(engine)
         moment = f"{phase} (last block: {last})" if last and phase != "step" else phase
         yield f"{_SAID} {observe.global_rank()} in {moment}, on the {failure.tier}: {', '.join(parts) or 'nothing'}"
         found = sorted(savings(engine, self._resolved, failure), key=lambda saving: -saving.nbytes)
-        least = _WORTH * failure.here(*KINDS)
+        least = _WORTH * (failure.here(*KINDS) - failure.here("other"))
         worth = [saving for saving in found if saving.nbytes > least]
         if not worth:
             yield "No change of the configuration would have saved 1 % of that: use a smaller model, or larger memory"
@@ -116,15 +116,24 @@ class OutOfMemory:
             yield f"- {saving.change}: {gib(saving.nbytes)} ({saving.how})"
 
 
-def failure_of(engine: Any, error: BaseException, phase: str) -> Failure:
-    """What ``engine`` holds now, with activations, after ``error``."""
+def failure_of(engine: Any, error: BaseException, phase: str, others: Mapping[str, int]) -> Failure:
+    """What ``engine`` holds now, with activations, after ``error``; ``others``: bytes by tier that were taken before it."""
     device = engine.collectives.topology.device
-    on_device = device.type != "cpu" and not isinstance(error, MemoryError) and "can't allocate memory" not in str(error)
-    tier = "device" if on_device else "host"
+    of_host = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+    tier = "host" if of_host or device.type == "cpu" else "device"
     books = alive(engine)
-    known = sum(nbytes for (other, _), nbytes in books.items() if other == tier)
-    books[tier, _REST] += max(0, taken(device if on_device else torch.device("cpu")) - known)
+    beyond = _beyond(books, device)[tier]
+    other = min(beyond, others.get(tier, 0))
+    books[tier, "other"] += other
+    books[tier, _REST] += beyond - other
     return Failure(tier, phase, books, _asked(str(error)))
+
+
+def _beyond(books: Counter[tuple[str, str]], device: torch.device) -> dict[str, int]:
+    """Bytes by tier that are taken and stand in no book."""
+    places = {"host": torch.device("cpu")} | ({"device": device} if device.type != "cpu" else {})
+    known = {tier: sum(nbytes for (other, _), nbytes in books.items() if other == tier) for tier in places}
+    return {tier: max(0, taken(place) - known[tier]) for tier, place in places.items()}
 
 
 def _asked(text: str) -> int:
@@ -254,7 +263,7 @@ def _by_micro_batch(resolved: ResolvedConfig, failure: Failure) -> Iterator[Savi
     smaller = max(part for part in range(1, micro) if micro % part == 0)
     saved = failure.here(_REST) * (micro - smaller) // micro
     change = f"train_micro_batch_size_per_gpu: {smaller} with gradient_accumulation_steps: {accumulation * micro // smaller}"
-    yield Saving(change, saved, f"activations of {smaller} samples at a time instead of {micro}; the same numbers")
+    yield Saving(change, saved, f"activations of {smaller} of {micro} samples at a time; the same numbers")
 
 
 def _by_recomputation(engine: Any, failure: Failure) -> Iterator[Saving]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from hf_zero.comm.topology import Topology, divide_replicas, lines_of, require_d
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.engine import EngineParts
 from hf_zero.core.generation import Generation
-from hf_zero.core.holdings import bytes_on_disk
+from hf_zero.core.holdings import bytes_on_disk, holdings, loose_tensors
 from hf_zero.core.model_init import warn_if_built_whole
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.block import Block
@@ -185,6 +186,7 @@ class PartsBuilder:
         config, progress = self.config, Progress()
         clock = policies.clock_of(config, self.topology.device, self.topology.data.world, self.module, progress)
         measures = self._measures(runtime, units, optimizer, clock) if optimizer is not None else []
+        held = chain(loose_tensors(self.module), holdings(units, optimizer))
         sinks = build_sinks(config) if self.topology.data.rank == 0 and optimizer is not None else []
         return EngineParts(
             runtime=runtime,
@@ -203,7 +205,7 @@ class PartsBuilder:
             stepper=stepper,
             scheduler=scheduler,
             give_back=partial(_give_back_all, self._borrowed),
-            explain=OutOfMemory(self.resolved).explain,
+            explain=OutOfMemory(self.resolved, held, self.topology.device).explain,
         )
 
     def _measures(self, runtime: Runtime, units: list[Unit], optimizer: ShardedOptimizer, clock: Clock) -> list[Measure]:

@@ -214,17 +214,14 @@ class Collectives(ABC):
         """For each of ``values`` (to 24 bits) the largest of all ranks; the same answer everywhere. Waits as ``any_rank``."""
         if self.world == 1:
             return list(values)
-        with observe.waiting("votes", f"vote ({unit})"):
-            return self._largest_of(values, unit)
-
-    def _largest_of(self, values: Sequence[float], unit: str) -> list[float]:
         group = self.topology.group
-        votes = torch.tensor(values, dtype=torch.float32, device=host_device(group, self.topology.device))
-        if votes.device.type == "cpu" and serving_backend(group, votes.device) == "gloo":
-            self._disseminate(votes, observe.note("all_reduce", unit))
-        else:
-            self.all_reduce(votes, unit, dist.ReduceOp.MAX).wait()
-        return list(values) if planning() else list(votes.tolist())
+        with observe.waiting("votes", f"vote ({unit})"):
+            votes = torch.tensor(values, dtype=torch.float32, device=host_device(group, self.topology.device))
+            if votes.device.type == "cpu" and serving_backend(group, votes.device) == "gloo":
+                self._disseminate(votes, observe.note("all_reduce", unit))
+            else:
+                self.all_reduce(votes, unit, dist.ReduceOp.MAX).wait()
+            return list(values) if planning() else list(votes.tolist())
 
     def _disseminate(self, votes: torch.Tensor, label: str) -> None:
         """Takes the maximum of ``votes`` over ranks: in round k each rank tells the one 2^k further all it has heard. gloo's own ring would

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.schedule.gradients import tensors_of
+from hf_zero.core.schedule.gradients import UnitGradients, tensors_of
 from hf_zero.core.units.own_part import has_memory
 from hf_zero.core.units.unit import Unit
 
@@ -51,7 +51,7 @@ def holdings(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> Itera
             yield Holding("parameters", unit.secondary.part)
         shard, master = unit.own.resting()
         if master is not None and master is not shard:
-            yield Holding("masters", master, optimizer is not None and optimizer.state_store.on_disk(unit))
+            yield Holding("masters", master, optimizer is not None and id(unit) in optimizer.state_store.in_files)
         yield Holding("parameters", shard, unit.shard_storage.on_disk)
     if optimizer is not None:
         yield from _moments(optimizer)
@@ -61,8 +61,8 @@ def _moments(optimizer: ShardedOptimizer) -> Iterator[Holding]:
     for state in optimizer.inner.state.values():
         yield from (Holding("moments", value) for value in state.values() if isinstance(value, torch.Tensor))
     for segment in optimizer.segments:
-        on_disk = optimizer.state_store.on_disk(segment.unit)
-        yield from (Holding("moments", value, on_disk) for value in segment.state.values() if isinstance(value, torch.Tensor))
+        on_disk = id(segment.unit) in optimizer.state_store.in_files
+        yield from (Holding("moments", value, on_disk) for _, value in segment.elementwise())
 
 
 def loose_tensors(module: torch.nn.Module) -> Iterator[Holding]:
@@ -71,29 +71,32 @@ def loose_tensors(module: torch.nn.Module) -> Iterator[Holding]:
     yield from (Holding("other", buffer) for buffer in module.buffers())
 
 
-def gradients(engine: Any) -> Iterator[Holding]:
+def gradients(entries: Sequence[UnitGradients], module: torch.nn.Module) -> Iterator[Holding]:
     """Gradients that are collected, on their way, or summed up, and what autograd has not handed over yet."""
-    entries = engine.stepper.reducer.gradients if engine.stepper is not None else ()
     pools = {id(entry.pool): entry.pool for entry in entries}
     for tensors in (*map(tensors_of, entries), *(pool.tensors() for pool in pools.values())):
         yield from (Holding("gradients", tensor) for tensor in tensors)
-    yield from (Holding("gradients", param.grad) for param in engine.module.parameters() if param.grad is not None)
+    yield from (Holding("gradients", param.grad) for param in module.parameters() if param.grad is not None)
+
+
+def bytes_by_kind(held: Iterable[Holding]) -> Counter[tuple[str, str]]:
+    """Bytes by tier and kind. Memory counts once; the device of an engine that trains on CPUs is the host."""
+    found: dict[int, Holding] = {}
+    for holding in held:
+        if holding.tensor.numel() and has_memory(holding.tensor):
+            found[holding.tensor.untyped_storage()._cdata] = holding
+    books: Counter[tuple[str, str]] = Counter()
+    for holding in found.values():
+        tier = "disk" if holding.on_disk else "host" if holding.tensor.device.type == "cpu" else "device"
+        books[tier, holding.kind] += holding.tensor.untyped_storage().nbytes()
+    return books
 
 
 def alive(engine: Any) -> Counter[tuple[str, str]]:
-    """Bytes by tier and kind that ``engine`` keeps now; what belongs to nobody here (activations, work space) is not in it.
-
-    Memory counts once. The device of an engine that trains on CPUs is the host.
-    """
-    found: dict[int, Holding] = {}
-    for held in chain(loose_tensors(engine.module), holdings(engine.units, engine.optimizer), gradients(engine)):
-        if held.tensor.numel() and has_memory(held.tensor):
-            found[held.tensor.untyped_storage()._cdata] = held
-    books: Counter[tuple[str, str]] = Counter()
-    for held in found.values():
-        tier = "disk" if held.on_disk else "host" if held.tensor.device.type == "cpu" else "device"
-        books[tier, held.kind] += held.tensor.untyped_storage().nbytes()
-    return books
+    """Bytes by tier and kind that ``engine`` keeps now; what belongs to nobody here (activations, work space) is not in it."""
+    entries = engine.stepper.reducer.gradients if engine.stepper is not None else ()
+    kept = holdings(engine.units, engine.optimizer)
+    return bytes_by_kind(chain(loose_tensors(engine.module), kept, gradients(entries, engine.module)))
 
 
 def bytes_on_disk(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> int:

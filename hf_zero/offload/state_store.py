@@ -69,6 +69,8 @@ class OffloadedStateStore(StateStore):
     def take(self, unit: Unit) -> None:
         """Moves the master of a new unit to where it rests."""
         self._offloaded.add(id(unit))
+        if self.states.tier != "host":
+            self.in_files = self.in_files | {id(unit)}
         self.states.rest(unit)
 
     def holds(self, unit: Unit) -> bool:
@@ -197,9 +199,6 @@ class OffloadedStateStore(StateStore):
         tensors = [tensor for unit in held for tensor in kept(unit)]
         tensors += [unit.master for unit in held if unit.master is not None and unit.master is not unit.shard]
         return {self.states.tier: self.states.nbytes(sum(tensor.nbytes for tensor in tensors)) + self._spares.nbytes}
-
-    def on_disk(self, unit: Unit) -> bool:
-        return self.holds(unit) and self.states.tier != "host"
 
     def close(self) -> None:
         waits = [unit.own.settle for unit in self._underway] + ([self._last.result] if self._last is not None else [])

@@ -98,7 +98,7 @@ class Overlap:
 def overlap_of(recording: Recording) -> Overlap:
     """The rows of a recording, between its first and last phase of hf_zero."""
     events = recording.events
-    ours = [event for event in events if event.name.startswith(OURS) and event.kind != "gpu_user_annotation"]
+    ours = _outside_waits([event for event in events if event.name.startswith(OURS) and event.kind != "gpu_user_annotation"])
     on_device = any(event.kind == "kernel" for event in events)
     block = _blocks(ours)
     waits = _waits(ours)
@@ -114,6 +114,20 @@ def overlap_of(recording: Recording) -> Overlap:
         rows[COMPUTE] = _host_compute(events, union(busy), block)
     begin, end = min(event.begin for event in ours), max(event.end for event in events)
     return Overlap(recording.rank, begin, end, {name: rows[name] for name in ROWS if rows.get(name)}, waits)
+
+
+def _outside_waits(ours: Iterable[Event]) -> list[Event]:
+    """Without what is issued and waited for inside another wait: messages of a vote, updates that wait for a copy."""
+    found: list[Event] = []
+    until: dict[tuple[object, object], float] = {}
+    for event in ours:
+        waits = event.name.startswith((WAIT, ISSUED))
+        if waits and event.begin < until.get(event.thread, -1.0):
+            continue
+        found.append(event)
+        if event.name.startswith(WAIT):
+            until[event.thread] = event.end
+    return found
 
 
 def _waits(ours: Iterable[Event]) -> dict[str, list[Interval]]:

@@ -37,7 +37,8 @@ def _fail(engine: Any, where: str, error: BaseException) -> None:
     block = engine.module.transformer.h[1]
 
     def fail(*_: Any) -> None:
-        raise error
+        made = torch.ones(16 << 20)  # 64 MiB, alive while the error is: more than a process' memory comes and goes
+        raise error from ValueError(made)
 
     if where == "forward":
         block.mlp.register_forward_pre_hook(fail)
@@ -117,7 +118,7 @@ def check_host() -> None:
     engine = _engine(3)
     _train(engine, 0)
     text = _raised(engine, "forward", MemoryError(TEXT))
-    assert "activations and all else" in text and "gathered " in text and "last block: transformer.h.1" in text
+    assert "activations " in text and "gathered " in text and "last block: transformer.h.1" in text
     assert "train_micro_batch_size_per_gpu: 1 with gradient_accumulation_steps: 2" in text
     engine.destroy()
     engine = _engine(3)
@@ -136,7 +137,7 @@ def check_host() -> None:
 
 
 def test_errors_of_the_host_and_errors_that_are_none_of_memory() -> None:
-    ranks.run_ranks(check_host, 1)
+    ranks.run_ranks(check_host, 2)
 
 
 # -- a device that counts ---------------------------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ def check_device() -> None:
         _steps(engine, 4)
     message = str(caught.value)
     first, second, *advice = message.splitlines()
-    assert "out of memory: 4194304 bytes asked for" in first and "on the device" in second and "activations and all else" in second
+    assert "out of memory: 4194304 bytes asked for" in first and "on the device" in second and "activations " in second
     assert "(4.0 MiB were missing)" in advice[0]
     wanted = "train_micro_batch_size_per_gpu: 2 with gradient_accumulation_steps: 2"
     assert any(wanted in line for line in advice) and any("offload_optimizer.device: cpu" in line or "stage: 3" in line for line in advice)

@@ -147,12 +147,17 @@ def test_speed_waits_and_memory_on_two_ranks(tmp_path: Path) -> None:
 
 
 def check_device() -> None:
-    engine, records = _engine(3, step_metrics=2)
+    class Beside(Records):
+        def write(self, record: Any, step: int) -> None:
+            super().write({**record, "now": torch.accelerator.memory_allocated()}, step)
+
+    engine, _ = _engine(3, step_metrics=2)
+    engine.reports.sinks.append(records := Beside())
     _step(engine, 0)
     _step(engine, 1)
     found = records.found[1]
-    assert found["Train/Memory/device_bytes"] == torch.accelerator.memory_allocated() > 0
-    assert found["Train/Memory/device_peak_bytes"] == torch.accelerator.max_memory_allocated()
+    assert found["Train/Memory/device_bytes"] == found["now"] > 0
+    assert found["Train/Memory/device_peak_bytes"] == torch.accelerator.max_memory_allocated() > found["now"]
     assert "Train/Speed/mfu" not in found and found["Train/Speed/tflops_per_rank"] > 0, "nobody knows this device's peak"
     engine.destroy()
 
@@ -202,11 +207,12 @@ def test_peaks_of_known_devices(name: str, peak: float | None) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_what_recomputation_repeats_is_counted_apart(reentrant: bool) -> None:
-    layer, rows = nn.Linear(8, 16), torch.ones(3, 8, requires_grad=True)
-    once = 2 * 3 * 8 * 16
+    """The kind without reentrance stops when it has what backward needs: the second layer's result is not."""
+    layers, rows = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), torch.ones(3, 8, requires_grad=True)
+    first, second = 2 * 3 * 8 * 16, 2 * 3 * 16 * 4
     with ModelOperations() as counted:
-        checkpoint(layer, rows, use_reentrant=reentrant).sum().backward()
-    assert (counted.needed, counted.recomputed) == (3 * once, once)
+        checkpoint(layers, rows, use_reentrant=reentrant).sum().backward()
+    assert (counted.needed, counted.recomputed) == (3 * (first + second), first + second * reentrant)
 
 
 def test_sizes_of_batches() -> None:

@@ -41,6 +41,8 @@ HOST = [
     _row("aten::mul", 110, 10, "cpu_op"),
     _row("hf_zero::wait reduce_scatter (h.1)", 130, 10),
     _row("hf_zero::wait vote (another round)", 140, 5),
+    _row("hf_zero::issued all_reduce (another round)", 141, 1),
+    _row("hf_zero::wait all_reduce (another round)", 142, 2),  # a message of the vote
     _row("hf_zero::update", 150, 40),
     _row("aten::copy_", 160, 10, "cpu_op"),  # a part of the update
 ]

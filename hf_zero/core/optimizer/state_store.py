@@ -27,9 +27,11 @@ class StateStore:
         inner: The torch optimizer that does the arithmetic.
         units: Trained units, in order.
         segments: Their segments.
+        in_files: Ids of the units whose masters and states rest in files.
     """
 
     threads: int | None = None
+    in_files: frozenset[int] = frozenset()
     inner: torch.optim.Optimizer
     units: Sequence[Unit] = ()
     segments: Segments
@@ -137,10 +139,6 @@ class StateStore:
     def tiers(self, kept: Callable[[Unit], Sequence[torch.Tensor]]) -> Mapping[str, int]:
         """Bytes of this rank's offloaded state by the tier it rests on: ``host``, ``nvme``. ``kept``: the states of a unit."""
         return {}
-
-    def on_disk(self, unit: Unit) -> bool:
-        """Whether ``unit``'s master and states rest in a file."""
-        return False
 
     def close(self) -> None:
         """Frees files and buffers, and forgets what ``bind`` gave."""
