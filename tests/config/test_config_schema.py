@@ -78,6 +78,10 @@ OWN_KEYS = {
     "hf_zero.gather_for_generation",
     "hf_zero.offload_overlap",
     "hf_zero.param_shard_size",
+    "hf_zero.peak_tflops",
+    "hf_zero.step_metrics",
+    "hf_zero.trace_folder",
+    "hf_zero.trace_step",
 }  # what DeepSpeed does not have
 
 OTHER_RELEASES = {"compile.enabled", "compile.disable", "compile.backend", "compile.kwargs"} | {
