@@ -18,8 +18,6 @@ def require_provided(config: ZeroConfig, stage: StagePolicy) -> None:
         "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
         "zero_optimization.zero_quantized_weights": zero.zero_quantized_weights,
         "zero_optimization.zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
-        "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1 and stage.parameters_sharded,
-        "hf_zero.param_shard_size": config.hf_zero.param_shard_size is not None,
         "checkpoint.use_node_local_storage": config.checkpoint.use_node_local_storage,
     }
     found = next((key for key, on in asked.items() if on), None)

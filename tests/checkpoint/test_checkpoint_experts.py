@@ -11,23 +11,28 @@ import torch
 from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.support import parity, ranks, zoo
 from tests.support.checkpoints import contents_of
-from tests.support.experts import build, mixed, with_experts
+from tests.support.experts import build, mixed, with_adapters, with_experts
 from tests.support.parity import Run
 
 NAME = "Qwen3MoeForCausalLM"
 
 
-def _engine(stage: int, size: int, frozen: bool) -> Any:
+def _model(kind: str) -> Any:
     model = build(NAME)
-    if frozen:
+    return with_adapters(model, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]) if kind == "adapted" else model
+
+
+def _engine(stage: int, size: int, kind: str) -> Any:
+    model = _model(kind)
+    if kind == "frozen":
         for name, param in model.named_parameters():
             param.requires_grad_("experts" not in name or "layers.1" in name)
     run = Run(stage=stage, dtype="bf16", extra={"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}})
     return parity.initialize(model, with_experts(run, size) if size > 1 else run)
 
 
-def _train_and_save(folder: str, stage: int, size: int, frozen: bool) -> dict[str, torch.Tensor] | None:
-    engine = _engine(stage, size, frozen)
+def _train_and_save(folder: str, stage: int, size: int, kind: str) -> dict[str, torch.Tensor] | None:
+    engine = _engine(stage, size, kind)
     for step in range(2):
         batch = parity.prepare(mixed(NAME)(step, 0, ranks.rank()), torch.bfloat16)
         parity.micro_step(engine, batch, zoo.loss, 0)
@@ -38,28 +43,33 @@ def _train_and_save(folder: str, stage: int, size: int, frozen: bool) -> dict[st
     return weights
 
 
-def _load_and_save(folder: str, again: str, stage: int, size: int, frozen: bool) -> None:
-    engine = _engine(stage, size, frozen)
+def _load_and_save(folder: str, again: str, stage: int, size: int, kind: str) -> None:
+    engine = _engine(stage, size, kind)
     engine.load_checkpoint(folder)
     engine.save_checkpoint(again, "t")
     engine.destroy()
 
 
-# (ranks, expert-parallel size, stage) that save, and that load; with frozen experts or without
+# (ranks, expert-parallel size, stage) that save, and that load; what is trained: all, without some experts, or adapters
 MOVES = {
-    "2 to none": ((2, 2, 3), (1, 1, 0), False),
-    "none to 2": ((2, 1, 2), (2, 2, 1), True),
-    "2 of 4 to 4": ((4, 2, 3), (4, 4, 2), False),
-    "4 to 2": ((4, 4, 0), (2, 2, 3), True),
-    "2 of 4 to none": ((4, 2, 1), (2, 1, 3), True),
+    "2 to none": ((2, 2, 3), (1, 1, 0), "all"),
+    "none to 2": ((2, 1, 2), (2, 2, 1), "frozen"),
+    "2 of 4 to 4": ((4, 2, 3), (4, 4, 2), "all"),
+    "4 to 2": ((4, 4, 0), (2, 2, 3), "frozen"),
+    "adapters, 2 to none": ((2, 2, 3), (1, 1, 0), "adapted"),
+    "adapters, 4 to 2": ((4, 4, 1), (2, 2, 3), "adapted"),
+    "2 of 4 to none": ((4, 2, 1), (2, 1, 3), "frozen"),
 }
 
 
-@pytest.mark.parametrize("move", [pytest.param(move, marks=() if move in ("2 to none", "4 to 2") else pytest.mark.slow) for move in MOVES])
+QUICK = ("2 to none", "4 to 2", "adapters, 2 to none")
+
+
+@pytest.mark.parametrize("move", [pytest.param(move, marks=() if move in QUICK else pytest.mark.slow) for move in MOVES])
 def test_any_size_to_any_other(tmp_path: Path, move: str) -> None:
-    (world, size, stage), (other_world, other_size, other_stage), frozen = MOVES[move]
-    weights = ranks.run_ranks(_train_and_save, world, str(tmp_path / "a"), stage, size, frozen)[0]
-    ranks.run_ranks(_load_and_save, other_world, str(tmp_path / "a"), str(tmp_path / "b"), other_stage, other_size, frozen)
+    (world, size, stage), (other_world, other_size, other_stage), kind = MOVES[move]
+    weights = ranks.run_ranks(_train_and_save, world, str(tmp_path / "a"), stage, size, kind)[0]
+    ranks.run_ranks(_load_and_save, other_world, str(tmp_path / "a"), str(tmp_path / "b"), other_stage, other_size, kind)
     saved, again = contents_of(tmp_path / "a"), contents_of(tmp_path / "b")
     assert set(saved) == set(again) and any(key.startswith("exp_avg_sq") and "experts" in key for key in saved)
     for key, value in saved.items():
@@ -68,7 +78,7 @@ def test_any_size_to_any_other(tmp_path: Path, move: str) -> None:
     for key, value in saved.items():
         if key.startswith("value "):
             assert torch.equal(script[key.removeprefix("value ")], value), key
-    assert weights is not None and set(weights) == set(build(NAME).state_dict())
+    assert weights is not None and set(weights) == set(_model(kind).state_dict())
     for key, value in weights.items():
         if f"value {key}" in saved:
             assert torch.equal(saved[f"value {key}"].to(value.dtype), value), key

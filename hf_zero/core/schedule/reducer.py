@@ -124,7 +124,11 @@ class Reducer:
             completes: They complete an optimizer step.
         """
         self._reduces, self._factor = reduces and not self.exchange.keeps_whole, factor
-        self.exchange.completes = completes
+        self._tell(completes)
+
+    def _tell(self, completes: bool) -> None:
+        for exchange in (self.exchange, *(entry.exchange for entry in self.gradients)):  # those of experts are over other ranks
+            exchange.completes = completes
 
     def order_with_unshards(self, positions: Mapping[int, int], sizes: Sequence[int], reach: int) -> None:
         """The backward unshards: its unshards and reductions get one order, the same on every rank.
@@ -213,7 +217,8 @@ class Reducer:
     def reduce_deferred(self) -> None:
         """Reduces what earlier backwards have left where it was; collective."""
         if not self.exchange.keeps_whole:
-            self._reduces = self.exchange.completes = True
+            self._reduces = True
+            self._tell(True)
             self.flush()
 
     def _send_late(self) -> None:
