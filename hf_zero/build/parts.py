@@ -208,7 +208,7 @@ class PartsBuilder:
         """The ranks that hold the same experts; None where all hold all. Collective."""
         if self.topology.expert_data is None:
             return None
-        require_provided(self.config, self.stage)
+        require_provided(self.config)
         collectives = open_collectives(own_topology(self.topology.expert_data))
         collectives.connect()
         return collectives

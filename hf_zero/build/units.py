@@ -138,8 +138,9 @@ class UnitBuilder:
             master_dtype=master,
             shard_storage=shard_storage,
             listener=self.listener if self.stage.parameters_sharded else ParamListener(),
-            quantized=can_quantize(dtype) and not packed and (self.quantized.frozen if frozen else self.quantized.trained),
-            node=None if of_experts else self.node,  # experts are where their tokens go, and gathered by few
+            # Experts are where their tokens go, and few ranks gather them: as they are, from all of these.
+            quantized=can_quantize(dtype) and not (packed or of_experts) and (self.quantized.frozen if frozen else self.quantized.trained),
+            node=None if of_experts else self.node,
             copy_lasts=self.stage.parameters_in_node and not of_experts,
         )
 

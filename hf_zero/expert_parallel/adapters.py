@@ -2,18 +2,16 @@
 
 [Note: adapters of stacked experts] A wrapper around the module adds a product of two small matrices to the weights of every expert while
 its forward runs: A (experts x r, in), where the r rows of one expert lie together, and B (out, r x experts), where every column in
-``experts`` is one expert's. With the rows and columns of this rank's experts, and their number, the wrapper's own code computes what this rank's
-weights need, and nothing else has to be known of it. A weight with one row per expert (a bias) has one product for all: rows of its B are
-an expert's, its A is everybody's.
+``experts`` is one expert's. With the rows and columns of this rank's experts, and their number, the wrapper's own code computes what this
+rank's weights need, and nothing else has to be known of it. A weight with one row per expert (a bias) has one product for all: rows of its
+B are an expert's, its A is everybody's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 from hf_zero.core.units.empty_values import guard_state_dict
@@ -87,9 +85,19 @@ def divide_adapters(layer: StackedExperts, own: Range) -> None:
         for matrix in (found for name in _MATRICES for found in getattr(wrapper, name).values()):
             guard_state_dict(matrix)
         if stacked:
-            wrapper.num_experts = own.numel
-            if own.numel == 1:  # which the wrapper takes for a weight without experts
-                wrapper.get_delta_weight = MethodType(_delta_of_one, wrapper)
+            wrapper.num_experts = own.numel if own.numel > 1 else _StackOfOne(1)
+
+
+class _StackOfOne(int):
+    """1, and more than 1: a wrapper takes weights for those of one layer, which have another product, unless there are several experts."""
+
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __gt__(self, other: int) -> bool:
+        return other <= 1
 
 
 def _pairs(layer: StackedExperts, wrapper: Any) -> Iterator[_Pair]:
@@ -103,9 +111,3 @@ def _is_stacked(layer: StackedExperts, wrapper: Any) -> bool:
     """Whether the adapter has a product for each expert, not one for all."""
     param = layer.params.get(wrapper.parameter_name)
     return param is not None and len(whole_shape(param) or full_shape(param)) == 3
-
-
-def _delta_of_one(wrapper: Any, adapter: str) -> torch.Tensor:
-    """(1, ...) what is added to the weights of one expert, the way round that they lie."""
-    left, right, scaling = wrapper.get_delta_factors(adapter)
-    return torch.bmm(left, right).mul(scaling)

@@ -93,17 +93,17 @@ class WholeTensorOptimizer(ShardedOptimizer):
     def _collect(self, grads: Sequence[torch.Tensor]) -> None:
         """Gives the parameters of this rank their values and gradients."""
         under_way: deque[Pending] = deque()
-        arriving: list[tuple[TensorMoves, dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
+        arriving: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
         for move, grad in zip(self._exchanges, grads, strict=True):
             masters, first = move.collect(master_of(move.unit), "masters to owners")
             gradients, second = move.collect(grad, "gradients to owners")
-            arriving.append((move, masters, gradients))
+            arriving.append((masters, gradients))
             under_way.extend((first, second))
             while len(under_way) > _IN_FLIGHT:
                 under_way.popleft().wait()
         while under_way:
             under_way.popleft().wait()
-        for move, masters, gradients in arriving:
+        for masters, gradients in arriving:
             for name in masters:
                 param = self._by_name[name].param
                 param.data = masters[name]
