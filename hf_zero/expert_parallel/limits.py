@@ -14,6 +14,6 @@ def require_provided(config: ZeroConfig) -> None:
     """
     if config.checkpoint.use_node_local_storage:
         raise UnsupportedError(
-            "checkpoint.use_node_local_storage and expert parallelism are not provided together: the ranks that hold the same experts may be "
+            "checkpoint.use_node_local_storage and expert parallelism are not provided together: ranks that hold the same experts may be "
             "on several nodes, and share out what is written. Save to a folder that all nodes see, or set expert_parallel.enabled to false"
         )
