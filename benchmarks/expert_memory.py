@@ -1,4 +1,4 @@
-"""What a rank has to hold in a step when experts are divided: states and gradients, by arithmetic, and what autograd saves in plain PyTorch."""
+"""What a rank has to hold in a step when experts are divided: states and gradients, by arithmetic, and what autograd saves."""
 
 from __future__ import annotations
 

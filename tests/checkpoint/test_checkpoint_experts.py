@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from hf_zero.utils import safe_get_full_optimizer_state
 from tests.support import parity, ranks, zoo
 from tests.support.checkpoints import contents_of
 from tests.support.experts import build, mixed, with_adapters, with_experts
@@ -35,7 +36,18 @@ def _engine(stage: int, size: int, kind: str) -> Any:
     return parity.initialize(model, with_experts(run, size) if size > 1 else run)
 
 
-def _train_and_save(folder: str, stage: int, size: int, kind: str) -> dict[str, torch.Tensor] | None:
+def _whole_states(engine: Any) -> dict[str, torch.Tensor]:
+    """What LAMB keeps for each parameter, of the shape of all experts."""
+    found = {}
+    for name, param in engine.module.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            value = safe_get_full_optimizer_state(param, key)
+            assert value is not None and value.any()
+            found[f"{key} {name}"] = value
+    return found
+
+
+def _train_and_save(folder: str, stage: int, size: int, kind: str) -> tuple[dict[str, torch.Tensor] | None, dict[str, torch.Tensor]]:
     engine = _engine(stage, size, kind)
     for step in range(2):
         batch = parity.prepare(mixed(NAME)(step, 0, ranks.rank()), torch.bfloat16)
@@ -43,15 +55,18 @@ def _train_and_save(folder: str, stage: int, size: int, kind: str) -> dict[str, 
     engine.save_checkpoint(folder, "t")
     engine.save_16bit_model(f"{folder}/hf")
     weights: dict[str, torch.Tensor] | None = engine._consolidated_16bit_state_dict()
+    states = _whole_states(engine) if kind == "lamb" else {}
     engine.destroy()
-    return weights
+    return weights, states
 
 
-def _load_and_save(folder: str, again: str, stage: int, size: int, kind: str) -> None:
+def _load_and_save(folder: str, again: str, stage: int, size: int, kind: str) -> dict[str, torch.Tensor]:
     engine = _engine(stage, size, kind)
     engine.load_checkpoint(folder)
     engine.save_checkpoint(again, "t")
+    states = _whole_states(engine) if kind == "lamb" else {}
     engine.destroy()
+    return states
 
 
 # (ranks, expert-parallel size, stage) that save, and that load; all of it is trained, without some experts, or adapters;
@@ -77,10 +92,11 @@ QUICK = ("2 to none", "4 to 2", "adapters, 2 to none", "LAMB, 2 to none", "shard
 @pytest.mark.parametrize("move", [pytest.param(move, marks=() if move in QUICK else pytest.mark.slow) for move in MOVES])
 def test_any_size_to_any_other(tmp_path: Path, move: str) -> None:
     (world, size, stage), (other_world, other_size, other_stage), kind = MOVES[move]
-    weights = ranks.run_ranks(_train_and_save, world, str(tmp_path / "a"), stage, size, kind)[0]
-    ranks.run_ranks(_load_and_save, other_world, str(tmp_path / "a"), str(tmp_path / "b"), other_stage, other_size, kind)
+    weights, states = ranks.run_ranks(_train_and_save, world, str(tmp_path / "a"), stage, size, kind)[0]
+    loaded = ranks.run_ranks(_load_and_save, other_world, str(tmp_path / "a"), str(tmp_path / "b"), other_stage, other_size, kind)[0]
+    assert states.keys() == loaded.keys() and all(torch.equal(value, loaded[key]) for key, value in states.items())
     saved, again = contents_of(tmp_path / "a"), contents_of(tmp_path / "b")
-    assert set(saved) == set(again) and any(key.startswith("exp_avg_sq") and "experts" in key for key in saved)
+    assert set(saved) == set(again) and any(key.startswith("exp_avg_sq") and "experts" in key for key in {*saved, *states})
     for key, value in saved.items():
         assert torch.equal(value, again[key]), key
     script = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "a")
