@@ -155,7 +155,9 @@ class PartsBuilder:
         scaler = policies.loss_scaler(self.config, self._scaler_kind) if inner is not None else self._scaler_kind(loss_scale=1.0)
         optimizer, stepper = None, None
         if inner is not None and reducer is not None:
-            optimizer = sharded_optimizer(inner, trained, self.stage, self.collectives, self.offloading.state_store, whole_tensors)
+            together = open_collectives(self.topology.expert) if self.topology.expert is not None else None
+            store = self.offloading.state_store
+            optimizer = sharded_optimizer(inner, trained, self.stage, self.collectives, store, whole_tensors, together)
             if isinstance(reducer.exchange, QuantizedExchange):
                 optimizer.memory = reducer.exchange
             stepper = self._stepper(runtime, reducer, optimizer, scaler)
@@ -228,18 +230,18 @@ class PartsBuilder:
         """The ranks that hold the same experts; None where all hold all. Collective."""
         if self.topology.expert_data is None:
             return None
-        require_provided(self.config, self.stage)
+        require_provided(self.config)
         collectives = open_collectives(own_topology(self.topology.expert_data))
         collectives.connect()
         return collectives
 
     def _needs_whole_tensors(self, inner: torch.optim.Optimizer) -> bool:
-        experts = self.topology.expert is not None  # nobody has the whole of theirs
+        experts = self.topology.expert is not None  # which nobody has all of
         all_here = not experts and (not self.stage.optimizer_sharded or self.topology.world == 1)
         split, device = self.topology.model is not None, self.offload.optimizer.device
-        whole = needs_whole_tensors(inner, self.config.zero_allow_untested_optimizer, all_here, split or experts or device == "nvme")
+        whole = needs_whole_tensors(inner, self.config.zero_allow_untested_optimizer, all_here, split or device == "nvme")
         if whole:
-            check_whole_tensors(inner, "tensor parallelism" if split else "expert parallelism" if experts else "", device)
+            check_whole_tensors(inner, split, device)
         return whole
 
     def _leaves(self, kept: Iterable[str]) -> set[str]:
@@ -265,14 +267,11 @@ class PartsBuilder:
         overlap = self.config.zero_optimization.overlap_comm is not False
         pool, place = BufferPool(), self.offloading.gradient_place
         of_experts = self._expert_exchange(policy)
-        entries = [
-            UnitGradients(
-                unit, of_experts if of_experts is not None and unit.collectives.topology.of_experts else exchange, pool, place(unit)
-            )
-            if replicas is None
-            else ReplicatedGradients(unit, exchange, pool, place(unit), replicas)
-            for unit in units
-        ]
+        kind = UnitGradients if replicas is None else partial(ReplicatedGradients, replicas=replicas)
+        entries = []
+        for unit in units:
+            own = of_experts if of_experts is not None and unit.collectives.topology.of_experts else exchange
+            entries.append(kind(unit, own, pool, place(unit)))
         return Reducer(entries, exchange, overlap, partial(self.collectives.data.any_of, unit="late gradients"))
 
     def _ranks_in_each_node(self) -> int:
