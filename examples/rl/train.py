@@ -3,8 +3,8 @@
     python examples/rl/server.py --model toy --port 8000 &
     torchrun --nproc_per_node 2 examples/rl/train.py --model toy --server http://127.0.0.1:8000 --stage 3
 
-The reward of a completion is how many of its tokens are even: REINFORCE with the mean of a prompt's completions as the baseline. At stage 3 no
-rank has whole weights; `iter_full_params` gathers them bucket by bucket, and rank 0 sends.
+The reward of a completion is how many of its tokens are even: REINFORCE with the mean of a prompt's completions as the baseline. At stage 3
+no rank has whole weights; `iter_full_params` gathers them bucket by bucket, and rank 0 sends.
 """
 
 from __future__ import annotations

@@ -10,14 +10,20 @@ import pytest
 import torch
 from torch import nn
 
-import hf_zero
 from hf_zero.core.units.state import UnitState
 from hf_zero.utils import safe_get_full_fp32_param
 from hf_zero.zero import GatheredParameters, ZeroParamStatus
-from tests.facade.test_weight_stream import _engine, _llama
+from tests.facade.test_weight_stream import _engine, _llama, _train
 from tests.support import ranks
 
 NAME = "model.layers.1.self_attn.q_proj.weight"
+
+# Nothing stays whole between forward and backward.
+ZERO = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+
+
+def _sharded(**zero: Any) -> Any:
+    return _engine(_llama(), 3, zero_optimization=ZERO | zero)
 
 
 def _block(engine: Any) -> tuple[nn.Parameter, nn.Parameter, Any]:
@@ -32,7 +38,7 @@ def _sent(engine: Any) -> int:
 
 
 def _loop() -> int:
-    engine, plain = _engine(_llama(), 3), dict(_llama().named_parameters())
+    engine, plain = _sharded(), dict(_llama().named_parameters())
     before, kept = _sent(engine), {}
     for name, param in engine.module.named_parameters():
         with GatheredParameters([param, None, param]):
@@ -56,15 +62,16 @@ def test_a_loop_over_parameters_sends_each_once(world: int) -> None:
     assert layers <= sent <= layers + 3 * 1.1 * root * (world - 1)
 
 
+@torch.no_grad()
 def _loss(engine: Any) -> torch.Tensor:
     tokens = torch.arange(8).view(1, 8) + ranks.rank()
     return engine(input_ids=tokens, labels=tokens).loss
 
 
 def _changed_inside() -> None:
-    engine, plain = _engine(_llama(), 3), _llama()
+    engine, plain = _sharded(), _llama()
     param, sibling, unit = _block(engine)
-    start = _loss(engine).detach()
+    start = _loss(engine)
     for assigns in (False, True):
         with GatheredParameters([param]):
             assert unit.state is UnitState.SHARDED and sibling.numel() == 0
@@ -72,54 +79,59 @@ def _changed_inside() -> None:
                 param.data = param.data * 3
             else:
                 param.data.mul_(3)
-            changed = _loss(engine).detach()
+            changed = _loss(engine)
             assert torch.equal(param.data, plain.get_parameter(NAME) * 3) and unit.pinned
         assert unit.state is UnitState.SHARDED and param.numel() == 0 and not unit.pinned
-        with torch.no_grad():
-            other = copy.deepcopy(plain)
-            other.get_parameter(NAME).mul_(3)
-            torch.testing.assert_close(changed, _loss(other))
+        other = copy.deepcopy(plain)
+        other.get_parameter(NAME).data.mul_(3)
+        torch.testing.assert_close(changed, _loss(other))
         assert not torch.equal(changed, start)
-        torch.testing.assert_close(_loss(engine).detach(), start)  # dropped
+        assert torch.equal(_loss(engine), start)  # dropped
+
+
+def _forward(engine: Any) -> torch.Tensor:
+    tokens = torch.arange(8).view(1, 8) + ranks.rank()
+    return engine(input_ids=tokens, labels=tokens).loss
 
 
 def _held_over_steps() -> None:
     weights = []
     for held in (False, True):
-        engine = _engine(_llama(), 3)
+        engine = _sharded()
         param, sibling, unit = _block(engine)
         for order in range(3):
-            loss = _loss(engine) if order else None
+            loss = _forward(engine) if order else None
+            assert unit.state is UnitState.SHARDED
             with GatheredParameters([param], enabled=held):
-                engine.backward(loss if loss is not None else _loss(engine))
+                engine.backward(_forward(engine) if loss is None else loss)
                 with GatheredParameters([param], enabled=held and order == 1):
                     engine.step()
-                    if held:
-                        assert torch.equal(param.data, safe_get_full_fp32_param(param))
+                    assert not held or torch.equal(param.data, safe_get_full_fp32_param(param))
                 with GatheredParameters([param, sibling], enabled=held):
                     _loss(engine)
                     assert not held or torch.equal(sibling.data, safe_get_full_fp32_param(sibling))
             assert unit.state is UnitState.SHARDED
-        with GatheredParameters([param]):  # a step while nothing of the unit is whole but this
-            engine.backward(_loss(engine))
         weights.append({name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()})
         engine.destroy()
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 def _step_inside() -> None:
-    engine = _engine(_llama(), 3)
+    engine = _sharded()
     param, _, unit = _block(engine)
-    engine.backward(_loss(engine))
+    engine.backward(_forward(engine))
     with GatheredParameters([param]):
+        before = param.data.clone()
         engine.step()
         assert unit.state is UnitState.SHARDED and torch.equal(param.data, safe_get_full_fp32_param(param))
-        loss = _loss(engine).detach()
-    assert torch.equal(loss, _loss(engine).detach())
+        assert not torch.equal(param.data, before)
+        loss = _loss(engine)
+    assert torch.equal(loss, _loss(engine))
+    _train(engine)
 
 
 def _nested() -> None:
-    engine, value = _engine(_llama(), 3), _llama().get_parameter(NAME).detach()
+    engine, value = _sharded(), _llama().get_parameter(NAME).detach()
     param, sibling, unit = _block(engine)
     with GatheredParameters([param]):
         with GatheredParameters([param, sibling]):
@@ -151,18 +163,15 @@ def test_all_else_is_as_with_the_whole_layer(world: int) -> None:
     ranks.run_ranks(_all, world)
 
 
-def _packed_and_offloaded() -> None:
-    engine = _engine(_llama(), 3, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": {"device": "cpu"}})
-    param, _, _ = _block(engine)
-    with hf_zero.zero.GatheredParameters([param]):
-        assert torch.equal(param.data, _llama().get_parameter(NAME))
-    engine.destroy()
-    extra = {"zero_quantized_weights": True}
-    engine = _engine(_llama(), 3, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0, **extra})
-    param, _, unit = _block(engine)
-    with hf_zero.zero.GatheredParameters([param]):
-        assert unit.state is UnitState.UNSHARDED and torch.equal(param.data, _llama().get_parameter(NAME))
+def _elsewhere() -> None:
+    for zero in ({"offload_param": {"device": "cpu"}}, {"zero_quantized_weights": True}):
+        engine = _sharded(**zero)
+        param, _, unit = _block(engine)
+        with GatheredParameters([param]):
+            assert torch.equal(param.data, _llama().get_parameter(NAME))
+            assert unit.state is UnitState.UNSHARDED or "offload_param" in zero  # which moves nothing on a CPU
+        engine.destroy()
 
 
 def test_shards_elsewhere_and_codes_come_as_whole_units() -> None:
-    ranks.run_ranks(_packed_and_offloaded, 2)
+    ranks.run_ranks(_elsewhere, 2)

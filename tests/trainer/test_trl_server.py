@@ -31,9 +31,7 @@ def _run(adapted: bool, streams: bool, stages: tuple[int, ...], models: Path, fo
         ranks.run_ranks(_same_as_ddp, 2, models, folder, adapted, streams, stages, url, ports, timeout=250)
 
 
-def _same_as_ddp(
-    models: Path, folder: Path, adapted: bool, streams: bool, stages: tuple[int, ...], url: str, ports: list[int]
-) -> None:
+def _same_as_ddp(models: Path, folder: Path, adapted: bool, streams: bool, stages: tuple[int, ...], url: str, ports: list[int]) -> None:
     with trainers.clean_state(), weight_server.vllm_over_gloo():
         expected: Any = None
         for stage, port in zip((None, *stages), ports, strict=True):
@@ -80,11 +78,11 @@ def _watched(trainer: Any, url: str) -> list[Any]:
     sync = generation.sync_weights
 
     def checked() -> None:
-        if not hasattr(trainer.model_wrapped, "global_steps"):  # DDP
-            return sync()
-        given.append({name: value.clone() for name, value in iter_full_params(trainer.model_wrapped)})
+        watches = hasattr(trainer.model_wrapped, "global_steps")  # DDP has none
+        if watches:
+            given.append({name: value.clone() for name, value in iter_full_params(trainer.model_wrapped)})
         sync()
-        if trainer.accelerator.is_main_process:
+        if watches and trainer.accelerator.is_main_process:
             weight_server.assert_has(url, given[-1])
 
     generation.sync_weights = checked

@@ -148,7 +148,13 @@ def _point(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def whole_from_owners(unit: Unit, index: int, flat: torch.Tensor, label: str) -> torch.Tensor:
-    """Parameter ``index`` of a tensor that is divided as the unit is, ``flat`` (shard_numel,) here: each owner broadcasts its part; collective.
+    """Parameter ``index`` of a tensor that is divided as the unit is; each owner broadcasts its part; collective.
+
+    Args:
+        unit: The unit.
+        index: Of the parameter in it.
+        flat: This rank's part of the tensor, (shard_numel,).
+        label: For the collectives.
 
     Returns:
         A new tensor, (numel,), on the engine's device.
