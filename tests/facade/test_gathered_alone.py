@@ -13,8 +13,7 @@ from torch import nn
 from hf_zero.core.units.state import UnitState
 from hf_zero.utils import safe_get_full_fp32_param
 from hf_zero.zero import GatheredParameters, ZeroParamStatus
-from tests.facade.test_weight_stream import _engine, _llama, _train
-from tests.support import ranks
+from tests.support import ranks, streams
 
 NAME = "model.layers.1.self_attn.q_proj.weight"
 
@@ -23,7 +22,7 @@ ZERO = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_d
 
 
 def _sharded(**zero: Any) -> Any:
-    return _engine(_llama(), 3, zero_optimization=ZERO | zero)
+    return streams.engine_of(streams.llama(), 3, zero_optimization=ZERO | zero)
 
 
 def _block(engine: Any) -> tuple[nn.Parameter, nn.Parameter, Any]:
@@ -38,7 +37,7 @@ def _sent(engine: Any) -> int:
 
 
 def _loop() -> int:
-    engine, plain = _sharded(), dict(_llama().named_parameters())
+    engine, plain = _sharded(), dict(streams.llama().named_parameters())
     before, kept = _sent(engine), {}
     for name, param in engine.module.named_parameters():
         with GatheredParameters([param, None, param]):
@@ -55,7 +54,7 @@ def _loop() -> int:
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_loop_over_parameters_sends_each_once(world: int) -> None:
     sent = sum(ranks.run_ranks(_loop, world))
-    model = _llama()
+    model = streams.llama()
     root = sum(param.nbytes for param in (model.model.embed_tokens.weight, model.lm_head.weight, model.model.norm.weight))
     layers = sum(param.nbytes for param in model.parameters()) - root
     # A rank counts what it hands over once, to however many; the root comes as a whole, each time that one of its three is asked for.
@@ -69,7 +68,7 @@ def _loss(engine: Any) -> torch.Tensor:
 
 
 def _changed_inside() -> None:
-    engine, plain = _sharded(), _llama()
+    engine, plain = _sharded(), streams.llama()
     param, sibling, unit = _block(engine)
     start = _loss(engine)
     for assigns in (False, True):
@@ -127,11 +126,11 @@ def _step_inside() -> None:
         assert not torch.equal(param.data, before)
         loss = _loss(engine)
     assert torch.equal(loss, _loss(engine))
-    _train(engine)
+    streams.train(engine)
 
 
 def _nested() -> None:
-    engine, value = _sharded(), _llama().get_parameter(NAME).detach()
+    engine, value = _sharded(), streams.llama().get_parameter(NAME).detach()
     param, sibling, unit = _block(engine)
     with GatheredParameters([param]):
         with GatheredParameters([param, sibling]):
@@ -168,7 +167,7 @@ def _elsewhere() -> None:
         engine = _sharded(**zero)
         param, _, unit = _block(engine)
         with GatheredParameters([param]):
-            assert torch.equal(param.data, _llama().get_parameter(NAME))
+            assert torch.equal(param.data, streams.llama().get_parameter(NAME))
             assert unit.state is UnitState.UNSHARDED or "offload_param" in zero  # which moves nothing on a CPU
         engine.destroy()
 

@@ -9,8 +9,7 @@ import torch
 
 import hf_zero
 from hf_zero.utils import iter_full_params
-from tests.facade.test_weight_stream import _engine, _llama, _lora, _train
-from tests.support import examples, ranks, weight_server
+from tests.support import examples, ranks, streams, weight_server
 
 STEPS = 2
 
@@ -30,9 +29,9 @@ def _sends(way: str, url: str) -> None:
     with examples.modules("rl", "senders") as found:
         send = found.senders.SENDERS[way](url, bucket_bytes=4096) if ranks.rank() == 0 else list
         for stage, adapted in ((0, False), (1, False), (2, False), (3, False), (0, True), (3, True)):
-            engine = _engine(_lora(_llama()) if adapted else _llama(), stage)
+            engine = streams.engine_of(streams.lora(streams.llama()) if adapted else streams.llama(), stage)
             for _ in range(STEPS):
-                _train(engine)
+                streams.train(engine)
                 expected = _merged(engine) if adapted else _masters(engine)
                 send(iter_full_params(engine, bucket_bytes=4096, rank0_only=True))
                 if ranks.rank() == 0:
@@ -42,10 +41,10 @@ def _sends(way: str, url: str) -> None:
 
 
 def test_a_server_takes_weights_over_a_group_of_its_own() -> None:
-    with weight_server.serving(_llama()) as url:
+    with weight_server.serving(streams.llama()) as url:
         ranks.run_ranks(_sends, 2, "gloo", url)
 
 
 def test_a_server_takes_weights_from_requests() -> None:
-    with weight_server.serving(_llama()) as url:
+    with weight_server.serving(streams.llama()) as url:
         ranks.run_ranks(_sends, 2, "http", url)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from unittest import mock
 
 import pytest
 
@@ -17,8 +16,8 @@ ZERO = {0: {}, 1: {}, 2: {}, 3: TIGHT}
 DATA = Data(padding="right", prompt=3)
 
 
-def _trained(kind: str, tied: bool, run: Run) -> Result:
-    engine = parity.initialize(build(partial(fused_losses.model, kind, tied)), run)
+def _trained(kind: str, tied: bool, large: bool, run: Run) -> Result:
+    engine = parity.initialize(build(partial(fused_losses.model, kind, tied, large)), run)
     losses, norms = [], []
     for step in range(run.steps):
         parts = []
@@ -29,25 +28,29 @@ def _trained(kind: str, tied: bool, run: Run) -> Result:
             engine.step()
         losses.append(parity.mean_over_ranks(parts))
         norms.append(parity.as_float(engine.get_global_grad_norm()))
+    assert not large or tied or run.stage < 3 or any("head" in unit.name for unit in engine.units)
     weights = engine._consolidated_16bit_state_dict()
     engine.destroy()
     return Result(losses, norms, {name: value.float() for name, value in (weights or {}).items()})
 
 
-def _every_stage(kind: str, block_of_its_own: bool) -> None:
-    limit = 64 if block_of_its_own else 1 << 20
-    with mock.patch("hf_zero.core.units.grouping.LARGE_MODULE_NUMEL", limit):
-        for tied, accumulation, stages in ((False, 1, (0, 3)), (False, 2, (1, 2, 3)), (True, 1, (0, 3))):
-            runs = [Run(stage, accumulation=accumulation, clip=0.5, extra={"zero_optimization": ZERO[stage]}) for stage in stages]
-            expected = whole(partial(fused_losses.model, None, tied), runs[0], DATA, ranks.world())
-            for run in runs:
-                compare(_trained(kind, tied, run), expected, f"{kind}, tied {tied}, {run}")
+# Tied or not, a large vocabulary or not, micro-steps, stages.
+SMALL = ((False, False, 1, (0, 3)), (False, False, 2, (1, 2, 3)), (True, False, 1, (0, 3)))
+LARGE = ((False, True, 2, (3,)), (True, True, 1, (3,)))
 
 
-@pytest.mark.parametrize("block_of_its_own", [False, True])
+def _every_stage(kind: str, rows: tuple[tuple[bool, bool, int, tuple[int, ...]], ...]) -> None:
+    for tied, large, accumulation, stages in rows:
+        runs = [Run(stage, accumulation=accumulation, clip=0.5, extra={"zero_optimization": ZERO[stage]}) for stage in stages]
+        expected = whole(partial(fused_losses.model, None, tied, large), runs[0], DATA, ranks.world())
+        for run in runs:
+            compare(_trained(kind, tied, large, run), expected, f"{kind}, tied {tied}, large {large}, {run}")
+
+
+@pytest.mark.parametrize("rows", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("kind", list(fused_losses.KINDS))
-def test_every_stage(kind: str, block_of_its_own: bool) -> None:
-    ranks.run_ranks(_every_stage, 2, kind, block_of_its_own)
+def test_every_stage(kind: str, rows: tuple[tuple[bool, bool, int, tuple[int, ...]], ...]) -> None:
+    ranks.run_ranks(_every_stage, 2, kind, rows)
 
 
 def _slices(kind: str) -> None:

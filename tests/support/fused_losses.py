@@ -14,6 +14,7 @@ from torch.nn import functional
 from tests.support.sequences import llama
 
 TOKENS_OF_CHUNK = 5
+LARGE_VOCABULARY = 40_000  # times a width of 32: more than grouping.LARGE_MODULE_NUMEL elements
 
 
 class FusedLinearCrossEntropy(torch.autograd.Function):
@@ -89,9 +90,11 @@ def tiled(model: Any) -> None:
 KINDS: dict[str, Callable[[Any], None]] = {"liger": liger, "trl": trl, "tiled": tiled}
 
 
-def model(kind: str | None, tied: bool = False) -> nn.Module:
-    """A small Llama; None: with the loss over whole logits."""
+def model(kind: str | None, tied: bool = False, large: bool = False) -> nn.Module:
+    """A small Llama; None: with the loss over whole logits. ``large``: embedding and head are blocks of their own."""
     made = llama(tie_word_embeddings=tied)
+    if large:
+        made.resize_token_embeddings(LARGE_VOCABULARY, mean_resizing=False)
     if kind is not None:
         KINDS[kind](made)
     return made

@@ -1,8 +1,8 @@
 """The server of examples/rl in a thread of this process, for trainers in others; and a vLLM for TRL that sends to it over gloo.
 
-TRL's client imports vLLM for the trainer's end of the weights' process group, which is nccl's there. ``vllm_over_gloo`` puts those names in
-place: TRL's own code announces, walks over the model's parameters and sends, and what vLLM does with them (keeping the tensors of a pack until
-it is full) is done over gloo.
+TRL's client imports vLLM for the trainer's end of the weights' process group, which is nccl's there. ``vllm_over_gloo`` puts those names
+in place: TRL's own code announces, walks over the model's parameters and sends, and what vLLM does with them (keeping the tensors of a
+message until it is full) is done over gloo.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import ranks, trainers, weight_server
-from tests.trainer.test_trl import STEPS, _lora, _options, _pairs, tokenizer
+from tests.support import ranks, trainers, trl_runs, weight_server
 
 LOGGED = ("loss", "grad_norm", "reward", "completions/mean_length", "sampling/importance_sampling_ratio/mean")
 
@@ -40,12 +39,12 @@ def _same_as_ddp(models: Path, folder: Path, adapted: bool, streams: bool, stage
             _sends(trainer, streams and stage is not None, adapted)
             given = _watched(trainer, url)
             trainer.train()
-            assert len(given) == (0 if stage is None else STEPS)
+            assert len(given) == (0 if stage is None else trl_runs.STEPS)
             if given:
                 trainer.vllm_generation.sync_weights()  # the last step's
                 assert any(not value.equal(given[0][name]) for name, value in given[-1].items())
             found = [{key: entry[key] for key in LOGGED if key in entry} for entry in trainer.state.log_history if "loss" in entry]
-            assert len(found) == STEPS and all(LOGGED[-1] in entry for entry in found)
+            assert len(found) == trl_runs.STEPS and all(LOGGED[-1] in entry for entry in found)
             if expected is None:
                 expected = found
             else:
@@ -57,8 +56,8 @@ def _same_as_ddp(models: Path, folder: Path, adapted: bool, streams: bool, stage
 def _sends(trainer: Any, streams: bool, adapted: bool) -> None:
     """What TRL's walk over the parameters is replaced by: our stream, or copies.
 
-    vLLM's sender keeps the tensors of a pack until it is full or the walk is over; TRL takes merged adapters out again in place at the end of
-    the walk. So the last pack would be sent without them, with any engine.
+    vLLM's sender keeps the tensors of a message until it is full or the walk is over; TRL takes merged adapters out again in place at
+    the end of the walk. So the last message would be sent without them, with any engine.
     """
     from hf_zero.utils import iter_full_params
 
@@ -92,7 +91,7 @@ def _watched(trainer: Any, url: str) -> list[Any]:
 def _grpo(models: Path, folder: Path, config: Any, adapted: bool, url: str, port: int) -> Any:
     from trl import GRPOConfig, GRPOTrainer
 
-    args = _options(
+    args = trl_runs.options(
         folder,
         config,
         GRPOConfig,
@@ -110,7 +109,7 @@ def _grpo(models: Path, folder: Path, config: Any, adapted: bool, url: str, port
         model=trainers.load(models, "llama"),
         reward_funcs=lambda completions, **_: [float(len(set(text.split()))) for text in completions],
         args=args,
-        train_dataset=_pairs().select_columns(["prompt"]),
-        processing_class=tokenizer(),
-        peft_config=_lora() if adapted else None,
+        train_dataset=trl_runs.pairs().select_columns(["prompt"]),
+        processing_class=trl_runs.tokenizer(),
+        peft_config=trl_runs.lora() if adapted else None,
     )

@@ -4,19 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import ref
 
 import torch
 from torch import nn
 
+from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import UnitLayout
-from hf_zero.core.units.shard_storage import ON_DEVICE
+from hf_zero.core.units.listener import ParamListener
+from hf_zero.core.units.own_part import OwnPart
+from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
 from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.whole_buffer import WholeBuffer
 from hf_zero.errors import StateError
 
-if TYPE_CHECKING:
-    from hf_zero.core.units.unit import Unit
+
+class Divided(Protocol):
+    """What is asked of a unit here; the attributes are its own."""
+
+    layout: UnitLayout
+    params: list[nn.Parameter | None]
+    collectives: Collectives
+    rank: int
+    reshards: bool
+    quantized: bool
+    state: UnitState
+    listener: ParamListener
+    shard_storage: ShardStorage
+    whole: WholeBuffer
+    own: OwnPart
+
+    @property
+    def name(self) -> str:
+        """As in labels."""
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's part, (shard_numel,)."""
+
+    def shard_part(self, index: int, flat: torch.Tensor) -> torch.Tensor:
+        """The part of a parameter in a (shard_numel,) tensor."""
+
+    def unpin(self, reshard: bool = True) -> None:
+        """Undoes a pin."""
 
 
 @dataclass
@@ -29,7 +60,7 @@ class _Held:
 class AloneParams:
     """The parameters of one unit that somebody holds whole, one by one.
 
-    [Note: a parameter alone] ``GatheredParameters([parameter])`` in a loop over a model is how trainers hand weights to inference engines,
+    [Note: a parameter alone] ``GatheredParameters([parameter])`` in a loop over a model is how scripts hand weights to inference engines,
     parameter by parameter, often keeping many of them until a message is full. To unshard the unit each time would send a layer for
     each of its parameters, and each that is kept would keep a layer's memory. So where less than half of a resting unit is asked
     for, the owners broadcast the parameters' own elements. If the unit is unsharded meanwhile it stays so, pinned, until they are let go
@@ -37,13 +68,13 @@ class AloneParams:
     elsewhere than on the device, units that travel as codes, and packed weights, which belong to their scales, come as whole units.
     """
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Divided) -> None:
         self._owner = ref(unit)  # a cycle would keep the unit's memory until the garbage collector runs
         self._held: dict[int, _Held] = {}
         self._joined = False
 
     @property
-    def _unit(self) -> Unit:
+    def _unit(self) -> Divided:
         unit = self._owner()
         if unit is None:
             raise StateError("a parameter was gathered after its unit had gone")
@@ -147,7 +178,7 @@ def _point(param: nn.Parameter, value: torch.Tensor) -> None:
         param.data = value
 
 
-def whole_from_owners(unit: Unit, index: int, flat: torch.Tensor, label: str) -> torch.Tensor:
+def whole_from_owners(unit: Divided, index: int, flat: torch.Tensor, label: str) -> torch.Tensor:
     """Parameter ``index`` of a tensor that is divided as the unit is; each owner broadcasts its part; collective.
 
     Args:

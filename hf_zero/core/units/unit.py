@@ -185,7 +185,8 @@ class Unit:
             self._wait()
             self.whole.show()
             if self.alone.joined():
-                self._add_pin(None)
+                self.pins.add(None)
+                _pinned.add(self)
             self._enter(UnitState.UNSHARDED)
         if exact and not self.exact:
             self.start_all_gather(exact=True).wait()
@@ -196,6 +197,7 @@ class Unit:
         autograd compares a gradient with its parameter's shape, also where backward does not read the values.
         """
         if self.state is not UnitState.UNSHARDED:
+            self.alone.take_assigned()
             self.whole.show_placeholders()
             self.alone.show()
 
@@ -206,6 +208,7 @@ class Unit:
             leave: Tensors that somebody took of the buffer keep their values, see [Note: tensors taken out of a gather].
         """
         if self.state is not UnitState.UNSHARDED:
+            self.alone.take_assigned()
             self.whole.hide()
             self.alone.show()
         if not self.reshards or self.pins or self.state is UnitState.SHARDED:
@@ -252,12 +255,9 @@ class Unit:
                 require_memory(part, f"unit {self.name}")
         was_whole = self.state is not UnitState.SHARDED
         self.unshard(exact=True)
-        self._add_pin(modifier_rank)
-        return was_whole
-
-    def _add_pin(self, modifier_rank: int | None) -> None:
         self.pins.add(modifier_rank)
         _pinned.add(self)
+        return was_whole
 
     def unpin(self, reshard: bool = True) -> None:
         """Undoes the last ``pin``; with ``reshard`` the last one also reshards."""
