@@ -143,10 +143,6 @@ class UnshardSchedule:
         self._pass.unshard(self.root)
         for external in self.root.externals:
             external.show_placeholders()
-            if (
-                self._pass.index_of(external) == 0
-            ):  # a head that a fused loss reads: a function that saved the parameter itself reads it first
-                self._request(external)
 
     def _place_reductions(self) -> dict[int, int]:
         """By id of each block's gradients the position in backward's order at which they are complete; the root's are missing."""
