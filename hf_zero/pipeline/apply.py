@@ -18,10 +18,11 @@ from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, tp_shard_of
 from hf_zero.core.units.unit import find_unit
 from hf_zero.errors import ConfigError, HfZeroError, StateError, UnsupportedError
 from hf_zero.observe import log_rank0
+from hf_zero.pipeline.schedules import FOLDED, check_schedule
 from hf_zero.pipeline.forward import PipelinedForward, pipelined
 from hf_zero.pipeline.partition import make_plan, replan
-from hf_zero.pipeline.plan import PipelinePlan
-from hf_zero.pipeline.stage import Stage
+from hf_zero.pipeline.plan import PipelinePlan, Placement
+from hf_zero.pipeline.own_stages import OwnStages
 from hf_zero.pipeline.templates import Templates
 from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
 from hf_zero.tensor_parallel.split import equal_weights
@@ -36,15 +37,25 @@ class Pipeline:
 
     Attributes:
         plan: Who runs and holds what.
+        placement: Which rank of the pipeline runs which stage.
         skeleton: The whole model without values.
         ranks: The ranks of the pipeline, as the default group counts them.
         micro_batches: Parts of a batch; None takes what divides it.
+        schedule: Of ``train_batch``.
     """
 
     plan: PipelinePlan
+    placement: Placement
     skeleton: nn.Module
     ranks: tuple[int, ...]
     micro_batches: int | None
+    schedule: str
+
+    @property
+    def tied(self) -> list[tuple[int, ...]]:
+        """The different sets of ranks that hold a parameter together, in an order that is the same everywhere."""
+        found = {self.placement.ranks_of(holders) for holders in self.plan.holders.values()}
+        return sorted(ranks for ranks in found if len(ranks) > 1)
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
@@ -70,7 +81,7 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
     if present is not None:
         if pipe is None or present.ranks != pipe.ranks:
             raise StateError(
-                f"the layers of this model are divided over {present.plan.stages} stages, for an engine before this one, which asks for "
+                f"the layers of this model are divided over {present.placement.ranks} ranks, for an engine before this one, which asks for "
                 f"{pipe.world if pipe is not None else 1}: load the model anew"
             )
         return present
@@ -84,9 +95,12 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
     collectives = open_collectives(topology.model or pipe)
     whole = skeleton(model)
     method = str(section.get("partition_method") or section.get("partition") or "parameters")
-    plan = _agree(collectives, whole, pipe.world, "parameters" if method == "best" else method)
+    each, schedule = int(section.get("stages_per_rank") or 1), str(section.get("schedule") or "1F1B")
+    check_schedule(schedule, each)
+    placement = Placement(each * pipe.world, pipe.world, schedule in FOLDED)
+    plan = _agree(collectives, whole, placement.stages, "parameters" if method == "best" else method)
     wanted = section.get("micro_batches")
-    return Pipeline(plan, whole, pipe.ranks, None if wanted in (None, "auto") else int(wanted))
+    return Pipeline(plan, placement, whole, pipe.ranks, None if wanted in (None, "auto") else int(wanted), schedule)
 
 
 def _agree(collectives: Collectives, model: nn.Module, stages: int, method: str) -> PipelinePlan:
@@ -120,14 +134,13 @@ def divide_layers(model: nn.Module, pipeline: Pipeline, topology: Topology) -> N
         equal_weights(model, collectives, "a pipeline")
     tensor_ranks = topology.tensor.world if topology.tensor is not None else 1
     for name, param in model.named_parameters():
-        _keep(param, pipeline.plan.holders[name], pipe, tensor_ranks)
+        _keep(param, pipeline.placement.ranks_of(pipeline.plan.holders[name]), pipe, tensor_ranks)
     for module in model.modules():
         guard_state_dict(module)
     setattr(model, _PIPELINE, pipeline)
     paths = list(dict.fromkeys(call.path for call in pipeline.plan.calls))
-    stage = Stage(model, pipe.rank, paths, Templates(pipeline.skeleton), topology.device)
-    links = open_collectives(pipe)
-    model.forward = PipelinedForward(stage, links, pipeline.micro_batches, lambda given: _plan_for(pipeline, given))
+    own = OwnStages(model, pipeline.placement, pipe.rank, paths, Templates(pipeline.skeleton), topology.device)
+    model.forward = PipelinedForward(own, open_collectives(pipe), pipeline.micro_batches, pipeline.schedule, lambda given: _plan_for(pipeline, given))
     equal_random_state(collectives)
     SameData(model, collectives)
     log_rank0("%s", summary(pipeline.plan, model))
@@ -139,7 +152,7 @@ def _plan_for(pipeline: Pipeline, given: Mapping[str, Any]) -> PipelinePlan:
 
 
 def _keep(param: nn.Parameter, holders: tuple[int, ...], pipe: Topology, tensor_ranks: int) -> None:
-    """Marks what this stage holds of ``param``, and empties it where that is nothing."""
+    """Marks what this rank of the pipeline holds of ``param``, one of ``holders``, or empties it."""
     if param.dim() == 0:  # cannot be left empty: every stage has it
         return
     part = tp_shard_of(param) or TpShard(param.shape, 0, (Range(0, param.shape[0]),), ((Range(0, param.shape[0]), tensor_ranks),))
@@ -176,9 +189,4 @@ def summary(plan: PipelinePlan, model: nn.Module) -> str:
     return f"pipeline of {plan.stages} stages for {type(model).__name__}: {told}{shared}"
 
 
-def tied_stages(plan: PipelinePlan) -> list[tuple[int, ...]]:
-    """The different sets of stages that hold a parameter together, in an order that is the same on every rank."""
-    return sorted({holders for holders in plan.holders.values() if len(holders) > 1})
-
-
-__all__ = ["Pipeline", "divide_layers", "pipeline_of", "pipelined", "plan_pipeline", "tied_stages"]
+__all__ = ["Pipeline", "divide_layers", "pipeline_of", "pipelined", "plan_pipeline"]

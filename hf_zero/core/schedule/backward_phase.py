@@ -25,6 +25,7 @@ class BackwardPhase:
         schedule: Unshards and reshards; None when nothing is ever resharded.
         reducer: Gradients on their way; None without optimizer.
         begun: Whether a backward has begun and not ended.
+        mixed: In the one that runs, forwards of some micro-batches follow backwards of others (schedules of pipelines).
         micro_steps: Backwards so far that hand gradients to parameters.
         on_user_backward: Called when one of them begins that the engine did not start.
 
@@ -42,6 +43,7 @@ class BackwardPhase:
         self.schedule = schedule
         self.reducer = reducer
         self.begun = False
+        self.mixed = False
         self.micro_steps = 0
         self.on_user_backward: WeakMethod[Callable[[], None]] | None = None
         self._root = root
@@ -121,6 +123,13 @@ class BackwardPhase:
         self._collect()
         if not self.begun:
             self._begin()
+
+    def begin_mixed(self) -> None:
+        """Begins a micro-step of several micro-batches, forwards and backwards of which take turns; nothing is resharded in it."""
+        self.begin()
+        self.mixed = True
+        if self.reducer is not None:
+            self.reducer.expect_pieces()
 
     def _notice(self) -> None:
         """[Note: backwards for inputs] ``torch.autograd.grad`` and the transforms of torch.func give no parameter a gradient.
@@ -231,7 +240,7 @@ class BackwardPhase:
         self._finish()
 
     def _finish(self) -> None:
-        self.begun = self._collects = False
+        self.begun = self.mixed = self._collects = False
         SharedBackward.leave(self)
         self._stack.clear()
         self._awaited.clear()
