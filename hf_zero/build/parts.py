@@ -62,6 +62,7 @@ from hf_zero.optim.elementwise import needs_whole_tensors
 from hf_zero.optim.onebit_adam import OneBitAdam
 from hf_zero.optim.whole_tensor_limits import check_whole_tensors
 from hf_zero.pipeline.apply import pipeline_of, pipelined
+from hf_zero.pipeline.generation import WholeGeneration
 from hf_zero.pipeline.limits import require_served
 
 
@@ -168,6 +169,9 @@ class PartsBuilder:
         stages = pipelined(self.module)
         if stages is not None:
             stages.begin_backward = runtime.backward.begin_inside
+            generates = WholeGeneration(stages, self.module, open_collectives(self.topology.pipe or self.topology))
+            generates.attach()
+            runtime.keep(generates)
         heap.keep_large_blocks(on_host=self.topology.device.type == "cpu")
         synced = self.topology.expert is not None
         if schedule is not None or synced:

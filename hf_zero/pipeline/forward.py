@@ -71,12 +71,21 @@ class PipelinedForward:
         self._source = own.placement.rank_of(own.placement.stages - 1)
         self._last = self._source == own.rank
 
+    @property
+    def whole(self) -> bool:
+        """Whether this rank has the parameters of all stages for a while, and runs the model as it is."""
+        return self._own.whole
+
+    @whole.setter
+    def whole(self, whole: bool) -> None:
+        self._own.whole = whole
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result, on every rank; collective over the pipeline.
 
         The loss has its value everywhere; other tensors come from the last stage when they are looked at, at once where gradients are off.
         """
-        if self._own.whole:
+        if self.whole:
             return self._original(*args, **kwargs)
         given = self._arguments(args, kwargs)
         rows = micro_batches.rows_of(given)
@@ -134,6 +143,7 @@ class PipelinedForward:
         others = tuple(sorted((name, repr(value)) for name, value in given.items() if not isinstance(value, torch.Tensor)))
         key = (repr((shapes, others)), self._own.model.training, count > 1)
         if key not in self._kinds:
+            self._own.templates.follow(self._own.model)
             plan = self._plan_for(micro_batches.split(given, count)[0])
             self._kinds[key] = _Kind(plan, self._find_weights(plan, given, count) if count > 1 else "sum")
         return self._kinds[key]

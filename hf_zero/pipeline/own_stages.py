@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.core.units.tp_shard import is_elsewhere
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.pipeline.plan import Crossing, PipelinePlan, Placement
 from hf_zero.pipeline.templates import Templates, placeholder
@@ -67,9 +68,19 @@ class OwnStages:
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             run = self._run
+            if run is None and not self.whole and not torch._C._current_graph_task_id() >= 0:
+                self._require_here(path)
             return original(*args, **kwargs) if run is None else run.call(path, original, args, kwargs)
 
         module.forward = forward
+
+    def _require_here(self, path: str) -> None:
+        """Refuses a call of a module that other stages hold, outside of a forward of the whole model."""
+        if any(is_elsewhere(param) for param in self.model.get_submodule(path).parameters()):
+            raise StateError(
+                f"{path} was called by itself, and another stage of the pipeline holds it. Call the whole model, on every rank; or bring all "
+                "weights together with engine.save_16bit_model or hf_zero.utils.iter_full_params"
+            )
 
     def remove(self) -> None:
         """Gives modules their own forwards back."""

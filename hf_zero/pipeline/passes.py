@@ -155,7 +155,8 @@ class _Outer(torch.autograd.Function):
     def forward(ctx: Any, anchor: torch.Tensor, passes: Passes, tensors: Sequence[torch.Tensor]) -> Any:
         ctx.passes = passes
         ctx.set_materialize_grads(False)
-        return (anchor.detach().clone(), *(tensor.detach() for tensor in tensors))
+        # Scripts scale a loss in place; it must not be the one that the passes differentiate.
+        return (anchor.detach().clone(), *(tensor.detach().clone() if tensor.dim() == 0 else tensor.detach() for tensor in tensors))
 
     @staticmethod
     def backward(ctx: Any, token: Any, *gradients: Any) -> Any:
@@ -168,7 +169,7 @@ class Attached(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
+        return value.clone()  # scripts scale a loss in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
