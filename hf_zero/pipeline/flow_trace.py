@@ -45,6 +45,7 @@ class FlowTracer:
         calls: The calls of items so far.
         control: What decisions in glue were made of.
         changed: Results that are changed in place after their call.
+        hidden: As in ``Flow``.
         silent: Not zero while operations are not to be looked at.
     """
 
@@ -52,6 +53,7 @@ class FlowTracer:
         self.calls: list[FlowCall] = []
         self.control: Sources = frozenset()
         self.changed: set[Crossing] = set()
+        self.hidden: list[tuple[int, int]] = []
         self.silent = 0
         self._items = possible_items(model)
         self._blocks = find_repeated(model)
@@ -230,6 +232,25 @@ def _watching(model: nn.Module, tracer: FlowTracer) -> Iterator[None]:
                 module.forward = own
 
 
+@contextmanager
+def _noticing_functions(tracer: FlowTracer) -> Iterator[None]:
+    """Notes which calls run inside of an autograd function: a reversible network's, say."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        first = len(tracer.calls)
+        result = original.__func__(cls, *args, **kwargs)
+        if len(tracer.calls) > first:
+            tracer.hidden.append((first, len(tracer.calls) - 1))
+        return result
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
 def trace_flow(skeleton: nn.Module, inputs: Mapping[str, Any]) -> Flow:
     """The flow of ``skeleton(**inputs)``.
 
@@ -245,8 +266,8 @@ def trace_flow(skeleton: nn.Module, inputs: Mapping[str, Any]) -> Flow:
     inputs = tree_map_only(
         torch.Tensor, lambda tensor: tensor.detach().cpu() if values and tensor.device.type != "meta" else tensor, dict(inputs)
     )
-    with _watching(skeleton, tracer), torch.no_grad(), valueless(_Answers(tracer), tracer, values):  # type: ignore[arg-type]
+    with _watching(skeleton, tracer), _noticing_functions(tracer), torch.no_grad(), valueless(_Answers(tracer), tracer, values):  # type: ignore[arg-type]
         output = skeleton(**inputs)
     result = tracer.control.union(*(tracer.sources(tensor) for _, tensor in tensors_in(output)))
     numel = {name: param.numel() for name, param in skeleton.named_parameters()}
-    return Flow(type(skeleton).__name__, tracer.calls, result, numel, frozenset(tracer.changed))
+    return Flow(type(skeleton).__name__, tracer.calls, result, numel, frozenset(tracer.changed), tuple(tracer.hidden))

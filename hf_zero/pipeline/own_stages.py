@@ -154,6 +154,7 @@ class Run:
         self._incoming = _by_call(plan.crossings[index - 1]) if index > 0 else {}
         self._outgoing = _by_call(plan.crossings[index]) if index < plan.stages - 1 else {}
         self._changed = _by_call(plan.changed)
+        self._grad = torch.is_grad_enabled()
         self._inside = False  # an item runs: what it calls is its own affair
 
     @property
@@ -179,10 +180,21 @@ class Run:
         self._place += 1
         result = self._run(original, args, kwargs) if stage == self._index else self._stand_in(path, place, args, kwargs)
         if place in self._outgoing:
+            if self._grad and not torch.is_grad_enabled():
+                self._refuse_without_graph(path)
             tensors = [tensor for _, tensor in tensors_in(result)]
             for crossing in self._outgoing[place]:
                 self._values[crossing] = tensors[crossing.leaf]
         return self._copied(result, {crossing.leaf for crossing in self._changed[place]}) if place in self._changed else result
+
+    def _refuse_without_graph(self, path: str) -> None:
+        """What crosses a border must bring gradients back to the parameters of ``path``."""
+        if any(param.requires_grad for param in self._own.model.get_submodule(path).parameters()):
+            raise UnsupportedError(
+                f"pipeline: {path} is called where gradients are off (torch.no_grad, an autograd function of the model's own, or "
+                "activation checkpointing with use_reentrant=True), so none would come back over a border to it. With checkpointing, set "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
 
     def _run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._inside = True

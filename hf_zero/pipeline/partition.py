@@ -143,6 +143,14 @@ def _constraints(flow: Flow) -> Iterator[_Constraint]:
                 yield _Constraint(source.call, reader, _kept(flow, source, reader, sources))
             elif isinstance(source, Drawn):
                 drawn.setdefault(source, []).append(reader)
+    for first, last in flow.hidden:
+        inside = range(first, last + 1)
+        readers = [reader for reader, needs in flow.readers() if any(isinstance(one, Crossing) and one.call in inside for one in needs)]
+        yield _Constraint(
+            first,
+            max([last, *readers]),
+            f"{flow.calls[first]} is called inside of an autograd function of the model's own, past which no gradient comes to a stage",
+        )
     for source, readers in drawn.items():
         yield _Constraint(
             min(readers),

@@ -254,7 +254,29 @@ def coin(model: Net, x: Tensor, ids: Tensor) -> Tensor:
     return x
 
 
+class Reversible(torch.autograd.Function):
+    """Runs a layer without a graph, and again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer, ctx.x = layer, x.detach()
+        return layer(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).backward(grad)
+        return x.grad, None
+
+
+def reversible(model: Net, x: Tensor, ids: Tensor) -> Tensor:
+    x = Reversible.apply(model.layers[0](x), model.layers[1])  # type: ignore[no-untyped-call]
+    return model.layers[3](model.layers[2](x))
+
+
 REFUSED = [
+    (reversible, Block, 3, ["at most 3 stages", "layers.1 (Block) is called inside of an autograd function"]),
     (cache, Keeping, 3, ["at most 3 stages", "layers.1 (Keeping) keeps a tensor", "layers.2 (Keeping) reads it"]),
     (cache_for_the_result, Keeping, 2, ["at most 2 stages", "layers.1 (Keeping) keeps", "head (Linear) reads it"]),
     (dropout_for_all, Block, 2, ["at most 2 stages", "Net draws random numbers", "layers.0 (Block)", "layers.2 (Block)"]),
