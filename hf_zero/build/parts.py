@@ -26,6 +26,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.hops import TwoHops
 from hf_zero.comm.nodes import nodes_of
 from hf_zero.comm.own_groups import borrow, give_back, own_topology
+from hf_zero.comm.pipeline_axes import stages_together
 from hf_zero.comm.topology import Topology, divide_replicas, lines_of, require_divisor
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.engine import EngineParts
@@ -33,6 +34,7 @@ from hf_zero.core.generation import Generation
 from hf_zero.core.holdings import bytes_on_disk, holdings, loose_tensors
 from hf_zero.core.model_init import warn_if_built_whole
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.schedule.backward_phase import begin_inside
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, GradientPolicy, UnitGradients
 from hf_zero.core.schedule.node_gradients import NodeExchange
@@ -50,6 +52,7 @@ from hf_zero.core.step.step import Stepper
 from hf_zero.core.units.grouping import modules_kept_unsharded
 from hf_zero.core.units.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.core.units.listener import ParamListener
+from hf_zero.core.units.tp_shard import stages_of
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.expert_parallel.apply import shares_of
@@ -64,6 +67,9 @@ from hf_zero.onebit.step import OneBitStepper, max_norm_of
 from hf_zero.optim.elementwise import needs_whole_tensors
 from hf_zero.optim.onebit_adam import OneBitAdam
 from hf_zero.optim.whole_tensor_limits import check_whole_tensors
+from hf_zero.pipeline.apply import pipeline_of, pipelined
+from hf_zero.pipeline.generation import WholeGeneration
+from hf_zero.pipeline.limits import require_served
 from hf_zero.profiling.recorded_step import RecordedStep
 from hf_zero.profiling.step_metrics import StepMetrics
 
@@ -114,6 +120,8 @@ class PartsBuilder:
         self.stage = stage_policy(
             self.config.zero_optimization.stage, self.config.hf_zero.param_shard_size is not None and self._inside < self.topology.world
         )
+        if self.topology.pipe is not None:
+            require_served(self.config, self.stage)
         self.expert_collectives = self._open_experts()
         self.offload = policies.offload_settings(self.config)
         self.offloading = Offloading(self.offload, self.precision, self.collectives, self.stage)
@@ -162,12 +170,20 @@ class PartsBuilder:
                 optimizer.memory = reducer.exchange
             stepper = self._stepper(runtime, reducer, optimizer, scaler)
         if self.config.activation_checkpointing is not None:
-            configure(checkpoint_settings(self.config.activation_checkpointing), self.model_collectives, by_script=False)
+            layers = self.topology.layers.model
+            together = self.model_collectives if layers is self.topology.model or layers is None else open_collectives(layers)
+            configure(checkpoint_settings(self.config.activation_checkpointing), together, by_script=False)
         parts = self._parts(runtime, units, scaler, optimizer, stepper, scheduler_of(self.resolved, lr_scheduler, optimizer))
         zero = self.config.zero_optimization
         stays = {id(unit) for block in blocks if block.name in kept for unit in block.units}
         persist_and_reshard(units, stays, zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold)
         runtime.attach()
+        stages = pipelined(self.module)
+        if stages is not None:
+            stages.begin_backward = partial(begin_inside, runtime.backward)
+            generates = WholeGeneration(stages, self.module, open_collectives(self.topology.pipe or self.topology))
+            generates.attach()
+            runtime.keep(generates)
         heap.keep_large_blocks(on_host=self.topology.device.type == "cpu")
         synced = self.topology.expert is not None
         if schedule is not None or synced:
@@ -267,11 +283,14 @@ class PartsBuilder:
         overlap = self.config.zero_optimization.overlap_comm is not False
         pool, place = BufferPool(), self.offloading.gradient_place
         of_experts = self._expert_exchange(policy)
-        kind = UnitGradients if replicas is None else partial(ReplicatedGradients, replicas=replicas)
-        entries = []
-        for unit in units:
+        tied = self._tied()
+
+        def entry_of(unit: Unit) -> UnitGradients:
             own = of_experts if of_experts is not None and unit.collectives.topology.of_experts else exchange
-            entries.append(kind(unit, own, pool, place(unit)))
+            others = replicas or tied.get(_stages_of(unit))
+            return UnitGradients(unit, own, pool, place(unit)) if others is None else ReplicatedGradients(unit, own, pool, place(unit), others)
+
+        entries = [entry_of(unit) for unit in units]
         return Reducer(entries, exchange, overlap, partial(self.collectives.data.any_of, unit="late gradients"))
 
     def _ranks_in_each_node(self) -> int:
@@ -295,6 +314,12 @@ class PartsBuilder:
                 raise ConfigError(f"{key} is node, and {self.nodes} cannot be told apart evenly: set it to a number of ranks")
         require_divisor(int(size), topology.world, key, "ranks that parameters are sharded over")
         return int(size)
+
+    def _tied(self) -> dict[tuple[int, ...], Collectives]:
+        """The networks of the stages that hold a parameter together, which add up its gradients, by these stages; collective."""
+        pipeline = pipeline_of(self.module)
+        sets = pipeline.tied if pipeline is not None else []
+        return {ranks: open_collectives(stages_together(self.topology, ranks)) for ranks in sets}
 
     def _expert_exchange(self, policy: GradientPolicy) -> GradientExchange | None:
         """How gradients of experts become one: tokens of all ranks are in them, so the mean is over all, the sum over the holders."""
@@ -360,6 +385,10 @@ class PartsBuilder:
         # Where every rank has all of a unit, nobody has the squares of other ranks' experts.
         experts = open_collectives(self.topology.expert) if self.topology.expert and not self.stage.optimizer_sharded else None
         return kind(runtime, reducer, optimizer, scaler, self.collectives, settings, self.model_collectives, experts)
+
+
+def _stages_of(unit: Unit) -> tuple[int, ...]:
+    return next((stages_of(param) for param in unit.params if param is not None), ())
 
 
 def _give_back_all(borrowed: list[Topology]) -> None:

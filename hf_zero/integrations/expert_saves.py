@@ -1,4 +1,4 @@
-"""Whole weights for those who save a divided model: of experts, and of a model that a trainer saves in its own way.
+"""Whole weights for those who save a divided model: of experts or layers, and of a model that a trainer saves in its own way.
 
 [Note: a trainer's own way of saving] Trainer gathers the weights on all ranks and gives them to ``_save`` on rank 0. sentence-transformers
 has a ``_save`` of its own, which lets each part of the model save itself and forgets them; no rank could gather there. So what was
@@ -20,9 +20,10 @@ _GATHERED = "state dict of all ranks"
 
 
 def get_state_dict(method: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Accelerator.get_state_dict``; of an engine with divided experts the whole weights, on rank 0; collective then."""
+    """``Accelerator.get_state_dict``; of an engine with divided experts or layers the whole weights, on rank 0; collective then."""
     axes = getattr(getattr(model, "collectives", None), "topology", None)
-    if getattr(axes, "expert", None) is not None and not model.policy.parameters_sharded:
+    divided = getattr(axes, "expert", None) is not None or getattr(axes, "pipe", None) is not None
+    if divided and not model.policy.parameters_sharded:
         return model._consolidated_16bit_state_dict()
     found = method(accelerator, model, *args, **kwargs)
     for call in callers.running(callers.SAVE_MODEL)[:1]:

@@ -25,6 +25,7 @@ class BackwardPhase:
         schedule: Unshards and reshards; None when nothing is ever resharded.
         reducer: Gradients on their way; None without optimizer.
         begun: Whether a backward has begun and not ended.
+        mixed: In the one that runs, forwards of some micro-batches follow backwards of others (schedules of pipelines).
         micro_steps: Backwards so far that hand gradients to parameters.
         on_user_backward: Called when one of them begins that the engine did not start.
 
@@ -42,6 +43,7 @@ class BackwardPhase:
         self.schedule = schedule
         self.reducer = reducer
         self.begun = False
+        self.mixed = False
         self.micro_steps = 0
         self.on_user_backward: WeakMethod[Callable[[], None]] | None = None
         self._root = root
@@ -116,11 +118,18 @@ class BackwardPhase:
             block.watched()
             self._awaited.add(hook)
 
-    def begin(self) -> None:
-        """Begins a micro-step that the engine has started."""
+    def begin(self, mixed: bool = False) -> None:
+        """Begins a micro-step that the engine has started.
+
+        Args:
+            mixed: It is of several micro-batches, whose forwards and backwards take turns; nothing is resharded in it.
+        """
         self._collect()
         if not self.begun:
             self._begin()
+        self.mixed = mixed
+        if mixed and self.reducer is not None:
+            self.reducer.pieces = True
 
     def _notice(self) -> None:
         """[Note: backwards for inputs] ``torch.autograd.grad`` and the transforms of torch.func give no parameter a gradient.
@@ -221,12 +230,23 @@ class BackwardPhase:
         self._finish()
 
     def _finish(self) -> None:
-        self.begun = self._collects = False
+        self.begun = self.mixed = self._collects = False
         SharedBackward.leave(self)
         self._stack.clear()
         self._awaited.clear()
         for block in self._blocks:
             block.reset()
+
+
+def begin_inside(phase: BackwardPhase, parts: int) -> None:
+    """Inside the backward that runs others begin, ``parts`` of them, which its graph does not show: they give parameters gradients."""
+    if not phase._collects:
+        phase._begin_collecting()
+    if not phase.begun:
+        phase._begin()
+        call_after_backward(phase.end)
+    if parts > 1 and phase.reducer is not None:
+        phase.reducer.pieces = True
 
 
 class SharedBackward:

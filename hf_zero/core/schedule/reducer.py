@@ -78,6 +78,7 @@ class Reducer:
     Attributes:
         gradients: One entry per trainable unit, in the order of the model.
         exchange: How they become one over ranks.
+        pieces: Each parameter gets several gradients in the backward that runs: they are summed up, and units are sent when it ends.
 
     Args:
         gradients: As the attribute.
@@ -97,6 +98,7 @@ class Reducer:
         self.exchange = exchange
         self._reduces = True  # whether the backward that runs sends anything
         self._factor = 1.0
+        self.pieces = False
         self._overlap = overlap
         self._agree = agree
         self._queue = self.gradients[::-1]
@@ -143,7 +145,8 @@ class Reducer:
 
     def collect(self, entry: UnitGradients, index: int) -> None:
         """Takes the gradient of parameter ``index`` of a unit; sends off what has become complete."""
-        entry.collect(index, deferred=not self._reduces, factor=self._factor)
+        entry.piecemeal |= self.pieces
+        entry.collect(index, deferred=not self._reduces or self.pieces, factor=self._factor)
         if self._reduces and entry.complete:
             self.proceed()
 
@@ -249,6 +252,7 @@ class Reducer:
     def _reset(self) -> None:
         self._sent = 0
         self._order = None
+        self.pieces = False
 
 
 def _tell(exchanges: Iterable[GradientExchange], completes: bool) -> None:

@@ -89,7 +89,7 @@ class Runtime:
 
     def enter(self, block: Block) -> None:
         """A forward of ``block``'s module begins; collective where parameters are sharded."""
-        if self.backward.begun:
+        if self.backward.begun and not self.backward.mixed:
             if in_backward():
                 self.backward.recompute(block)
                 return
@@ -98,8 +98,8 @@ class Runtime:
 
     def leave(self, block: Block, output: Any) -> None:
         """A forward of ``block``'s module ends, with ``output`` None if it failed."""
-        if not self.backward.begun:
-            if output is not None:
+        if not self.backward.begun or self.backward.mixed:
+            if output is not None and not self.backward.begun:
                 self.backward.watch(block, output)
             self.forward.leave(block, output)
 

@@ -1,0 +1,107 @@
+"""Which stage runs which calls of a model's modules, what goes over the borders between stages, and who holds which parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ItemCall:
+    """One call, in a forward, of a module that one stage runs as a whole: an item.
+
+    [Note: items] Items are the repeated blocks of a model and, outside of them, the outermost modules with parameters that hold no block
+    (embeddings, norms, heads), and dropout without a block around it. All else of a forward is glue: it has no parameters, and every stage
+    runs it.
+
+    Attributes:
+        path: Dotted name of the module.
+        nth: Which call of this module it is in a forward, from 0.
+        stage: Who runs it.
+    """
+
+    path: str
+    nth: int
+    stage: int
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor that goes over a border.
+
+    Attributes:
+        call: Position in ``PipelinePlan.calls`` of the call whose result it is part of.
+        leaf: Which of the tensors of that result, in the order of ``call_arguments.tensors_in``.
+    """
+
+    call: int
+    leaf: int
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """A model over the stages of a pipeline.
+
+    Attributes:
+        stages: Their number.
+        calls: All calls of items in the order of a forward; their stages never fall.
+        crossings: Per border (stage s to s + 1), what goes over it, in the order of the results: results of calls of the stages up to s
+            that calls of later stages, or the model's own result, are made of.
+        holders: First name of each parameter -> the stages whose calls, or glue between these, read it, rising; several for tied ones.
+        changed: Results that glue, or a later call, changes in place: these get copies, because every stage changes them.
+    """
+
+    stages: int
+    calls: tuple[ItemCall, ...]
+    crossings: tuple[tuple[Crossing, ...], ...]
+    holders: Mapping[str, tuple[int, ...]]
+    changed: tuple[Crossing, ...] = ()
+
+    def span(self, stage: int) -> range:
+        """Positions in ``calls`` of those that ``stage`` runs."""
+        mine = [place for place, call in enumerate(self.calls) if call.stage == stage]
+        return range(mine[0], mine[-1] + 1) if mine else range(0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As values of JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> PipelinePlan:
+        """What ``to_dict`` gave, also after JSON."""
+        return cls(
+            content["stages"],
+            tuple(ItemCall(**call) for call in content["calls"]),
+            tuple(tuple(Crossing(**crossing) for crossing in border) for border in content["crossings"]),
+            {name: tuple(stages) for name, stages in content["holders"].items()},
+            tuple(Crossing(**crossing) for crossing in content["changed"]),
+        )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank of a pipeline runs which stages: one each, or several that go round the ranks.
+
+    Attributes:
+        stages: All of them.
+        ranks: Ranks of the pipeline.
+        folded: The second round goes back the way the first has come (zero-bubble schedules of the shape of a V), else it begins anew.
+    """
+
+    stages: int
+    ranks: int
+    folded: bool = False
+
+    def rank_of(self, stage: int) -> int:
+        """Who runs ``stage``."""
+        turn, place = divmod(stage, self.ranks)
+        return self.ranks - 1 - place if self.folded and turn % 2 else place
+
+    def stages_of(self, rank: int) -> list[int]:
+        """What ``rank`` runs, rising."""
+        return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
+
+    def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
+        """Who runs any of ``stages``, rising."""
+        return tuple(sorted({self.rank_of(stage) for stage in stages}))

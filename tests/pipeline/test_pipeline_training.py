@@ -1,0 +1,78 @@
+"""Layers divided over the stages of a pipeline train like plain PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from tests.support import ranks
+from tests.support.models import CASES, ModelCase
+from tests.support.parity import Run
+from tests.support.pipelines import check
+from tests.support.tp_training import zoo_case
+
+
+def check_stages(name: str, stages: int, zero: list[int]) -> None:
+    case = zoo_case(name, {})
+    for stage in zero:
+        check(case, Run(stage, accumulation=2, clip=0.1), stages)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
+def test_two_stages(name: str) -> None:
+    ranks.run_ranks(check_stages, 2, name, 2, [0, 1])
+
+
+def check_four(dtype: str) -> None:
+    case = zoo_case("LlamaForCausalLM", {"num_hidden_layers": 4, "tie_word_embeddings": True})
+    check(case, Run(1, clip=0.1), 4)
+    check(case, Run(0, clip=0.1), 2)
+    check(case, Run(2, accumulation=2, clip=0.1), 2)
+    check(case, Run(1, clip=0.1), 2, tp=2)
+
+
+def test_four_ranks() -> None:
+    ranks.run_ranks(check_four, 4, "fp32")
+
+
+def check_settings() -> None:
+    """16 bit, loss scaling, offload, recomputation, frozen weights, and losses that parts do not make up."""
+    llama = zoo_case("LlamaForCausalLM", {"num_hidden_layers": 4})
+    check(CASES["llama"], Run(1, "bf16", accumulation=2, clip=0.1), 2)
+    check(CASES["llama"], Run(1, "fp16", accumulation=2, clip=0.1), 2)
+    check(llama, Run(2, extra={"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}), 2)
+    check(recomputed(llama), Run(1, clip=0.1), 2)
+
+
+def recomputed(case: ModelCase) -> ModelCase:
+    def make() -> nn.Module:
+        model = case.make()
+        model.gradient_checkpointing_enable()
+        return model
+
+    return replace(case, make=make)
+
+
+def test_settings() -> None:
+    ranks.run_ranks(check_settings, 2)
+
+
+def check_kinds() -> None:
+    """Encoders, encoder-decoders, shared layers, and a mixture whose balance is no mean over parts of a batch."""
+    for name, changes in KINDS.items():
+        check(zoo_case(name, changes), Run(1, clip=0.1), 2)
+
+
+KINDS = {
+    "T5ForConditionalGeneration": {},
+    "BartForConditionalGeneration": {},
+    "BertForMaskedLM": {},
+    "AlbertForMaskedLM": {},
+    "MixtralForCausalLM": {},
+}
+
+
+def test_kinds_of_models() -> None:
+    ranks.run_ranks(check_kinds, 2)
