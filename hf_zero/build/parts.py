@@ -288,7 +288,9 @@ class PartsBuilder:
         def entry_of(unit: Unit) -> UnitGradients:
             own = of_experts if of_experts is not None and unit.collectives.topology.of_experts else exchange
             others = replicas or tied.get(_stages_of(unit))
-            return UnitGradients(unit, own, pool, place(unit)) if others is None else ReplicatedGradients(unit, own, pool, place(unit), others)
+            return (
+                UnitGradients(unit, own, pool, place(unit)) if others is None else ReplicatedGradients(unit, own, pool, place(unit), others)
+            )
 
         entries = [entry_of(unit) for unit in units]
         return Reducer(entries, exchange, overlap, partial(self.collectives.data.any_of, unit="late gradients"))

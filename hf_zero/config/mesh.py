@@ -254,7 +254,12 @@ def _require_served(claims: Sequence[Claim], sizes: Mapping[str, int]) -> None:
         )
 
 
-_BESIDE_PIPELINES = {"sp": "sequence parallelism", EXPERT: "expert parallelism", "dp_replicate": "shard groups", SHARD_GROUP: "shard groups"}
+_BESIDE_PIPELINES = {
+    "sp": "sequence parallelism",
+    EXPERT: "expert parallelism",
+    "dp_replicate": "shard groups",
+    SHARD_GROUP: "shard groups",
+}
 
 
 def _require_served_pipeline(claims: Sequence[Claim], sizes: Mapping[str, int]) -> None:

@@ -20,10 +20,12 @@ def require_served(config: ZeroConfig, stage: StagePolicy) -> None:
             "parts of a batch pass, and gathering them for each part would send the model once per part. Set zero_optimization.stage to 1 "
             "or 2, or leave pipeline.stages out and let stage 3 shard all layers"
         )
-    if config.torch_autocast is not None and config.torch_autocast.enabled:
+    if config.torch_autocast.enabled:
         raise UnsupportedError(
-            "pipeline.stages and torch_autocast cannot be combined: the types of what goes from stage to stage would depend on operations of "
-            'other stages. Write "bf16": {"enabled": true} instead, which keeps fp32 masters too'
+            "pipeline.stages and torch_autocast cannot be combined: the types of what goes from stage to stage would depend on "
+            'operations of other stages. Write "bf16": {"enabled": true} instead, which keeps fp32 masters too'
         )
     if zero.zero_quantized_gradients or zero.zero_quantized_weights:
-        raise UnsupportedError("pipeline.stages and ZeRO++ (zero_quantized_weights, zero_quantized_gradients) cannot be combined: leave one out")
+        raise UnsupportedError(
+            "pipeline.stages and ZeRO++ (zero_quantized_weights, zero_quantized_gradients) cannot be combined: leave one out"
+        )

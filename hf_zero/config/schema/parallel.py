@@ -96,7 +96,8 @@ class Pipeline(FreeSection):
         "auto", "Parts that a batch is divided into; auto takes the most that divide it, up to two a stage", auto_is_value=True
     )
     schedule: str = used(
-        "1F1B", "Of train_batch: 1F1B, GPipe, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble or ZBVZeroBubble (torch.distributed.pipelining)"
+        "1F1B",
+        "Of train_batch: 1F1B, GPipe, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble or ZBVZeroBubble (torch.distributed.pipelining)",
     )
     stages_per_rank: Count = used(1, "Stages that each rank runs in turn (interleaved schedules)")
     partition: str = accepted("best", "Balance of stages", "partition_method says it")
@@ -104,7 +105,9 @@ class Pipeline(FreeSection):
     activation_checkpoint_interval: Int = accepted(
         0, "Recompute every so many layers", "PipelineModule(activation_checkpoint_interval=) or the model's own checkpointing says it"
     )
-    pipe_partitioned: Bool = accepted(True, "Divide what is sent over tensor-parallel ranks", "each of them sends what the next stage's reads")
+    pipe_partitioned: Bool = accepted(
+        True, "Divide what is sent over tensor-parallel ranks", "each of them sends what the next stage's reads"
+    )
     grad_partitioned: Bool = accepted(True, "The same for gradients", "each of them sends what the stage before reads")
     use_reentrant: Bool = accepted(True, "Kind of recomputation", "the model's own checkpointing says it")
 

@@ -83,7 +83,7 @@ class AloneParams:
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    def __contains__(self, index: int) -> bool:
+    def __contains__(self, index: object) -> bool:
         return index in self._held
 
     def serves(self, indices: Iterable[int]) -> bool:
