@@ -26,6 +26,7 @@ class _Unit:
     log: list[str]
     state: UnitState = UnitState.SHARDED
     pinned: bool = False
+    lent: bool = False
     reshards: bool = True
 
     @property
@@ -41,7 +42,7 @@ class _Unit:
         self.start_unshard()
         self.state = UnitState.UNSHARDED
 
-    def reshard(self, leave: bool = False) -> bool:
+    def reshard(self, leave: bool = False, for_autograd: bool = False) -> bool:
         if not self.pinned:
             self.state = UnitState.SHARDED
         return not self.pinned

@@ -36,6 +36,7 @@ def _trained(kind: str, tied: bool, large: bool, run: Run) -> Result:
 
 # Tied or not, a large vocabulary or not, micro-steps, stages.
 SMALL = ((False, False, 1, (0, 3)), (False, False, 2, (1, 2, 3)), (True, False, 1, (0, 3)))
+LARGE = ((False, True, 2, (3,)), (True, True, 1, (3,)))
 
 
 def _every_stage(kind: str, rows: tuple[tuple[bool, bool, int, tuple[int, ...]], ...]) -> None:
@@ -46,9 +47,10 @@ def _every_stage(kind: str, rows: tuple[tuple[bool, bool, int, tuple[int, ...]],
             compare(_trained(kind, tied, large, run), expected, f"{kind}, tied {tied}, large {large}, {run}")
 
 
+@pytest.mark.parametrize("rows", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("kind", list(fused_losses.KINDS))
-def test_every_stage(kind: str) -> None:
-    ranks.run_ranks(_every_stage, 2, kind, SMALL)
+def test_every_stage(kind: str, rows: tuple[tuple[bool, bool, int, tuple[int, ...]], ...]) -> None:
+    ranks.run_ranks(_every_stage, 2, kind, rows)
 
 
 def _slices(kind: str) -> None:

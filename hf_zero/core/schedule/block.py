@@ -126,6 +126,11 @@ class Block:
         return True
 
     @property
+    def saved_outside(self) -> bool:
+        """Whether a function outside of its module's forward may have saved its parameters, see [Note: parameters that a function saved]."""
+        return self.read_by_root or any(unit.lent for unit in self.units)
+
+    @property
     def pinned(self) -> bool:
         """Whether nothing can reshard it now (a ``GatheredParameters`` around a generation)."""
         return all(unit.pinned or not unit.reshards for unit in self.units)
@@ -140,10 +145,25 @@ class Block:
         for unit in self.units:
             unit.unshard()
 
-    def reshard(self) -> None:
-        """Drops all units that nobody pins. What autograd saved for the root keeps its memory; else it is filled again in backward."""
+    def reshard(self, until_backward: bool = False) -> None:
+        """Drops all units that nobody pins. What autograd saved for the root keeps its memory; else it is filled again in backward.
+
+        Args:
+            until_backward: A forward with gradients ends, see [Note: parameters that a function saved].
+        """
         for unit in self.units:
-            unit.reshard(leave=self.read_by_root)
+            unit.reshard(leave=self.read_by_root, for_autograd=self.read_by_root and until_backward)
+
+    def forget_left(self) -> None:
+        """Lets go of what resharding has left for the root's backward."""
+        for unit in self.units:
+            unit.whole.forget_left()
+
+    def updated(self) -> None:
+        """The values are to change: what is to come of older ones is void."""
+        self.reset()
+        for unit in self.units:
+            unit.updated()
 
     def show_placeholders(self) -> None:
         """Gives sharded parameters their shapes, without values."""

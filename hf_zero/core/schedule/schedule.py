@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.schedule.block import Block
@@ -89,7 +90,7 @@ class UnshardSchedule:
             if block.kept:
                 block.unshard()
             else:
-                block.reshard()
+                block.reshard(until_backward=self.root.kept)
         if not self.root.kept:
             self.root.reshard()
         self._updating = False  # every unit was unsharded since
@@ -99,7 +100,7 @@ class UnshardSchedule:
     def begin_update(self) -> None:
         """A step changes the shards: what is unsharded becomes stale, so it is resharded; local."""
         for block in (self.root, *self.order):
-            block.reset()
+            block.updated()
         self.reshard_all()
         self._updating = self.limits.updates_overlap
 
@@ -128,6 +129,12 @@ class UnshardSchedule:
     def begin_backward(self, reducer: Reducer | None) -> None:
         """Starts the pass of a backward and unshards the root; collective.
 
+        [Note: parameters that a function saved] What autograd saved of a parameter shares the whole buffer's memory; a function that
+        saved the parameter itself sees what the parameter shows when backward runs it. Where such a function reads a head outside of the
+        head's forward, no hook comes before it. So a head that somebody read there is unsharded first: it is the first of the pass, which
+        issues its all-gather in any case. A block further on, or a table that backward does not read, shows the values that the root's
+        forward has left: to unshard it now would unshard all before it.
+
         Args:
             reducer: Sends gradients off in the order that this pass gives, see [Note: one order].
         """
@@ -141,6 +148,9 @@ class UnshardSchedule:
         self._begin(order)
         self._votes = False  # a block stays unsharded while a backward of it is pending: one pass is enough
         self._pass.unshard(self.root)
+        for block in takewhile(lambda block: block.saved_outside, order):
+            block.forget_left()
+            self._request(block)
         for external in self.root.externals:
             external.show_placeholders()
 

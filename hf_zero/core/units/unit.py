@@ -79,6 +79,7 @@ class Unit:
         listener: Is told what happens to the parameters.
         secondary: What the ranks of a node keep between them.
         state: Where the parameters are.
+        lent: Somebody has pinned it with gradients on since the last update: functions may have saved its parameters.
         quantized: The schedule's all-gathers carry codes.
         exact: The whole buffer holds, or is about to hold, the values of the shards; else those of their codes.
     """
@@ -93,6 +94,7 @@ class Unit:
         self.trainable = any(slot.group != FROZEN for slot in layout.slots)
         self.state = UnitState.UNSHARDED
         self.pins = Pins()
+        self.lent = False
         self.alone = AloneParams(self)
         self.listener = spec.listener
         self.secondary = SecondaryCopy(spec.node, spec.copy_lasts)
@@ -194,18 +196,20 @@ class Unit:
     def show_placeholders(self) -> None:
         """Gives sharded parameters their shapes, without values, until the unit is unsharded or resharded; local.
 
-        autograd compares a gradient with its parameter's shape, also where backward does not read the values.
+        autograd compares a gradient with its parameter's shape, also where backward does not read the values. What ``reshard`` has left
+        for autograd are values, though.
         """
         if self.state is not UnitState.UNSHARDED:
             self.alone.take_assigned()
             self.whole.show_placeholders()
             self.alone.show()
 
-    def reshard(self, leave: bool = False) -> bool:
+    def reshard(self, leave: bool = False, for_autograd: bool = False) -> bool:
         """Drops the whole buffer, keeping the shard; returns whether it did. A pinned unit stays, and one that never reshards.
 
         Args:
             leave: Tensors that somebody took of the buffer keep their values, see [Note: tensors taken out of a gather].
+            for_autograd: ``show_placeholders`` shows the values of now, until ``updated``.
         """
         if self.state is not UnitState.UNSHARDED:
             self.alone.take_assigned()
@@ -214,9 +218,14 @@ class Unit:
         if not self.reshards or self.pins or self.state is UnitState.SHARDED:
             return False
         self._wait()
-        self.whole.free(leave)
+        self.whole.free(leave, for_autograd)
         self._enter(UnitState.SHARDED)
         return True
+
+    def updated(self) -> None:
+        """The values are to change: no function that saved the parameters will read them any more; local."""
+        self.lent = False
+        self.whole.forget_left()
 
     def _wait(self) -> None:
         pending, self._pending = self._pending, None
@@ -256,6 +265,7 @@ class Unit:
         was_whole = self.state is not UnitState.SHARDED
         self.unshard(exact=True)
         self.pins.add(modifier_rank)
+        self.lent |= torch.is_grad_enabled()
         _pinned.add(self)
         return was_whole
 

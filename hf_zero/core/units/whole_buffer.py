@@ -49,6 +49,7 @@ class WholeBuffer:
         self._unknown = [unknown[dtype] for dtype in dtypes]
         self._empty = [empty[dtype] for dtype in dtypes]
         self._views = self._make_views()
+        self._left: list[torch.Tensor] = []
         self.show()
 
     def _make_views(self) -> list[torch.Tensor]:
@@ -71,8 +72,13 @@ class WholeBuffer:
         self._point(self._views, Shown.VALUES)
 
     def show_placeholders(self) -> None:
-        """Gives each parameter its shape, without memory of its own: every element is the same NaN (0 of an integer)."""
-        if self._shown is not Shown.PLACEHOLDERS:
+        """Gives each parameter its shape, without memory of its own: every element is the same NaN (0 of an integer).
+
+        If ``free`` has left values for autograd, it shows these.
+        """
+        if self._shown is not Shown.PLACEHOLDERS and self._left:
+            self._point(self._left, Shown.PLACEHOLDERS)
+        elif self._shown is not Shown.PLACEHOLDERS:
             slots = self._layout.slots
             self._point((value.expand(slot.shape) for value, slot in zip(self._unknown, slots, strict=True)), Shown.PLACEHOLDERS)
 
@@ -141,18 +147,25 @@ class WholeBuffer:
             found = True
         return found
 
-    def free(self, leave: bool) -> None:
+    def free(self, leave: bool, for_autograd: bool = False) -> None:
         """Empties the parameters and gives the memory back.
 
         Args:
             leave: Tensors that somebody took of the buffer keep their values, see [Note: tensors taken out of a gather].
+            for_autograd: All values stay, for ``show_placeholders``, until ``forget_left``.
         """
         self.hide()
+        if for_autograd:
+            self._left = self._views
         # ``param.numpy()`` has taken the right to resize from the storage for good.
-        if (leave and self._is_held()) or not self.flat.untyped_storage().resizable():
+        if for_autograd or (leave and self._is_held()) or not self.flat.untyped_storage().resizable():
             self.flat = torch.empty_like(self.flat)
             self._views = self._make_views()
         self.flat.untyped_storage().resize_(0)
+
+    def forget_left(self) -> None:
+        """Lets go of the values that ``free`` has left for autograd."""
+        self._left = []
 
     def _is_held(self) -> bool:
         """[Note: tensors taken out of a gather]
