@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -12,7 +13,7 @@ from torch.nn import functional
 import hf_zero
 from tests.support import ranks
 from tests.support.models import Batch, Block
-from tests.support.parity import Run, check_training
+from tests.support.parity import Run, check_training, initialize
 from tests.support.rows import thinned
 
 VOCABULARY, WIDTH = 70_000, 16  # more than grouping.LARGE_MODULE_NUMEL elements
@@ -21,7 +22,6 @@ TIGHT = {
     "stage3_max_live_parameters": 1000,
     "stage3_max_reuse_distance": 0,
     "stage3_prefetch_bucket_size": 1000,
-    "stage3_param_persistence_threshold": 0,
 }
 ROOMY = {"stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 10**9}
 
@@ -47,11 +47,12 @@ class Tall(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.kind = kind
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        vocabulary = 50 if kind == "block" else VOCABULARY  # beside a large table blocks this small would belong to the root
+        self.embed = nn.Embedding(vocabulary, WIDTH)
         nn.init.normal_(self.embed.weight, std=0.3)
         self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(3))
         if kind != "embedding":
-            self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+            self.head = nn.Linear(WIDTH, vocabulary, bias=False)
 
     def forward(self, indices: Tensor) -> Tensor:
         hidden: Tensor = self.embed(indices)
@@ -79,6 +80,31 @@ def _loss(model: Any, batch: Batch) -> Tensor:
     return functional.cross_entropy(out.flatten(0, 1), batch["indices"].roll(1, 1).flatten())
 
 
+class Tiles(torch.autograd.Function):
+    """The mean of ``exp(hidden @ weight.T)``'s sums, tile by tile: an empty weight is no tile, and no operation fails."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return sum(((hidden @ rows.T).exp().sum() for rows in weight.split(10_000) if len(rows)), hidden.new_zeros(()))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        return torch.zeros_like(hidden), torch.zeros_like(weight)
+
+
+def _refused() -> list[str]:
+    engine = initialize(Tall("loss"), Run(3, extra={"zero_optimization": TIGHT}))
+    said = []
+    for function in (Product, Tiles):
+        with pytest.raises(Exception) as caught:  # torch's or the engine's
+            engine.backward(function.apply(engine(_rows(0, 0, ranks.rank())["indices"]), engine.module.head.weight).sum())
+        said.append(str(caught.value))
+    engine.destroy()
+    return said
+
+
 def _trains(kind: str, limits: dict[str, int]) -> None:
     run = Run(3, accumulation=2, clip=0.1, extra={"zero_optimization": limits})
     check_training(lambda: Tall(kind), _rows, _loss, run, label=kind)
@@ -87,3 +113,9 @@ def _trains(kind: str, limits: dict[str, int]) -> None:
 @thinned("tight", limits=["tight", "roomy"], kind=["head", "embedding", "block", "loss"])
 def test_a_function_finds_the_parameter_it_saved(limits: str, kind: str) -> None:
     ranks.run_ranks(_trains, 2, kind, {"tight": TIGHT, "roomy": ROOMY}[limits])
+
+
+def test_a_parameter_taken_while_it_is_divided_is_refused() -> None:
+    for of_torch, of_engine in ranks.run_ranks(_refused, 2):
+        assert "size mismatch" in of_torch
+        assert "head.weight" in of_engine and "GatheredParameters" in of_engine

@@ -127,7 +127,7 @@ class Block:
 
     @property
     def saved_outside(self) -> bool:
-        """Whether a function outside of its module's forward may have saved its parameters, see [Note: parameters that a function saved]."""
+        """Whether functions outside of its module's forward may have saved its parameters, [Note: parameters that a function saved]."""
         return self.read_by_root or any(unit.lent for unit in self.units)
 
     @property

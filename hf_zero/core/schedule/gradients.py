@@ -227,6 +227,15 @@ class UnitGradients:
         self._arrived = 0
         self.passed = self.piecemeal = False
 
+    def _refuse_empty(self, index: int) -> None:
+        slot = self.unit.layout.slots[index]
+        if slot.numel:
+            raise StateError(
+                f"the gradient of {slot.name} is empty, its shape is {tuple(slot.shape)}: a function outside of the model's forward took "
+                "the parameter while it was divided (ZeRO stage 3), so it got an empty tensor. Call the function in the forward, or inside "
+                "`with hf_zero.zero.GatheredParameters([parameter]):`"
+            )
+
     def collect(self, index: int, deferred: bool, factor: float = 1.0) -> None:
         """Takes the gradient of parameter ``index`` from autograd.
 
@@ -234,12 +243,17 @@ class UnitGradients:
             index: Position in the unit.
             deferred: The reduction comes in a later micro-step, so sum in the accumulation type meanwhile.
             factor: Multiplied with the gradient; the same in all of a backward.
+
+        Raises:
+            StateError: It is the gradient of an empty tensor: a function took the parameter while it was divided.
         """
         param = self.unit.params[index]
         grad = None if param is None else param.grad
         if param is None or grad is None:
             return
         param.grad = None
+        if not grad.numel():
+            self._refuse_empty(index)
         if grad.is_sparse:
             grad = grad.to_dense()
         if self._pending is not None:
