@@ -162,8 +162,9 @@ class Block:
     def updated(self) -> None:
         """The values are to change: what is to come of older ones is void."""
         self.reset()
+        self.forget_left()
         for unit in self.units:
-            unit.updated()
+            unit.lent = False
 
     def show_placeholders(self) -> None:
         """Gives sharded parameters their shapes, without values."""

@@ -227,15 +227,6 @@ class UnitGradients:
         self._arrived = 0
         self.passed = self.piecemeal = False
 
-    def _refuse_empty(self, index: int) -> None:
-        slot = self.unit.layout.slots[index]
-        if slot.numel:
-            raise StateError(
-                f"the gradient of {slot.name} is empty, its shape is {tuple(slot.shape)}: a function outside of the model's forward took "
-                "the parameter while it was divided (ZeRO stage 3), so it got an empty tensor. Call the function in the forward, or inside "
-                "`with hf_zero.zero.GatheredParameters([parameter]):`"
-            )
-
     def collect(self, index: int, deferred: bool, factor: float = 1.0) -> None:
         """Takes the gradient of parameter ``index`` from autograd.
 
@@ -253,7 +244,7 @@ class UnitGradients:
             return
         param.grad = None
         if not grad.numel():
-            self._refuse_empty(index)
+            _refuse_empty(self.unit.layout.slots[index])
         if grad.is_sparse:
             grad = grad.to_dense()
         if self._pending is not None:
@@ -446,3 +437,12 @@ def tensors_of(gradients: UnitGradients) -> list[torch.Tensor]:
 def _place(slot: ParamSlot) -> tuple[torch.Size, tuple[int, ...], int]:
     """Shape, strides and first element of a parameter inside its unit."""
     return slot.shape, torch.empty(slot.shape, device="meta").stride(), slot.offset
+
+
+def _refuse_empty(slot: ParamSlot) -> None:
+    if slot.numel:
+        raise StateError(
+            f"the gradient of {slot.name} is empty, its shape is {tuple(slot.shape)}: a function outside of the model's forward took the "
+            "parameter while it was divided (ZeRO stage 3), so it got an empty tensor. Call the function in the forward, or inside "
+            "`with hf_zero.zero.GatheredParameters([parameter]):`"
+        )

@@ -209,7 +209,7 @@ class Unit:
 
         Args:
             leave: Tensors that somebody took of the buffer keep their values, see [Note: tensors taken out of a gather].
-            for_autograd: ``show_placeholders`` shows the values of now, until ``updated``.
+            for_autograd: ``show_placeholders`` shows the values of now, until ``whole.forget_left``.
         """
         if self.state is not UnitState.UNSHARDED:
             self.alone.take_assigned()
@@ -221,11 +221,6 @@ class Unit:
         self.whole.free(leave, for_autograd)
         self._enter(UnitState.SHARDED)
         return True
-
-    def updated(self) -> None:
-        """The values are to change: no function that saved the parameters will read them any more; local."""
-        self.lent = False
-        self.whole.forget_left()
 
     def _wait(self) -> None:
         pending, self._pending = self._pending, None
