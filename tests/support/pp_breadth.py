@@ -233,7 +233,9 @@ def saved() -> list[Row]:
 def write(rows: Sequence[Row]) -> None:
     """Puts ``rows`` among the results, and writes the page."""
     merged = {(row.name, row.stages): row for row in (*saved(), *rows)}
-    RESULTS.write_text(json.dumps([asdict(row) for row in merged.values()], indent=0) + "\n", encoding="utf-8")
+    partial = RESULTS.with_suffix(".partial")
+    partial.write_text(json.dumps([asdict(row) for row in merged.values()], indent=0) + "\n", encoding="utf-8")
+    partial.replace(RESULTS)
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(page.split(START)[0] + table(list(merged.values())) + page.split(STOP)[1], encoding="utf-8")
 
