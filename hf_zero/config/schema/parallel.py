@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from hf_zero.config.schema.fields import Bool, Count, Float, Int, Section, Size, accepted, part, refused, section, used
+from hf_zero.config.schema.fields import Bool, Count, Float, FreeSection, Int, Section, Size, accepted, part, refused, section, used
 
 _FOUND = "found from the model's own data flow"
 _STRUCTURE = "found from the model's structure"
@@ -81,6 +81,32 @@ class TensorParallel(Section, switch="autotp_size"):
     injection_policy_tuple: Any = accepted(None, "Explicit injection policy", _FOUND)
     keep_module_on_host: Bool = accepted(False, "Leave loaded weights on the host", "parameters are cut where they are")
     replace_with_kernel_inject: Bool = accepted(False, "Use inference kernels", "the model's own code runs", also=("kernel_inject",))
+
+
+class Pipeline(FreeSection):
+    """`pipeline`. The layers of a model are divided over the stages of a pipeline."""
+
+    stages: Count | Literal["auto"] = used(
+        "auto", "Ranks that hold the layers of one model between them; auto is what a PipelineModule says, else 1: off", auto_is_value=True
+    )
+    partition_method: str = used(
+        "parameters", "What stages have equal shares of: parameters, uniform (blocks), operations, or type:REGEX (layers of such classes)"
+    )
+    micro_batches: Count | Literal["auto"] = used(
+        "auto", "Parts that a batch is divided into; auto takes the most that divide it, up to two a stage", auto_is_value=True
+    )
+    schedule: str = used(
+        "1F1B", "Of train_batch: 1F1B, GPipe, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble or ZBVZeroBubble (torch.distributed.pipelining)"
+    )
+    stages_per_rank: Count = used(1, "Stages that each rank runs in turn (interleaved schedules)")
+    partition: str = accepted("best", "Balance of stages", "partition_method says it")
+    seed_layers: Bool = accepted(False, "Seed before each layer is built", "PipelineModule(seed_layers=) says it")
+    activation_checkpoint_interval: Int = accepted(
+        0, "Recompute every so many layers", "PipelineModule(activation_checkpoint_interval=) or the model's own checkpointing says it"
+    )
+    pipe_partitioned: Bool = accepted(True, "Divide what is sent over tensor-parallel ranks", "each of them sends what the next stage's reads")
+    grad_partitioned: Bool = accepted(True, "The same for gradients", "each of them sends what the stage before reads")
+    use_reentrant: Bool = accepted(True, "Kind of recomputation", "the model's own checkpointing says it")
 
 
 class ExpertParallel(Section, switch="enabled"):
