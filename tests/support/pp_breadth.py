@@ -69,7 +69,12 @@ def deeper(config: Any, layers: int) -> Any:
     for name, value in list(vars(config).items()):
         if isinstance(value, PretrainedConfig):
             deeper(value, layers)
-        elif isinstance(value, list) and value and any(getattr(config, field, None) == len(value) < layers for field in _LAYERS):
+        elif (
+            isinstance(value, list)
+            and value
+            and isinstance(value[0], str)
+            and any(getattr(config, field, None) == len(value) < layers for field in _LAYERS)
+        ):
             setattr(config, name, (value * layers)[: max(layers, len(value))])
     for field in _LAYERS:
         if isinstance(vars(config).get(field), int) and 1 < vars(config)[field] < layers:
