@@ -11,10 +11,12 @@ from hf_zero.build.mesh import is_to_split, mesh_of, shards
 from hf_zero.build.packed_weights import refuse_packed
 from hf_zero.comm.expert_axes import divide_experts
 from hf_zero.comm.mpu import model_parallel_group
+from hf_zero.comm.pipeline_axes import divide_stages
 from hf_zero.comm.topology import Topology, build_topology, divide_replicas, join_topologies
 from hf_zero.config.batch import count_replicas_once
 from hf_zero.config.mesh import Mesh
 from hf_zero.expert_parallel.apply import divide_model
+from hf_zero.pipeline.apply import divide_layers, plan_pipeline
 from hf_zero.sequence_parallel.state import SequenceParallel, sequence_parallel_of
 from hf_zero.tensor_parallel.split import is_split, model_topology, split_model
 
@@ -49,7 +51,10 @@ def axes_of(source: dict[str, Any], mpu: Any, mesh: Any, model: nn.Module) -> tu
     """
     described = mesh_of(source, mpu, mesh, model)
     sequence = sequence_parallel_of(described.sp, mpu)
-    whole = sequence.topology if sequence is not None else _topology(mpu, model, described.tp)
+    if described.pp > 1:
+        whole = divide_stages(described.pp, described.tp)
+    else:
+        whole = sequence.topology if sequence is not None else _topology(mpu, model, described.tp)
     topology = divide_replicas(whole, described.dp_replicate) if shards(source) else whole
     topology = divide_experts(topology, described.ep)
     return Axes(described, topology, sequence), count_samples(source, described)
@@ -71,11 +76,19 @@ def _topology(mpu: Any, model: nn.Module, model_parallel: int) -> Topology:
 
 def divide(model: nn.Module, source: dict[str, Any], axes: Axes) -> nn.Module:
     """``model`` as the axes want it: parameters split over the model axis, experts over theirs, forwards over sequences; collective."""
-    for axis, divides in (("tensor parallelism", is_to_split(axes.mesh) or is_split(model)), ("expert parallelism", axes.mesh.ep > 1)):
+    divided = {
+        "tensor parallelism": is_to_split(axes.mesh) or is_split(model),
+        "expert parallelism": axes.mesh.ep > 1,
+        "a pipeline": axes.mesh.pp > 1,
+    }
+    for axis, divides in divided.items():
         if divides:
             refuse_packed(model, axis)
+    pipeline = plan_pipeline(model, source.get("pipeline") or {}, axes.topology)
     if is_to_split(axes.mesh) or is_split(model):
-        model = split_model(model, source.get("tensor_parallel") or {}, axes.topology)
+        model = split_model(model, source.get("tensor_parallel") or {}, axes.topology.layers)
+    if pipeline is not None:
+        divide_layers(model, pipeline, axes.topology)
     model = divide_model(model, axes.topology)
     if axes.sequence is not None:
         axes.sequence.bind(model)

@@ -23,6 +23,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.hops import TwoHops
 from hf_zero.comm.nodes import nodes_of
 from hf_zero.comm.own_groups import borrow, give_back, own_topology
+from hf_zero.comm.pipeline_axes import stages_together
 from hf_zero.comm.topology import Topology, divide_replicas, lines_of, require_divisor
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.engine import EngineParts
@@ -45,6 +46,7 @@ from hf_zero.core.step.step import Stepper
 from hf_zero.core.units.grouping import modules_kept_unsharded
 from hf_zero.core.units.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.core.units.listener import ParamListener
+from hf_zero.core.units.tp_shard import stages_of
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.expert_parallel.apply import shares_of
@@ -59,6 +61,8 @@ from hf_zero.onebit.step import OneBitStepper, max_norm_of
 from hf_zero.optim.elementwise import needs_whole_tensors
 from hf_zero.optim.onebit_adam import OneBitAdam
 from hf_zero.optim.whole_tensor_limits import check_whole_tensors
+from hf_zero.pipeline.apply import pipeline_of, pipelined, tied_stages
+from hf_zero.pipeline.limits import require_served
 
 
 class PartsBuilder:
@@ -105,6 +109,8 @@ class PartsBuilder:
         self.stage = stage_policy(
             self.config.zero_optimization.stage, self.config.hf_zero.param_shard_size is not None and self._inside < self.topology.world
         )
+        if self.topology.pipe is not None:
+            require_served(self.config, self.stage)
         self.expert_collectives = self._open_experts()
         self.offload = policies.offload_settings(self.config)
         self.offloading = Offloading(self.offload, self.precision, self.collectives, self.stage)
@@ -151,12 +157,17 @@ class PartsBuilder:
                 optimizer.memory = reducer.exchange
             stepper = self._stepper(runtime, reducer, optimizer, scaler)
         if self.config.activation_checkpointing is not None:
-            configure(checkpoint_settings(self.config.activation_checkpointing), self.model_collectives, by_script=False)
+            layers = self.topology.layers.model
+            together = self.model_collectives if layers is self.topology.model or layers is None else open_collectives(layers)
+            configure(checkpoint_settings(self.config.activation_checkpointing), together, by_script=False)
         parts = self._parts(runtime, units, scaler, optimizer, stepper, scheduler_of(self.resolved, lr_scheduler, optimizer))
         zero = self.config.zero_optimization
         stays = {id(unit) for block in blocks if block.name in kept for unit in block.units}
         persist_and_reshard(units, stays, zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold)
         runtime.attach()
+        stages = pipelined(self.module)
+        if stages is not None:
+            stages.begin_backward = runtime.backward.begin_inside
         heap.keep_large_blocks(on_host=self.topology.device.type == "cpu")
         synced = self.topology.expert is not None
         if schedule is not None or synced:
@@ -243,14 +254,16 @@ class PartsBuilder:
         overlap = self.config.zero_optimization.overlap_comm is not False
         pool, place = BufferPool(), self.offloading.gradient_place
         of_experts = self._expert_exchange(policy)
-        entries = [
-            UnitGradients(
-                unit, of_experts if of_experts is not None and unit.collectives.topology.of_experts else exchange, pool, place(unit)
-            )
-            if replicas is None
-            else ReplicatedGradients(unit, exchange, pool, place(unit), replicas)
-            for unit in units
-        ]
+        tied = self._tied()
+
+        def entry_of(unit: Unit) -> UnitGradients:
+            others = replicas or tied.get(_stages_of(unit))
+            if others is not None:
+                return ReplicatedGradients(unit, exchange, pool, place(unit), others)
+            own = of_experts if of_experts is not None and unit.collectives.topology.of_experts else exchange
+            return UnitGradients(unit, own, pool, place(unit))
+
+        entries = [entry_of(unit) for unit in units]
         return Reducer(entries, exchange, overlap, partial(self.collectives.data.any_of, unit="late gradients"))
 
     def _ranks_in_each_node(self) -> int:
@@ -274,6 +287,12 @@ class PartsBuilder:
                 raise ConfigError(f"{key} is node, and {self.nodes} cannot be told apart evenly: set it to a number of ranks")
         require_divisor(int(size), topology.world, key, "ranks that parameters are sharded over")
         return int(size)
+
+    def _tied(self) -> dict[tuple[int, ...], Collectives]:
+        """The networks of the stages that hold a parameter together, which add up its gradients, by these stages; collective."""
+        pipeline = pipeline_of(self.module)
+        sets = tied_stages(pipeline.plan) if pipeline is not None else []
+        return {stages: open_collectives(stages_together(self.topology, stages)) for stages in sets}
 
     def _expert_exchange(self, policy: GradientPolicy) -> GradientExchange | None:
         """How gradients of experts become one: tokens of all ranks are in them, so the mean is over all, the sum over the holders."""
@@ -339,6 +358,10 @@ class PartsBuilder:
         # Where every rank has all of a unit, nobody has the squares of other ranks' experts.
         experts = open_collectives(self.topology.expert) if self.topology.expert and not self.stage.optimizer_sharded else None
         return kind(runtime, reducer, optimizer, scaler, self.collectives, settings, self.model_collectives, experts)
+
+
+def _stages_of(unit: Unit) -> tuple[int, ...]:
+    return next((stages_of(param) for param in unit.params if param is not None), ())
 
 
 def _give_back_all(borrowed: list[Topology]) -> None:

@@ -22,7 +22,7 @@ from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.packed import is_packed, is_wrapped
 from hf_zero.core.units.shard_storage import ShardStorage
-from hf_zero.core.units.tp_shard import is_expert
+from hf_zero.core.units.tp_shard import is_elsewhere, is_expert, stages_of
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
 from hf_zero.native.quantize import can_quantize
 from hf_zero.offload.policy import Offloading
@@ -104,21 +104,24 @@ class UnitBuilder:
         return [NamedParam(name, param, groups.get(id(param), FROZEN)) for name, param in self.module.named_parameters()]
 
     def _belongs_in_unit(self, member: NamedParam) -> bool:
-        """Trainable parameters always; frozen ones where parameters are sharded, or when they come sharded from ``zero.Init``."""
-        if is_wrapped(member.param) or not (member.param.is_floating_point() or is_packed(member.param)):
+        """Trainable parameters always; frozen ones where parameters are sharded, or when they come sharded from ``zero.Init``.
+
+        What another stage of a pipeline holds is in no unit of this one.
+        """
+        if is_wrapped(member.param) or not (member.param.is_floating_point() or is_packed(member.param)) or is_elsewhere(member.param):
             return False
         return member.group != FROZEN or self.stage.parameters_sharded or find_unit(member.param) is not None
 
     def _block(self, spec: BlockSpec) -> Block:
         """One unit per element type and kind; the block's own name when there is just one."""
-        kinds: dict[tuple[bool, bool, bool, torch.dtype], list[NamedParam]] = {}
+        kinds: dict[tuple[bool, bool, bool, torch.dtype, tuple[int, ...]], list[NamedParam]] = {}
         for member in spec.members:
             param = member.param
-            kind = is_expert(param), member.group == FROZEN, is_packed(param), self.precision.unit_dtype(param)
+            kind = is_expert(param), member.group == FROZEN, is_packed(param), self.precision.unit_dtype(param), stages_of(param)
             kinds.setdefault(kind, []).extend([member, *scales_beside(member)])
         units = []
-        for (expert, frozen, packed, dtype), members in kinds.items():
-            of = f"{'expert ' if expert else ''}{'frozen ' if frozen else ''}{'packed ' if packed else ''}"
+        for (expert, frozen, packed, dtype, stages), members in kinds.items():
+            of = f"{'expert ' if expert else ''}{'frozen ' if frozen else ''}{'packed ' if packed else ''}{'tied ' if stages else ''}"
             suffix = "" if len(kinds) == 1 else f" [{of}{str(dtype).removeprefix('torch.')}]"
             shard_storage = self.offloading.shard_storage(sum(full_shape(member.param).numel() for member in members), not frozen)
             units.append(build_unit(spec.name + suffix, members, dtype, self._unit_spec(dtype, shard_storage, frozen, expert, packed)))

@@ -156,7 +156,7 @@ class Collectives(ABC):
         if self.world == 1:
             return Pending(label, [])
         self.sent_bytes += 2 * (self.world - 1) * tensor.numel() * tensor.element_size() // self.world
-        work = self._launch(label, lambda: dist.all_reduce(tensor, op=op, group=self.topology.group, async_op=True))
+        work = self.launch(label, lambda: dist.all_reduce(tensor, op=op, group=self.topology.group, async_op=True))
         return Pending(label, [work], keep=(tensor,))
 
     def broadcast(self, tensor: torch.Tensor, source: int, unit: str) -> None:
@@ -165,7 +165,7 @@ class Collectives(ABC):
         if self.world == 1:
             return
         self.sent_bytes += tensor.numel() * tensor.element_size() if self.rank == source else 0
-        work = self._launch(label, lambda: dist.broadcast(tensor, group=self.topology.group, async_op=True, group_src=source))
+        work = self.launch(label, lambda: dist.broadcast(tensor, group=self.topology.group, async_op=True, group_src=source))
         Pending(label, [work], keep=(tensor,)).wait()
 
     def broadcast_object(self, value: Any, source: int, unit: str) -> Any:
@@ -174,7 +174,7 @@ class Collectives(ABC):
         if self.world == 1 or planning():
             return value
         box = [value]
-        self._launch(label, lambda: dist.broadcast_object_list(box, group=self.topology.group, group_src=source))
+        self.launch(label, lambda: dist.broadcast_object_list(box, group=self.topology.group, group_src=source))
         return box[0]
 
     def gather_objects(self, value: Any, unit: str) -> list[Any]:
@@ -183,7 +183,7 @@ class Collectives(ABC):
         if self.world == 1 or planning():  # the ranks of a plan are alike
             return [value] * self.world
         values: list[Any] = [None] * self.world
-        self._launch(label, lambda: dist.all_gather_object(values, value, group=self.topology.group))
+        self.launch(label, lambda: dist.all_gather_object(values, value, group=self.topology.group))
         return values
 
     def any_rank(self, flag: bool, unit: str) -> bool:
@@ -219,7 +219,7 @@ class Collectives(ABC):
                 receive = dist.irecv(heard, group=group, tag=_VOTE, group_src=source)
                 return [dist.isend(votes, group=group, tag=_VOTE, group_dst=target), receive]
 
-            Pending(label, self._launch(label, exchange)).wait()
+            Pending(label, self.launch(label, exchange)).wait()
             torch.maximum(votes, heard, out=votes)
             distance *= 2
 
@@ -233,7 +233,7 @@ class Collectives(ABC):
             dist.barrier(self.topology.group)
 
     @staticmethod
-    def _launch(label: str, call: Callable[[], Any]) -> Any:
+    def launch(label: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except RuntimeError as error:

@@ -81,7 +81,7 @@ class GlooCollectives(Collectives):
             for work in sends:
                 work.wait()
 
-        self._launch(label, receive)
+        self.launch(label, receive)
         self.sent_bytes += len(away) * len(mates) * own.nbytes
         self._relay = self._relay or Relay()
         return [self._relay.start(forward), *works]
@@ -187,7 +187,7 @@ class GlooCollectives(Collectives):
                     self.sent_bytes += message.numel() * message.element_size()
                     works.append(dist.isend(message, group=group, tag=tag, group_dst=peer))
 
-        self._launch(label, launch)
+        self.launch(label, launch)
         return works
 
 

@@ -26,7 +26,7 @@ class NativeCollectives(Collectives):
         if self.world == 1:
             return Pending(label, [], finish=lambda: copy_unless_same(full, shard))
         self.sent_bytes += (self.world - 1) * shard.numel() * shard.element_size()
-        work = self._launch(label, lambda: all_gather_single(full, shard, group=self.topology.group, async_op=True))
+        work = self.launch(label, lambda: all_gather_single(full, shard, group=self.topology.group, async_op=True))
         return Pending(label, [work], keep=(full, shard))
 
     def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str) -> Pending:
@@ -35,7 +35,7 @@ class NativeCollectives(Collectives):
             return Pending(label, [], lambda: full.to(dtype))
         part = torch.empty(full.numel() // self.world, dtype=full.dtype, device=full.device)
         self.sent_bytes += (self.world - 1) * part.numel() * full.element_size()
-        work = self._launch(label, lambda: _reduce_scatter_single(part, full, group=self.topology.group, async_op=True))
+        work = self.launch(label, lambda: _reduce_scatter_single(part, full, group=self.topology.group, async_op=True))
         return Pending(label, [work], lambda: part.to(dtype), keep=(full, part))
 
     def exchange(self, messages: torch.Tensor, unit: str) -> Pending:
@@ -44,7 +44,7 @@ class NativeCollectives(Collectives):
             return Pending(label, [], lambda: messages)
         received = torch.empty_like(messages)
         self.sent_bytes += (self.world - 1) * messages[0].numel() * messages.element_size()
-        work = self._launch(label, lambda: dist.all_to_all_single(received, messages, group=self.topology.group, async_op=True))
+        work = self.launch(label, lambda: dist.all_to_all_single(received, messages, group=self.topology.group, async_op=True))
         return Pending(label, [work], lambda: received, keep=(messages, received))
 
     def exchange_parts(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], unit: str) -> Pending:
@@ -59,7 +59,7 @@ class NativeCollectives(Collectives):
         received = torch.empty(sum(receive), dtype=message.dtype, device=device)
         self.sent_bytes += message.nbytes
         sizes = [part.numel() for part in send]
-        work = self._launch(
+        work = self.launch(
             label, lambda: dist.all_to_all_single(received, message, receive, sizes, group=self.topology.group, async_op=True)
         )
 

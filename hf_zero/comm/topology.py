@@ -31,13 +31,15 @@ class Topology:
         world: Number of ranks on the axis.
         device: Device that parameters and collectives use on this rank.
         replica: Which of the ranks, or groups of ranks, that train on samples of their own this one is.
-        model: The ranks that hold one model together (tensor parallelism), across the axis; None where each rank has it all.
+        model: The ranks that hold one model together (tensor parallelism, pipelines), across the axis; None where each rank has it all.
         sequence: The ranks that hold slices of the same sequences; None where sequences are whole.
         replicate: The ranks that hold the same shards, one of each shard group; None where the axis is all data-parallel ranks.
         joint: All data-parallel ranks, which the axis is a part of; None where it is all of them.
         expert: The ranks of the axis that hold all experts between them (expert parallelism); None where each has all.
         expert_data: The ranks of the axis that hold the same experts; None likewise, and on that axis itself.
         script_group: The script's group of the same ranks, where ``group`` is one of the engine's own.
+        pipe: The stages of a pipeline: the ranks of the model axis that have this one's place in their stage; None without a pipeline.
+        tensor: In a pipeline, the ranks that hold each layer of this stage together; None where each holds them all.
     """
 
     group: dist.ProcessGroup
@@ -52,6 +54,8 @@ class Topology:
     expert: Topology | None = None
     expert_data: Topology | None = None
     script_group: dist.ProcessGroup | None = None
+    pipe: Topology | None = None
+    tensor: Topology | None = None
 
     def axis(self, name: Axis) -> Topology | None:
         """The axis of that name through this rank."""
@@ -61,6 +65,11 @@ class Topology:
     def data(self) -> Topology:
         """All data-parallel ranks as one axis: what gradients are averaged over, and what must agree."""
         return self.joint or self
+
+    @property
+    def layers(self) -> Topology:
+        """The same axes, where the model axis is that of tensor parallelism alone: the ranks that hold each layer together."""
+        return self if self.pipe is None else replace(self, model=self.tensor)
 
     @property
     def replicas(self) -> int:
@@ -115,7 +124,7 @@ def build_topology(
     require_divisor(model_parallel, len(ranks), "tensor_parallel.autotp_size")
     data = [ranks[place::model_parallel] for place in range(model_parallel)]
     groups = divide_twice(group, ("model", model_parallel), data, _adjacent(ranks, model_parallel), device)
-    return _newest("model", join_topologies(*groups, device))
+    return newest_is("model", join_topologies(*groups, device))
 
 
 def topology_around(model: Sequence[int]) -> Topology:
@@ -137,7 +146,7 @@ def topology_around(model: Sequence[int]) -> Topology:
     if sum(lines, []) == everyone:
         return build_topology(model_parallel=size)
     data, device = [[line[place] for line in lines] for place in range(size)], default_device()
-    return _newest("model", join_topologies(*divide_twice(_all_ranks(), tuple(map(tuple, lines)), data, lines, device), device))
+    return newest_is("model", join_topologies(*divide_twice(_all_ranks(), tuple(map(tuple, lines)), data, lines, device), device))
 
 
 def join_topologies(data: dist.ProcessGroup, model: dist.ProcessGroup, device: torch.device | None = None) -> Topology:
@@ -198,7 +207,7 @@ def sequence_topology(size: int, key: str = "sequence_parallel_size") -> Topolog
     # global ones where the group's back end is named "gloo"; under its other name it goes another way, which is right.
     backend = "cpu:gloo" if len(lines) > 1 and str(dist.get_backend()) == "gloo" else None
     _, sequence = divide_twice(group, ("sequence", size), [ranks], lines, default_device(), backend)
-    return _newest("sequence", replace(axis_over(group), sequence=axis_over(sequence), replica=dist.get_rank() // size))
+    return newest_is("sequence", replace(axis_over(group), sequence=axis_over(sequence), replica=dist.get_rank() // size))
 
 
 def join_sequence(sequence: dist.ProcessGroup, joint: dist.ProcessGroup) -> Topology:
@@ -211,7 +220,7 @@ def join_sequence(sequence: dist.ProcessGroup, joint: dist.ProcessGroup) -> Topo
     lines = lines_of_all(own, joint)
     if any(len(line) != len(own) for line in lines) or sum(map(len, lines)) != dist.get_world_size(joint):
         raise ConfigError(f"sequence-parallel groups must be of one size and not overlap; they are {lines}")
-    return _newest("sequence", replace(axis_over(joint), sequence=axis_over(sequence), replica=lines.index(own)))
+    return newest_is("sequence", replace(axis_over(joint), sequence=axis_over(sequence), replica=lines.index(own)))
 
 
 def joint_topology(topology: Topology) -> Topology:
@@ -261,7 +270,8 @@ def require_divisor(size: int, world: int, key: str, ranks: str = "ranks", least
 _newest_with: dict[Axis, Topology] = {}
 
 
-def _newest(axis: Axis, topology: Topology) -> Topology:
+def newest_is(axis: Axis, topology: Topology) -> Topology:
+    """Notes ``topology`` as the newest one with ``axis``, and returns it."""
     _newest_with[axis] = topology
     return topology
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_zero.errors import ConfigError, UnsupportedError
 
-AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 """From the outside in: ranks that are adjacent are near each other, so what sends most often is innermost."""
 
 EXPERT = "ep"  # not an axis of its own: adjacent ranks of a shard group, which hold all experts between them
@@ -45,9 +45,10 @@ class Mesh:
         dp_shard: Ranks of a shard group that train on samples of their own.
         cp: Ranks that share sequences through context parallelism; always 1.
         sp: Ranks that share sequences through sequence parallelism.
-        tp: Ranks that hold one model together.
+        tp: Ranks that hold one layer together.
         claims: What the sources said.
         ep: Ranks of a shard group that hold all experts between them; they train on samples of their own all the same.
+        pp: Stages of a pipeline, which hold the layers of one model between them.
     """
 
     dp_replicate: int = 1
@@ -57,6 +58,7 @@ class Mesh:
     tp: int = 1
     claims: tuple[Claim, ...] = ()
     ep: int = 1
+    pp: int = 1
 
     @property
     def ranks(self) -> int:
@@ -71,7 +73,7 @@ class Mesh:
     @property
     def sharers(self) -> int:
         """Ranks that train on the same samples together."""
-        return self.cp * self.sp * self.tp
+        return self.cp * self.sp * self.tp * self.pp
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -101,6 +103,7 @@ def claims_of_config(config: Mapping[str, Any], where: str = "") -> list[Claim]:
         "tp": ("tensor_parallel.autotp_size", requested_ranks(config)),
         "sp": ("sequence_parallel_size", requested_slices(config)),
         EXPERT: ("expert_parallel.autoep_size", requested_experts(config)),
+        "pp": ("pipeline.stages", requested_stages(config)),
     }
     claims = [Claim(axis, size, key + where) for axis, (key, size) in found.items() if size > 1]
     data = _number(config.get("data_parallel_size"))
@@ -127,6 +130,11 @@ def requested_experts(config: Mapping[str, Any]) -> int:
     section = _section(config, "expert_parallel")
     enabled = str(section.get("enabled")).strip().lower() in ("true", "yes", "on", "1")
     return max(1, _number(section.get("autoep_size")) or 1) if enabled else 1
+
+
+def requested_stages(config: Mapping[str, Any]) -> int:
+    """``pipeline.stages`` of a configuration as the user gave it; 1 where it asks for none."""
+    return max(1, _number(_section(config, "pipeline").get("stages")) or 1)
 
 
 def claims_of_environment(environ: Mapping[str, str]) -> list[Claim]:
@@ -188,9 +196,9 @@ def solve(claims: Iterable[Claim], ranks: int) -> Mesh:
     said = tuple(dict.fromkeys(claims))
     sizes = _agreed(said)
     _require_served(said, sizes)
-    shared = math.prod(sizes.get(axis, 1) for axis in ("cp", "sp", "tp"))
+    shared = math.prod(sizes.get(axis, 1) for axis in ("pp", "cp", "sp", "tp"))
     if ranks % shared:
-        raise ConfigError(_misfit(said, ranks, f"{shared} ranks (cp x sp x tp) are to share their samples", _divisors(ranks)))
+        raise ConfigError(_misfit(said, ranks, f"{shared} ranks (pp x cp x sp x tp) are to share their samples", _divisors(ranks)))
     data = ranks // shared
     if sizes.get(DATA, data) != data:
         raise ConfigError(_misfit(said, ranks, f"{sizes[DATA]} x {shared} makes {sizes[DATA] * shared} ranks", [data], DATA))
@@ -198,7 +206,7 @@ def solve(claims: Iterable[Claim], ranks: int) -> Mesh:
     if data % replicate:
         raise ConfigError(_misfit(said, ranks, f"dp_replicate is {replicate}", _divisors(data), "dp_replicate"))
     shard, cp, sp, tp = sizes.get("dp_shard", data // replicate), *(sizes.get(axis, 1) for axis in ("cp", "sp", "tp"))
-    mesh = Mesh(replicate, shard, cp, sp, tp, said, sizes.get(EXPERT, 1))
+    mesh = Mesh(replicate, shard, cp, sp, tp, said, sizes.get(EXPERT, 1), sizes.get("pp", 1))
     if mesh.ranks != ranks:
         raise ConfigError(_misfit(said, ranks, f"{mesh} makes {mesh.ranks} ranks", [data // replicate], "dp_shard"))
     if mesh.ep > 1 and replicate > 1:
@@ -243,10 +251,26 @@ def _require_served(claims: Sequence[Claim], sizes: Mapping[str, int]) -> None:
             f"{experts.source} is {experts.size} and {model.source} is {model.size}, expert and tensor parallelism: the two cannot be "
             "combined yet; zero_optimization.stage 3 shards what experts leave over all ranks"
         )
+    _require_served_pipeline(claims, sizes)
     if sequence is not None and model is not None:
         raise UnsupportedError(
             f"{model.source} is {model.size} and {sequence.source} is {sequence.size}, tensor and sequence parallelism: the two cannot be "
             "combined; zero_optimization.stage 3 shards the parameters over all ranks of both axes"
+        )
+
+
+_BESIDE_PIPELINES = {"sp": "sequence parallelism", EXPERT: "expert parallelism", "dp_replicate": "shard groups", SHARD_GROUP: "shard groups"}
+
+
+def _require_served_pipeline(claims: Sequence[Claim], sizes: Mapping[str, int]) -> None:
+    """Stages of a pipeline go with data and tensor parallelism."""
+    if sizes.get("pp", 1) == 1:
+        return
+    other = next((claim for claim in claims if claim.axis in _BESIDE_PIPELINES and claim.size > 1), None)
+    if other is not None:
+        raise UnsupportedError(
+            f"a pipeline of {sizes['pp']} stages and {_BESIDE_PIPELINES[other.axis]} ({other}) cannot be combined; data and tensor "
+            f"parallelism go with pipelines. The mesh is described by\n{_listed(claims)}"
         )
 
 

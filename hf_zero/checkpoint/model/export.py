@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -115,14 +116,26 @@ def joined(local: torch.Tensor, part: TpShard | None, model: Collectives | None)
     if part is None or model is None:
         return local
     ranges = model.gather_objects([(piece.start, piece.stop) for piece in part.ranges], "tensor-parallel shards")
-    local = local.detach().contiguous()
-    parts = torch.empty((model.world, *local.shape), dtype=local.dtype, device=local.device)
-    model.all_gather(parts.view(-1), local.view(-1), "whole parameter").wait()
     whole = torch.empty(part.full_shape, dtype=local.dtype, device=local.device)
-    for piece, pieces in zip(parts, ranges, strict=True):
-        indices = torch.cat([torch.arange(start, stop, device=local.device) for start, stop in pieces])
-        whole.index_copy_(part.dim, indices, piece)
+    for pieces, values in zip(ranges, _everyones(local.detach().contiguous(), part, ranges, model), strict=True):
+        if pieces:
+            indices = torch.cat([torch.arange(start, stop, device=local.device) for start, stop in pieces])
+            whole.index_copy_(part.dim, indices, values)
     return whole
+
+
+def _everyones(local: torch.Tensor, part: TpShard, ranges: list[Any], model: Collectives) -> list[torch.Tensor]:
+    """What each rank of the model axis holds of a parameter, on each of them; other stages of a pipeline hold nothing. Collective."""
+    shape = list(part.full_shape)
+    sizes = [sum(stop - start for start, stop in pieces) for pieces in ranges]
+    found = [local.new_empty([*shape[: part.dim], size, *shape[part.dim + 1 :]]) for size in sizes]
+    if len(set(sizes)) == 1:
+        together = torch.empty((model.world, *local.shape), dtype=local.dtype, device=local.device)
+        model.all_gather(together.view(-1), local.view(-1), "whole parameter").wait()
+        return list(together)
+    model.exchange_parts([local.view(-1)] * model.world, [values.view(-1) for values in found], "whole parameter").wait()
+    found[model.rank] = local
+    return found
 
 
 def _outside(values: list[torch.Tensor], in_units: list[tuple[Unit, list[torch.Tensor]]]) -> list[torch.Tensor]:
@@ -237,6 +250,9 @@ def _gather_all(
             except Exception as error:
                 failure = error
 
+    if collectives.topology.pipe is not None:  # each stage has units of its own, and all are whole: the order is the model's
+        each(values)
+        return failure
     in_units = _by_unit(values)
     for unit, members in in_units:
         with unit.unsharded():

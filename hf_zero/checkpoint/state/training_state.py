@@ -13,6 +13,7 @@ from torch import nn
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.units.tp_shard import is_elsewhere
 from hf_zero.core.units.unit import Unit, find_unit
 
 
@@ -120,9 +121,9 @@ class TrainingState:
         return max(self.tensor.world, self.holders_of_experts.parts)
 
     def loose_params(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters that no unit holds: frozen ones at stages 0 to 2, and those that are not floating point."""
+        """Parameters that no unit holds: frozen ones at stages 0 to 2, and those that are not floating point; none of other stages'."""
         for name, param in self.module.named_parameters():
-            if find_unit(param) is None:
+            if find_unit(param) is None and not is_elsewhere(param):
                 yield name, param
 
     def aliases(self) -> dict[str, str]:

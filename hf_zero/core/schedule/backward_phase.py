@@ -135,6 +135,16 @@ class BackwardPhase:
         self._begin()
         call_after_backward(self.end)
 
+    def begin_inside(self, parts: int) -> None:
+        """Inside the backward that runs others begin, ``parts`` of them, which its graph does not show: they give parameters gradients."""
+        if not self._collects:
+            self._begin_collecting()
+        if not self.begun:
+            self._begin()
+            call_after_backward(self.end)
+        if parts > 1 and self.reducer is not None:
+            self.reducer.expect_pieces()
+
     def _begin_collecting(self) -> None:
         begin = self.on_user_backward() if self.on_user_backward is not None else None
         if begin is not None and self.reducer is not None:

@@ -97,6 +97,7 @@ class Reducer:
         self.exchange = exchange
         self._reduces = True  # whether the backward that runs sends anything
         self._factor = 1.0
+        self._pieces = False  # each parameter gets several gradients in the backward that runs
         self._overlap = overlap
         self._agree = agree
         self._queue = self.gradients[::-1]
@@ -126,6 +127,12 @@ class Reducer:
         self._reduces, self._factor = reduces and not self.exchange.keeps_whole, factor
         self.exchange.completes = completes
 
+    def expect_pieces(self) -> None:
+        """Each parameter gets several gradients in the backward that runs: they are summed up, and units are sent when it ends."""
+        self._pieces = True
+        for entry in self.gradients:
+            entry.piecemeal = True
+
     def order_with_unshards(self, positions: Mapping[int, int], sizes: Sequence[int], reach: int) -> None:
         """The backward unshards: its unshards and reductions get one order, the same on every rank.
 
@@ -143,7 +150,7 @@ class Reducer:
 
     def collect(self, entry: UnitGradients, index: int) -> None:
         """Takes the gradient of parameter ``index`` of a unit; sends off what has become complete."""
-        entry.collect(index, deferred=not self._reduces, factor=self._factor)
+        entry.collect(index, deferred=not self._reduces or self._pieces, factor=self._factor)
         if self._reduces and entry.complete:
             self.proceed()
 
@@ -248,3 +255,4 @@ class Reducer:
     def _reset(self) -> None:
         self._sent = 0
         self._order = None
+        self._pieces = False

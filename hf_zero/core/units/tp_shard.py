@@ -1,4 +1,4 @@
-"""What part of a parameter this rank holds when several ranks hold one model together (tensor parallelism), or its experts."""
+"""What part of a parameter this rank holds when several ranks hold one model together (tensor parallelism, pipelines), or its experts."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class TpShard:
             made of parts that are each divided (query, key and value in one weight).
         copies: Ranges along ``dim`` of this rank's tensor that other ranks hold too, each with the number of ranks.
         expert: The ranks that hold all experts together have the rest of it, not those of the model axis.
+        stages: Of a pipeline, those that hold it, where they are several (tied weights); () elsewhere.
     """
 
     full_shape: torch.Size
@@ -29,6 +30,7 @@ class TpShard:
     ranges: tuple[Range, ...]
     copies: tuple[tuple[Range, int], ...] = ()
     expert: bool = False
+    stages: tuple[int, ...] = ()
 
 
 def mark_tp_shard(param: torch.Tensor, part: TpShard) -> None:
@@ -51,3 +53,15 @@ def whole_shape(param: torch.Tensor) -> torch.Size | None:
     """The shape of the whole that ``param`` is a part of; None where it is all of it."""
     part = tp_shard_of(param)
     return part.full_shape if part is not None else None
+
+
+def is_elsewhere(param: torch.Tensor) -> bool:
+    """Whether other stages of a pipeline hold ``param``, and this rank nothing of it."""
+    part = tp_shard_of(param)
+    return part is not None and not part.ranges and not part.expert
+
+
+def stages_of(param: torch.Tensor) -> tuple[int, ...]:
+    """The stages of a pipeline that hold ``param``, where they are several."""
+    part = tp_shard_of(param)
+    return part.stages if part is not None else ()

@@ -1,0 +1,56 @@
+"""Tensors from one rank of an axis to another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.process_groups import serving_backend
+
+
+class Link:
+    """Sends and receives between the ranks of an axis, in the order of the calls for each pair of them.
+
+    What is sent stays alive until ``settle``. A back end of the host that serves a device carries copies on the host.
+
+    Args:
+        axis: The ranks.
+    """
+
+    def __init__(self, axis: Collectives) -> None:
+        topology = axis.topology
+        self._axis = axis
+        self._group = topology.group
+        self._device = topology.device
+        self._by_host = topology.device.type != "cpu" and serving_backend(topology.group, topology.device) == "gloo"
+        self._under_way: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def send(self, tensors: Sequence[torch.Tensor], target: int, label: str) -> None:
+        """Sends ``tensors`` to the rank ``target`` of the axis; returns before they have arrived."""
+        for tensor in tensors:
+            value = tensor.detach().contiguous()
+            value = value.cpu() if self._by_host else value
+            work = self._axis.launch(f"send {label}", lambda value=value: dist.isend(value, group=self._group, group_dst=target))
+            self._under_way.append((work, value))
+
+    def receive(self, like: Sequence[torch.Tensor], source: int, label: str) -> list[torch.Tensor]:
+        """New tensors of the shapes and types of ``like`` with what the rank ``source`` of the axis sends."""
+        found = []
+        for meta in like:
+            place = torch.empty(meta.shape, dtype=meta.dtype, device="cpu" if self._by_host else self._device)
+
+            def take(place: torch.Tensor = place) -> None:
+                dist.irecv(place, group=self._group, group_src=source).wait()
+
+            self._axis.launch(f"receive {label}", take)
+            found.append(place.to(self._device))
+        return found
+
+    def settle(self, label: str) -> None:
+        """Returns when all that was sent has left."""
+        while self._under_way:
+            work, _ = self._under_way.pop()
+            self._axis.launch(f"send {label}", work.wait)

@@ -1,0 +1,184 @@
+"""Divides the layers of a model over the stages of a pipeline, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.comm.back_end import open_collectives
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.topology import Topology
+from hf_zero.core.units.empty_values import guard_state_dict
+from hf_zero.core.units.layout import Range
+from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, tp_shard_of
+from hf_zero.core.units.unit import find_unit
+from hf_zero.errors import ConfigError, HfZeroError, StateError, UnsupportedError
+from hf_zero.observe import log_rank0
+from hf_zero.pipeline.forward import PipelinedForward, pipelined
+from hf_zero.pipeline.partition import make_plan, replan
+from hf_zero.pipeline.plan import PipelinePlan
+from hf_zero.pipeline.stage import Stage
+from hf_zero.pipeline.templates import Templates
+from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
+from hf_zero.tensor_parallel.split import equal_weights
+from hf_zero.tensor_parallel.trace import skeleton
+
+_PIPELINE = "_hf_zero_pipeline"  # of a divided model
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A model over stages.
+
+    Attributes:
+        plan: Who runs and holds what.
+        skeleton: The whole model without values.
+        ranks: The ranks of the pipeline, as the default group counts them.
+        micro_batches: Parts of a batch; None takes what divides it.
+    """
+
+    plan: PipelinePlan
+    skeleton: nn.Module
+    ranks: tuple[int, ...]
+    micro_batches: int | None
+
+
+def pipeline_of(model: nn.Module) -> Pipeline | None:
+    """What is known of a divided model; None of every other."""
+    found = model.__dict__.get(_PIPELINE)
+    return found if isinstance(found, Pipeline) else None
+
+
+def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topology) -> Pipeline | None:
+    """Decides which stage gets what, before anything of ``model`` is divided; collective over the pipeline. None where there is none.
+
+    Args:
+        model: Whole, the same on every rank; a model that is divided already stays so.
+        section: The configuration's ``pipeline``.
+        topology: The engine's axes.
+
+    Raises:
+        ConfigError: More stages than blocks, or a ``partition_method`` that is none.
+        UnsupportedError: The model's forward cannot be cut.
+        StateError: It is divided already, over other ranks.
+    """
+    present, pipe = pipeline_of(model), topology.pipe
+    if present is not None:
+        if pipe is None or present.ranks != pipe.ranks:
+            raise StateError(
+                f"the layers of this model are divided over {present.plan.stages} stages, for an engine before this one, which asks for "
+                f"{pipe.world if pipe is not None else 1}: load the model anew"
+            )
+        return present
+    if pipe is None:
+        return None
+    if any(find_unit(param) is not None for param in model.parameters()):
+        raise UnsupportedError(
+            "pipeline.stages beside parameters that zero.Init has sharded: zero_optimization.stage 3 and a pipeline exclude each other. "
+            "Build the model outside of zero.Init"
+        )
+    collectives = open_collectives(topology.model or pipe)
+    whole = skeleton(model)
+    method = str(section.get("partition_method") or section.get("partition") or "parameters")
+    plan = _agree(collectives, whole, pipe.world, "parameters" if method == "best" else method)
+    wanted = section.get("micro_batches")
+    return Pipeline(plan, whole, pipe.ranks, None if wanted in (None, "auto") else int(wanted))
+
+
+def _agree(collectives: Collectives, model: nn.Module, stages: int, method: str) -> PipelinePlan:
+    """The plan that the first rank makes, on every rank; an error in it is every rank's error."""
+    made: tuple[str, Any] = ("", None)
+    if collectives.rank == 0:
+        try:
+            made = ("plan", make_plan(model, stages, method).to_dict())
+        except (ConfigError, UnsupportedError) as error:
+            made = (type(error).__name__, str(error))
+    kind, content = collectives.broadcast_object(made, 0, "pipeline plan")
+    if kind == "plan":
+        return PipelinePlan.from_dict(content)
+    refusal: HfZeroError = ConfigError(content) if kind == "ConfigError" else UnsupportedError(content)
+    raise refusal
+
+
+def divide_layers(model: nn.Module, pipeline: Pipeline, topology: Topology) -> None:
+    """Keeps what this rank's stage holds of ``model``, and puts the pipeline in the place of its forward; collective.
+
+    Args:
+        model: The module that ``pipeline`` was planned for; tensor parallelism may have split it since.
+        pipeline: What ``plan_pipeline`` gave.
+        topology: The engine's axes.
+    """
+    pipe, everyone = topology.pipe, topology.model
+    if pipe is None or everyone is None or pipeline_of(model) is not None:
+        return
+    collectives = open_collectives(everyone)
+    if topology.tensor is None:
+        equal_weights(model, collectives, "a pipeline")
+    tensor_ranks = topology.tensor.world if topology.tensor is not None else 1
+    for name, param in model.named_parameters():
+        _keep(param, pipeline.plan.holders[name], pipe, tensor_ranks)
+    for module in model.modules():
+        guard_state_dict(module)
+    setattr(model, _PIPELINE, pipeline)
+    paths = list(dict.fromkeys(call.path for call in pipeline.plan.calls))
+    stage = Stage(model, pipe.rank, paths, Templates(pipeline.skeleton), topology.device)
+    links = open_collectives(pipe)
+    model.forward = PipelinedForward(stage, links, pipeline.micro_batches, lambda given: _plan_for(pipeline, given))
+    equal_random_state(collectives)
+    SameData(model, collectives)
+    log_rank0("%s", summary(pipeline.plan, model))
+
+
+def _plan_for(pipeline: Pipeline, given: Mapping[str, Any]) -> PipelinePlan:
+    """The plan for a call with other arguments than the one that the model was divided by."""
+    return replan(pipeline.skeleton, pipeline.plan, given)
+
+
+def _keep(param: nn.Parameter, holders: tuple[int, ...], pipe: Topology, tensor_ranks: int) -> None:
+    """Marks what this stage holds of ``param``, and empties it where that is nothing."""
+    if param.dim() == 0:  # cannot be left empty: every stage has it
+        return
+    part = tp_shard_of(param) or TpShard(param.shape, 0, (Range(0, param.shape[0]),), ((Range(0, param.shape[0]), tensor_ranks),))
+    if pipe.rank not in holders:
+        param.data = param.data[:0].clone(memory_format=torch.contiguous_format) if part.dim == 0 else _emptied(param, part.dim)
+        mark_tp_shard(param, replace(part, ranges=(), copies=()))
+        return
+    several = len(holders) > 1
+    copies = _counted(part, param.shape[part.dim], len(holders))
+    mark_tp_shard(param, replace(part, copies=copies, stages=holders if several else ()))
+
+
+def _emptied(param: nn.Parameter, dim: int) -> torch.Tensor:
+    return param.data.narrow(dim, 0, 0).clone(memory_format=torch.contiguous_format)
+
+
+def _counted(part: TpShard, size: int, holders: int) -> tuple[tuple[Range, int], ...]:
+    """The runs along the divided dimension that several ranks hold, where ``holders`` stages hold the parameter."""
+    found, at = [], 0
+    for run, count in (*part.copies, (Range(size, size), 1)):
+        found += [(Range(at, run.start), holders), (run, count * holders)]
+        at = run.stop
+    return tuple((run, count) for run, count in found if run.numel and count > 1)
+
+
+def summary(plan: PipelinePlan, model: nn.Module) -> str:
+    """One line: stages, and how many calls each runs."""
+    spans = [plan.span(stage) for stage in range(plan.stages)]
+    told = "; ".join(
+        f"stage {stage} from {plan.calls[span.start].path} to {plan.calls[span.stop - 1].path}" for stage, span in enumerate(spans)
+    )
+    tied = sorted({holders for holders in plan.holders.values() if len(holders) > 1})
+    shared = f"; weights held by several stages: {', '.join(' and '.join(map(str, stages)) for stages in tied)}" if tied else ""
+    return f"pipeline of {plan.stages} stages for {type(model).__name__}: {told}{shared}"
+
+
+def tied_stages(plan: PipelinePlan) -> list[tuple[int, ...]]:
+    """The different sets of stages that hold a parameter together, in an order that is the same on every rank."""
+    return sorted({holders for holders in plan.holders.values() if len(holders) > 1})
+
+
+__all__ = ["Pipeline", "divide_layers", "pipeline_of", "pipelined", "plan_pipeline", "tied_stages"]

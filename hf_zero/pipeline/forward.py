@@ -1,0 +1,221 @@
+"""The forward of a model that is divided over stages, as scripts call it: on every rank of the pipeline, with the same arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.link import Link
+from hf_zero.errors import UnsupportedError
+from hf_zero.observe import log_rank0
+from hf_zero.pipeline import micro_batches
+from hf_zero.pipeline.micro_batches import IGNORED
+from hf_zero.pipeline.passes import Attached, Passes
+from hf_zero.pipeline.pending import PendingTensor
+from hf_zero.pipeline.plan import PipelinePlan
+from hf_zero.pipeline.stage import Stage
+from hf_zero.pipeline.trees import map_tensors, without_values
+from hf_zero.tensor_parallel.call_arguments import tensors_in
+
+_NOT_KEPT = ("output_hidden_states", "output_attentions")
+_CLOSE = 1e-3  # relative: how far the loss of parts may be from that of the whole, which is rounding
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What is known of calls with arguments of one kind: what runs when, and how losses of parts add up (None: one part only)."""
+
+    plan: PipelinePlan
+    weighs: str | None
+
+
+class PipelinedForward:
+    """Stands in the place of ``model.forward``.
+
+    Attributes:
+        begin_backward: Called with the number of parts before gradients reach parameters; the engine's.
+
+    Args:
+        stage: This rank's.
+        pipe: The ranks of the pipeline.
+        wanted: Parts of a batch; None takes what divides it.
+        plan_for: Makes the plan for a call, from its arguments.
+    """
+
+    def __init__(self, stage: Stage, pipe: Collectives, wanted: int | None, plan_for: Callable[[Mapping[str, Any]], PipelinePlan]) -> None:
+        self.begin_backward: Callable[[int], None] = lambda parts: None
+        self._stage = stage
+        self._pipe = pipe
+        self._link = Link(pipe)
+        self._wanted = wanted
+        self._plan_for = plan_for
+        self._kinds: dict[Any, _Kind] = {}
+        self._original = stage.model.forward
+        self._signature = inspect.signature(self._original)
+        self._last = stage.index == pipe.world - 1
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's result, on every rank; collective over the pipeline.
+
+        The loss has its value everywhere; other tensors come from the last stage when they are looked at, at once where gradients are off.
+        """
+        if self._stage.whole:
+            return self._original(*args, **kwargs)
+        given = self._arguments(args, kwargs)
+        rows = micro_batches.rows_of(given)
+        count = micro_batches.count_for(rows, self._wanted, self._pipe.world)
+        kind = self._kind_of(given, count)
+        count = count if kind.weighs is not None else 1
+        parts = micro_batches.split(given, count)
+        passes = Passes(self._stage, kind.plan, self._link, self.begin_backward)
+        results = passes.forward(self._original, parts)
+        weights = micro_batches.weights_of(parts, kind.weighs or "sum")
+        if torch.is_grad_enabled():
+            return self._for_training(passes, results, weights)
+        return self._everywhere(micro_batches.merge(results, weights) if self._last else None)
+
+    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        bound = self._signature.bind_partial(*args, **kwargs)
+        given: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            kind = self._signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                given.update(value)
+            elif kind is inspect.Parameter.VAR_POSITIONAL:
+                raise UnsupportedError("pipeline: call the model with keyword arguments")
+            else:
+                given[name] = value
+        for name in _NOT_KEPT:
+            if given.get(name):
+                raise UnsupportedError(
+                    f"pipeline: {name}=True asks for what is inside all layers, and each stage has its own alone. Leave it out, or leave "
+                    "pipeline.stages out"
+                )
+        takes_any = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in self._signature.parameters.values())
+        if "use_cache" in self._signature.parameters or (takes_any and getattr(self._stage.model, "config", None) is not None):
+            given["use_cache"] = False
+        return given
+
+    # -- kinds of calls -------------------------------------------------------------------------------------------------
+
+    def _kind_of(self, given: Mapping[str, Any], count: int) -> _Kind:
+        shapes = tuple(sorted((name, value.dim(), value.dtype) for name, value in given.items() if isinstance(value, torch.Tensor)))
+        others = tuple(sorted((name, repr(value)) for name, value in given.items() if not isinstance(value, torch.Tensor)))
+        key = (repr((shapes, others)), self._stage.model.training, count > 1)
+        if key not in self._kinds:
+            plan = self._plan_for(micro_batches.split(given, count)[0])
+            self._kinds[key] = _Kind(plan, self._find_weights(plan, given, count) if count > 1 else "sum")
+        return self._kinds[key]
+
+    def _find_weights(self, plan: PipelinePlan, given: Mapping[str, Any], count: int) -> str | None:
+        """How the losses of parts add up, tried with this batch and no dropout; None where they do not.
+
+        [Note: losses of parts] Some losses are means over tokens, others over samples, and some (a mixture's load balance) are no
+        mean at all. So the first batch goes through whole and in parts, with some labels of the first part masked, and what agrees is
+        taken. Where nothing does, batches go through whole: exact, and without overlap.
+        """
+        given = _with_uneven_labels(given, count)
+        model, training = self._stage.model, self._stage.model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                whole, parts = ([self._once(plan, part) for part in micro_batches.split(given, pieces)] for pieces in (1, count))
+        finally:
+            model.train(training)
+        found = None
+        if self._last and all(micro_batches.mergeable(part, micro_batches.rows_of(given) // count) for part in parts):
+            found = self._agreeing(whole[0], parts, micro_batches.split(given, count), micro_batches.ways_to_weigh(given))
+        found = self._pipe.broadcast_object(found, self._pipe.world - 1, "how losses of parts add up")
+        if found is None:
+            log_rank0(
+                "pipeline: the result of %s for a batch is not made of results for parts of it; each batch goes through the %d stages as a "
+                "whole, and a stage waits while others compute",
+                type(model).__name__,
+                self._pipe.world,
+            )
+        return found
+
+    def _once(self, plan: PipelinePlan, part: Mapping[str, Any]) -> Any:
+        return Passes(self._stage, plan, self._link, self.begin_backward).forward(self._original, [part])[0]
+
+    @staticmethod
+    def _agreeing(whole: Any, results: Sequence[Any], parts: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> str | None:
+        expected = micro_batches.loss_of(whole)
+        if expected is None:
+            return "samples"
+        for how in ways:
+            loss = micro_batches.loss_of(micro_batches.merge(results, micro_batches.weights_of(parts, how)))
+            if loss is not None and bool((loss - expected).abs() <= _CLOSE * expected.abs()):
+                return how
+        return None
+
+    # -- results on every stage -----------------------------------------------------------------------------------------
+
+    def _everywhere(self, result: Any) -> Any:
+        """The result of the last stage on every rank."""
+        template = self._pipe.broadcast_object(map_tensors(result, without_values), self._pipe.world - 1, "shape of the result")
+        values = iter([tensor for _, tensor in tensors_in(result)])
+        return map_tensors(template, lambda meta: self._broadcast(next(values) if self._last else meta))
+
+    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the last stage, or what has its shape elsewhere, on every rank."""
+        value = tensor.detach().contiguous() if self._last else torch.empty(tensor.shape, dtype=tensor.dtype, device=self._stage.device)
+        self._pipe.broadcast(value, self._pipe.world - 1, "result")
+        return value
+
+    def _for_training(self, passes: Passes, results: Sequence[Any], weights: Any) -> Any:
+        """The result with a graph: the loss at once, the rest when somebody looks."""
+        by_part, token = passes.joined(results)
+        merged = None
+        if self._last:
+            outer = []
+            for result, tensors in zip(results, by_part, strict=True):
+                places = iter(range(len(list(tensors_in(result)))))
+
+                def take(tensor: torch.Tensor, tensors: dict[int, torch.Tensor] = tensors, places: Any = places) -> torch.Tensor:
+                    return tensors.get(next(places), tensor)
+
+                outer.append(map_tensors(result, take))
+            merged = micro_batches.merge(outer, weights)
+        loss = micro_batches.loss_of(merged)
+        flat = [tensor for _, tensor in tensors_in(merged)]
+        place = next((index for index, tensor in enumerate(flat) if tensor is loss), None)
+        template, place = self._pipe.broadcast_object((map_tensors(merged, without_values), place), self._pipe.world - 1, "shape of the result")
+        counted = iter(range(len(list(tensors_in(template)))))
+
+        def give(meta: torch.Tensor) -> torch.Tensor:
+            index = next(counted)
+            own = flat[index] if self._last else None
+            if index == place:
+                return self._attached(token, meta, own)
+            return PendingTensor(meta, self._stage.device, lambda: self._attached(token, meta, own))
+
+        return map_tensors(template, give)
+
+    def _attached(self, token: torch.Tensor, meta: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
+        value = self._broadcast(own if own is not None else meta)
+        if own is not None:
+            return own
+        return Attached.apply(token, value) if value.is_floating_point() else value  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _with_uneven_labels(given: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """The arguments, with half of the labels of the first part masked where labels are tokens: parts then count differently."""
+    labels = given.get("labels")
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.dim() < 2 or given.get("num_items_in_batch") is not None:
+        return dict(given)
+    labels = labels.clone()
+    labels[: labels.shape[0] // count, labels.shape[1] // 2 :] = IGNORED
+    return {**given, "labels": labels}
+
+
+def pipelined(model: nn.Module) -> PipelinedForward | None:
+    """What stands in the place of the forward of ``model``, where it is divided over stages."""
+    found = model.__dict__.get("forward")
+    return found if isinstance(found, PipelinedForward) else None

@@ -1,0 +1,24 @@
+"""What does not go with a pipeline."""
+
+from __future__ import annotations
+
+from hf_zero.config.schema.root import ZeroConfig
+from hf_zero.core.stages import StagePolicy
+from hf_zero.errors import UnsupportedError
+
+
+def require_served(config: ZeroConfig, stage: StagePolicy) -> None:
+    """Refuses what cannot be combined with stages of a pipeline.
+
+    Raises:
+        UnsupportedError: Stage 3, quantized collectives, parameters off the device.
+    """
+    zero = config.zero_optimization
+    if stage.parameters_sharded:
+        raise UnsupportedError(
+            "pipeline.stages and zero_optimization.stage 3 exclude each other: each stage of a pipeline keeps its layers whole while many "
+            "parts of a batch pass, and gathering them for each part would send the model once per part. Set zero_optimization.stage to 1 "
+            "or 2, or leave pipeline.stages out and let stage 3 shard all layers"
+        )
+    if zero.zero_quantized_gradients or zero.zero_quantized_weights:
+        raise UnsupportedError("pipeline.stages and ZeRO++ (zero_quantized_weights, zero_quantized_gradients) cannot be combined: leave one out")

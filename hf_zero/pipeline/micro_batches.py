@@ -1,0 +1,121 @@
+"""A batch in parts that follow each other through a pipeline, and their results as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.pipeline.trees import map_tensors
+from hf_zero.tensor_parallel.call_arguments import tensors_in
+
+_FIRST = ("input_ids", "inputs_embeds", "pixel_values", "labels")
+IGNORED = -100  # labels that no loss of transformers counts
+WEIGHTS = ("sum", "next tokens", "tokens", "samples")
+"""How the losses of parts make up that of the whole: added up (``num_items_in_batch`` is given), or averaged by what each part has of:
+labels behind the first position, labels, samples. Labels of ``IGNORED`` do not count."""
+
+
+def rows_of(kwargs: Mapping[str, Any]) -> int:
+    """Samples in the batch.
+
+    Raises:
+        UnsupportedError: No argument is a tensor with samples.
+    """
+    named = [kwargs[name] for name in _FIRST if isinstance(kwargs.get(name), torch.Tensor)]
+    tensors = [*named, *(value for value in kwargs.values() if isinstance(value, torch.Tensor) and value.dim() > 0)]
+    if not tensors:
+        raise UnsupportedError("pipeline: none of the model's arguments is a tensor, so the batch cannot be divided")
+    return int(tensors[0].shape[0])
+
+
+def count_for(rows: int, wanted: int | None, stages: int) -> int:
+    """Into how many parts a batch of ``rows`` is divided: as many as ``wanted``, or, with None, the most that divide it up to two a stage.
+
+    Raises:
+        ConfigError: ``wanted`` does not divide ``rows``.
+    """
+    if wanted is None:
+        return max(count for count in range(1, min(rows, 2 * stages) + 1) if rows % count == 0)
+    if rows % wanted:
+        usable = ", ".join(str(count) for count in range(1, rows + 1) if rows % count == 0)
+        raise ConfigError(
+            f'pipeline.micro_batches is {wanted}, which does not divide a batch of {rows} samples; {usable} would. Or leave it on "auto", '
+            "which takes what divides"
+        )
+    return wanted
+
+
+def split(kwargs: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """The arguments of each part: rows of the tensors that have one per sample, all else as it is.
+
+    Raises:
+        UnsupportedError: A tensor has another number of rows, in more than one dimension.
+    """
+    rows = rows_of(kwargs)
+    size = rows // count
+    for key, tensor in tensors_in(dict(kwargs)):
+        if tensor.dim() > 1 and tensor.shape[0] not in (rows, 1):
+            raise UnsupportedError(
+                f"pipeline: argument {key} is {tuple(tensor.shape)} in a batch of {rows} samples, so its rows cannot be shared out. Set "
+                "pipeline.micro_batches to 1"
+            )
+
+    def part(index: int) -> dict[str, Any]:
+        def rows_here(tensor: torch.Tensor) -> torch.Tensor:
+            whole = tensor.dim() == 0 or tensor.shape[0] != rows
+            return tensor if whole else tensor[index * size : (index + 1) * size]
+
+        return {key: map_tensors(value, rows_here) for key, value in kwargs.items()}
+
+    return [dict(kwargs)] if count == 1 else [part(index) for index in range(count)]
+
+
+def weights_of(parts: Sequence[Mapping[str, Any]], how: str) -> list[float] | torch.Tensor:
+    """What the loss of each part counts by, (parts,)."""
+    if how == "sum":
+        return [1.0] * len(parts)
+    if how == "samples":
+        return [1.0 / len(parts)] * len(parts)
+    labels = [part["labels"][..., 1:] if how == "next tokens" else part["labels"] for part in parts]
+    counts = torch.stack([(label != IGNORED).sum() for label in labels]).float()
+    return counts / counts.sum()
+
+
+def ways_to_weigh(kwargs: Mapping[str, Any]) -> list[str]:
+    """Those of ``WEIGHTS`` that may be right for a batch, likeliest first."""
+    labels = kwargs.get("labels")
+    if kwargs.get("num_items_in_batch") is not None:
+        return ["sum"]
+    counted = isinstance(labels, torch.Tensor) and not labels.is_floating_point() and labels.dim() > 0
+    return [*(("next tokens",) if counted and labels.dim() > 1 else ()), *(("tokens",) if counted else ()), "samples"]
+
+
+def loss_of(result: Any) -> torch.Tensor | None:
+    """The loss in a model's result: the entry of that name, or the result itself or its first tensor where that is a single number."""
+    if isinstance(result, Mapping):
+        found = result.get("loss")
+        return found if isinstance(found, torch.Tensor) else None
+    first = next((tensor for _, tensor in tensors_in(result)), None)
+    return first if first is not None and first.dim() == 0 else None
+
+
+def mergeable(result: Any, rows: int) -> bool:
+    """Whether the results of parts make up that of the whole: a loss, and tensors with a row per sample."""
+    loss = loss_of(result)
+    return all(tensor is loss or (tensor.dim() > 0 and tensor.shape[0] == rows) for _, tensor in tensors_in(result))
+
+
+def merge(results: Sequence[Any], weights: Sequence[float] | torch.Tensor) -> Any:
+    """The results of all parts as one: rows joined, losses added up by ``weights``; differentiable."""
+    if len(results) == 1:
+        return results[0]
+    loss = loss_of(results[0])
+    columns = list(zip(*([tensor for _, tensor in tensors_in(result)] for result in results), strict=True))
+    merged = iter(
+        sum(value * weight for value, weight in zip(column, weights, strict=True)) if column[0] is loss else torch.cat(column)
+        for column in columns
+    )
+    return map_tensors(results[0], lambda _: next(merged))

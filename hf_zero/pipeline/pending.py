@@ -1,0 +1,70 @@
+"""Tensors that come when somebody looks: what the last stage has and training mostly does not read, as logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+# What these read of a tensor is known before its values are.
+_KNOWN = {
+    torch.Tensor.shape.__get__,
+    torch.Tensor.dtype.__get__,
+    torch.Tensor.device.__get__,
+    torch.Tensor.ndim.__get__,
+    torch.Tensor.layout.__get__,
+    torch.Tensor.is_cuda.__get__,
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.__len__,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.stride,
+    torch.Tensor.element_size,
+}
+
+
+class PendingTensor(torch.Tensor):
+    """A tensor whose values are fetched with the first operation on it; collective over the ranks of a pipeline then.
+
+    Shape, type and device are known without. Every rank of the pipeline has to do something with it, as scripts do that run alike on all.
+    """
+
+    _fetch: Callable[[], torch.Tensor]
+    _value: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, device: torch.device, fetch: Callable[[], torch.Tensor]) -> PendingTensor:
+        """A stand-in for what ``fetch`` gives, which has the shape and type of ``like``."""
+        made: PendingTensor = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=device)
+        made._fetch, made._value = fetch, None
+        return made
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The tensor itself; collective the first time."""
+        if self._value is None:
+            self._value = self._fetch()
+        return self._value
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """The values if they are here, else the shape."""
+        if self._value is not None:
+            return repr(self._value)
+        return f"PendingTensor(shape={tuple(self.shape)}, dtype={self.dtype}, on the last stage of the pipeline)"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _KNOWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(PendingTensor, lambda pending: pending.value, (args, dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(PendingTensor, lambda pending: pending.value, (args, dict(kwargs or {})))
+        return func(*args, **kwargs)

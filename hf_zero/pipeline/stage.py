@@ -1,0 +1,184 @@
+"""One stage of a pipeline: the model's own forward, in which calls of other stages' modules are left out.
+
+[Note: one forward for all stages] Every rank runs the model's Python code from its beginning. A call of an item ([Note: items]) of an
+earlier stage returns a placeholder of the right shape, or what has been received where something crosses the border; calls of this
+stage's items run; the first call of a later stage's item ends the forward here. So masks, position tables and whatever a model computes
+between its blocks need no list of names, and the last stage ends where the model itself does, with its loss.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.errors import StateError, UnsupportedError
+from hf_zero.pipeline.plan import Crossing, PipelinePlan
+from hf_zero.pipeline.templates import Templates, placeholder
+from hf_zero.pipeline.trees import map_tensors
+from hf_zero.tensor_parallel.call_arguments import tensors_in
+
+Receive = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+
+
+class _StageIsOver(BaseException):
+    """Ends a forward; no model catches it."""
+
+
+class Stage:
+    """This rank's part of a model.
+
+    Attributes:
+        model: The whole model; what other stages hold is empty.
+        index: Which stage this is.
+        whole: Parameters of all stages are here for a while: modules run as they are.
+
+    Args:
+        model: As the attribute.
+        index: As the attribute.
+        paths: The items.
+        templates: Results of items without values.
+        device: Of this rank.
+    """
+
+    def __init__(self, model: nn.Module, index: int, paths: Sequence[str], templates: Templates, device: torch.device) -> None:
+        self.model = model
+        self.index = index
+        self.whole = False
+        self.templates = templates
+        self.device = device
+        self._run: Run | None = None
+        self._originals: dict[str, Callable[..., Any]] = {}
+        for path in paths:
+            self._stand_before(path, model.get_submodule(path))
+
+    def _stand_before(self, path: str, module: nn.Module) -> None:
+        original = module.forward
+        self._originals[path] = original
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            run = self._run
+            return original(*args, **kwargs) if run is None else run.call(path, original, args, kwargs)
+
+        module.forward = forward
+
+    def remove(self) -> None:
+        """Gives modules their own forwards back."""
+        for path in self._originals:
+            self.model.get_submodule(path).__dict__.pop("forward", None)
+        self._originals.clear()
+
+    def run(self, plan: PipelinePlan, receive: Receive, forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Run:
+        """One forward of this stage.
+
+        Args:
+            plan: For calls with arguments of this kind.
+            receive: Gives what comes over the border before this stage, in order.
+            forward: The model's own.
+            kwargs: Of the whole model.
+
+        Raises:
+            UnsupportedError: The model calls its modules in another order than ``plan`` says.
+        """
+        if self._run is not None:
+            raise StateError("pipeline: a forward of the model inside a forward of the model")
+        self._recompute_own_alone(plan)
+        self._run = run = Run(self, plan, receive)
+        try:
+            run.result = forward(**kwargs)
+        except _StageIsOver:
+            pass
+        finally:
+            self._run = None
+        run.check()
+        return run
+
+    def _recompute_own_alone(self, plan: PipelinePlan) -> None:
+        """Calls of other stages are no work: transformers' layers shall not checkpoint them."""
+        own = {call.path for call in plan.calls if call.stage == self.index}
+        for path in self._originals:
+            module = self.model.get_submodule(path)
+            if path not in own and getattr(module, "gradient_checkpointing", False):
+                module.gradient_checkpointing = False
+
+
+class Run:
+    """One forward of a stage.
+
+    Attributes:
+        received: What came over the border before this stage.
+        result: The model's own, on the last stage.
+    """
+
+    def __init__(self, stage: Stage, plan: PipelinePlan, receive: Receive) -> None:
+        self.received: list[torch.Tensor] = []
+        self.result: Any = None
+        self._stage = stage
+        self._plan = plan
+        self._receive = receive
+        self._place = 0
+        self._values: dict[Crossing, torch.Tensor] = {}
+        self._incoming = _by_call(plan.crossings[stage.index - 1]) if stage.index > 0 else {}
+        self._outgoing = _by_call(plan.crossings[stage.index]) if stage.index < plan.stages - 1 else {}
+
+    @property
+    def sent(self) -> list[torch.Tensor]:
+        """What goes over the border behind this stage, in order."""
+        last = self._stage.index == self._plan.stages - 1
+        return [] if last else [self._values[crossing] for crossing in self._plan.crossings[self._stage.index]]
+
+    def call(self, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One call of an item: runs it, or stands for it."""
+        place, calls = self._place, self._plan.calls
+        if place >= len(calls) or calls[place].path != path:
+            expected = calls[place].path if place < len(calls) else "its end"
+            raise UnsupportedError(
+                f"pipeline: the model called {path} where {expected} was expected: its modules run in an order that depends on data or on "
+                "chance (layer dropout), which no pipeline can follow. Switch that off, or leave pipeline.stages out"
+            )
+        stage = calls[place].stage
+        if stage > self._stage.index:
+            raise _StageIsOver
+        self._place += 1
+        result = original(*args, **kwargs) if stage == self._stage.index else self._stand_in(path, place, args, kwargs)
+        if place in self._outgoing:
+            tensors = [tensor for _, tensor in tensors_in(result)]
+            for crossing in self._outgoing[place]:
+                self._values[crossing] = tensors[crossing.leaf]
+        return result
+
+    def _stand_in(self, path: str, place: int, args: Any, kwargs: Any) -> Any:
+        """What a call of an earlier stage returns here."""
+        template = self._stage.templates.result(path, args, kwargs)
+        metas = [tensor for _, tensor in tensors_in(template)]
+        leaves = [crossing.leaf for crossing in self._incoming.get(place, ())]
+        arrived = dict(zip(leaves, self._receive([metas[leaf] for leaf in leaves]) if leaves else (), strict=True))
+        self.received += arrived.values()
+        given = [tensor for _, tensor in tensors_in([args, kwargs])]
+        counted = iter(range(len(metas)))
+
+        def fill(meta: torch.Tensor) -> torch.Tensor:
+            leaf = next(counted)
+            return arrived[leaf] if leaf in arrived else placeholder(meta, given, self._stage.device)
+
+        return map_tensors(template, fill)
+
+    def check(self) -> None:
+        """Refuses a forward that ended before its time."""
+        span = self._plan.span(self._stage.index)
+        if self._place < span.stop:
+            raise UnsupportedError(
+                f"pipeline: the model's forward ended before it called {self._plan.calls[self._place].path}: its modules do not run in the "
+                "order that was found without values. Leave pipeline.stages out for this model"
+            )
+
+
+def _by_call(crossings: Sequence[Crossing]) -> dict[int, list[Crossing]]:
+    found: dict[int, list[Crossing]] = {}
+    for crossing in crossings:
+        found.setdefault(crossing.call, []).append(crossing)
+    return found

@@ -1,0 +1,77 @@
+"""What calls of modules that other stages run would return: shapes, found by running a copy of the module that has no values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from hf_zero.errors import UnsupportedError
+from hf_zero.pipeline.trees import map_tensors, without_values
+from hf_zero.tensor_parallel.call_arguments import tensors_in
+from hf_zero.tensor_parallel.trace import answer_function, plain_index, valueless
+
+
+class _Answers(TorchFunctionMode):
+    """Functions that read values get made-up ones."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made_up = answer_function(func, args)
+        return made_up[0] if made_up is not None else func(*plain_index(func, args), **(kwargs or {}))
+
+
+class Templates:
+    """Results of a model's modules by the shapes of what they are given.
+
+    [Note: shapes of a block] A module with one tensor as its result, of the shape and type of its first argument, is taken to keep these
+    for other sizes too. All others are run again for each new size.
+
+    Args:
+        skeleton: The whole model without values.
+    """
+
+    def __init__(self, skeleton: nn.Module) -> None:
+        self._modules = dict(skeleton.named_modules())
+        self._known: dict[tuple[Any, ...], Any] = {}
+        self._keeps_shape: set[str] = set()
+
+    def result(self, path: str, args: Any, kwargs: Any) -> Any:
+        """The result of a call of the module ``path``, with tensors on the device "meta".
+
+        Raises:
+            UnsupportedError: The module does not run without values.
+        """
+        given = [tensor for _, tensor in tensors_in([args, kwargs])]
+        if path in self._keeps_shape and given:
+            return without_values(given[0])
+        key = (path, *((tuple(tensor.shape), tensor.dtype) for tensor in given))
+        if key not in self._known:
+            self._known[key] = found = self._run(path, args, kwargs)
+            alike = isinstance(found, torch.Tensor) and given and (found.shape, found.dtype) == (given[0].shape, given[0].dtype)
+            if alike and given[0].dim() > 2:
+                self._keeps_shape.add(path)
+        return self._known[key]
+
+    def _run(self, path: str, args: Any, kwargs: Any) -> Any:
+        module = self._modules[path]
+        args, kwargs = map_tensors(args, without_values), map_tensors(kwargs, without_values)
+        try:
+            with torch.no_grad(), valueless(_Answers(), None):
+                return map_tensors(module.forward(*args, **kwargs), without_values)
+        except Exception as error:
+            raise UnsupportedError(
+                f"pipeline: {path} ({type(module).__name__}) does not run on tensors without values, so a stage that does not hold it cannot "
+                f"know the shape of its result ({type(error).__name__}: {error}). Leave pipeline.stages out for this model"
+            ) from error
+
+
+def placeholder(meta: torch.Tensor, given: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A tensor of the shape of ``meta`` that stands for values this rank does not have: one it was ``given`` where that fits, else NaN."""
+    for tensor in given[:1]:
+        if (tensor.shape, tensor.dtype) == (meta.shape, meta.dtype):
+            return tensor
+    if meta.dtype.is_floating_point:
+        return torch.full(meta.shape, float("nan"), dtype=meta.dtype, device=device)
+    return torch.zeros(meta.shape, dtype=meta.dtype, device=device)

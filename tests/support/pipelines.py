@@ -1,0 +1,67 @@
+"""Training of one model over a pipeline beside plain PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.support import parity, ranks
+from tests.support.models import Batch, ModelCase
+from tests.support.parity import Run
+
+LOSS, NORM, WEIGHT = 1e-5, 1e-4, 2e-4
+
+
+def with_stages(run: Run, stages: int, tp: int = 1, **section: Any) -> Run:
+    """``run`` over ``stages``, each of whose layers ``tp`` ranks hold together."""
+    extra: dict[str, Any] = {**run.extra, "pipeline": {"stages": stages, **section}}
+    if tp > 1:
+        extra["tensor_parallel"] = {"autotp_size": tp}
+    return replace(run, extra=extra)
+
+
+def replica(stages: int, tp: int) -> int:
+    """Which of the ranks that train on samples of their own this one is: stages outside, tensor parallelism inside."""
+    return ranks.rank() % (ranks.world() // stages) // tp
+
+
+def train(case: ModelCase, run: Run, stages: int, tp: int = 1, **section: Any) -> tuple[list[float], list[float], dict[str, Tensor] | None, Any]:
+    """Losses and norms of every step, the joined weights on rank 0, and the engine."""
+    run = with_stages(run, stages, tp, **section)
+    engine = parity.initialize(case.build(), run)
+
+    def feed(step: int, micro: int, rank: int) -> Batch:
+        return case.rows(step, micro, rank)
+
+    losses, norms = [], []
+    for step in range(run.steps):
+        parts = []
+        for micro in range(run.accumulation):
+            batch = parity.prepare(feed(step, micro, replica(stages, tp)), parity.DTYPES[run.dtype])
+            parts.append(parity.micro_step(engine, batch, case.forward, micro))
+        losses.append(parity.mean_over_ranks(parts))
+        norms.append(parity.as_float(engine.get_global_grad_norm()))
+    return losses, norms, engine._consolidated_16bit_state_dict(), engine
+
+
+def check(case: ModelCase, run: Run, stages: int, tp: int = 1, **section: Any) -> None:
+    """On every rank: losses, norms and trained weights over ``stages`` are those of plain PyTorch."""
+    world = ranks.world() // (stages * tp)
+    losses, norms, weights, engine = train(case, run, stages, tp, **section)
+    engine.destroy()
+    if ranks.rank() != 0:
+        assert weights is None
+        return
+    expected = parity.concatenated_reference(case, run, world) if run.dtype == "fp32" else parity.reference_case(case.name, run, world)
+    factor = 1 if run.dtype == "fp32" else 2e3
+    assert losses == pytest.approx(expected.losses, rel=LOSS * factor), (run, losses, expected.losses)
+    assert norms == pytest.approx(expected.norms, rel=NORM * factor), (run, norms, expected.norms)
+    assert weights is not None
+    assert set(expected.weights) <= set(weights)
+    for key, value in expected.weights.items():
+        assert weights[key].shape == value.shape, key
+        worst = (weights[key].float() - value.float()).abs().max() / value.float().abs().max().clamp(min=0.01)
+        assert worst < WEIGHT * factor, (run, key, float(worst))
