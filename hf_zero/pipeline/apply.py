@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import Topology
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, tp_shard_of
+from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, tp_shard_of, whole_shape
 from hf_zero.core.units.unit import find_unit
 from hf_zero.errors import ConfigError, HfZeroError, StateError, UnsupportedError
 from hf_zero.observe import log_rank0
@@ -28,6 +28,14 @@ from hf_zero.tensor_parallel.split import equal_weights
 from hf_zero.tensor_parallel.trace import skeleton
 
 _PIPELINE = "_hf_zero_pipeline"  # of a divided model
+
+
+@runtime_checkable
+class DividesItself(Protocol):
+    """A model that knows its stages and runs them itself; each rank has built those it holds."""
+
+    def pipeline_plan(self) -> PipelinePlan:
+        """Who holds what."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,8 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
             "pipeline.stages beside parameters that zero.Init has sharded: zero_optimization.stage 3 and a pipeline exclude each other. "
             "Build the model outside of zero.Init"
         )
+    if isinstance(model, DividesItself):
+        return Pipeline(model.pipeline_plan(), model, pipe.ranks, None)
     collectives = open_collectives(topology.model or pipe)
     whole = skeleton(model)
     method = str(section.get("partition_method") or section.get("partition") or "parameters")
@@ -116,14 +126,13 @@ def divide_layers(model: nn.Module, pipeline: Pipeline, topology: Topology) -> N
     if pipe is None or everyone is None or pipeline_of(model) is not None:
         return
     collectives = open_collectives(everyone)
+    if isinstance(model, DividesItself):
+        equal_where_shared(model, pipeline.plan, open_collectives(pipe))
+        _keep_all(model, pipeline, topology)
+        return
     if topology.tensor is None:
         equal_weights(model, collectives, "a pipeline")
-    tensor_ranks = topology.tensor.world if topology.tensor is not None else 1
-    for name, param in model.named_parameters():
-        _keep(param, pipeline.plan.holders[name], pipe, tensor_ranks)
-    for module in model.modules():
-        guard_state_dict(module)
-    setattr(model, _PIPELINE, pipeline)
+    _keep_all(model, pipeline, topology)
     paths = list(dict.fromkeys(call.path for call in pipeline.plan.calls))
     stage = Stage(model, pipe.rank, paths, Templates(pipeline.skeleton), topology.device)
     links = open_collectives(pipe)
@@ -131,6 +140,30 @@ def divide_layers(model: nn.Module, pipeline: Pipeline, topology: Topology) -> N
     equal_random_state(collectives)
     SameData(model, collectives)
     log_rank0("%s", summary(pipeline.plan, model))
+
+
+def _keep_all(model: nn.Module, pipeline: Pipeline, topology: Topology) -> None:
+    """Empties what other stages hold."""
+    assert topology.pipe is not None
+    tensor_ranks = topology.tensor.world if topology.tensor is not None else 1
+    for name, param in model.named_parameters():
+        _keep(param, pipeline.plan.holders[name], topology.pipe, tensor_ranks)
+    for module in model.modules():
+        guard_state_dict(module)
+    setattr(model, _PIPELINE, pipeline)
+
+
+def equal_where_shared(model: nn.Module, plan: PipelinePlan, pipe: Collectives) -> None:
+    """Parameters that several stages hold get the values of the first of them; collective over the stages."""
+    for name, param in model.named_parameters():
+        holders = plan.holders[name]
+        if len(holders) > 1:
+            whole = whole_shape(param) or param.shape
+            values = param.data.contiguous() if pipe.rank in holders else torch.empty(whole, dtype=param.dtype)
+            values = values.to(pipe.topology.device)
+            pipe.broadcast(values, holders[0], name)
+            if pipe.rank in holders:
+                param.data.copy_(values)
 
 
 def _plan_for(pipeline: Pipeline, given: Mapping[str, Any]) -> PipelinePlan:

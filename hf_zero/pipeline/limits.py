@@ -13,12 +13,23 @@ def require_served(config: ZeroConfig, stage: StagePolicy) -> None:
     Raises:
         UnsupportedError: Stage 3, quantized collectives, parameters off the device.
     """
+    refuse_sharded_parameters(stage)
     zero = config.zero_optimization
+    if zero.zero_quantized_gradients or zero.zero_quantized_weights:
+        raise UnsupportedError(
+            "pipeline.stages and ZeRO++ (zero_quantized_weights, zero_quantized_gradients) cannot be combined: leave one out"
+        )
+
+
+def refuse_sharded_parameters(stage: StagePolicy) -> None:
+    """Refuses stage 3.
+
+    Raises:
+        UnsupportedError: It is stage 3.
+    """
     if stage.parameters_sharded:
         raise UnsupportedError(
-            "pipeline.stages and zero_optimization.stage 3 exclude each other: each stage of a pipeline keeps its layers whole while many "
-            "parts of a batch pass, and gathering them for each part would send the model once per part. Set zero_optimization.stage to 1 "
-            "or 2, or leave pipeline.stages out and let stage 3 shard all layers"
+            "a pipeline (pipeline.stages, PipelineModule) and zero_optimization.stage 3 exclude each other: each stage of a pipeline keeps "
+            "its layers whole while many parts of a batch pass, and gathering them for each part would send the model once per part. Set "
+            "zero_optimization.stage to 1 or 2, or leave the pipeline out and let stage 3 shard all layers"
         )
-    if zero.zero_quantized_gradients or zero.zero_quantized_weights:
-        raise UnsupportedError("pipeline.stages and ZeRO++ (zero_quantized_weights, zero_quantized_gradients) cannot be combined: leave one out")

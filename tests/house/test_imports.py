@@ -40,6 +40,7 @@ LAYERS = (
     "hf_zero.sequence_parallel",
     "hf_zero.tensor_parallel",
     "hf_zero.expert_parallel",
+    "hf_zero.pipeline",
     "hf_zero.checkpoint",
     "hf_zero.build",
     "hf_zero.deepspeed",

@@ -25,6 +25,7 @@ class BackwardPhase:
         schedule: Unshards and reshards; None when nothing is ever resharded.
         reducer: Gradients on their way; None without optimizer.
         begun: Whether a backward has begun and not ended.
+        alternates: Whether it is made of the forwards and backwards of several parts.
         micro_steps: Backwards so far that hand gradients to parameters.
         on_user_backward: Called when one of them begins that the engine did not start.
 
@@ -42,6 +43,7 @@ class BackwardPhase:
         self.schedule = schedule
         self.reducer = reducer
         self.begun = False
+        self.alternates = False
         self.micro_steps = 0
         self.on_user_backward: WeakMethod[Callable[[], None]] | None = None
         self._root = root
@@ -116,11 +118,18 @@ class BackwardPhase:
             block.watched()
             self._awaited.add(hook)
 
-    def begin(self) -> None:
-        """Begins a micro-step that the engine has started."""
+    def begin(self, alternating: bool = False) -> None:
+        """Begins a micro-step that the engine has started.
+
+        Args:
+            alternating: It is made of the forwards and backwards of several parts, in any order, and nothing is ever resharded.
+        """
         self._collect()
         if not self.begun:
             self._begin()
+        self.alternates = alternating
+        if alternating and self.reducer is not None:
+            self.reducer.expect_pieces()
 
     def _notice(self) -> None:
         """[Note: backwards for inputs] ``torch.autograd.grad`` and the transforms of torch.func give no parameter a gradient.
@@ -231,7 +240,7 @@ class BackwardPhase:
         self._finish()
 
     def _finish(self) -> None:
-        self.begun = self._collects = False
+        self.begun = self._collects = self.alternates = False
         SharedBackward.leave(self)
         self._stack.clear()
         self._awaited.clear()

@@ -93,6 +93,8 @@ class Runtime:
             if in_backward():
                 self.backward.recompute(block)
                 return
+            if self.backward.alternates:
+                return
             self.backward.abort()  # it broke off
         self.forward.enter(block)
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard
 from hf_zero.deepspeed.pipe.layer_spec import LayerSpec, TiedLayerSpec
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, UnsupportedError
 
 Layer = nn.Module | LayerSpec | Callable[[Any], Any]
 
@@ -68,6 +69,21 @@ def without_values(layer: Layer) -> nn.Module | None:
     return module.to("meta")
 
 
+def require_dimensions(layers: Sequence[Layer], shapes: Sequence[nn.Module | None]) -> None:
+    """Refuses parameters that other stages could not leave empty.
+
+    Raises:
+        UnsupportedError: One has no dimension.
+    """
+    for place, (layer, shape) in enumerate(zip(layers, shapes, strict=True)):
+        for name, param in shape.named_parameters() if shape is not None else ():
+            if param.dim() == 0:
+                raise UnsupportedError(
+                    f"PipelineModule: parameter {name} of layer {place} ({name_of(layer)}) is a single number without a dimension, so "
+                    "other stages cannot leave it empty: give it the shape (1,)"
+                )
+
+
 def _require_tied(spec: TiedLayerSpec, module: nn.Module) -> None:
     for name in spec.tied_weight_attr:
         found: Any = module
@@ -81,7 +97,7 @@ def _require_tied(spec: TiedLayerSpec, module: nn.Module) -> None:
 def build_layers(
     layers: Sequence[Layer], shapes: Sequence[nn.Module | None], wanted: Sequence[bool], seed: Callable[[int], Any] | None
 ) -> list[nn.Module | None]:
-    """The module of each layer: with values where ``wanted``, else its ``shapes``; None for a function. Those of one key are one.
+    """The module of each layer: with values where ``wanted``, else ``held_elsewhere``; None for a function. Those of one key are one.
 
     [Note: layers of other stages] Values are those of a build of all layers, whatever the number of stages. Without seeds that takes to
     build the layers of other stages too, one at a time, and to drop them. Where each layer has a seed only those that are wanted are
@@ -113,10 +129,26 @@ def _built(
         else:
             here = wanted[place] or key in run
             module = layer.build() if here or seed is None else None
-            built = module if here else shape
+            built = module if here or shape is None else held_elsewhere(shape)
             if key is not None:
                 tied[key] = built
             yield built
+
+
+def held_elsewhere(shape: nn.Module) -> nn.Module:
+    """``shape``, whose tensors are on the device "meta", as a module of another stage: parameters empty and marked, buffers of zeros."""
+    made: dict[torch.Tensor, Any] = {}
+    for module in shape.modules():
+        for name, param in module._parameters.items():
+            if param is not None and param not in made:
+                made[param] = nn.Parameter(torch.empty((0, *param.shape[1:]), dtype=param.dtype), param.requires_grad)
+                mark_tp_shard(made[param], TpShard(param.shape, 0, ()))
+            if param is not None:
+                module._parameters[name] = made[param]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = made.setdefault(buffer, torch.zeros_like(buffer, device="cpu"))
+    return shape
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
 from hf_zero.comm.device import default_device
@@ -32,6 +34,7 @@ class PipelineParallelGrid:
         data_parallel_id: Its place among those with the same parameters.
         is_first_stage: Whether it takes inputs.
         is_last_stage: Whether it has the loss.
+        pipe: The stages as an axis.
 
     Raises:
         ConfigError: There is no topology, it lacks an axis or has another, or is not of as many ranks as there are.
@@ -54,6 +57,11 @@ class PipelineParallelGrid:
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         self._axes = _axes(self._topology)
+        self.pipe = self._axes["pipe"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineParallelGrid:
+        """Itself: ranks are not copied."""
+        return self
 
     def topology(self) -> ProcessTopology:
         """The axes."""

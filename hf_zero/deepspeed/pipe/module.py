@@ -16,7 +16,7 @@ from hf_zero.build.mesh import CLAIMS
 from hf_zero.comm.bootstrap import init_distributed
 from hf_zero.comm.topology import require_divisor
 from hf_zero.config.mesh import Claim
-from hf_zero.deepspeed.pipe.building import Layer, build_layers, name_of, require_layers, without_values
+from hf_zero.deepspeed.pipe.building import Layer, build_layers, name_of, require_dimensions, require_layers, without_values
 from hf_zero.deepspeed.pipe.grid import PipelineParallelGrid, require_fit
 from hf_zero.deepspeed.pipe.layer_spec import TiedLayerSpec
 from hf_zero.deepspeed.pipe.partition import stage_borders
@@ -25,6 +25,7 @@ from hf_zero.deepspeed.pipe.topology import PipeDataParallelTopology, ProcessTop
 from hf_zero.deepspeed.served.checkpointing import checkpoint
 from hf_zero.deepspeed.served.helpers import set_random_seed
 from hf_zero.errors import ConfigError
+from hf_zero.pipeline.plan import ItemCall, PipelinePlan
 
 
 class PipelineModule(nn.Module):
@@ -60,6 +61,7 @@ class PipelineModule(nn.Module):
     Raises:
         ConfigError: Neither or both of ``num_stages`` and ``topology`` are given, they do not fit the ranks, there are fewer layers than
             stages, or one is no layer.
+        UnsupportedError: A parameter has no dimension.
     """
 
     def __init__(
@@ -86,6 +88,8 @@ class PipelineModule(nn.Module):
         self.dynamic_shape = dynamic_shape
         specs = require_layers(layers)
         shapes = [without_values(layer) for layer in specs]
+        if self.num_stages > 1:
+            require_dimensions(specs, shapes)
         self.parts = stage_borders(partition_method, [_trainable(shape) for shape in shapes], list(map(name_of, specs)), self.num_stages)
         own = [self.parts[self.stage_id] <= place < self.parts[self.stage_id + 1] for place in range(len(specs))]
         seed = (lambda place: (seed_fn or set_random_seed)(base_seed + place)) if seed_layers else None
@@ -135,7 +139,36 @@ class PipelineModule(nn.Module):
         outputs = forward_input
         for stage in self.stages:
             outputs = stage(outputs)
-        return outputs if labels is None or self.loss_fn is None else self.loss_fn(outputs, labels)
+        return outputs if labels is None else self.loss_of(outputs, labels)
+
+    def loss_of(self, outputs: Any, labels: Any) -> torch.Tensor:
+        """The loss of what the last layer returned; that itself where there is no ``loss_fn``.
+
+        Raises:
+            ConfigError: It is no single number.
+        """
+        loss = outputs if self.loss_fn is None else self.loss_fn(outputs, labels)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            made = "what the last layer returns, without loss_fn," if self.loss_fn is None else "what loss_fn returns"
+            shown = f"a tensor {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+            raise ConfigError(f"PipelineModule: {made} is the loss, and is {shown}; a tensor of one number is allowed")
+        return loss.reshape(())
+
+    def pipeline_plan(self) -> PipelinePlan:
+        """Which stage holds what; what layers and borders are made of is known when they run.
+
+        Parameters that no layer has (those of a subclass, say) are held by all stages.
+        """
+        stages: dict[int, set[int]] = {}
+        last = self.num_stages - 1
+        users = [(index, call.module) for index, run in enumerate(self.stages) for call in run.calls]  # type: ignore[union-attr]
+        for index, module in [*users, (last, self.loss_fn if isinstance(self.loss_fn, nn.Module) else None)]:
+            for param in module.parameters() if module is not None else ():
+                stages.setdefault(id(param), set()).add(index)
+        everyone = range(self.num_stages)
+        holders = {name: tuple(sorted(stages.get(id(param), everyone))) for name, param in self.named_parameters()}
+        calls = tuple(ItemCall(f"stages.{index}", 0, index) for index in everyone)
+        return PipelinePlan(self.num_stages, calls, ((),) * last, holders)
 
     def topology(self) -> ProcessTopology:
         """Where ranks stand."""
