@@ -122,7 +122,7 @@ class UnitBuilder:
         units = []
         for (expert, frozen, packed, dtype, stages), members in kinds.items():
             of = f"{'expert ' if expert else ''}{'frozen ' if frozen else ''}{'packed ' if packed else ''}{'tied ' if stages else ''}"
-            suffix = "" if len(kinds) == 1 else f" [{of}{str(dtype).removeprefix('torch.')}]"
+            suffix = "" if len(kinds) == 1 and not stages else f" [{of}{str(dtype).removeprefix('torch.')}]"
             shard_storage = self.offloading.shard_storage(sum(full_shape(member.param).numel() for member in members), not frozen)
             units.append(build_unit(spec.name + suffix, members, dtype, self._unit_spec(dtype, shard_storage, frozen, expert, packed)))
             self.offloading.take(units[-1])

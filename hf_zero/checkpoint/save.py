@@ -341,7 +341,9 @@ def _index(head: Index, told: list[dict[str, Any]], written: list[Written]) -> I
         states = sorted({name for rank_told in told for name in rank_told["states"]})
         numbers = optimizer_state.merge_scalars([rank_told["scalars"] for rank_told in told])
         params = tuple(record for rank_told in told for record in rank_told["params"])
-        optimizer = replace(optimizer, states=tuple(states), scalars=numbers, params=params)
+        everyones = [unit for rank_told in told for unit in rank_told["units"]]
+        groups = optimizer_state.complete_groups(optimizer.groups, everyones)
+        optimizer = replace(optimizer, groups=groups, states=tuple(states), scalars=numbers, params=params)
     # Every data-parallel rank describes the units of its tensor-parallel rank alike.
     units = {(unit.tensor_rank, unit.name): unit for rank_told in reversed(told) for unit in rank_told["units"]}
     return replace(

@@ -1,36 +1,240 @@
-"""temporary chain planner"""
-from hf_zero.pipeline.plan import *
-from hf_zero.core.units.grouping import find_blocks
-from hf_zero.tensor_parallel.trace import trace, skeleton
-from hf_zero.tensor_parallel.example_inputs import example_inputs
-def make_plan(model, stages, method="parameters", inputs=None):
-    blocks = find_blocks(model)
-    items=list(blocks)
-    def walk(prefix, m):
-        for n,c in m.named_children():
-            p=f"{prefix}.{n}".lstrip(".")
-            if p in blocks: continue
-            if any(b.startswith(p+".") for b in blocks): walk(p,c)
-            elif next(c.parameters(),None) is not None or 'Dropout' in type(c).__name__: items.append(p)
-    walk("",model)
-    g = trace(skeleton(model), inputs or example_inputs(model))
-    order=[c.path for c in g.calls if c.path in items]
-    nb=[p for p in order if p in blocks]
-    per=len(nb)/stages
-    calls=[];seen={};k=0;stage=0
-    for p in order:
-        if p in blocks:
-            stage=min(int(k/per),stages-1); k+=1
-        calls.append(ItemCall(p,seen.get(p,0),stage)); seen[p]=seen.get(p,0)+1
-    cross=[]
-    for s in range(stages-1):
-        last=max(i for i,c in enumerate(calls) if c.stage==s)
-        cross.append((Crossing(last,0),))
-    holders={}
-    mods=dict(model.named_modules())
-    first={id(p):n for n,p in model.named_parameters()}
-    for c in calls:
-        for p in mods[c.path].parameters():
-            holders.setdefault(first[id(p)],set()).add(c.stage)
-    return PipelinePlan(stages,tuple(calls),tuple(cross),{n:tuple(sorted(s)) for n,s in holders.items()})
-def replan(skel, plan, inputs): return plan
+"""Decides which stage of a pipeline runs which calls of a model's items."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.pipeline.balance import balanced_runs
+from hf_zero.pipeline.flow import Drawn, Flow, Kept, Read
+from hf_zero.pipeline.flow_trace import trace_flow
+from hf_zero.pipeline.plan import Crossing, ItemCall, PipelinePlan
+from hf_zero.tensor_parallel.call_arguments import tensors_in
+from hf_zero.tensor_parallel.example_inputs import argument_names, example_inputs
+from hf_zero.tensor_parallel.trace import skeleton
+
+METHODS = ("parameters", "uniform", "operations", "type:REGEX")
+_LENGTHS = (16, 64, 512)
+
+
+def make_plan(model: nn.Module, stages: int, method: str = "parameters", inputs: Mapping[str, Any] | None = None) -> PipelinePlan:
+    """How to divide ``model`` over ``stages``.
+
+    Args:
+        model: Any model; values and device of its parameters do not matter, and ``zero.Init`` may hold them.
+        stages: Their number.
+        method: What is balanced: ``parameters`` (elements of the parameters that a stage's calls use), ``uniform`` (calls of blocks),
+            ``operations`` (of products of matrices), or ``type:REGEX`` (calls of modules whose class name the expression is found in, upper
+            and lower case alike).
+        inputs: A call that runs the model; None makes one up for transformers' models.
+
+    Raises:
+        ConfigError: More stages than calls of blocks, an unknown method, or a model for which no call is known or that does not run
+            without the values of its parameters.
+        UnsupportedError: What goes from block to block cannot go over so many borders.
+    """
+    copy = _bare(skeleton(model).train())
+    flow = _first_flow(copy, inputs)
+    atoms = _atoms(flow, stages)
+    weights = _weights(flow, method)
+    runs = balanced_runs([sum(weights[place] for place in atom) for atom in atoms], stages)
+    of_stage = [stage for stage, run in enumerate(runs) for atom in run for _ in atoms[atom]]
+    return _laid_out(flow, stages, of_stage)
+
+
+def replan(skeleton: nn.Module, plan: PipelinePlan, inputs: Mapping[str, Any]) -> PipelinePlan:
+    """The plan for another kind of call (with labels, in evaluation, with other arguments): stages begin with the calls they begin with.
+
+    Args:
+        skeleton: The model without values, in training mode or not, as the call finds it.
+        plan: The plan that the stages hold their parameters by.
+        inputs: The call; tensors may be on the device "meta".
+
+    Raises:
+        UnsupportedError: The call does not run what a stage begins with, needs a parameter on a stage that does not hold it, or what it
+            keeps from block to block cannot go over a border.
+    """
+    flow = _first_flow(_bare(skeleton), inputs)
+    places = {(call.path, call.nth): place for place, call in enumerate(flow.calls)}
+    firsts = [plan.calls[plan.span(stage).start] for stage in range(1, plan.stages)]
+    starts = [places.get((call.path, call.nth), -1) for call in firsts]
+    if starts != sorted(set(starts)) or any(start <= 0 for start in starts):
+        missing = next((f"{call.path}" for call, start in zip(firsts, starts, strict=True) if start <= 0), "them in this order")
+        raise UnsupportedError(
+            f"this call of {flow.model} ({', '.join(inputs)}) cannot run on {plan.stages} stages: they begin with "
+            f"{', '.join(call.path for call in firsts)}, and it does not call {missing}"
+        )
+    of_stage = [sum(start <= place for start in starts) for place in range(len(flow.calls))]
+    for constraint in _constraints(flow):
+        if of_stage[constraint.first] != of_stage[constraint.last]:
+            raise UnsupportedError(f"this call of {flow.model} cannot run on {plan.stages} stages: {constraint.reason}")
+    found = _laid_out(flow, plan.stages, of_stage)
+    for name, stage in _used(flow, of_stage):
+        if stage not in plan.holders.get(name, ()):
+            held = ", ".join(map(str, plan.holders.get(name, ()))) or "no stage"
+            raise UnsupportedError(
+                f"this call of {flow.model} ({', '.join(inputs)}) needs {name} on stage {stage} of {plan.stages}, which {held} holds: make "
+                "the plan with such a call (inputs=)"
+            )
+    return PipelinePlan(found.stages, found.calls, found.crossings, plan.holders)
+
+
+def _bare(copy: nn.Module) -> nn.Module:
+    for module in copy.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+    return copy
+
+
+def _first_flow(copy: nn.Module, inputs: Mapping[str, Any] | None) -> Flow:
+    """The flow of the first call that runs."""
+    error: Exception | None = None
+    for call in _calls(copy, inputs):
+        if "use_cache" in argument_names(copy):
+            call = {"use_cache": False, **call}
+        try:
+            flow = trace_flow(copy, call)
+        except Exception as raised:  # the model's own errors, of any kind
+            error = error or raised
+            continue
+        if any(item.block for item in flow.calls):
+            return flow
+        error = error or ConfigError("it calls none of its repeated blocks")
+    raise ConfigError(
+        f"{type(copy).__name__} does not run on tensors without values ({type(error).__name__}: {error}), so what goes from block to block "
+        "is not known and it cannot be divided into stages. Make a call that runs it known (inputs=...)"
+    ) from error
+
+
+def _calls(copy: nn.Module, inputs: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """Calls to try, the truest first: with values decisions fall as they will, without them more models run."""
+    if inputs is None:
+        for values in (True, False):
+            for length in _LENGTHS:
+                yield example_inputs(copy, length, values)
+        return
+    yield inputs
+    if any(tensor.device.type != "meta" for _, tensor in tensors_in(inputs)):
+        yield tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), dict(inputs))
+
+
+@dataclass(frozen=True)
+class _Constraint:
+    """Calls ``first`` to ``last`` are one stage's."""
+
+    first: int
+    last: int
+    reason: str
+
+
+def _constraints(flow: Flow) -> Iterator[_Constraint]:
+    drawn: dict[Drawn, list[int]] = {}
+    for reader, sources in flow.readers():
+        for source in sources:
+            if isinstance(source, Kept) and source.call != reader:
+                yield _Constraint(source.call, reader, _kept(flow, source, reader, sources))
+            elif isinstance(source, Drawn):
+                drawn.setdefault(source, []).append(reader)
+    for source, readers in drawn.items():
+        yield _Constraint(
+            min(readers),
+            max(readers),
+            f"{source.place or flow.model} draws random numbers ({source.how}) that both {flow.calls[min(readers)]} and "
+            f"{flow.calls[max(readers)]} need, and every stage would draw its own",
+        )
+
+
+def _kept(flow: Flow, source: Kept, reader: int, sources: object) -> str:
+    other = "what the model returns" if sources is flow.result else str(flow.calls[reader])
+    return f"{flow.calls[source.call]} keeps a tensor (made by {source.how}) that it does not return, and {other} reads it"
+
+
+def _atoms(flow: Flow, stages: int) -> list[range]:
+    """Runs of calls that no border divides, each with a block; at least ``stages`` of them."""
+    blocks = _block_calls(flow)
+    if stages > len(blocks):
+        kinds = ", ".join(f"{count} of {kind}" for kind, count in Counter(flow.calls[place].kind for place in blocks).items())
+        raise ConfigError(
+            f"a pipeline of {stages} stages does not fit {flow.model}: it has {len(blocks)} calls of blocks ({kinds}), and every stage "
+            f"needs one. At most {len(blocks)} stages fit"
+        )
+    constraints = list(_constraints(flow))
+    cuts = [place for place in blocks[1:] if not any(one.first < place <= one.last for one in constraints)]
+    if stages > len(cuts) + 1:
+        widest = sorted(constraints, key=lambda one: one.first - one.last)
+        reasons = "; ".join(dict.fromkeys(one.reason for one in widest[:2]))
+        fits = f"at most {len(cuts) + 1} stages fit" if cuts else "it cannot be divided"
+        raise UnsupportedError(f"a pipeline of {stages} stages does not fit {flow.model}: {fits}, because {reasons}")
+    return [range(start, stop) for start, stop in zip([0, *cuts], [*cuts, len(flow.calls)], strict=True)]
+
+
+def _block_calls(flow: Flow) -> list[int]:
+    """Positions of the calls of blocks: of classes that are called more than once, where there are such."""
+    often = Counter(call.kind for call in flow.calls if call.block)
+    repeated = {kind for kind, count in often.items() if count > 1} or set(often)
+    return [place for place, call in enumerate(flow.calls) if call.block and call.kind in repeated]
+
+
+def _weights(flow: Flow, method: str) -> list[int]:
+    """What each call counts for."""
+    kind, _, pattern = method.partition(":")
+    if method == "uniform":
+        blocks = set(_block_calls(flow))
+        return [int(place in blocks) for place in range(len(flow.calls))]
+    if method == "parameters":
+        return [sum(flow.parameters[name] for name in call.parameters) for call in flow.calls]
+    if method == "operations":
+        return [call.operations for call in flow.calls]
+    if kind.lower() != "type" or not pattern:
+        raise ConfigError(f"partition_method is {method!r}; allowed are {', '.join(METHODS)}")
+    try:
+        weights = [int(re.search(pattern, call.kind, re.IGNORECASE) is not None) for call in flow.calls]
+    except re.error as error:
+        raise ConfigError(f"partition_method is {method!r}, and {pattern!r} is no regular expression: {error}") from None
+    if not any(weights):
+        kinds = ", ".join(dict.fromkeys(call.kind for call in flow.calls))
+        raise ConfigError(f"partition_method is {method!r}, and no class that {flow.model} calls matches: {kinds}")
+    return weights
+
+
+def _used(flow: Flow, of_stage: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """Parameters with the stages that read them."""
+    for place, sources in flow.readers():
+        stage = of_stage[place]
+        yield from ((source.parameter, stage) for source in sources if isinstance(source, Read))
+        yield from ((name, stage) for name in flow.calls[place].parameters)
+
+
+def _laid_out(flow: Flow, stages: int, of_stage: Sequence[int]) -> PipelinePlan:
+    """The plan in which call ``i`` is stage ``of_stage[i]``'s."""
+    wanted: dict[Crossing, int] = {}  # the last stage that needs it
+    for place, sources in flow.readers():
+        for source in sources:
+            if isinstance(source, Crossing):
+                wanted[source] = max(wanted.get(source, 0), of_stage[place])
+    order = sorted(wanted, key=lambda crossing: (crossing.call, crossing.leaf))
+    borders = tuple(
+        tuple(crossing for crossing in order if of_stage[crossing.call] <= border < wanted[crossing]) for border in range(stages - 1)
+    )
+    calls = tuple(ItemCall(call.path, call.nth, stage) for call, stage in zip(flow.calls, of_stage, strict=True))
+    return PipelinePlan(stages, calls, borders, _holders(flow, of_stage))
+
+
+def _holders(flow: Flow, of_stage: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Who holds each parameter; one that nothing reads goes with the one before it."""
+    used: dict[str, set[int]] = {name: set() for name in flow.parameters}
+    for name, stage in _used(flow, of_stage):
+        used[name].add(stage)
+    beside, holders = next((min(stages) for stages in used.values() if stages), 0), {}
+    for name, stages in used.items():
+        holders[name] = tuple(sorted(stages)) or (beside,)
+        beside = holders[name][-1]
+    return holders

@@ -46,8 +46,8 @@ class PipelinePlan:
     Attributes:
         stages: Their number.
         calls: All calls of items in the order of a forward; their stages never fall.
-        crossings: Per border (stage s to s + 1), what goes over it, in the order of the results: results of calls of the stages up to s that
-            calls of later stages, or the model's own result, are made of.
+        crossings: Per border (stage s to s + 1), what goes over it, in the order of the results: results of calls of the stages up to s
+            that calls of later stages, or the model's own result, are made of.
         holders: First name of each parameter -> the stages whose calls, or glue between these, read it, rising; several for tied ones.
     """
 

@@ -85,7 +85,9 @@ class Tracer:
         self._register(tensor, value)
 
     def record(self, name: str, args: Any, kwargs: dict[str, Any], outputs: list[torch.Tensor], mutates: bool, pointwise: bool) -> None:
-        """Writes down one operation."""
+        """Writes down one operation that makes tensors."""
+        if not outputs:
+            return
         args = tree_map_only(torch.Tensor, self.value, list(args))
         kwargs = tree_map_only(torch.Tensor, self.value, dict(kwargs))
         shapes: list[Shape] = [tuple(output.shape) for output in outputs]
@@ -161,8 +163,7 @@ class _Operations(TorchDispatchMode):
         tracer = self.tracer
         if tracer is not None and not tracer.silent:
             outputs = [tensor for _, tensor in tensors_in([result])]
-            if outputs or values_of(args):
-                tracer.record(name, args, kwargs, outputs, func._schema.is_mutable, torch.Tag.pointwise in func.tags)
+            tracer.record(name, args, kwargs, outputs, func._schema.is_mutable, torch.Tag.pointwise in func.tags)
         return result
 
 

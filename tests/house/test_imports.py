@@ -39,6 +39,7 @@ LAYERS = (
     "hf_zero.profiling",
     "hf_zero.sequence_parallel",
     "hf_zero.tensor_parallel",
+    "hf_zero.pipeline",
     "hf_zero.expert_parallel",
     "hf_zero.pipeline",
     "hf_zero.checkpoint",

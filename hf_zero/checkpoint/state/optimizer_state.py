@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from hf_zero.checkpoint.files.catalog import Catalog, Located
 from hf_zero.checkpoint.files.rows import Entry, Piece
 from hf_zero.checkpoint.files.tensor_reader import Copy
 from hf_zero.checkpoint.format.element_types import DTYPES
-from hf_zero.checkpoint.format.names import state_kind
+from hf_zero.checkpoint.format.names import MASTER, state_kind
 from hf_zero.checkpoint.format.plausible import check_alike, check_group, missing_settings
-from hf_zero.checkpoint.format.records import GroupRecord, OptimizerRecord, ScalarRecord
+from hf_zero.checkpoint.format.records import GroupRecord, OptimizerRecord, ScalarRecord, UnitRecord
 from hf_zero.checkpoint.format.values import Decoder, Encoder, encode_scalar
 from hf_zero.checkpoint.state.takeover import Takeover
 from hf_zero.checkpoint.state.training_state import TensorAxis
@@ -126,6 +126,16 @@ def group_records(optimizer: ShardedOptimizer, encoder: Encoder) -> tuple[GroupR
         values = {key: value for key, value in group.items() if key not in _EXECUTION_KEYS}
         records.append(GroupRecord(_names(optimizer.units, index), encoder.encode(values, f"optimizer.param_groups[{index}]")))
     return tuple(records)
+
+
+def complete_groups(groups: Sequence[GroupRecord], units: Iterable[UnitRecord]) -> tuple[GroupRecord, ...]:
+    """The param groups of rank 0 with the parameters that other ranks alone hold (stages of a pipeline), which their ``units`` name."""
+    names = [dict.fromkeys(group.params) for group in groups]
+    for unit in units:
+        for param in unit.params:
+            if unit.kind == MASTER and param.group >= 0:
+                names[param.group][param.name] = None
+    return tuple(replace(group, params=tuple(own)) for group, own in zip(groups, names, strict=True))
 
 
 def _names(units: Sequence[Unit], group: int) -> tuple[str, ...]:

@@ -1,0 +1,234 @@
+"""Finds the flow of a model's forward: it is run on tensors without values, and every tensor knows what glue has made it of."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from hf_zero.core.units.grouping import find_blocks
+from hf_zero.pipeline.flow import Drawn, Flow, FlowCall, Kept, Read, Sources
+from hf_zero.pipeline.items import possible_items
+from hf_zero.pipeline.plan import Crossing
+from hf_zero.tensor_parallel.call_arguments import convert_inside, tensors_in
+from hf_zero.tensor_parallel.rules import RANDOM_NAMES
+from hf_zero.tensor_parallel.trace import answer_function, plain_index, valueless
+
+# The shape of their results depends on values, so whatever the code does next may, too.
+_SHAPED_BY_VALUES = frozenset({"nonzero", "masked_select", "bincount", "_unique2", "unique_dim", "unique_consecutive"})
+_UNIFORM_DRAWS = frozenset({"rand", "rand_like", "uniform_"})  # from 0 to 1, 1 excluded
+_COMPARISONS = frozenset({"lt", "le", "gt", "ge"})
+
+
+class _Known(NamedTuple):
+    tensor: torch.Tensor  # kept alive, so that nothing else gets its id
+    sources: Sources
+    maker: int | None  # position of the call that was running
+    time: int
+
+
+class FlowTracer:
+    """Follows tensors through a forward.
+
+    [Note: sources] What a call returns is made of that call alone, whatever went in: a stage that does not run it gets the result. What
+    glue makes is made of all that it reads. An operation in place changes every tensor of the same storage from then on. A decision that
+    the code takes on a value (``if``, ``int(tensor)``, a shape) makes all later calls of it.
+
+    Attributes:
+        calls: The calls of items so far.
+        control: What decisions in glue were made of.
+        silent: Not zero while operations are not to be looked at.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: list[FlowCall] = []
+        self.control: Sources = frozenset()
+        self.silent = 0
+        self._items = possible_items(model)
+        self._blocks = find_blocks(model)
+        self._places: list[str] = []
+        self._inside: int | None = None
+        self._depth = 0  # modules running when the item's call began, itself included
+        self._time = 0
+        self._draws = 0
+        self._counts: dict[str, int] = defaultdict(int)
+        self._known: dict[int, _Known] = {}
+        self._changes: dict[int, list[tuple[int, Sources]]] = defaultdict(list)  # by storage
+        self._shared: dict[int, Sources] = defaultdict(frozenset)  # by storage, for tensors that no operation made
+        self._uniform: set[int] = set()
+        self._names = {id(param): name for name, param in model.named_parameters()}
+        for name, param in model.named_parameters():
+            self._note(param, frozenset({Read(name)}))
+        for buffer in model.buffers():
+            self._note(buffer, frozenset())
+
+    def _note(self, tensor: torch.Tensor, sources: Sources) -> None:
+        self._known[id(tensor)] = _Known(tensor, sources, self._inside, self._time)
+        storage = _storage(tensor)
+        self._shared[storage] |= sources
+
+    def sources(self, tensor: torch.Tensor) -> Sources:
+        """What a tensor is made of; one that nobody has made here is a constant."""
+        storage = _storage(tensor)
+        known = self._known.get(id(tensor))
+        if known is None:
+            found = self._shared.get(storage, frozenset())
+            return found.union(*(sources for _, sources in self._changes.get(storage, ())))
+        return known.sources.union(*(sources for time, sources in self._changes.get(storage, ()) if time > known.time))
+
+    def record(self, name: str, args: Any, kwargs: dict[str, Any], outputs: list[torch.Tensor], mutates: bool, pointwise: bool) -> None:
+        """One operation has run (what ``valueless`` calls)."""
+        self._time += 1
+        read = [tensor for _, tensor in tensors_in([args, kwargs])]
+        sources = frozenset().union(*map(self.sources, read))
+        if self._inside is not None:
+            self._inside_call(self._inside, name, read, sources, outputs, mutates)
+            self.calls[self._inside].operations += _operations(name, args, kwargs, outputs)
+            return
+        if name in RANDOM_NAMES:
+            self._draws += 1
+            sources |= {Drawn(self._draws, name, self._places[-1] if self._places else "")}
+        if self._decided(name, args):
+            sources = frozenset()
+        if not outputs or name in _SHAPED_BY_VALUES or (name == "index" and any(tensor.dtype == torch.bool for tensor in read[1:])):
+            self.control |= sources
+        for output in outputs:
+            self._note(output, sources)
+        if name in _UNIFORM_DRAWS:
+            self._uniform.update(map(id, outputs))
+        if mutates and read:
+            self._changes[_storage(read[0])].append((self._time, sources))
+
+    def _inside_call(
+        self, place: int, name: str, read: list[torch.Tensor], sources: Sources, outputs: list[torch.Tensor], mutates: bool
+    ) -> None:
+        own = {source for source in sources if isinstance(source, Kept) and source.call == place}
+        self.calls[place].needs |= sources - own
+        kept: Sources = frozenset({Kept(place, name)})
+        if mutates and read:
+            known = self._known.get(id(read[0]))
+            if known is None or known.maker != place:
+                self._changes[_storage(read[0])].append((self._time, kept))
+        for output in outputs:
+            if not (mutates and any(output is tensor for tensor in read)):
+                self._note(output, kept)
+
+    def _decided(self, name: str, args: Any) -> bool:
+        """Whether a comparison of a uniform random number has one result only: dropping layers with probability 0."""
+        if name not in _COMPARISONS or len(args) < 2 or isinstance(args[1], torch.Tensor):
+            return False
+        return id(args[0]) in self._uniform and not 0 < args[1] < 1
+
+    def decide(self, tensor: torch.Tensor) -> None:
+        """The code has read the values of a tensor."""
+        if self._inside is None:
+            self.control |= self.sources(tensor)
+
+    def enter(self, path: str) -> None:
+        """A module is called."""
+        self._places.append(path)
+        if self._inside is None and path in self._items:
+            module = self._items[path]
+            own = frozenset(self._names[id(param)] for param in module.parameters())
+            call = FlowCall(path, self._counts[path], type(module).__name__, path in self._blocks, own, self.control)
+            self._counts[path] += 1
+            self._inside = len(self.calls)
+            self.calls.append(call)
+            self._depth = len(self._places)
+
+    def leave(self, output: Any) -> Any:
+        """The call ends. Returns its output, where tensors that came in are other objects of the same values: results of this call."""
+        ends = self._inside is not None and len(self._places) == self._depth
+        self._places.pop()
+        if not ends:
+            return output
+        assert self._inside is not None
+        place, self._inside = self._inside, None
+        self._time += 1
+        self.silent += 1
+        for leaf, (key, tensor) in enumerate(list(tensors_in(output))):
+            known = self._known.get(id(tensor))
+            if known is None or known.maker != place:
+                self.calls[place].needs |= {source for source in self.sources(tensor) if getattr(source, "call", None) != place}
+                tensor = tensor.detach()
+                output = convert_inside(output, key, tensor, lambda _, other: other)
+            self._note(tensor, frozenset({Crossing(place, leaf)}))
+        self.silent -= 1
+        return output
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:  # a sparse tensor
+        return id(tensor)
+
+
+def _operations(name: str, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> int:
+    formula = flop_registry.get(getattr(torch.ops.aten, name, None))
+    return int(formula(*args, **kwargs, out_val=outputs[0] if len(outputs) == 1 else tuple(outputs))) if formula and outputs else 0
+
+
+class _Answers(TorchFunctionMode):
+    """Functions that read values are answered, and told to the tracer."""
+
+    def __init__(self, tracer: FlowTracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made_up = answer_function(func, args)
+        if made_up is None:
+            return func(*plain_index(func, args), **(kwargs or {}))
+        if func is torch.Tensor.tolist:
+            self.tracer.decide(args[0])
+        return made_up[0]
+
+
+@contextmanager
+def _watching(model: nn.Module, tracer: FlowTracer) -> Iterator[None]:
+    handles = []
+    for path, module in model.named_modules():
+
+        def before(module: nn.Module, args: Any, path: str = path) -> None:
+            tracer.enter(path)
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            return tracer.leave(output)
+
+        handles.append(module.register_forward_pre_hook(before, prepend=True))
+        handles.append(module.register_forward_hook(after))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def trace_flow(skeleton: nn.Module, inputs: Mapping[str, Any]) -> Flow:
+    """The flow of ``skeleton(**inputs)``.
+
+    Args:
+        skeleton: A model without values (``tensor_parallel.trace.skeleton``), in the mode (training or not) that is asked about.
+        inputs: The call. Tensors on the device "meta" or with values; with values, what depends on no parameter is computed.
+
+    Raises:
+        Exception: What the model raises when it runs without the values of its parameters.
+    """
+    tracer = FlowTracer(skeleton)
+    values = any(tensor.device.type != "meta" for _, tensor in tensors_in(inputs))
+    inputs = tree_map_only(
+        torch.Tensor, lambda tensor: tensor.detach().cpu() if values and tensor.device.type != "meta" else tensor, dict(inputs)
+    )
+    with _watching(skeleton, tracer), torch.no_grad(), valueless(_Answers(tracer), tracer, values):  # type: ignore[arg-type]
+        output = skeleton(**inputs)
+    result = tracer.control.union(*(tracer.sources(tensor) for _, tensor in tensors_in(output)))
+    numel = {name: param.numel() for name, param in skeleton.named_parameters()}
+    return Flow(type(skeleton).__name__, tracer.calls, result, numel)
