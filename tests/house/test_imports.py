@@ -41,7 +41,6 @@ LAYERS = (
     "hf_zero.tensor_parallel",
     "hf_zero.pipeline",
     "hf_zero.expert_parallel",
-    "hf_zero.pipeline",
     "hf_zero.checkpoint",
     "hf_zero.build",
     "hf_zero.deepspeed",
