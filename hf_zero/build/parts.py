@@ -61,7 +61,8 @@ from hf_zero.onebit.step import OneBitStepper, max_norm_of
 from hf_zero.optim.elementwise import needs_whole_tensors
 from hf_zero.optim.onebit_adam import OneBitAdam
 from hf_zero.optim.whole_tensor_limits import check_whole_tensors
-from hf_zero.pipeline.apply import pipeline_of, pipelined, tied_stages
+from hf_zero.pipeline.apply import pipeline_of, pipelined
+from hf_zero.pipeline.generation import WholeGeneration
 from hf_zero.pipeline.limits import require_served
 
 
@@ -168,6 +169,9 @@ class PartsBuilder:
         stages = pipelined(self.module)
         if stages is not None:
             stages.begin_backward = runtime.backward.begin_inside
+            generates = WholeGeneration(stages, self.module, open_collectives(self.topology.pipe or self.topology))
+            generates.attach()
+            runtime.keep(generates)
         heap.keep_large_blocks(on_host=self.topology.device.type == "cpu")
         synced = self.topology.expert is not None
         if schedule is not None or synced:
@@ -291,8 +295,8 @@ class PartsBuilder:
     def _tied(self) -> dict[tuple[int, ...], Collectives]:
         """The networks of the stages that hold a parameter together, which add up its gradients, by these stages; collective."""
         pipeline = pipeline_of(self.module)
-        sets = tied_stages(pipeline.plan) if pipeline is not None else []
-        return {stages: open_collectives(stages_together(self.topology, stages)) for stages in sets}
+        sets = pipeline.tied if pipeline is not None else []
+        return {ranks: open_collectives(stages_together(self.topology, ranks)) for ranks in sets}
 
     def _expert_exchange(self, policy: GradientPolicy) -> GradientExchange | None:
         """How gradients of experts become one: tokens of all ranks are in them, so the mean is over all, the sum over the holders."""

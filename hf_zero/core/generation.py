@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from torch import nn
 
@@ -126,10 +126,19 @@ class Generation:
         return result
 
 
+class Generates(Protocol):
+    """What stands in front of a ``generate``: whether ranks run their forwards together, and who calls it."""
+
+    synced: bool
+
+    def run(self, module: nn.Module, generate: Callable[[], Any]) -> Any:
+        """Calls ``generate``, which runs ``module``; collective."""
+
+
 class GenerateMethod:
     """The ``generate`` attribute of one module; a copy of the module gets a plain bound method instead."""
 
-    def __init__(self, generation: Generation, module: nn.Module) -> None:
+    def __init__(self, generation: Generates, module: nn.Module) -> None:
         self._generation = generation
         self._module = module
         self.__wrapped__ = MethodType(getattr(type(module), "generate"), module)  # noqa: B009 - a Module has no such name for the type checker

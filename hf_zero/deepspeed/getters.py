@@ -46,6 +46,16 @@ def _groups_of_ranks(engine: ConfiguredEngine) -> int:
     return int(engine.collectives.topology.replicas)
 
 
+def _layer_ranks(engine: ConfiguredEngine) -> int:
+    tensor = engine.collectives.topology.layers.model
+    return tensor.world if tensor is not None else 1
+
+
+def _place_in_layer(engine: ConfiguredEngine) -> int:
+    tensor = engine.collectives.topology.layers.model
+    return tensor.rank if tensor is not None else 0
+
+
 def _batch_info(engine: ConfiguredEngine) -> tuple[int, int, int]:
     batch = engine.resolved.batch
     return batch.total, batch.micro, batch.accumulation
@@ -109,10 +119,10 @@ METHODS: dict[str, Getter] = {
     "bf16_optimizer_states": lambda engine: engine.settings.bf16.bf16_optimizer_states,
     "use_node_local_storage": lambda engine: engine.settings.checkpoint.use_node_local_storage,
     "aio_config": lambda engine: engine.settings.aio,
-    "autotp_size": lambda engine: engine.collectives.topology.model.world if engine.collectives.topology.model else 1,
+    "autotp_size": _layer_ranks,
     "get_data_parallel_rank": lambda engine: engine.collectives.data.rank,
-    "get_model_parallel_rank": lambda engine: engine.collectives.topology.model.rank if engine.collectives.topology.model else 0,
-    "get_tensor_parallel_rank": lambda engine: engine.collectives.topology.model.rank if engine.collectives.topology.model else 0,
+    "get_model_parallel_rank": _place_in_layer,
+    "get_tensor_parallel_rank": _place_in_layer,
     "get_wall_clock_timers": lambda engine: {name: timer.elapsed(reset=False) for name, timer in _timers(engine).get_timers().items()},
     "train_batch_size": lambda engine: engine.resolved.batch.total,
     "train_micro_batch_size_per_gpu": lambda engine: engine.resolved.batch.micro,
@@ -193,13 +203,13 @@ VALUES: dict[str, Getter] = {
     "sequence_parallel_size": lambda engine: engine.sequence_parallel.axis.world if engine.sequence_parallel is not None else 1,
     "seq_parallel_group": lambda engine: engine.sequence_parallel.axis.group if engine.sequence_parallel is not None else None,
     "world_size": lambda engine: torch.distributed.get_world_size(),
-    "mp_world_size": lambda engine: engine.collectives.topology.model.world if engine.collectives.topology.model else 1,
+    "mp_world_size": _layer_ranks,
     "global_rank": lambda engine: torch.distributed.get_rank(),
     "local_rank": lambda engine: int(os.environ.get("LOCAL_RANK", engine.collectives.topology.device.index or 0)),
     "enable_backward_allreduce": lambda engine: True,
     "inside_no_sync_ctxt": lambda engine: engine.accumulation.in_no_sync,
     "param_names": lambda engine: {param: name for name, param in engine.module.named_parameters()},
-    "pipeline_parallelism": lambda engine: False,
+    "pipeline_parallelism": lambda engine: engine.collectives.topology.pipe is not None,
     "data_parallel_group": lambda engine: engine.collectives.data.topology.public_group,
     "seq_data_parallel_group": lambda engine: engine.collectives.topology.public_group,
     "basic_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),

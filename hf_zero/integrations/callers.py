@@ -97,6 +97,19 @@ GATHER = Method("accelerate.accelerator", "Accelerator.gather", _COUNTED, around
 METRICS = Method(
     "accelerate.accelerator", "Accelerator.gather_for_metrics", _COUNTED, around="hf_zero.integrations.metrics_once:gather_for_metrics"
 )
+LOADER = Method(
+    "accelerate.accelerator",
+    "prepare_data_loader",
+    "the stages of a pipeline would be given different samples (pipeline.stages)",
+    around="hf_zero.integrations.pipelines:prepare_data_loader",
+)
+SAME_SAMPLES = Method(
+    "transformers.trainer",
+    "Trainer.get_tp_size",
+    "Trainer would count the tokens of each stage of a pipeline (pipeline.stages)",
+    around="hf_zero.integrations.pipelines:get_tp_size",
+    since=(5,),
+)
 STATE_DICT = Method(
     "accelerate.accelerator",
     "Accelerator.get_state_dict",
@@ -135,7 +148,7 @@ LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCh
 OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 METHODS = (
     STATE, ACCELERATOR_STATE, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, EVALUATE, MISSING_KEYS,
-    LOAD, LOAD_WEIGHTS, CONVERSIONS,
+    LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES,
     LIGHTNING_SAVE, OLD_LIGHTNING_SAVE,
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ from hf_zero.build.mesh import CLAIMS
 from hf_zero.config.mesh import EXPERT, SHARD_GROUP, Claim
 from hf_zero.errors import ConfigError, UnsupportedError
 
-_AXES = {"ep_size": EXPERT, "tp_size": "tp", "dp_replicate_size": "dp_replicate", "fsdp_size": SHARD_GROUP}
+_AXES = {"ep_size": EXPERT, "tp_size": "tp", "dp_replicate_size": "dp_replicate", "fsdp_size": SHARD_GROUP, "pp_size": "pp"}
 _DISPATCH, _STACKED = "ep_dispatch_experts", "grouped_gemm"
 _IMPLEMENTATIONS = ("auto", "all_to_all")
 _loading: ContextVar[tuple[Claim, ...]] = ContextVar("hf_zero sizes of a load", default=())
@@ -72,10 +72,6 @@ def _settings(given: Any) -> Mapping[str, Any]:
 
 def _claims(settings: Mapping[str, Any]) -> Iterator[Claim]:
     refused = {
-        "pp_size": (
-            (settings.get("pp_size") or 1) > 1,
-            "pipeline parallelism is not provided: zero_optimization.stage 3 shards all layers",
-        ),
         "fsdp_cpu_offload": (bool(settings.get("fsdp_cpu_offload")), 'write "offload_param": {"device": "cpu"} into zero_optimization'),
         "fsdp_mixed_precision": (bool(settings.get("fsdp_mixed_precision")), 'write "bf16": {"enabled": true} into the configuration'),
         "ep_implementation": (

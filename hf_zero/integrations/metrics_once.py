@@ -21,7 +21,8 @@ from hf_zero.core.engine import Engine
 from hf_zero.errors import UnsupportedError
 from hf_zero.integrations import callers
 
-_sharers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # Accelerator -> ranks that compute the same samples
+# Accelerator -> stages of its pipeline, and ranks that hold each layer together: all of these compute the same samples.
+_sharers: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 _gathers: ContextVar[list[Any] | None] = ContextVar("hf_zero gathers", default=None)  # what gather_for_metrics has gathered so far
 
 
@@ -36,7 +37,9 @@ def count_samples_once(engine: Engine) -> None:
         return
     callers.require(callers.PREPARE, callers.GATHER, callers.METRICS, callers.EVALUATE)
     for call in callers.running(callers.PREPARE)[:1]:
-        _sharers.setdefault(call.caller, model_axis.world)
+        pipe = engine.collectives.topology.pipe
+        stages = pipe.world if pipe is not None else 1
+        _sharers.setdefault(call.caller, (stages, model_axis.world // stages))
 
 
 def gather(method: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,11 +57,12 @@ def gather_for_metrics(method: Callable[..., Any], accelerator: Any, input_data:
     Raises:
         UnsupportedError: accelerate's method does not gather with ``Accelerator.gather``.
     """
-    sharers = _sharers.get(accelerator, 1)
-    if sharers == 1:
+    stages, sharers = _sharers.get(accelerator, (1, 1))
+    if stages * sharers == 1:
         return method(accelerator, input_data, use_gather_object)
     objects = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(input_data))
-    if objects and isinstance(input_data, (list, tuple)) and accelerator.process_index % sharers:
+    place = accelerator.process_index
+    if objects and isinstance(input_data, (list, tuple)) and (place % sharers or place >= accelerator.num_processes // stages):
         input_data = input_data[:0]  # lists are joined as long as they are
     gathers: list[Any] = []
     token = _gathers.set(gathers)
@@ -84,12 +88,12 @@ def _gather_once(accelerator: Any, tensor: Any) -> Any:
 
 
 def _of_groups(accelerator: Any, gathered: Any) -> Any:
-    sharers, ranks = _sharers.get(accelerator, 1), accelerator.num_processes
-    if sharers == 1:
+    (stages, sharers), ranks = _sharers.get(accelerator, (1, 1)), accelerator.num_processes
+    if stages * sharers == 1:
         return gathered
-    return pytree.tree_map(lambda leaf: _of_first_ranks(leaf, ranks, sharers), gathered)
+    return pytree.tree_map(lambda leaf: _of_first_ranks(leaf, ranks, stages, sharers), gathered)
 
 
-def _of_first_ranks(gathered: torch.Tensor, ranks: int, group: int) -> torch.Tensor:
-    """Of ``gathered`` (ranks x n, ...) what the first rank of each group has: (ranks / group x n, ...)."""
-    return gathered.unflatten(0, (ranks // group, group, len(gathered) // ranks))[:, 0].flatten(0, 1)
+def _of_first_ranks(gathered: torch.Tensor, ranks: int, stages: int, group: int) -> torch.Tensor:
+    """Of ``gathered`` (ranks x n, ...) what the first rank of each group in the first stage has: (ranks / stages / group x n, ...)."""
+    return gathered.unflatten(0, (stages, ranks // stages // group, group, len(gathered) // ranks))[0, :, 0].flatten(0, 1)

@@ -43,6 +43,7 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
 _AT_LEAST = {
     "tensor_parallel_size": 1,
     "expert_parallel_size": 1,
+    "pipeline_parallel_size": 1,
     "param_persistence_threshold": 0,
     "prefetch_bucket_size": 0,
     "max_live_parameters": 0,
@@ -89,6 +90,7 @@ class ZeroTrainingArguments(TrainingArguments):
     offload_param: str | None = _option("Where parameters rest between uses; needs stage 3.", _DEVICES)
     nvme_path: str | None = _option("Folder on a fast disk for what is offloaded to nvme.")
     tensor_parallel_size: int | None = _option("Ranks that share one copy of each layer.")
+    pipeline_parallel_size: int | None = _option("Stages of a pipeline, which hold the layers of the model between them.")
     expert_parallel_size: int | None = _option("Ranks that hold all experts of a mixture between them.")
     gather_16bit_weights_on_model_save: bool | None = _option(
         "At stage 3, write whole weights in save_model. Without a configuration: true. False leaves a checkpoint to convert instead."
@@ -131,6 +133,8 @@ class ZeroTrainingArguments(TrainingArguments):
                 values[f"zero_optimization.{name}.nvme_path"] = self.nvme_path
         if self.tensor_parallel_size not in (None, 1):
             values["tensor_parallel.autotp_size"] = self.tensor_parallel_size
+        if self.pipeline_parallel_size not in (None, 1):
+            values["pipeline.stages"] = self.pipeline_parallel_size
         if self.expert_parallel_size not in (None, 1):
             values["expert_parallel.enabled"] = True
             values["expert_parallel.autoep_size"] = self.expert_parallel_size

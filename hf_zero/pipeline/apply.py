@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,28 +14,22 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import Topology
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, tp_shard_of, whole_shape
+from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, tp_shard_of
 from hf_zero.core.units.unit import find_unit
 from hf_zero.errors import ConfigError, HfZeroError, StateError, UnsupportedError
 from hf_zero.observe import log_rank0
+from hf_zero.pipeline.schedules import FOLDED, check_schedule
 from hf_zero.pipeline.forward import PipelinedForward, pipelined
 from hf_zero.pipeline.partition import make_plan, replan
-from hf_zero.pipeline.plan import PipelinePlan
-from hf_zero.pipeline.stage import Stage
+from hf_zero.pipeline.plan import PipelinePlan, Placement
+from hf_zero.pipeline.own_stages import OwnStages
 from hf_zero.pipeline.templates import Templates
+from hf_zero.pipeline.self_divided import DividesItself, equal_where_shared, schedule_of
 from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
 from hf_zero.tensor_parallel.split import equal_weights
 from hf_zero.tensor_parallel.trace import skeleton
 
 _PIPELINE = "_hf_zero_pipeline"  # of a divided model
-
-
-@runtime_checkable
-class DividesItself(Protocol):
-    """A model that knows its stages and runs them itself; each rank has built those it holds."""
-
-    def pipeline_plan(self) -> PipelinePlan:
-        """Who holds what."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +38,25 @@ class Pipeline:
 
     Attributes:
         plan: Who runs and holds what.
+        placement: Which rank of the pipeline runs which stage.
         skeleton: The whole model without values.
         ranks: The ranks of the pipeline, as the default group counts them.
         micro_batches: Parts of a batch; None takes what divides it.
+        schedule: Of ``train_batch``.
     """
 
     plan: PipelinePlan
+    placement: Placement
     skeleton: nn.Module
     ranks: tuple[int, ...]
     micro_batches: int | None
+    schedule: str
+
+    @property
+    def tied(self) -> list[tuple[int, ...]]:
+        """The different sets of ranks that hold a parameter together, in an order that is the same everywhere."""
+        found = {self.placement.ranks_of(holders) for holders in self.plan.holders.values()}
+        return sorted(ranks for ranks in found if len(ranks) > 1)
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
@@ -78,7 +82,7 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
     if present is not None:
         if pipe is None or present.ranks != pipe.ranks:
             raise StateError(
-                f"the layers of this model are divided over {present.plan.stages} stages, for an engine before this one, which asks for "
+                f"the layers of this model are divided over {present.placement.ranks} ranks, for an engine before this one, which asks for "
                 f"{pipe.world if pipe is not None else 1}: load the model anew"
             )
         return present
@@ -90,13 +94,16 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
             "Build the model outside of zero.Init"
         )
     if isinstance(model, DividesItself):
-        return Pipeline(model.pipeline_plan(), model, pipe.ranks, None)
+        return Pipeline(model.pipeline_plan(), Placement(pipe.world, pipe.world), model, pipe.ranks, None, schedule_of(section))
     collectives = open_collectives(topology.model or pipe)
     whole = skeleton(model)
     method = str(section.get("partition_method") or section.get("partition") or "parameters")
-    plan = _agree(collectives, whole, pipe.world, "parameters" if method == "best" else method)
+    each, schedule = int(section.get("stages_per_rank") or 1), str(section.get("schedule") or "1F1B")
+    check_schedule(schedule, each)
+    placement = Placement(each * pipe.world, pipe.world, schedule in FOLDED)
+    plan = _agree(collectives, whole, placement.stages, "parameters" if method == "best" else method)
     wanted = section.get("micro_batches")
-    return Pipeline(plan, whole, pipe.ranks, None if wanted in (None, "auto") else int(wanted))
+    return Pipeline(plan, placement, whole, pipe.ranks, None if wanted in (None, "auto") else int(wanted), schedule)
 
 
 def _agree(collectives: Collectives, model: nn.Module, stages: int, method: str) -> PipelinePlan:
@@ -128,42 +135,22 @@ def divide_layers(model: nn.Module, pipeline: Pipeline, topology: Topology) -> N
     collectives = open_collectives(everyone)
     if isinstance(model, DividesItself):
         equal_where_shared(model, pipeline.plan, open_collectives(pipe))
-        _keep_all(model, pipeline, topology)
-        return
-    if topology.tensor is None:
+    elif topology.tensor is None:
         equal_weights(model, collectives, "a pipeline")
-    _keep_all(model, pipeline, topology)
-    paths = list(dict.fromkeys(call.path for call in pipeline.plan.calls))
-    stage = Stage(model, pipe.rank, paths, Templates(pipeline.skeleton), topology.device)
-    links = open_collectives(pipe)
-    model.forward = PipelinedForward(stage, links, pipeline.micro_batches, lambda given: _plan_for(pipeline, given))
-    equal_random_state(collectives)
-    SameData(model, collectives)
-    log_rank0("%s", summary(pipeline.plan, model))
-
-
-def _keep_all(model: nn.Module, pipeline: Pipeline, topology: Topology) -> None:
-    """Empties what other stages hold."""
-    assert topology.pipe is not None
     tensor_ranks = topology.tensor.world if topology.tensor is not None else 1
     for name, param in model.named_parameters():
-        _keep(param, pipeline.plan.holders[name], topology.pipe, tensor_ranks)
+        _keep(param, pipeline.placement.ranks_of(pipeline.plan.holders[name]), pipe, tensor_ranks)
     for module in model.modules():
         guard_state_dict(module)
     setattr(model, _PIPELINE, pipeline)
-
-
-def equal_where_shared(model: nn.Module, plan: PipelinePlan, pipe: Collectives) -> None:
-    """Parameters that several stages hold get the values of the first of them; collective over the stages."""
-    for name, param in model.named_parameters():
-        holders = plan.holders[name]
-        if len(holders) > 1:
-            whole = whole_shape(param) or param.shape
-            values = param.data.contiguous() if pipe.rank in holders else torch.empty(whole, dtype=param.dtype)
-            values = values.to(pipe.topology.device)
-            pipe.broadcast(values, holders[0], name)
-            if pipe.rank in holders:
-                param.data.copy_(values)
+    if isinstance(model, DividesItself):
+        return
+    paths = list(dict.fromkeys(call.path for call in pipeline.plan.calls))
+    own = OwnStages(model, pipeline.placement, pipe.rank, paths, Templates(pipeline.skeleton), topology.device)
+    model.forward = PipelinedForward(own, open_collectives(pipe), pipeline.micro_batches, pipeline.schedule, lambda given: _plan_for(pipeline, given))
+    equal_random_state(collectives)
+    SameData(model, collectives)
+    log_rank0("%s", summary(pipeline.plan, model))
 
 
 def _plan_for(pipeline: Pipeline, given: Mapping[str, Any]) -> PipelinePlan:
@@ -172,7 +159,7 @@ def _plan_for(pipeline: Pipeline, given: Mapping[str, Any]) -> PipelinePlan:
 
 
 def _keep(param: nn.Parameter, holders: tuple[int, ...], pipe: Topology, tensor_ranks: int) -> None:
-    """Marks what this stage holds of ``param``, and empties it where that is nothing."""
+    """Marks what this rank of the pipeline holds of ``param``, one of ``holders``, or empties it."""
     if param.dim() == 0:  # cannot be left empty: every stage has it
         return
     part = tp_shard_of(param) or TpShard(param.shape, 0, (Range(0, param.shape[0]),), ((Range(0, param.shape[0]), tensor_ranks),))
@@ -209,9 +196,4 @@ def summary(plan: PipelinePlan, model: nn.Module) -> str:
     return f"pipeline of {plan.stages} stages for {type(model).__name__}: {told}{shared}"
 
 
-def tied_stages(plan: PipelinePlan) -> list[tuple[int, ...]]:
-    """The different sets of stages that hold a parameter together, in an order that is the same on every rank."""
-    return sorted({holders for holders in plan.holders.values() if len(holders) > 1})
-
-
-__all__ = ["Pipeline", "divide_layers", "pipeline_of", "pipelined", "plan_pipeline", "tied_stages"]
+__all__ = ["Pipeline", "divide_layers", "pipeline_of", "pipelined", "plan_pipeline"]

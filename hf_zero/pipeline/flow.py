@@ -82,12 +82,14 @@ class Flow:
         calls: In their order.
         result: What the tensors that the model returns are made of through glue alone.
         parameters: First name -> number of elements, in the model's order.
+        changed: Results that glue changes in place -> the operation and the module whose code runs it.
     """
 
     model: str
     calls: list[FlowCall]
     result: Sources
     parameters: dict[str, int]
+    changed: dict[Crossing, str]
 
     def readers(self) -> Iterator[tuple[int, Sources]]:
         """Position of each call with what it is made of; the model's result stands at the last call's position."""

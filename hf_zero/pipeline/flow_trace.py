@@ -13,9 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from hf_zero.core.units.grouping import find_blocks
 from hf_zero.pipeline.flow import Drawn, Flow, FlowCall, Kept, Read, Sources
-from hf_zero.pipeline.items import possible_items
+from hf_zero.pipeline.items import find_repeated, possible_items
 from hf_zero.pipeline.plan import Crossing
 from hf_zero.tensor_parallel.call_arguments import convert_inside, tensors_in
 from hf_zero.tensor_parallel.rules import RANDOM_NAMES
@@ -44,15 +43,18 @@ class FlowTracer:
     Attributes:
         calls: The calls of items so far.
         control: What decisions in glue were made of.
+        changed: Results that glue changes in place, and where it does.
         silent: Not zero while operations are not to be looked at.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: list[FlowCall] = []
         self.control: Sources = frozenset()
+        self.changed: dict[Crossing, str] = {}
         self.silent = 0
         self._items = possible_items(model)
-        self._blocks = find_blocks(model)
+        self._blocks = find_repeated(model)
+        self._model = type(model).__name__
         self._places: list[str] = []
         self._inside: int | None = None
         self._depth = 0  # modules running when the item's call began, itself included
@@ -62,12 +64,18 @@ class FlowTracer:
         self._known: dict[int, _Known] = {}
         self._changes: dict[int, list[tuple[int, Sources]]] = defaultdict(list)  # by storage
         self._shared: dict[int, Sources] = defaultdict(frozenset)  # by storage, for tensors that no operation made
+        self._results: dict[int, set[Crossing]] = defaultdict(set)  # by storage
         self._uniform: set[int] = set()
         self._names = {id(param): name for name, param in model.named_parameters()}
         for name, param in model.named_parameters():
             self._note(param, frozenset({Read(name)}))
         for buffer in model.buffers():
             self._note(buffer, frozenset())
+
+    @property
+    def _place(self) -> str:
+        """The module whose code runs, for messages."""
+        return (self._places[-1] if self._places else "") or self._model
 
     def _note(self, tensor: torch.Tensor, sources: Sources) -> None:
         self._known[id(tensor)] = _Known(tensor, sources, self._inside, self._time)
@@ -94,7 +102,7 @@ class FlowTracer:
             return
         if name in RANDOM_NAMES:
             self._draws += 1
-            sources |= {Drawn(self._draws, name, self._places[-1] if self._places else "")}
+            sources |= {Drawn(self._draws, name, self._place)}
         if self._decided(name, args):
             sources = frozenset()
         if not outputs or name in _SHAPED_BY_VALUES or (name == "index" and any(tensor.dtype == torch.bool for tensor in read[1:])):
@@ -104,7 +112,9 @@ class FlowTracer:
         if name in _UNIFORM_DRAWS:
             self._uniform.update(map(id, outputs))
         if mutates and read:
-            self._changes[_storage(read[0])].append((self._time, sources))
+            storage = _storage(read[0])
+            self._changes[storage].append((self._time, sources))
+            self.changed.update(dict.fromkeys(self._results[storage], f"{name} in {self._place}"))
 
     def _inside_call(
         self, place: int, name: str, read: list[torch.Tensor], sources: Sources, outputs: list[torch.Tensor], mutates: bool
@@ -160,6 +170,7 @@ class FlowTracer:
                 tensor = tensor.detach()
                 output = convert_inside(output, key, tensor, lambda _, other: other)
             self._note(tensor, frozenset({Crossing(place, leaf)}))
+            self._results[_storage(tensor)].add(Crossing(place, leaf))
         self.silent -= 1
         return output
 
@@ -231,4 +242,4 @@ def trace_flow(skeleton: nn.Module, inputs: Mapping[str, Any]) -> Flow:
         output = skeleton(**inputs)
     result = tracer.control.union(*(tracer.sources(tensor) for _, tensor in tensors_in(output)))
     numel = {name: param.numel() for name, param in skeleton.named_parameters()}
-    return Flow(type(skeleton).__name__, tracer.calls, result, numel)
+    return Flow(type(skeleton).__name__, tracer.calls, result, numel, tracer.changed)

@@ -19,7 +19,8 @@ from hf_zero.pipeline.micro_batches import IGNORED
 from hf_zero.pipeline.passes import Attached, Passes
 from hf_zero.pipeline.pending import PendingTensor
 from hf_zero.pipeline.plan import PipelinePlan
-from hf_zero.pipeline.stage import Stage
+from hf_zero.pipeline.schedules import ScheduledSteps, Work
+from hf_zero.pipeline.own_stages import OwnStages
 from hf_zero.pipeline.trees import map_tensors, without_values
 from hf_zero.tensor_parallel.call_arguments import tensors_in
 
@@ -42,30 +43,49 @@ class PipelinedForward:
         begin_backward: Called with the number of parts before gradients reach parameters; the engine's.
 
     Args:
-        stage: This rank's.
+        own: This rank's stages.
         pipe: The ranks of the pipeline.
         wanted: Parts of a batch; None takes what divides it.
+        schedule: Of ``train``.
         plan_for: Makes the plan for a call, from its arguments.
     """
 
-    def __init__(self, stage: Stage, pipe: Collectives, wanted: int | None, plan_for: Callable[[Mapping[str, Any]], PipelinePlan]) -> None:
+    def __init__(
+        self,
+        own: OwnStages,
+        pipe: Collectives,
+        wanted: int | None,
+        schedule: str,
+        plan_for: Callable[[Mapping[str, Any]], PipelinePlan],
+    ) -> None:
         self.begin_backward: Callable[[int], None] = lambda parts: None
-        self._stage = stage
+        self._own = own
         self._pipe = pipe
         self._link = Link(pipe)
         self._wanted = wanted
+        self._steps = ScheduledSteps(own, pipe, schedule)
         self._plan_for = plan_for
         self._kinds: dict[Any, _Kind] = {}
-        self._original = stage.model.forward
+        self._original = own.model.forward
         self._signature = inspect.signature(self._original)
-        self._last = stage.index == pipe.world - 1
+        self._source = own.placement.rank_of(own.placement.stages - 1)
+        self._last = self._source == own.rank
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank has the parameters of all stages for a while, and runs the model as it is."""
+        return self._own.whole
+
+    @whole.setter
+    def whole(self, whole: bool) -> None:
+        self._own.whole = whole
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result, on every rank; collective over the pipeline.
 
         The loss has its value everywhere; other tensors come from the last stage when they are looked at, at once where gradients are off.
         """
-        if self._stage.whole:
+        if self.whole:
             return self._original(*args, **kwargs)
         given = self._arguments(args, kwargs)
         rows = micro_batches.rows_of(given)
@@ -73,12 +93,26 @@ class PipelinedForward:
         kind = self._kind_of(given, count)
         count = count if kind.weighs is not None else 1
         parts = micro_batches.split(given, count)
-        passes = Passes(self._stage, kind.plan, self._link, self.begin_backward)
+        passes = Passes(self._own, kind.plan, self._link, self.begin_backward)
         results = passes.forward(self._original, parts)
         weights = micro_batches.weights_of(parts, kind.weighs or "sum")
         if torch.is_grad_enabled():
             return self._for_training(passes, results, weights)
         return self._everywhere(micro_batches.merge(results, weights) if self._last else None)
+
+    def train(self, calls: Sequence[Mapping[str, Any]], scale: float) -> torch.Tensor:
+        """Forward and backward of several calls as the schedule has them; the mean of their losses, on every rank. Collective.
+
+        Args:
+            calls: Arguments of each; all of one kind, with tensors of the same shapes.
+            scale: Of each loss before backward.
+        """
+        given = [self._arguments((), kwargs) for kwargs in calls]
+        kind = self._kind_of(given[0], 1)
+        losses = self._steps.step(Work(kind.plan, self._original, given, scale))
+        mean = torch.stack(losses).float().mean() if self._last else torch.zeros((), device=self._own.device)
+        self._pipe.broadcast(mean, self._source, "loss")
+        return mean
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         bound = self._signature.bind_partial(*args, **kwargs)
@@ -98,7 +132,7 @@ class PipelinedForward:
                     "pipeline.stages out"
                 )
         takes_any = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in self._signature.parameters.values())
-        if "use_cache" in self._signature.parameters or (takes_any and getattr(self._stage.model, "config", None) is not None):
+        if "use_cache" in self._signature.parameters or (takes_any and getattr(self._own.model, "config", None) is not None):
             given["use_cache"] = False
         return given
 
@@ -107,7 +141,7 @@ class PipelinedForward:
     def _kind_of(self, given: Mapping[str, Any], count: int) -> _Kind:
         shapes = tuple(sorted((name, value.dim(), value.dtype) for name, value in given.items() if isinstance(value, torch.Tensor)))
         others = tuple(sorted((name, repr(value)) for name, value in given.items() if not isinstance(value, torch.Tensor)))
-        key = (repr((shapes, others)), self._stage.model.training, count > 1)
+        key = (repr((shapes, others)), self._own.model.training, count > 1)
         if key not in self._kinds:
             plan = self._plan_for(micro_batches.split(given, count)[0])
             self._kinds[key] = _Kind(plan, self._find_weights(plan, given, count) if count > 1 else "sum")
@@ -121,7 +155,7 @@ class PipelinedForward:
         taken. Where nothing does, batches go through whole: exact, and without overlap.
         """
         given = _with_uneven_labels(given, count)
-        model, training = self._stage.model, self._stage.model.training
+        model, training = self._own.model, self._own.model.training
         model.eval()
         try:
             with torch.no_grad():
@@ -131,7 +165,7 @@ class PipelinedForward:
         found = None
         if self._last and all(micro_batches.mergeable(part, micro_batches.rows_of(given) // count) for part in parts):
             found = self._agreeing(whole[0], parts, micro_batches.split(given, count), micro_batches.ways_to_weigh(given))
-        found = self._pipe.broadcast_object(found, self._pipe.world - 1, "how losses of parts add up")
+        found = self._pipe.broadcast_object(found, self._source, "how losses of parts add up")
         if found is None:
             log_rank0(
                 "pipeline: the result of %s for a batch is not made of results for parts of it; each batch goes through the %d stages as a "
@@ -142,7 +176,7 @@ class PipelinedForward:
         return found
 
     def _once(self, plan: PipelinePlan, part: Mapping[str, Any]) -> Any:
-        return Passes(self._stage, plan, self._link, self.begin_backward).forward(self._original, [part])[0]
+        return Passes(self._own, plan, self._link, self.begin_backward).forward(self._original, [part])[0]
 
     @staticmethod
     def _agreeing(whole: Any, results: Sequence[Any], parts: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> str | None:
@@ -159,14 +193,14 @@ class PipelinedForward:
 
     def _everywhere(self, result: Any) -> Any:
         """The result of the last stage on every rank."""
-        template = self._pipe.broadcast_object(map_tensors(result, without_values), self._pipe.world - 1, "shape of the result")
+        template = self._pipe.broadcast_object(map_tensors(result, without_values), self._source, "shape of the result")
         values = iter([tensor for _, tensor in tensors_in(result)])
         return map_tensors(template, lambda meta: self._broadcast(next(values) if self._last else meta))
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the last stage, or what has its shape elsewhere, on every rank."""
-        value = tensor.detach().contiguous() if self._last else torch.empty(tensor.shape, dtype=tensor.dtype, device=self._stage.device)
-        self._pipe.broadcast(value, self._pipe.world - 1, "result")
+        value = tensor.detach().contiguous() if self._last else torch.empty(tensor.shape, dtype=tensor.dtype, device=self._own.device)
+        self._pipe.broadcast(value, self._source, "result")
         return value
 
     def _for_training(self, passes: Passes, results: Sequence[Any], weights: Any) -> Any:
@@ -186,7 +220,7 @@ class PipelinedForward:
         loss = micro_batches.loss_of(merged)
         flat = [tensor for _, tensor in tensors_in(merged)]
         place = next((index for index, tensor in enumerate(flat) if tensor is loss), None)
-        template, place = self._pipe.broadcast_object((map_tensors(merged, without_values), place), self._pipe.world - 1, "shape of the result")
+        template, place = self._pipe.broadcast_object((map_tensors(merged, without_values), place), self._source, "shape of the result")
         counted = iter(range(len(list(tensors_in(template)))))
 
         def give(meta: torch.Tensor) -> torch.Tensor:
@@ -194,7 +228,7 @@ class PipelinedForward:
             own = flat[index] if self._last else None
             if index == place:
                 return self._attached(token, meta, own)
-            return PendingTensor(meta, self._stage.device, lambda: self._attached(token, meta, own))
+            return PendingTensor(meta, self._own.device, lambda: self._attached(token, meta, own))
 
         return map_tensors(template, give)
 

@@ -139,7 +139,9 @@ def _constraints(flow: Flow) -> Iterator[_Constraint]:
     drawn: dict[Drawn, list[int]] = {}
     for reader, sources in flow.readers():
         for source in sources:
-            if isinstance(source, Kept) and source.call != reader:
+            if isinstance(source, Crossing) and source in flow.changed:
+                yield _Constraint(source.call, reader, _changed(flow, source, reader))
+            elif isinstance(source, Kept) and source.call != reader:
                 yield _Constraint(source.call, reader, _kept(flow, source, reader, sources))
             elif isinstance(source, Drawn):
                 drawn.setdefault(source, []).append(reader)
@@ -147,7 +149,7 @@ def _constraints(flow: Flow) -> Iterator[_Constraint]:
         yield _Constraint(
             min(readers),
             max(readers),
-            f"{source.place or flow.model} draws random numbers ({source.how}) that both {flow.calls[min(readers)]} and "
+            f"{source.place} draws random numbers ({source.how}) that both {flow.calls[min(readers)]} and "
             f"{flow.calls[max(readers)]} need, and every stage would draw its own",
         )
 
@@ -155,6 +157,13 @@ def _constraints(flow: Flow) -> Iterator[_Constraint]:
 def _kept(flow: Flow, source: Kept, reader: int, sources: object) -> str:
     other = "what the model returns" if sources is flow.result else str(flow.calls[reader])
     return f"{flow.calls[source.call]} keeps a tensor (made by {source.how}) that it does not return, and {other} reads it"
+
+
+def _changed(flow: Flow, source: Crossing, reader: int) -> str:
+    return (
+        f"the result of {flow.calls[source.call]} is changed in place ({flow.changed[source]}) and {flow.calls[reader]} is made of it: every "
+        "stage would change it again. Make a new tensor there"
+    )
 
 
 def _atoms(flow: Flow, stages: int) -> list[range]:

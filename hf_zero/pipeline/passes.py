@@ -15,69 +15,91 @@ import torch
 
 from hf_zero.comm.link import Link
 from hf_zero.errors import StateError
+from hf_zero.pipeline.own_stages import OwnStages, Run
 from hf_zero.pipeline.plan import PipelinePlan
-from hf_zero.pipeline.stage import Run, Stage
 from hf_zero.tensor_parallel.call_arguments import tensors_in
 
 
 class Passes:
     """One call of the model: forward of all its parts, and later their backward, once.
 
+    Attributes:
+        ends_here: The last stage is this rank's.
+
     Args:
-        stage: This rank's.
+        own: This rank's stages.
         plan: For calls of this kind.
-        link: Between the stages.
+        link: Between the ranks of the pipeline.
         begin_backward: Called with the number of parts before the first gradient reaches a parameter.
     """
 
-    def __init__(self, stage: Stage, plan: PipelinePlan, link: Link, begin_backward: Callable[[int], None]) -> None:
-        self._stage = stage
+    def __init__(self, own: OwnStages, plan: PipelinePlan, link: Link, begin_backward: Callable[[int], None]) -> None:
+        self._own = own
         self._plan = plan
         self._link = link
         self._begin_backward = begin_backward
-        self._runs: list[Run] = []
-        self._last = stage.index == plan.stages - 1
+        self._indices = own.placement.stages_of(own.rank)
+        self._runs: dict[tuple[int, int], Run] = {}  # by stage and part
+        self._ends: list[list[torch.Tensor]] = []  # per part, the differentiable tensors of the result
+        self._here: dict[tuple[int, int], list[torch.Tensor]] = {}  # what goes from a stage of this rank to another, by where and which part
+        self.ends_here = own.placement.rank_of(plan.stages - 1) == own.rank
+
+    # -- forward ------------------------------------------------------------------------------------------------------------
 
     def forward(self, forward: Callable[..., Any], parts: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Runs every part; returns the results of the parts on the last stage, None for each elsewhere."""
-        index = self._stage.index
-        grad = torch.is_grad_enabled()
-
-        def receive(metas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            found = self._link.receive(metas, index - 1, "activations of the stage before")
-            return [tensor.requires_grad_(grad and tensor.is_floating_point()) for tensor in found]
-
-        results = []
-        for part in parts:
-            run = self._stage.run(self._plan, receive, forward, part)
-            if not self._last:
-                self._link.send(run.sent, index + 1, "activations to the next stage")
-            results.append(run.result)
-            if grad:
-                self._runs.append(run)
+        """Runs every part; returns the results of the parts where the last stage is, None for each elsewhere."""
+        grad, results = torch.is_grad_enabled(), []
+        for index in self._indices:
+            for place, part in enumerate(parts):
+                run = self._own.run(self._plan, index, lambda metas, at=(index, place): self._incoming(at, metas, grad), forward, part)
+                self._pass_on((index + 1, place), run.sent)
+                if grad:
+                    self._runs[index, place] = run
+                if index == self._indices[-1]:
+                    results.append(run.result)
         self._link.settle("activations to the next stage")
         return results
+
+    def _incoming(self, at: tuple[int, int], metas: Sequence[torch.Tensor], grad: bool) -> list[torch.Tensor]:
+        source = self._own.placement.rank_of(at[0] - 1)
+        if source == self._own.rank:
+            waiting = self._here[at]
+            found = [waiting.pop(0).detach() for _ in metas]
+        else:
+            found = self._link.receive(metas, source, "activations of the stage before")
+        return [tensor.requires_grad_(grad and tensor.is_floating_point()) for tensor in found]
+
+    def _pass_on(self, to: tuple[int, int], tensors: list[torch.Tensor]) -> None:
+        if to[0] == self._plan.stages:
+            return
+        target = self._own.placement.rank_of(to[0])
+        if target == self._own.rank:
+            self._here[to] = list(tensors)
+        else:
+            self._link.send(tensors, target, "activations to the next stage")
 
     def joined(self, results: Sequence[Any]) -> tuple[list[dict[int, torch.Tensor]], torch.Tensor]:
         """What a script may differentiate: per part, the tensors of its result by position; and a token from which backward comes here.
 
-        On stages before the last the token alone.
+        The token alone where the last stage is elsewhere.
         """
         wanted = [
-            [(place, tensor) for place, (_, tensor) in enumerate(tensors_in(result)) if tensor.requires_grad] if self._last else []
+            [(place, tensor) for place, (_, tensor) in enumerate(tensors_in(result)) if tensor.requires_grad] if self.ends_here else []
             for result in results
         ]
         self._ends = [[tensor for _, tensor in part] for part in wanted]
-        anchor = torch.zeros((), device=self._stage.device, requires_grad=True)
+        anchor = torch.zeros((), device=self._own.device, requires_grad=True)
         token, *outer = _Outer.apply(anchor, self, [tensor for part in self._ends for tensor in part])  # type: ignore[no-untyped-call]
         found = iter(outer)
         return [{place: next(found) for place, _ in part} for part in wanted], token
+
+    # -- backward -----------------------------------------------------------------------------------------------------------
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Backward of every part, the last one first.
 
         Args:
-            gradients: Of what ``joined`` gave, in order; on the last stage.
+            gradients: Of what ``joined`` gave, in order.
 
         Raises:
             StateError: There was one already.
@@ -87,24 +109,23 @@ class Passes:
                 "a second backward through the same forward of a pipeline: call the model again (retain_graph does not keep what the other "
                 "stages need)"
             )
-        runs, self._runs = self._runs, []
+        runs, ends, given = self._runs, self._ends, iter(gradients)
+        by_part = [[next(given) for _ in part] for part in ends]
+        self._runs, self._ends = {}, []
         self._begin_backward(len(runs))
-        given = iter(gradients)
-        by_part = [[next(given) for _ in part] for part in self._ends] if self._last else [[] for _ in runs]
-        for place in reversed(range(len(runs))):
-            self._backward_part(runs[place], self._ends[place] if self._last else [], by_part[place])
-            runs[place] = Run.__new__(Run)  # lets its graph go
-        self._ends = []
+        for index in reversed(self._indices):
+            for place in reversed(range(len(by_part))):
+                self._backward_part((index, place), runs.pop((index, place)), ends[place], by_part[place])
         self._link.settle("gradients to the stage before")
 
-    def _backward_part(self, run: Run, ends: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        index = self._stage.index
-        if not self._last:
-            floating = [tensor for tensor in run.sent if tensor.is_floating_point()]
-            received = self._link.receive(floating, index + 1, "gradients of the next stage")
-            pairs = [(tensor, grad) for tensor, grad in zip(floating, received, strict=True) if tensor.requires_grad]
-        else:
+    def _backward_part(self, at: tuple[int, int], run: Run, ends: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        index, place = at
+        if index == self._plan.stages - 1:
             pairs = [(tensor, grad) for tensor, grad in zip(ends, gradients, strict=True) if grad is not None]
+        else:
+            floating = [tensor for tensor in run.sent if tensor.is_floating_point()]
+            pairs = list(zip(floating, self._incoming_gradients((index + 1, place), floating), strict=True))
+        pairs = [(tensor, grad) for tensor, grad in pairs if tensor.requires_grad]
         if pairs:
             torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
         if index > 0:
@@ -113,7 +134,18 @@ class Passes:
                 if tensor.is_floating_point():
                     back.append(tensor.grad if tensor.grad is not None else torch.zeros_like(tensor))
                     tensor.grad = None
-            self._link.send(back, index - 1, "gradients to the stage before")
+            self._pass_back(at, back)
+
+    def _incoming_gradients(self, of: tuple[int, int], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        source = self._own.placement.rank_of(of[0])
+        return self._here.pop(of) if source == self._own.rank else self._link.receive(like, source, "gradients of the next stage")
+
+    def _pass_back(self, of: tuple[int, int], tensors: list[torch.Tensor]) -> None:
+        target = self._own.placement.rank_of(of[0] - 1)
+        if target == self._own.rank:
+            self._here[of] = tensors
+        else:
+            self._link.send(tensors, target, "gradients to the stage before")
 
 
 class _Outer(torch.autograd.Function):
@@ -123,7 +155,8 @@ class _Outer(torch.autograd.Function):
     def forward(ctx: Any, anchor: torch.Tensor, passes: Passes, tensors: Sequence[torch.Tensor]) -> Any:
         ctx.passes = passes
         ctx.set_materialize_grads(False)
-        return (anchor.detach().clone(), *(tensor.detach() for tensor in tensors))
+        # Scripts scale a loss in place; it must not be the one that the passes differentiate.
+        return (anchor.detach().clone(), *(tensor.detach().clone() if tensor.dim() == 0 else tensor.detach() for tensor in tensors))
 
     @staticmethod
     def backward(ctx: Any, token: Any, *gradients: Any) -> Any:
@@ -132,11 +165,11 @@ class _Outer(torch.autograd.Function):
 
 
 class Attached(torch.autograd.Function):
-    """Values of the last stage on another one: a backward through them comes to the passes of this stage."""
+    """Values of the last stage on another rank: a backward through them comes to the passes of this one."""
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
+        return value.clone()  # scripts scale a loss in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

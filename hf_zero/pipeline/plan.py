@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -74,3 +74,31 @@ class PipelinePlan:
             tuple(tuple(Crossing(**crossing) for crossing in border) for border in content["crossings"]),
             {name: tuple(stages) for name, stages in content["holders"].items()},
         )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank of a pipeline runs which stages: one each, or several that go round the ranks.
+
+    Attributes:
+        stages: All of them.
+        ranks: Ranks of the pipeline.
+        folded: The second round goes back the way the first has come (zero-bubble schedules of the shape of a V), else it begins anew.
+    """
+
+    stages: int
+    ranks: int
+    folded: bool = False
+
+    def rank_of(self, stage: int) -> int:
+        """Who runs ``stage``."""
+        turn, place = divmod(stage, self.ranks)
+        return self.ranks - 1 - place if self.folded and turn % 2 else place
+
+    def stages_of(self, rank: int) -> list[int]:
+        """What ``rank`` runs, rising."""
+        return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
+
+    def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
+        """Who runs any of ``stages``, rising."""
+        return tuple(sorted({self.rank_of(stage) for stage in stages}))

@@ -23,25 +23,24 @@ class StageWork(Protocol):
         """Runs the stage; returns what it sends to the next one, or on the last stage the loss alone."""
 
 
-def run_schedule(work: StageWork, pipe: Topology, parts: int, train: bool, scale: float = 1.0) -> None:
-    """Runs forward of all ``parts`` of a batch and, if ``train``, their backward; collective over the pipeline.
+def run_schedule(work: StageWork, pipe: Topology, parts: int, name: str | None, scale: float = 1.0) -> None:
+    """Runs forward of all ``parts`` of a batch and, in the order of a schedule, their backward; collective over the pipeline.
 
-    [Note: one forward, one backward] Trained parts run as 1F1B says (arXiv 2104.04473), so that a stage keeps activations of no more
-    parts than there are stages behind it; with fewer parts than stages, which 1F1B does not take, as GPipe does. Gradients are added up in
-    the order of the parts in both.
+    With 1F1B (arXiv 2104.04473) a stage keeps activations of no more parts than there are stages behind it; with fewer parts than stages,
+    which it does not take, GPipe runs. Gradients are added up in the order of the parts in both.
 
     Args:
         work: What this stage does.
         pipe: The stages.
         parts: How many.
-        train: Whether gradients are wanted.
+        name: 1F1B or GPipe; None runs no backward.
         scale: Factor of the gradient of each part's loss.
     """
     stage = ScheduledStage(work, pipe, scale)
-    kind = Schedule1F1B if train and parts >= pipe.world else ScheduleGPipe
+    kind = Schedule1F1B if name == "1F1B" and parts >= pipe.world else ScheduleGPipe
     # The loss is the work's own; torch computes one of the output where it is given a function, and wants a target for it.
     schedule = kind(stage, parts, loss_fn=lambda output, target: output, scale_grads=False)  # type: ignore[arg-type]
-    (schedule.step if train else schedule.eval)(target=torch.arange(parts))
+    (schedule.step if name is not None else schedule.eval)(target=torch.arange(parts))
 
 
 class ScheduledStage:

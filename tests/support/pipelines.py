@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from hf_zero.pipeline.train import backward_of
 from tests.support import parity, ranks
 from tests.support.models import Batch, ModelCase
 from tests.support.parity import Run
@@ -65,3 +66,25 @@ def check(case: ModelCase, run: Run, stages: int, tp: int = 1, **section: Any) -
         assert weights[key].shape == value.shape, key
         worst = (weights[key].float() - value.float()).abs().max() / value.float().abs().max().clamp(min=0.01)
         assert worst < WEIGHT * factor, (run, key, float(worst))
+
+
+def check_schedule(case: ModelCase, run: Run, stages: int, name: str, each: int = 1) -> None:
+    """As ``check``, where the micro-batches of a step go through one of torch's schedules."""
+    world = ranks.world() // stages
+    section = {"stages": stages, "schedule": name, "stages_per_rank": each}
+    engine = parity.initialize(case.build(), replace(run, extra={**run.extra, "pipeline": section}))
+    losses, norms = [], []
+    for step in range(run.steps):
+        batches = [parity.prepare(case.rows(step, micro, replica(stages, 1)), parity.DTYPES[run.dtype]) for micro in range(run.accumulation)]
+        losses.append(parity.mean_over_ranks([float(backward_of(engine, batches))]))
+        engine.step()
+        norms.append(parity.as_float(engine.get_global_grad_norm()))
+    weights = engine._consolidated_16bit_state_dict()
+    engine.destroy()
+    if weights is not None:
+        expected = parity.concatenated_reference(case, run, world)
+        assert losses == pytest.approx(expected.losses, rel=LOSS), (name, losses, expected.losses)
+        assert norms == pytest.approx(expected.norms, rel=NORM), (name, norms, expected.norms)
+        for key, value in expected.weights.items():
+            worst = (weights[key].float() - value.float()).abs().max() / value.float().abs().max().clamp(min=0.01)
+            assert worst < WEIGHT, (name, key, float(worst))

@@ -25,7 +25,7 @@ class BackwardPhase:
         schedule: Unshards and reshards; None when nothing is ever resharded.
         reducer: Gradients on their way; None without optimizer.
         begun: Whether a backward has begun and not ended.
-        alternates: Whether it is made of the forwards and backwards of several parts.
+        mixed: In the one that runs, forwards of some micro-batches follow backwards of others (schedules of pipelines).
         micro_steps: Backwards so far that hand gradients to parameters.
         on_user_backward: Called when one of them begins that the engine did not start.
 
@@ -43,7 +43,7 @@ class BackwardPhase:
         self.schedule = schedule
         self.reducer = reducer
         self.begun = False
-        self.alternates = False
+        self.mixed = False
         self.micro_steps = 0
         self.on_user_backward: WeakMethod[Callable[[], None]] | None = None
         self._root = root
@@ -118,17 +118,17 @@ class BackwardPhase:
             block.watched()
             self._awaited.add(hook)
 
-    def begin(self, alternating: bool = False) -> None:
-        """Begins a micro-step that the engine has started.
-
-        Args:
-            alternating: It is made of the forwards and backwards of several parts, in any order, and nothing is ever resharded.
-        """
+    def begin(self) -> None:
+        """Begins a micro-step that the engine has started."""
         self._collect()
         if not self.begun:
             self._begin()
-        self.alternates = alternating
-        if alternating and self.reducer is not None:
+
+    def begin_mixed(self) -> None:
+        """Begins a micro-step of several micro-batches, forwards and backwards of which take turns; nothing is resharded in it."""
+        self.begin()
+        self.mixed = True
+        if self.reducer is not None:
             self.reducer.expect_pieces()
 
     def _notice(self) -> None:
@@ -240,7 +240,7 @@ class BackwardPhase:
         self._finish()
 
     def _finish(self) -> None:
-        self.begun = self._collects = self.alternates = False
+        self.begun = self.mixed = self._collects = False
         SharedBackward.leave(self)
         self._stack.clear()
         self._awaited.clear()

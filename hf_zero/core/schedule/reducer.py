@@ -154,6 +154,12 @@ class Reducer:
         if self._reduces and entry.complete:
             self.proceed()
 
+    def collect_all(self) -> None:
+        """Takes what backwards have left in ``param.grad``: those that compute weights' gradients by themselves run no hook of a parameter."""
+        for entry in self.gradients:
+            for index in range(len(entry.unit.params)):
+                entry.collect(index, deferred=True, factor=self._factor)
+
     def close(self, passed: Sequence[UnitGradients]) -> None:
         """Backward has moved on: nothing more comes for these units in this backward, they may go off as they are."""
         for entry in passed:

@@ -89,19 +89,17 @@ class Runtime:
 
     def enter(self, block: Block) -> None:
         """A forward of ``block``'s module begins; collective where parameters are sharded."""
-        if self.backward.begun:
+        if self.backward.begun and not self.backward.mixed:
             if in_backward():
                 self.backward.recompute(block)
-                return
-            if self.backward.alternates:
                 return
             self.backward.abort()  # it broke off
         self.forward.enter(block)
 
     def leave(self, block: Block, output: Any) -> None:
         """A forward of ``block``'s module ends, with ``output`` None if it failed."""
-        if not self.backward.begun:
-            if output is not None:
+        if not self.backward.begun or self.backward.mixed:
+            if output is not None and not self.backward.begun:
                 self.backward.watch(block, output)
             self.forward.leave(block, output)
 

@@ -56,6 +56,12 @@ class Accumulation:
         self._awaits_step = True
         return self.boundary
 
+    def begin_all(self) -> None:
+        """All micro-steps of an optimizer step begin as one."""
+        self.micro_steps += self.steps
+        self._in_cycle = self.steps
+        self.boundary = self._awaits_step = True
+
     def current_is_boundary(self) -> bool:
         """Whether the micro-step that the caller is in (or about to begin) is a boundary."""
         return self.boundary if self._awaits_step else self.next_is_boundary()

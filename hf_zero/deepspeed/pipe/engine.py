@@ -18,6 +18,8 @@ from hf_zero.deepspeed.served.helpers import RepeatingLoader
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.pipeline.limits import refuse_sharded_parameters
 from hf_zero.pipeline.scheduled import run_schedule
+from hf_zero.pipeline.self_divided import schedule_of
+from hf_zero.pipeline.train import whole_step
 
 if TYPE_CHECKING:
     from hf_zero.config.resolve import ResolvedConfig
@@ -57,6 +59,7 @@ class PipelineEngine(Engine):
         self.num_stages, self.stage_id = module.num_stages, module.stage_id
         self.feed = Feed()
         self._pipe = open_collectives(self.grid.pipe)
+        self._schedule = schedule_of(resolved.raw.get("pipeline") or {})
         self._borders = Borders(module, self._pipe, self._autocast)
 
     # -- batches ----------------------------------------------------------------------------------------------------------
@@ -79,15 +82,8 @@ class PipelineEngine(Engine):
         self._require_optimizer("train_batch")
         self.module.train()
         work = self._work(data_iter, self.accumulation.steps, computes_loss=True)
-        with self.clock.phase("backward"):
-            self._begin_batch(len(work.parts))
-            self.runtime.backward.begin(alternating=True)
-            try:
-                run_schedule(work, self.grid.pipe, len(work.parts), train=True, scale=self.scaler.scale)
-            except BaseException:
-                self.runtime.backward.abort()
-                raise
-            self.runtime.backward.end()
+        with whole_step(self):
+            run_schedule(work, self.grid.pipe, len(work.parts), self._schedule, scale=self.scaler.scale)
         loss = self._everywhere(work.losses)
         self.progress.last_loss = loss
         super().step()
@@ -129,7 +125,7 @@ class PipelineEngine(Engine):
             work = self._work(data_iter, num_micro_batches or self.accumulation.steps, compute_loss)
             work.trains, work.keeps_outputs = False, return_logits
             with torch.no_grad():
-                run_schedule(work, self.grid.pipe, len(work.parts), train=False)
+                run_schedule(work, self.grid.pipe, len(work.parts), None)
         finally:
             self.module.train(training)
         result = self._result(work, reduce_output, bcast_loss)
@@ -195,12 +191,6 @@ class PipelineEngine(Engine):
         if self.precision.casts_inputs and self.precision.param_dtype is not None:
             parts = [MicroBatch(cast_floating(part.inputs, self.precision.param_dtype), part.labels) for part in parts]
         return BatchWork(module, self.stage_id, parts, self._borders.of(parts), self._autocast, computes_loss)
-
-    def _begin_batch(self, count: int) -> None:
-        boundary = False
-        for _ in range(count):
-            boundary = self.accumulation.begin(None)
-        self.stepper.begin_micro_step(boundary, self.accumulation.in_no_sync, 1.0)  # type: ignore[union-attr]
 
     def _everywhere(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """The mean of the last stage's ``losses`` over data-parallel ranks too, on every rank; collective."""

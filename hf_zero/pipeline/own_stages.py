@@ -1,4 +1,4 @@
-"""One stage of a pipeline: the model's own forward, in which calls of other stages' modules are left out.
+"""The stages of one rank of a pipeline: the model's own forward, in which calls of other stages' modules are left out.
 
 [Note: one forward for all stages] Every rank runs the model's Python code from its beginning. A call of an item ([Note: items]) of an
 earlier stage returns a placeholder of the right shape, or what has been received where something crosses the border; calls of this
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.core.units.tp_shard import is_elsewhere
 from hf_zero.errors import StateError, UnsupportedError
-from hf_zero.pipeline.plan import Crossing, PipelinePlan
+from hf_zero.pipeline.plan import Crossing, PipelinePlan, Placement
 from hf_zero.pipeline.templates import Templates, placeholder
 from hf_zero.pipeline.trees import map_tensors
 from hf_zero.tensor_parallel.call_arguments import tensors_in
@@ -28,25 +29,30 @@ class _StageIsOver(BaseException):
     """Ends a forward; no model catches it."""
 
 
-class Stage:
+class OwnStages:
     """This rank's part of a model.
 
     Attributes:
-        model: The whole model; what other stages hold is empty.
-        index: Which stage this is.
+        model: The whole model; what other ranks hold is empty.
+        placement: Who runs which stage.
+        rank: This one's, in the pipeline.
         whole: Parameters of all stages are here for a while: modules run as they are.
 
     Args:
         model: As the attribute.
-        index: As the attribute.
+        placement: As the attribute.
+        rank: As the attribute.
         paths: The items.
         templates: Results of items without values.
         device: Of this rank.
     """
 
-    def __init__(self, model: nn.Module, index: int, paths: Sequence[str], templates: Templates, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, placement: Placement, rank: int, paths: Sequence[str], templates: Templates, device: torch.device
+    ) -> None:
         self.model = model
-        self.index = index
+        self.placement = placement
+        self.rank = rank
         self.whole = False
         self.templates = templates
         self.device = device
@@ -62,9 +68,19 @@ class Stage:
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             run = self._run
+            if run is None and not self.whole and not torch._C._current_graph_task_id() >= 0:
+                self._require_here(path)
             return original(*args, **kwargs) if run is None else run.call(path, original, args, kwargs)
 
         module.forward = forward
+
+    def _require_here(self, path: str) -> None:
+        """Refuses a call of a module that other stages hold, outside of a forward of the whole model."""
+        if any(is_elsewhere(param) for param in self.model.get_submodule(path).parameters()):
+            raise StateError(
+                f"{path} was called by itself, and another stage of the pipeline holds it. Call the whole model, on every rank; or bring all "
+                "weights together with engine.save_16bit_model or hf_zero.utils.iter_full_params"
+            )
 
     def remove(self) -> None:
         """Gives modules their own forwards back."""
@@ -72,11 +88,12 @@ class Stage:
             self.model.get_submodule(path).__dict__.pop("forward", None)
         self._originals.clear()
 
-    def run(self, plan: PipelinePlan, receive: Receive, forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Run:
-        """One forward of this stage.
+    def run(self, plan: PipelinePlan, index: int, receive: Receive, forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Run:
+        """One forward of one stage.
 
         Args:
             plan: For calls with arguments of this kind.
+            index: Which stage; one of this rank's.
             receive: Gives what comes over the border before this stage, in order.
             forward: The model's own.
             kwargs: Of the whole model.
@@ -87,7 +104,7 @@ class Stage:
         if self._run is not None:
             raise StateError("pipeline: a forward of the model inside a forward of the model")
         self._recompute_own_alone(plan)
-        self._run = run = Run(self, plan, receive)
+        self._run = run = Run(self, plan, index, receive)
         try:
             run.result = forward(**kwargs)
         except _StageIsOver:
@@ -97,9 +114,19 @@ class Stage:
         run.check()
         return run
 
+    def look(self, plan: PipelinePlan, index: int, receive: Receive, forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+        """A forward of any stage up to its first call, for the shapes of what it is given."""
+        self._run = Run(self, plan, index, receive, only_before=True)
+        try:
+            forward(**kwargs)
+        except _StageIsOver:
+            pass
+        finally:
+            self._run = None
+
     def _recompute_own_alone(self, plan: PipelinePlan) -> None:
         """Calls of other stages are no work: transformers' layers shall not checkpoint them."""
-        own = {call.path for call in plan.calls if call.stage == self.index}
+        own = {call.path for call in plan.calls if self.placement.rank_of(call.stage) == self.rank}
         for path in self._originals:
             module = self.model.get_submodule(path)
             if path not in own and getattr(module, "gradient_checkpointing", False):
@@ -114,22 +141,24 @@ class Run:
         result: The model's own, on the last stage.
     """
 
-    def __init__(self, stage: Stage, plan: PipelinePlan, receive: Receive) -> None:
+    def __init__(self, own: OwnStages, plan: PipelinePlan, index: int, receive: Receive, only_before: bool = False) -> None:
         self.received: list[torch.Tensor] = []
         self.result: Any = None
-        self._stage = stage
+        self._own = own
+        self._index = index
+        self._limit = index if only_before else index + 1  # the stage whose first call ends the forward
         self._plan = plan
         self._receive = receive
         self._place = 0
         self._values: dict[Crossing, torch.Tensor] = {}
-        self._incoming = _by_call(plan.crossings[stage.index - 1]) if stage.index > 0 else {}
-        self._outgoing = _by_call(plan.crossings[stage.index]) if stage.index < plan.stages - 1 else {}
+        self._incoming = _by_call(plan.crossings[index - 1]) if index > 0 else {}
+        self._outgoing = _by_call(plan.crossings[index]) if index < plan.stages - 1 else {}
 
     @property
     def sent(self) -> list[torch.Tensor]:
         """What goes over the border behind this stage, in order."""
-        last = self._stage.index == self._plan.stages - 1
-        return [] if last else [self._values[crossing] for crossing in self._plan.crossings[self._stage.index]]
+        last = self._index == self._plan.stages - 1
+        return [] if last else [self._values[crossing] for crossing in self._plan.crossings[self._index]]
 
     def call(self, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One call of an item: runs it, or stands for it."""
@@ -141,10 +170,10 @@ class Run:
                 "chance (layer dropout), which no pipeline can follow. Switch that off, or leave pipeline.stages out"
             )
         stage = calls[place].stage
-        if stage > self._stage.index:
+        if stage >= self._limit:
             raise _StageIsOver
         self._place += 1
-        result = original(*args, **kwargs) if stage == self._stage.index else self._stand_in(path, place, args, kwargs)
+        result = original(*args, **kwargs) if stage == self._index else self._stand_in(path, place, args, kwargs)
         if place in self._outgoing:
             tensors = [tensor for _, tensor in tensors_in(result)]
             for crossing in self._outgoing[place]:
@@ -153,7 +182,7 @@ class Run:
 
     def _stand_in(self, path: str, place: int, args: Any, kwargs: Any) -> Any:
         """What a call of an earlier stage returns here."""
-        template = self._stage.templates.result(path, args, kwargs)
+        template = self._own.templates.result(path, args, kwargs)
         metas = [tensor for _, tensor in tensors_in(template)]
         leaves = [crossing.leaf for crossing in self._incoming.get(place, ())]
         arrived = dict(zip(leaves, self._receive([metas[leaf] for leaf in leaves]) if leaves else (), strict=True))
@@ -163,13 +192,13 @@ class Run:
 
         def fill(meta: torch.Tensor) -> torch.Tensor:
             leaf = next(counted)
-            return arrived[leaf] if leaf in arrived else placeholder(meta, given, self._stage.device)
+            return arrived[leaf] if leaf in arrived else placeholder(meta, given, self._own.device)
 
         return map_tensors(template, fill)
 
     def check(self) -> None:
         """Refuses a forward that ended before its time."""
-        span = self._plan.span(self._stage.index)
+        span = self._plan.span(self._index)
         if self._place < span.stop:
             raise UnsupportedError(
                 f"pipeline: the model's forward ended before it called {self._plan.calls[self._place].path}: its modules do not run in the "

@@ -1,0 +1,44 @@
+"""Pipelines under accelerate and Trainer: the stages of a pipeline are given the same samples, and they count once.
+
+Stages are the outermost axis of the ranks ([Note: order of axes]); accelerate and Trainer know of tensor parallelism alone, whose ranks are
+adjacent. Imports nothing but the standard library: every program that uses Trainer comes here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_MESH = "_hf_zero_mesh"  # in accelerate's state
+
+
+def stages_here() -> int:
+    """Stages of the mesh that the process' Accelerator has; 1 without one."""
+    module = sys.modules.get("accelerate.state")
+    state = vars(module)["AcceleratorState"]._shared_state if module is not None else {}
+    return int(getattr(state.get(_MESH), "pp", 1))
+
+
+def get_tp_size(method: Callable[..., Any], trainer: Any) -> int:
+    """``Trainer.get_tp_size``, by which it counts the ranks that train on the same samples."""
+    return int(method(trainer)) * stages_here()
+
+
+def prepare_data_loader(
+    method: Callable[..., Any],
+    dataloader: Any,
+    device: Any = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """accelerate's function of that name, for one stage: the ranks of the others read as these do."""
+    stages = stages_here()
+    if stages > 1 and num_processes is not None and process_index is not None:
+        num_processes //= stages
+        process_index %= num_processes
+        if kwargs.get("dispatch_batches") is None:
+            kwargs["dispatch_batches"] = False  # the first rank would read for the ranks of all stages
+    return method(dataloader, device, num_processes, process_index, *args, **kwargs)

@@ -1,0 +1,94 @@
+"""``generate()`` of a model whose layers are divided over stages: the layers of the others are brought here for the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.core.generation import GenerateMethod
+from hf_zero.core.units.tp_shard import is_elsewhere
+from hf_zero.observe import warn_once
+from hf_zero.pipeline.forward import PipelinedForward
+
+
+class WholeGeneration:
+    """Stands in front of the ``generate`` methods inside a divided module.
+
+    [Note: generation in a pipeline] A token passes all stages before the next one can begin, so a pipeline would leave all but one of
+    its ranks waiting. The whole model on each rank generates as fast as that rank can, with keys and values kept; it takes the memory
+    of the other stages' parameters during the call.
+
+    Attributes:
+        synced: Ranks need not run their forwards together.
+
+    Args:
+        forward: The pipeline in the place of the module's forward.
+        module: The user's module.
+        pipe: The ranks of the pipeline.
+    """
+
+    synced = False
+
+    def __init__(self, forward: PipelinedForward, module: nn.Module, pipe: Collectives) -> None:
+        self._forward = forward
+        self._module = module
+        self._pipe = pipe
+        self._modules: list[nn.Module] = []
+        self._here = False
+
+    def attach(self) -> None:
+        """Puts a stand-in before the ``generate`` of every module that has one. ``remove`` takes them away."""
+        for module in self._module.modules():
+            if callable(getattr(type(module), "generate", None)):
+                module.__dict__["generate"] = GenerateMethod(self, module)
+                self._modules.append(module)
+
+    def remove(self) -> None:
+        """Takes the stand-ins away; the runtime calls it with its hooks."""
+        for module in self._modules:
+            if isinstance(module.__dict__.get("generate"), GenerateMethod):
+                del module.__dict__["generate"]
+        self._modules = []
+
+    def run(self, module: nn.Module, generate: Callable[[], Any]) -> Any:
+        """Calls ``generate``, which runs ``module``; collective over the pipeline."""
+        if self._here:
+            return generate()
+        with self.whole():
+            return generate()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Every rank has the parameters of all stages inside; collective over the pipeline. Changes to others' are lost."""
+        brought = self._bring()
+        self._here = self._forward.whole = True
+        try:
+            yield
+        finally:
+            self._here = self._forward.whole = False
+            for param, empty in brought:
+                param.data = empty
+
+    def _bring(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Fills the parameters of other stages; returns them with what stood there."""
+        params = [(name, param) for name, param in self._module.named_parameters() if param.dim() > 0]
+        own = {name: tuple(param.shape) for name, param in params if not is_elsewhere(param)}
+        held = self._pipe.gather_objects(own, "parameters of each stage")
+        brought, numel = [], 0
+        for name, param in params:
+            source = next(rank for rank, shapes in enumerate(held) if name in shapes)
+            if all(name in shapes for shapes in held):
+                continue
+            mine = name in own
+            value = param.data.contiguous() if mine else param.data.new_empty(held[source][name])
+            self._pipe.broadcast(value.view(-1), source, name)
+            if not mine:
+                brought.append((param, param.data))
+                param.data, numel = value, numel + value.nbytes
+        warn_once(f"generate() over a pipeline brings the layers of the other stages to each rank for the call: {numel / 2**20:.0f} MiB here")
+        return brought

@@ -1,0 +1,53 @@
+"""Hugging Face's Trainer over a pipeline: data, losses, evaluation, predictions, generation, saved model, resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import ranks
+from tests.support.models import CASES
+from tests.support.pipeline_trainer import resume, train_and_save
+from tests.support.tp_trainer import EVALUATED, arguments, losses, norms, rows
+
+
+def one_rank(folder: str, batch: int) -> tuple[list[float], list[float], float, Any, Any, dict[str, torch.Tensor]]:
+    from transformers import Trainer
+
+    args = arguments(folder, None, batch=batch)
+    trainer = Trainer(model=CASES["gpt2"].build(), args=args, train_dataset=rows(), eval_dataset=rows(EVALUATED))
+    trainer.train()
+    weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    predicted = trainer.predict(rows(EVALUATED)).predictions
+    tokens = torch.stack([row["input_ids"] for row in rows(2)])
+    evaluated = trainer.evaluate()["eval_loss"]
+    written = trainer.model.eval().generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    return losses(trainer), norms(trainer), evaluated, predicted, written.tolist(), weights
+
+
+@pytest.mark.parametrize(("world", "stages", "tp"), [(2, 2, 1), (4, 2, 1), pytest.param(4, 2, 2, marks=pytest.mark.slow)])
+def test_trainer_trains_like_one_rank_and_saves_the_whole_model(world: int, stages: int, tp: int, tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved")
+    found = ranks.run_ranks(train_and_save, world, 1, stages, tp, saved, group=False)
+    expected = ranks.run_ranks(one_rank, 1, str(tmp_path / "one"), world // (stages * tp) * 2, group=False)[0]
+    for got_losses, got_norms, evaluated, predicted, written in found:
+        assert got_losses == pytest.approx(expected[0], rel=1e-4)
+        assert got_norms == pytest.approx(expected[1], rel=1e-3)
+        assert evaluated == pytest.approx(expected[2], rel=5e-3)  # Trainer counts the last, shorter batch by the rows of a rank
+        assert predicted.shape == expected[3].shape
+        assert abs(predicted - expected[3]).max() < 2e-3 * abs(expected[3]).max()
+        assert written == expected[4]
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(saved).state_dict()
+    for name, value in expected[5].items():
+        torch.testing.assert_close(loaded[name], value, rtol=2e-3, atol=2e-4)
+
+
+def test_resuming_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    for whole, again in ranks.run_ranks(resume, 2, 2, str(tmp_path), group=False):
+        assert len(again) == 4  # the first two come from the checkpoint's log
+        assert again == whole
