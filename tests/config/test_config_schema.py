@@ -78,6 +78,10 @@ OWN_KEYS = {
     "hf_zero.gather_for_generation",
     "hf_zero.offload_overlap",
     "hf_zero.param_shard_size",
+    "pipeline.micro_batches",
+    "pipeline.partition_method",
+    "pipeline.schedule",
+    "pipeline.stages_per_rank",
 }  # what DeepSpeed does not have
 
 OTHER_RELEASES = {"compile.enabled", "compile.disable", "compile.backend", "compile.kwargs"} | {

@@ -110,7 +110,7 @@ def feed(run: Run, replica: int, first: int = 0, steps: int | None = None) -> It
 
 def build(stages: int, layers: Layers = tied_layers, **arguments: Any) -> PipelineModule:
     torch.manual_seed(SEED)
-    return PipelineModule(layers(), num_stages=stages, loss_fn=loss_of, **{"partition_method": "uniform", **arguments})
+    return PipelineModule(layers(), num_stages=stages, **{"loss_fn": loss_of, "partition_method": "uniform", **arguments})
 
 
 def replica_of(stages: int) -> int:

@@ -23,7 +23,7 @@ from hf_zero.config.schema.fields import (
 from hf_zero.config.schema.monitors import Comet, CsvMonitor, Tensorboard, Trackio, Wandb
 from hf_zero.config.schema.optimization import Optimizer, Scheduler
 from hf_zero.config.schema.own import OwnSettings
-from hf_zero.config.schema.parallel import Elasticity, ExpertParallel, TensorParallel
+from hf_zero.config.schema.parallel import Elasticity, ExpertParallel, Pipeline, TensorParallel
 from hf_zero.config.schema.precision import Bf16, DataTypes, Fp16, TorchAutocast
 from hf_zero.config.schema.storage import ActivationCheckpointing, Aio, Checkpoint, Compile, DataStates
 from hf_zero.config.schema.tools import CommsLogger, FlopsProfiler, Timers
@@ -120,9 +120,7 @@ class ZeroConfig(Section):
         "not supported: choose attn_implementation when the model is made",
         model=unread.SPARSE_ATTENTION,
     )
-    pipeline: dict[str, Any] | None = accepted(
-        None, "Options of PipelineModule training", "only PipelineModule reads it, which is not provided", model=unread.PIPELINE
-    )
+    pipeline: Pipeline | None = section(None, "Layers of one model over the stages of a pipeline")
     data_efficiency: dict[str, Any] | None = section(None, "Curriculum sampling and token dropping", model=unread.DATA_EFFICIENCY)
     curriculum_learning: dict[str, Any] | None = section(None, "Older curriculum on sequence length", model=unread.CURRICULUM_LEARNING)
     tensorboard: Tensorboard = section(Tensorboard, "TensorBoard monitor")

@@ -71,10 +71,6 @@ SPARSE_ATTENTION = _block(
     horizontal_global_attention=False, num_different_global_patterns=1, num_random_blocks=0, local_window_blocks=[4],
     global_block_indices=[0], global_block_end_indices=list[Int], num_sliding_window_blocks=3)
 
-PIPELINE = _block(free=True,
-    stages=("auto", Int | str), partition="best", seed_layers=False, activation_checkpoint_interval=0, pipe_partitioned=True,
-    grad_partitioned=True, use_reentrant=True)
-
 _PACING = _block(
     total_curriculum_step=Int, difficulty_step=Int, root_degree=Int, difficulty=list[Int], max_step=list[Int])
 _METRIC = _block(

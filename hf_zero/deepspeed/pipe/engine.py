@@ -13,7 +13,7 @@ from hf_zero.core.engine import EngineParts, cast_floating
 from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.pipe.batches import Feed, MicroBatch
 from hf_zero.deepspeed.pipe.module import PipelineModule
-from hf_zero.deepspeed.pipe.work import BatchWork, Borders
+from hf_zero.deepspeed.pipe.work import BatchWork, Borders, share_buffers
 from hf_zero.deepspeed.served.helpers import RepeatingLoader
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.pipeline.limits import refuse_sharded_parameters
@@ -59,6 +59,9 @@ class PipelineEngine(Engine):
         self.num_stages, self.stage_id = module.num_stages, module.stage_id
         self.feed = Feed()
         self._pipe = open_collectives(self.grid.pipe)
+        interval = self.settings.pipeline.activation_checkpoint_interval if self.settings.pipeline is not None else 0
+        if interval > 0:
+            module.set_checkpoint_interval(interval)
         self._schedule = schedule_of(resolved.raw.get("pipeline") or {})
         self._borders = Borders(module, self._pipe, self._autocast)
 
@@ -151,6 +154,29 @@ class PipelineEngine(Engine):
     def is_last_stage(self) -> bool:
         """Whether this rank's stage has the loss."""
         return self.stage_id == self.num_stages - 1
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return self.stage_id
+
+    def reset_activation_shape(self) -> None:
+        """Nothing to forget: shapes may change from one micro-batch to the next."""
+
+    # -- saving -----------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        """As ``Engine.save_checkpoint``, with the running statistics of all stages."""
+        share_buffers(self.module, self._pipe)
+        return super().save_checkpoint(*args, **kwargs)
+
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
+        """As ``Engine.save_16bit_model``, with the running statistics of all stages."""
+        share_buffers(self.module, self._pipe)
+        return super().save_16bit_model(*args, **kwargs)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        share_buffers(self.module, self._pipe)
+        return super()._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     # -- what only whole batches can do -----------------------------------------------------------------------------------
 

@@ -136,6 +136,11 @@ class PipelineParallelGrid:
         """The ranks that divide its layers."""
         return self._axes["slice"].group
 
+    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+
 
 def require_fit(topology: ProcessTopology | None, ranks: int) -> ProcessTopology:
     """``topology`` if a pipeline of ``ranks`` ranks can have it.

@@ -24,7 +24,7 @@ from hf_zero.deepspeed.pipe.run_of_layers import LayerCall, Recomputation, RunOf
 from hf_zero.deepspeed.pipe.topology import PipeDataParallelTopology, ProcessTopology
 from hf_zero.deepspeed.served.checkpointing import checkpoint
 from hf_zero.deepspeed.served.helpers import set_random_seed
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.pipeline.plan import ItemCall, PipelinePlan
 
 
@@ -61,7 +61,7 @@ class PipelineModule(nn.Module):
     Raises:
         ConfigError: Neither or both of ``num_stages`` and ``topology`` are given, they do not fit the ranks, there are fewer layers than
             stages, or one is no layer.
-        UnsupportedError: A parameter has no dimension.
+        UnsupportedError: The topology has an axis model, or a parameter no dimension.
     """
 
     def __init__(
@@ -88,6 +88,12 @@ class PipelineModule(nn.Module):
         self.dynamic_shape = dynamic_shape
         specs = require_layers(layers)
         shapes = [without_values(layer) for layer in specs]
+        if self._grid.slice_parallel_size > 1:
+            raise UnsupportedError(
+                f"PipelineModule(topology={self._grid.topology()}): an axis model divides layers over ranks, which the layers of a list would "
+                "have to do themselves; take PipeDataParallelTopology. Hugging Face models have both: pipeline.stages beside "
+                "tensor_parallel.autotp_size"
+            )
         if self.num_stages > 1:
             require_dimensions(specs, shapes)
         self.parts = stage_borders(partition_method, [_trainable(shape) for shape in shapes], list(map(name_of, specs)), self.num_stages)
@@ -169,6 +175,10 @@ class PipelineModule(nn.Module):
         holders = {name: tuple(sorted(stages.get(id(param), everyone))) for name, param in self.named_parameters()}
         calls = tuple(ItemCall(f"stages.{index}", 0, index) for index in everyone)
         return PipelinePlan(self.num_stages, calls, ((),) * last, holders)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """``torch.compile`` of this rank's layers, with its arguments."""
+        self.stages[self.stage_id].compile(*args, **kwargs)
 
     def topology(self) -> ProcessTopology:
         """Where ranks stand."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.deepspeed.pipe.batches import MicroBatch, kind_of
@@ -92,6 +93,20 @@ def require_tensors(outputs: Any, stage: int) -> Any:
         f"the last layer of stage {stage} of the pipeline returns {type(outputs).__name__}; a tensor or a tuple of tensors can go to the "
         "next stage. Return that, or choose another partition_method"
     )
+
+
+def share_buffers(module: nn.Module, pipe: Collectives) -> None:
+    """Gives every stage the buffers (running statistics) of all layers as the stage has them that runs a layer first; collective."""
+    assert isinstance(module, PipelineModule)
+    shared: set[int] = set()
+    for stage, run in enumerate(module.stages):
+        layers = [call.module for call in run.calls if call.module is not None]  # type: ignore[union-attr]
+        for buffer in (buffer for layer in layers for buffer in layer.buffers()):
+            if id(buffer) not in shared:
+                shared.add(id(buffer))
+                values = buffer.to(pipe.topology.device).contiguous()
+                pipe.broadcast(values, stage, "buffers")
+                buffer.copy_(values)
 
 
 @dataclass
