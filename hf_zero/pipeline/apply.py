@@ -12,6 +12,7 @@ from torch import nn
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import Topology
+from hf_zero.config.schema.parallel import Pipeline as Settings
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, tp_shard_of
@@ -93,17 +94,17 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
             "pipeline.stages beside parameters that zero.Init has sharded: zero_optimization.stage 3 and a pipeline exclude each other. "
             "Build the model outside of zero.Init"
         )
+    settings = Settings.model_validate(section)
     if isinstance(model, DividesItself):
-        return Pipeline(model.pipeline_plan(), Placement(pipe.world, pipe.world), model, pipe.ranks, None, schedule_of(section))
+        return Pipeline(model.pipeline_plan(), Placement(pipe.world, pipe.world), model, pipe.ranks, None, schedule_of(settings))
     collectives = open_collectives(topology.model or pipe)
     whole = skeleton(model)
-    method = str(section.get("partition_method") or section.get("partition") or "parameters")
-    each, schedule = int(section.get("stages_per_rank") or 1), str(section.get("schedule") or "1F1B")
+    each, schedule = settings.stages_per_rank, settings.schedule
     check_schedule(schedule, each)
     placement = Placement(each * pipe.world, pipe.world, schedule in FOLDED)
-    plan = _agree(collectives, whole, placement.stages, "parameters" if method == "best" else method)
-    wanted = section.get("micro_batches")
-    return Pipeline(plan, placement, whole, pipe.ranks, None if wanted in (None, "auto") else int(wanted), schedule)
+    plan = _agree(collectives, whole, placement.stages, settings.partition_method)
+    wanted = settings.micro_batches
+    return Pipeline(plan, placement, whole, pipe.ranks, None if wanted == "auto" else wanted, schedule)
 
 
 def _agree(collectives: Collectives, model: nn.Module, stages: int, method: str) -> PipelinePlan:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.config.schema.parallel import Pipeline
 from hf_zero.core.units.tp_shard import whole_shape
 from hf_zero.errors import ConfigError
 from hf_zero.pipeline.plan import PipelinePlan
@@ -23,13 +23,13 @@ class DividesItself(Protocol):
         """Who holds what."""
 
 
-def schedule_of(section: Mapping[str, Any]) -> str:
+def schedule_of(settings: Pipeline) -> str:
     """The schedule that the configuration's ``pipeline`` names.
 
     Raises:
         ConfigError: It is one for several stages on each rank, or such are asked for.
     """
-    name, each = str(section.get("schedule") or SINGLE[0]), int(section.get("stages_per_rank") or 1)
+    name, each = settings.schedule, settings.stages_per_rank
     if name not in SINGLE or each != 1:
         raise ConfigError(
             f"pipeline.schedule {name} with pipeline.stages_per_rank {each}: a PipelineModule has one stage on each rank; "

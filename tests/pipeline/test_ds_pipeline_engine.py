@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from tests.support import parity, ranks
-from tests.support.ds_pipelines import LayerSpec, Plain, build, feed, loss_of, replica_of, rows, tied_layers
+from tests.support.ds_pipelines import LayerSpec, Plain, build, feed, replica_of, rows, tied_layers
 from tests.support.parity import Run
 
 RUN = Run(1, accumulation=3)

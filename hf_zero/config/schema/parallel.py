@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from hf_zero.config.schema.fields import Bool, Count, Float, FreeSection, Int, Section, Size, accepted, part, refused, section, used
 
 _FOUND = "found from the model's own data flow"
 _STRUCTURE = "found from the model's structure"
-_SENT_WHOLE = "tensors cross borders whole; the numbers are the same"
 _ROUTER = "the model's own router computes it"
 
 
@@ -30,38 +29,6 @@ class Elasticity(Section, switch="enabled"):
     prefer_large_batch: Bool = accepted(
         True, "Documented name of prefer_larger_batch", "DeepSpeed does not read it; write prefer_larger_batch"
     )
-
-
-class Pipeline(FreeSection):
-    """`pipeline`. Layers of one model over several ranks; keys of the user's own may stand beside these."""
-
-    stages: Int | str = used(
-        "auto", 'Ranks that hold the layers of one model between them; "auto" is what a PipelineModule says, else none', auto_is_value=True
-    )
-    stages_per_rank: Count = used(1, "Stages on each of these ranks, for schedules that take turns with several")
-    partition: str = used(
-        "best",
-        "How layers are shared out: best and parameters (parameters as even as can be), uniform, or type:REGEX (class names). A "
-        "PipelineModule says it itself (partition_method)",
-    )
-    partition_method: str | None = used(None, "As partition, under the name of PipelineModule's argument; it wins")
-    schedule: str = used(
-        "1F1B",
-        "Order of forwards and backwards in train_batch: 1F1B, GPipe, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble",
-    )
-    micro_batches: Int | str = used(
-        "auto",
-        "Parts that a batch goes through the stages in, where a script calls forward and backward itself; auto is the most that divide it, "
-        "up to two a stage",
-        auto_is_value=True,
-    )
-    seed_layers: Bool = accepted(
-        False, "Seed each layer by itself", "layers are built before the configuration is read: write PipelineModule(seed_layers=True)"
-    )
-    activation_checkpoint_interval: Size = used(0, "Layers of a PipelineModule in one recomputation; from 1 on it wins over the argument")
-    pipe_partitioned: Bool = accepted(True, "Send activations in parts where several ranks hold a layer together", _SENT_WHOLE)
-    grad_partitioned: Bool = accepted(True, "Send their gradients in parts likewise", _SENT_WHOLE)
-    use_reentrant: Bool = accepted(True, "Kind of recomputation", "recomputation is not reentrant; the numbers are the same")
 
 
 class LayerSpec(Section):
@@ -114,6 +81,30 @@ class TensorParallel(Section, switch="autotp_size"):
     injection_policy_tuple: Any = accepted(None, "Explicit injection policy", _FOUND)
     keep_module_on_host: Bool = accepted(False, "Leave loaded weights on the host", "parameters are cut where they are")
     replace_with_kernel_inject: Bool = accepted(False, "Use inference kernels", "the model's own code runs", also=("kernel_inject",))
+
+
+class Pipeline(FreeSection):
+    """`pipeline`. The layers of a model are divided over the stages of a pipeline."""
+
+    stages: Count | Literal["auto"] = used(
+        "auto", "Ranks that hold the layers of one model between them; auto is what a PipelineModule says, else 1: off", auto_is_value=True
+    )
+    partition_method: str = used(
+        "parameters", "What stages have equal shares of: parameters, uniform (blocks), operations, or type:REGEX (layers of such classes)"
+    )
+    micro_batches: Count | Literal["auto"] = used(
+        "auto", "Parts that a batch is divided into; auto takes the most that divide it, up to two a stage", auto_is_value=True
+    )
+    schedule: str = used(
+        "1F1B", "Of train_batch: 1F1B, GPipe, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble or ZBVZeroBubble (torch.distributed.pipelining)"
+    )
+    stages_per_rank: Count = used(1, "Stages that each rank runs in turn (interleaved schedules)")
+    partition: str = accepted("best", "Balance of stages", "partition_method says it")
+    seed_layers: Bool = accepted(False, "Seed before each layer is built", "PipelineModule(seed_layers=) says it")
+    activation_checkpoint_interval: Size = used(0, "Layers of a PipelineModule in one recomputation; from 1 on it wins over the argument")
+    pipe_partitioned: Bool = accepted(True, "Divide what is sent over tensor-parallel ranks", "each of them sends what the next stage's reads")
+    grad_partitioned: Bool = accepted(True, "The same for gradients", "each of them sends what the stage before reads")
+    use_reentrant: Bool = accepted(True, "Kind of recomputation", "the model's own checkpointing says it")
 
 
 class ExpertParallel(Section, switch="enabled"):

@@ -120,7 +120,7 @@ class ZeroConfig(Section):
         "not supported: choose attn_implementation when the model is made",
         model=unread.SPARSE_ATTENTION,
     )
-    pipeline: Pipeline | None = section(None, "Layers of one model over the stages of a pipeline")
+    pipeline: Pipeline = section(Pipeline, "Layers divided over the stages of a pipeline")
     data_efficiency: dict[str, Any] | None = section(None, "Curriculum sampling and token dropping", model=unread.DATA_EFFICIENCY)
     curriculum_learning: dict[str, Any] | None = section(None, "Older curriculum on sequence length", model=unread.CURRICULUM_LEARNING)
     tensorboard: Tensorboard = section(Tensorboard, "TensorBoard monitor")

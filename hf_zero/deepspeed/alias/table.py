@@ -126,8 +126,8 @@ _CHECKPOINTING = (
 
 _PIPE = "hf_zero.deepspeed.pipe"
 _PIPELINES = {
-    **{name: f"{_PIPE}.module:PipelineModule" for name in ("PipelineModule", "pipe.PipelineModule", "runtime.pipe.module.PipelineModule")},
-    **{name: f"{_PIPE}.engine:PipelineEngine" for name in ("PipelineEngine", "runtime.pipe.engine.PipelineEngine")},
+    **dict.fromkeys(("PipelineModule", "pipe.PipelineModule", "runtime.pipe.module.PipelineModule"), f"{_PIPE}.module:PipelineModule"),
+    **dict.fromkeys(("PipelineEngine", "runtime.pipe.engine.PipelineEngine"), f"{_PIPE}.engine:PipelineEngine"),
     **{f"runtime.pipe.{path}.PipelineError": f"{_PIPE}.engine:PipelineError" for path in ("engine", "module")},
     "runtime.pipe.PipelineModule": f"{_PIPE}.module:PipelineModule",
     **{
@@ -285,8 +285,8 @@ _SEQUENCE = (
     "UlyssesSPDataLoaderAdapter, parallel_state_sp and the tiled functions (docs/sequence-parallel.md)"
 )
 _PIPELINE = (
-    "of pipelines there are PipelineModule, LayerSpec, TiedLayerSpec, PipelineEngine, PipelineParallelGrid and the topologies; schedules are "
-    "those of torch.distributed.pipelining (docs/pipelines.md)"
+    "of pipelines there are PipelineModule, LayerSpec, TiedLayerSpec, PipelineEngine, PipelineParallelGrid and the topologies; schedules "
+    "are those of torch.distributed.pipelining (docs/pipelines.md)"
 )
 _INFERENCE = "inference kernels are not implemented; serve the saved Hugging Face model with vLLM, TGI or transformers"
 _HYBRID = "the hybrid engine is not implemented; generate with the model under GatheredParameters, or with vLLM"

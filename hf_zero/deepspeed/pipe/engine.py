@@ -59,10 +59,10 @@ class PipelineEngine(Engine):
         self.num_stages, self.stage_id = module.num_stages, module.stage_id
         self.feed = Feed()
         self._pipe = open_collectives(self.grid.pipe)
-        interval = self.settings.pipeline.activation_checkpoint_interval if self.settings.pipeline is not None else 0
+        interval = self.settings.pipeline.activation_checkpoint_interval
         if interval > 0:
             module.set_checkpoint_interval(interval)
-        self._schedule = schedule_of(resolved.raw.get("pipeline") or {})
+        self._schedule = schedule_of(self.settings.pipeline)
         self._borders = Borders(module, self._pipe, self._autocast)
 
     # -- batches ----------------------------------------------------------------------------------------------------------

@@ -90,8 +90,8 @@ class PipelineModule(nn.Module):
         shapes = [without_values(layer) for layer in specs]
         if self._grid.slice_parallel_size > 1:
             raise UnsupportedError(
-                f"PipelineModule(topology={self._grid.topology()}): an axis model divides layers over ranks, which the layers of a list would "
-                "have to do themselves; take PipeDataParallelTopology. Hugging Face models have both: pipeline.stages beside "
+                f"PipelineModule(topology={self._grid.topology()}): an axis model divides layers over ranks, which the layers of a list "
+                "would have to do themselves; take PipeDataParallelTopology. Hugging Face models have both: pipeline.stages beside "
                 "tensor_parallel.autotp_size"
             )
         if self.num_stages > 1:
