@@ -143,6 +143,7 @@ class PipelinedForward:
         others = tuple(sorted((name, repr(value)) for name, value in given.items() if not isinstance(value, torch.Tensor)))
         key = (repr((shapes, others)), self._own.model.training, count > 1)
         if key not in self._kinds:
+            self._own.templates.follow(self._own.model)
             plan = self._plan_for(micro_batches.split(given, count)[0])
             self._kinds[key] = _Kind(plan, self._find_weights(plan, given, count) if count > 1 else "sum")
         return self._kinds[key]

@@ -33,9 +33,19 @@ class Templates:
     """
 
     def __init__(self, skeleton: nn.Module) -> None:
+        self._skeleton = skeleton
         self._modules = dict(skeleton.named_modules())
         self._known: dict[tuple[Any, ...], Any] = {}
         self._keeps_shape: set[str] = set()
+
+    def follow(self, model: nn.Module) -> None:
+        """Takes the element types of ``model``, which an engine may have cast, and whether it trains."""
+        self._skeleton.train(model.training)
+        own = {**dict(self._skeleton.named_parameters()), **dict(self._skeleton.named_buffers())}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name in own and own[name].dtype != tensor.dtype:
+                own[name].data = torch.empty(own[name].shape, dtype=tensor.dtype, device="meta")
+                self._known.clear()
 
     def result(self, path: str, args: Any, kwargs: Any) -> Any:
         """The result of a call of the module ``path``, with tensors on the device "meta".

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from torch import nn
 
 from tests.support import ranks
+from tests.support.models import CASES, ModelCase
 from tests.support.parity import Run
 from tests.support.pipelines import check
 from tests.support.tp_training import zoo_case
@@ -31,3 +35,44 @@ def check_four(dtype: str) -> None:
 
 def test_four_ranks() -> None:
     ranks.run_ranks(check_four, 4, "fp32")
+
+
+def check_settings() -> None:
+    """16 bit, loss scaling, offload, recomputation, frozen weights, and losses that parts do not make up."""
+    llama = zoo_case("LlamaForCausalLM", {"num_hidden_layers": 4})
+    check(CASES["llama"], Run(1, "bf16", accumulation=2, clip=0.1), 2)
+    check(CASES["llama"], Run(1, "fp16", accumulation=2, clip=0.1), 2)
+    check(llama, Run(2, extra={"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}), 2)
+    check(recomputed(llama), Run(1, clip=0.1), 2)
+
+
+def recomputed(case: ModelCase) -> ModelCase:
+    def make() -> nn.Module:
+        model = case.make()
+        model.gradient_checkpointing_enable()
+        return model
+
+    return replace(case, make=make)
+
+
+def test_settings() -> None:
+    ranks.run_ranks(check_settings, 2)
+
+
+def check_kinds() -> None:
+    """Encoders, encoder-decoders, shared layers, and a mixture whose balance is no mean over parts of a batch."""
+    for name, changes in KINDS.items():
+        check(zoo_case(name, changes), Run(1, clip=0.1), 2)
+
+
+KINDS = {
+    "T5ForConditionalGeneration": {},
+    "BartForConditionalGeneration": {},
+    "BertForMaskedLM": {},
+    "AlbertForMaskedLM": {},
+    "MixtralForCausalLM": {},
+}
+
+
+def test_kinds_of_models() -> None:
+    ranks.run_ranks(check_kinds, 2)
