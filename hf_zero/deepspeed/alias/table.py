@@ -286,7 +286,7 @@ _SEQUENCE = (
 )
 _PIPELINE = (
     "of pipelines there are PipelineModule, LayerSpec, TiedLayerSpec, PipelineEngine, PipelineParallelGrid and the topologies; schedules "
-    "are those of torch.distributed.pipelining (docs/pipelines.md)"
+    "are those of torch.distributed.pipelining (docs/pipeline-module.md)"
 )
 _INFERENCE = "inference kernels are not implemented; serve the saved Hugging Face model with vLLM, TGI or transformers"
 _HYBRID = "the hybrid engine is not implemented; generate with the model under GatheredParameters, or with vLLM"
