@@ -30,6 +30,7 @@ from hf_zero.core.engine import EngineParts
 from hf_zero.core.generation import Generation
 from hf_zero.core.model_init import warn_if_built_whole
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.schedule.backward_phase import begin_inside
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, GradientPolicy, UnitGradients
 from hf_zero.core.schedule.node_gradients import NodeExchange
@@ -168,7 +169,7 @@ class PartsBuilder:
         runtime.attach()
         stages = pipelined(self.module)
         if stages is not None:
-            stages.begin_backward = runtime.backward.begin_inside
+            stages.begin_backward = partial(begin_inside, runtime.backward)
             generates = WholeGeneration(stages, self.module, open_collectives(self.topology.pipe or self.topology))
             generates.attach()
             runtime.keep(generates)

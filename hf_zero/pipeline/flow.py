@@ -82,14 +82,17 @@ class Flow:
         calls: In their order.
         result: What the tensors that the model returns are made of through glue alone.
         parameters: First name -> number of elements, in the model's order.
-        changed: Results that glue changes in place -> the operation and the module whose code runs it.
+        changed: Results that glue, or a later call, changes in place.
+        hidden: Positions of the first and last call inside of each ``torch.autograd.Function`` of the model's own: gradients of what such a
+            call returns do not come by the graph.
     """
 
     model: str
     calls: list[FlowCall]
     result: Sources
     parameters: dict[str, int]
-    changed: dict[Crossing, str]
+    changed: frozenset[Crossing]
+    hidden: tuple[tuple[int, int], ...] = ()
 
     def readers(self) -> Iterator[tuple[int, Sources]]:
         """Position of each call with what it is made of; the model's result stands at the last call's position."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -43,14 +44,16 @@ class FlowTracer:
     Attributes:
         calls: The calls of items so far.
         control: What decisions in glue were made of.
-        changed: Results that glue changes in place, and where it does.
+        changed: Results that are changed in place after their call.
+        hidden: As in ``Flow``.
         silent: Not zero while operations are not to be looked at.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: list[FlowCall] = []
         self.control: Sources = frozenset()
-        self.changed: dict[Crossing, str] = {}
+        self.changed: set[Crossing] = set()
+        self.hidden: list[tuple[int, int]] = []
         self.silent = 0
         self._items = possible_items(model)
         self._blocks = find_repeated(model)
@@ -65,7 +68,7 @@ class FlowTracer:
         self._changes: dict[int, list[tuple[int, Sources]]] = defaultdict(list)  # by storage
         self._shared: dict[int, Sources] = defaultdict(frozenset)  # by storage, for tensors that no operation made
         self._results: dict[int, set[Crossing]] = defaultdict(set)  # by storage
-        self._uniform: set[int] = set()
+        self._uniform: set[int] = set()  # storages
         self._names = {id(param): name for name, param in model.named_parameters()}
         for name, param in model.named_parameters():
             self._note(param, frozenset({Read(name)}))
@@ -110,11 +113,11 @@ class FlowTracer:
         for output in outputs:
             self._note(output, sources)
         if name in _UNIFORM_DRAWS:
-            self._uniform.update(map(id, outputs))
+            self._uniform.update(map(_storage, outputs))
         if mutates and read:
             storage = _storage(read[0])
             self._changes[storage].append((self._time, sources))
-            self.changed.update(dict.fromkeys(self._results[storage], f"{name} in {self._place}"))
+            self.changed |= self._results[storage]
 
     def _inside_call(
         self, place: int, name: str, read: list[torch.Tensor], sources: Sources, outputs: list[torch.Tensor], mutates: bool
@@ -126,6 +129,7 @@ class FlowTracer:
             known = self._known.get(id(read[0]))
             if known is None or known.maker != place:
                 self._changes[_storage(read[0])].append((self._time, kept))
+                self.changed |= self._results[_storage(read[0])]
         for output in outputs:
             if not (mutates and any(output is tensor for tensor in read)):
                 self._note(output, kept)
@@ -134,7 +138,7 @@ class FlowTracer:
         """Whether a comparison of a uniform random number has one result only: dropping layers with probability 0."""
         if name not in _COMPARISONS or len(args) < 2 or isinstance(args[1], torch.Tensor):
             return False
-        return id(args[0]) in self._uniform and not 0 < args[1] < 1
+        return _storage(args[0]) in self._uniform and not 0 < args[1] < 1
 
     def decide(self, tensor: torch.Tensor) -> None:
         """The code has read the values of a tensor."""
@@ -203,24 +207,48 @@ class _Answers(TorchFunctionMode):
         return made_up[0]
 
 
+def _reporting(tracer: FlowTracer, path: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        tracer.enter(path)
+        return tracer.leave(original(*args, **kwargs))
+
+    return forward
+
+
 @contextmanager
 def _watching(model: nn.Module, tracer: FlowTracer) -> Iterator[None]:
-    handles = []
+    """Stands before every module's forward, as a stage does: some models call that without the module's hooks."""
+    before = [(module, module.__dict__.get("forward")) for module in model.modules()]
     for path, module in model.named_modules():
-
-        def before(module: nn.Module, args: Any, path: str = path) -> None:
-            tracer.enter(path)
-
-        def after(module: nn.Module, args: Any, output: Any) -> Any:
-            return tracer.leave(output)
-
-        handles.append(module.register_forward_pre_hook(before, prepend=True))
-        handles.append(module.register_forward_hook(after))
+        module.forward = _reporting(tracer, path, module.forward)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for module, own in before:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+
+@contextmanager
+def _noticing_functions(tracer: FlowTracer) -> Iterator[None]:
+    """Notes which calls run inside of an autograd function: a reversible network's, say."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        first = len(tracer.calls)
+        result = original.__func__(cls, *args, **kwargs)
+        if len(tracer.calls) > first:
+            tracer.hidden.append((first, len(tracer.calls) - 1))
+        return result
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 def trace_flow(skeleton: nn.Module, inputs: Mapping[str, Any]) -> Flow:
@@ -238,8 +266,8 @@ def trace_flow(skeleton: nn.Module, inputs: Mapping[str, Any]) -> Flow:
     inputs = tree_map_only(
         torch.Tensor, lambda tensor: tensor.detach().cpu() if values and tensor.device.type != "meta" else tensor, dict(inputs)
     )
-    with _watching(skeleton, tracer), torch.no_grad(), valueless(_Answers(tracer), tracer, values):  # type: ignore[arg-type]
+    with _watching(skeleton, tracer), _noticing_functions(tracer), torch.no_grad(), valueless(_Answers(tracer), tracer, values):  # type: ignore[arg-type]
         output = skeleton(**inputs)
     result = tracer.control.union(*(tracer.sources(tensor) for _, tensor in tensors_in(output)))
     numel = {name: param.numel() for name, param in skeleton.named_parameters()}
-    return Flow(type(skeleton).__name__, tracer.calls, result, numel, tracer.changed)
+    return Flow(type(skeleton).__name__, tracer.calls, result, numel, frozenset(tracer.changed), tuple(tracer.hidden))

@@ -153,6 +153,9 @@ class Run:
         self._values: dict[Crossing, torch.Tensor] = {}
         self._incoming = _by_call(plan.crossings[index - 1]) if index > 0 else {}
         self._outgoing = _by_call(plan.crossings[index]) if index < plan.stages - 1 else {}
+        self._changed = _by_call(plan.changed)
+        self._grad = torch.is_grad_enabled()
+        self._inside = False  # an item runs: what it calls is its own affair
 
     @property
     def sent(self) -> list[torch.Tensor]:
@@ -162,6 +165,8 @@ class Run:
 
     def call(self, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One call of an item: runs it, or stands for it."""
+        if self._inside:
+            return original(*args, **kwargs)
         place, calls = self._place, self._plan.calls
         if place >= len(calls) or calls[place].path != path:
             expected = calls[place].path if place < len(calls) else "its end"
@@ -173,12 +178,35 @@ class Run:
         if stage >= self._limit:
             raise _StageIsOver
         self._place += 1
-        result = original(*args, **kwargs) if stage == self._index else self._stand_in(path, place, args, kwargs)
+        result = self._run(original, args, kwargs) if stage == self._index else self._stand_in(path, place, args, kwargs)
         if place in self._outgoing:
+            if self._grad and not torch.is_grad_enabled():
+                self._refuse_without_graph(path)
             tensors = [tensor for _, tensor in tensors_in(result)]
             for crossing in self._outgoing[place]:
                 self._values[crossing] = tensors[crossing.leaf]
-        return result
+        return self._copied(result, {crossing.leaf for crossing in self._changed[place]}) if place in self._changed else result
+
+    def _refuse_without_graph(self, path: str) -> None:
+        """What crosses a border must bring gradients back to the parameters of ``path``."""
+        if any(param.requires_grad for param in self._own.model.get_submodule(path).parameters()):
+            raise UnsupportedError(
+                f"pipeline: {path} is called where gradients are off (torch.no_grad, an autograd function of the model's own, or "
+                "activation checkpointing with use_reentrant=True), so none would come back over a border to it. With checkpointing, set "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
+
+    def _run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._inside = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._inside = False
+
+    @staticmethod
+    def _copied(result: Any, leaves: set[int]) -> Any:
+        counted = iter(range(len(list(tensors_in(result)))))
+        return map_tensors(result, lambda tensor: tensor.clone() if next(counted) in leaves else tensor)
 
     def _stand_in(self, path: str, place: int, args: Any, kwargs: Any) -> Any:
         """What a call of an earlier stage returns here."""
@@ -187,12 +215,11 @@ class Run:
         leaves = [crossing.leaf for crossing in self._incoming.get(place, ())]
         arrived = dict(zip(leaves, self._receive([metas[leaf] for leaf in leaves]) if leaves else (), strict=True))
         self.received += arrived.values()
-        given = [tensor for _, tensor in tensors_in([args, kwargs])]
         counted = iter(range(len(metas)))
 
         def fill(meta: torch.Tensor) -> torch.Tensor:
             leaf = next(counted)
-            return arrived[leaf] if leaf in arrived else placeholder(meta, given, self._own.device)
+            return arrived[leaf] if leaf in arrived else placeholder(meta, self._own.device)
 
         return map_tensors(template, fill)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def replan(skeleton: nn.Module, plan: PipelinePlan, inputs: Mapping[str, Any]) -
                 f"this call of {flow.model} ({', '.join(inputs)}) needs {name} on stage {stage} of {plan.stages}, which {held} holds: make "
                 "the plan with such a call (inputs=)"
             )
-    return PipelinePlan(found.stages, found.calls, found.crossings, plan.holders)
+    return replace(found, holders=plan.holders)
 
 
 def _bare(copy: nn.Module) -> nn.Module:
@@ -139,12 +139,18 @@ def _constraints(flow: Flow) -> Iterator[_Constraint]:
     drawn: dict[Drawn, list[int]] = {}
     for reader, sources in flow.readers():
         for source in sources:
-            if isinstance(source, Crossing) and source in flow.changed:
-                yield _Constraint(source.call, reader, _changed(flow, source, reader))
-            elif isinstance(source, Kept) and source.call != reader:
+            if isinstance(source, Kept) and source.call != reader:
                 yield _Constraint(source.call, reader, _kept(flow, source, reader, sources))
             elif isinstance(source, Drawn):
                 drawn.setdefault(source, []).append(reader)
+    for first, last in flow.hidden:
+        inside = range(first, last + 1)
+        readers = [reader for reader, needs in flow.readers() if any(isinstance(one, Crossing) and one.call in inside for one in needs)]
+        yield _Constraint(
+            first,
+            max([last, *readers]),
+            f"{flow.calls[first]} is called inside of an autograd function of the model's own, past which no gradient comes to a stage",
+        )
     for source, readers in drawn.items():
         yield _Constraint(
             min(readers),
@@ -157,13 +163,6 @@ def _constraints(flow: Flow) -> Iterator[_Constraint]:
 def _kept(flow: Flow, source: Kept, reader: int, sources: object) -> str:
     other = "what the model returns" if sources is flow.result else str(flow.calls[reader])
     return f"{flow.calls[source.call]} keeps a tensor (made by {source.how}) that it does not return, and {other} reads it"
-
-
-def _changed(flow: Flow, source: Crossing, reader: int) -> str:
-    return (
-        f"the result of {flow.calls[source.call]} is changed in place ({flow.changed[source]}) and {flow.calls[reader]} is made of it: every "
-        "stage would change it again. Make a new tensor there"
-    )
 
 
 def _atoms(flow: Flow, stages: int) -> list[range]:
@@ -234,7 +233,8 @@ def _laid_out(flow: Flow, stages: int, of_stage: Sequence[int]) -> PipelinePlan:
         tuple(crossing for crossing in order if of_stage[crossing.call] <= border < wanted[crossing]) for border in range(stages - 1)
     )
     calls = tuple(ItemCall(call.path, call.nth, stage) for call, stage in zip(flow.calls, of_stage, strict=True))
-    return PipelinePlan(stages, calls, borders, _holders(flow, of_stage))
+    changed = tuple(sorted(flow.changed, key=lambda crossing: (crossing.call, crossing.leaf)))
+    return PipelinePlan(stages, calls, borders, _holders(flow, of_stage), changed)
 
 
 def _holders(flow: Flow, of_stage: Sequence[int]) -> dict[str, tuple[int, ...]]:

@@ -49,12 +49,14 @@ class PipelinePlan:
         crossings: Per border (stage s to s + 1), what goes over it, in the order of the results: results of calls of the stages up to s
             that calls of later stages, or the model's own result, are made of.
         holders: First name of each parameter -> the stages whose calls, or glue between these, read it, rising; several for tied ones.
+        changed: Results that glue, or a later call, changes in place: these get copies, because every stage changes them.
     """
 
     stages: int
     calls: tuple[ItemCall, ...]
     crossings: tuple[tuple[Crossing, ...], ...]
     holders: Mapping[str, tuple[int, ...]]
+    changed: tuple[Crossing, ...] = ()
 
     def span(self, stage: int) -> range:
         """Positions in ``calls`` of those that ``stage`` runs."""
@@ -73,6 +75,7 @@ class PipelinePlan:
             tuple(ItemCall(**call) for call in content["calls"]),
             tuple(tuple(Crossing(**crossing) for crossing in border) for border in content["crossings"]),
             {name: tuple(stages) for name, stages in content["holders"].items()},
+            tuple(Crossing(**crossing) for crossing in content["changed"]),
         )
 
 

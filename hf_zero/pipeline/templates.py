@@ -66,22 +66,25 @@ class Templates:
 
     def _run(self, path: str, args: Any, kwargs: Any) -> Any:
         module = self._modules[path]
-        args, kwargs = map_tensors(args, without_values), map_tensors(kwargs, without_values)
-        try:
-            with torch.no_grad(), valueless(_Answers(), None):
-                return map_tensors(module.forward(*args, **kwargs), without_values)
-        except Exception as error:
-            raise UnsupportedError(
-                f"pipeline: {path} ({type(module).__name__}) does not run on tensors without values, so a stage that does not hold it cannot "
-                f"know the shape of its result ({type(error).__name__}: {error}). Leave pipeline.stages out for this model"
-            ) from error
+        first: Exception | None = None
+        for values in (False, True):  # [Note: values] of the trace: tokens and masks, where a module does not run without
+            given = map_tensors([args, kwargs], lambda tensor: _shape_only(tensor, values))  # noqa: B023
+            try:
+                with torch.no_grad(), valueless(_Answers(), None, values):
+                    return map_tensors(module.forward(*given[0], **given[1]), without_values)
+            except Exception as error:
+                first = first or error
+        raise UnsupportedError(
+            f"pipeline: {path} ({type(module).__name__}) does not run on tensors without values, so a stage that does not hold it cannot "
+            f"know the shape of its result ({type(first).__name__}: {first}). Leave pipeline.stages out for this model"
+        ) from first
 
 
-def placeholder(meta: torch.Tensor, given: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """A tensor of the shape of ``meta`` that stands for values this rank does not have: one it was ``given`` where that fits, else NaN."""
-    for tensor in given[:1]:
-        if (tensor.shape, tensor.dtype) == (meta.shape, meta.dtype):
-            return tensor
-    if meta.dtype.is_floating_point:
-        return torch.full(meta.shape, float("nan"), dtype=meta.dtype, device=device)
-    return torch.zeros(meta.shape, dtype=meta.dtype, device=device)
+def _shape_only(tensor: torch.Tensor, values: bool) -> torch.Tensor:
+    return tensor.cpu() if values and not tensor.is_floating_point() else without_values(tensor)
+
+
+def placeholder(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the shape of ``meta`` that stands for values this rank does not have: one NaN (or 0) seen many times, in no memory."""
+    value = float("nan") if meta.dtype.is_floating_point else 0
+    return torch.full((), value, dtype=meta.dtype, device=device).expand(meta.shape)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hf_zero.core.engine import Engine
+from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.errors import StateError
 from hf_zero.pipeline.forward import pipelined
 
@@ -47,11 +48,18 @@ def whole_step(engine: Engine) -> Iterator[None]:
     with engine.clock.phase("backward"):
         engine.accumulation.begin_all()
         engine.stepper.begin_micro_step(True, False, 1.0)
-        engine.runtime.backward.begin_mixed()
+        engine.runtime.backward.begin(mixed=True)
         try:
             yield
-            engine.stepper.reducer.collect_all()
+            _take_left(engine.stepper.reducer)
         except BaseException:
             engine.runtime.backward.abort()
             raise
         engine.runtime.backward.end()
+
+
+def _take_left(reducer: Reducer) -> None:
+    """Takes gradients that are in ``param.grad``: schedules that compute those of weights by themselves run no hook of a parameter."""
+    for entry in reducer.gradients:
+        for index in range(len(entry.unit.params)):
+            reducer.collect(entry, index)

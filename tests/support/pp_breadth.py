@@ -29,7 +29,10 @@ LOSS, GRAD, DOUBLE = 1e-5, 1e-4, 1e-9
 RESULTS = Path(__file__).resolve().parents[1] / "data" / "pp_breadth.json"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pipeline-parallel.md"
 START, STOP = "<!-- breadth: made by python -m tests.support.pp_breadth -->", "<!-- end of breadth -->"
-_LAYERS = """num_hidden_layers num_layers n_layer n_layers num_decoder_layers encoder_layers decoder_layers num_encoder_layers""".split()
+_LAYERS = (
+    "num_hidden_layers", "num_layers", "n_layer", "n_layers",
+    "num_decoder_layers", "encoder_layers", "decoder_layers", "num_encoder_layers",
+)  # fmt: skip
 
 
 @dataclass
@@ -97,32 +100,35 @@ def relative(value: torch.Tensor, expected: torch.Tensor, floor: float = 1e-6) -
     return error if error == error else float("inf")
 
 
-def measure(name: str, stages: int, changes: dict[str, Any] | None = None, method: str = "uniform", dtype: torch.dtype = torch.float32) -> Row:
-    """One architecture; ``changes`` to its configuration."""
+def measure(name: str, stages: int, changes: dict[str, Any] | None = None, layers: int = 0, dtype: torch.dtype = torch.float32) -> Row:
+    """One architecture; ``changes`` to its configuration.
+
+    Where as many layers as stages cannot be divided (some keep things for others), it is tried again with four times as many.
+    """
     from hf_zero.errors import HfZeroError
     from hf_zero.pipeline.partition import make_plan
 
     row = Row(name, zoo.architecture(name).model_type, stages)
-    model = build(name, max(stages, 2), changes).to(dtype)
+    model, whole = (build(name, layers or stages, changes).to(dtype) for _ in range(2))
     row.plan = bool(getattr(model.config, "base_model_pp_plan", None))
     call = call_of(model, name)
     try:
-        expected = simulated.run_plain(model, call)
+        expected = simulated.run_plain(whole, call)
     except Exception as error:
         row.error = f"plain: does not train as it is: {_first_line(error)}"
         return row
-    model.zero_grad()
     try:
-        plan = make_plan(model, stages, method, call)
+        plan = make_plan(model, stages, "uniform", call)
         row.crossings = max(map(len, plan.crossings))
         found = simulated.run_stages(model, plan, call)
     except HfZeroError as error:
         row.refused = str(error)
-        return row
+        deep = None if layers else measure(name, stages, changes, 4 * stages, dtype)
+        return deep if deep is not None and deep.exact else row
     row.loss = relative(found.loss, expected.loss)
     row.grad = _worst(found.grads, expected.grads)
     if row.grad >= GRAD and dtype == torch.float32 and row.loss < LOSS:
-        row.double = measure(name, stages, changes, method, torch.float64).grad
+        row.double = measure(name, stages, changes, layers, torch.float64).grad
     return row
 
 
@@ -199,8 +205,8 @@ def peer(name: str, stages: int) -> str:
         own.PipelineStage = original
 
 
-def measure_each(names: Sequence[str], stages: int) -> list[Row]:
-    """Every architecture, failures noted."""
+def measure_each(names: Sequence[str], stages: int, keep: bool = False) -> list[Row]:
+    """Every architecture, failures noted; ``keep`` writes each row among the results at once."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -214,9 +220,88 @@ def measure_each(names: Sequence[str], stages: int) -> list[Row]:
         row.peer = peer(name, stages)
         rows.append(row)
         print(len(rows), "of", len(names), row, file=sys.stderr, flush=True)
+        if keep:
+            write(rows[-1:])
     return rows
 
 
 def saved() -> list[Row]:
     """The rows that were measured last."""
     return [Row(**entry) for entry in json.loads(RESULTS.read_text(encoding="utf-8"))] if RESULTS.exists() else []
+
+
+def write(rows: Sequence[Row]) -> None:
+    """Puts ``rows`` among the results, and writes the page."""
+    merged = {(row.name, row.stages): row for row in (*saved(), *rows)}
+    RESULTS.write_text(json.dumps([asdict(row) for row in merged.values()], indent=0) + "\n", encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(page.split(START)[0] + table(list(merged.values())) + page.split(STOP)[1], encoding="utf-8")
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """One sentence about the rows over as many stages."""
+    run = [row for row in rows if not row.error.startswith("plain")]
+    exact, refused, wrong = (sum(kind) for kind in zip(*((row.exact, bool(row.refused), row.wrong) for row in run), strict=True))
+    peers = [row for row in run if row.peer == "exact"]
+    return (
+        f"PP = {rows[0].stages}: **{exact} of {len(run)} exact**, {refused} refused with the reason, {wrong} wrong. transformers' own "
+        f"gives the right logits for {len(peers)}, fails for {sum(row.peer.startswith('fails') for row in run)} and gives wrong ones for "
+        f"{sum(row.peer.startswith('wrong') for row in run)}; {sum(row.plan for row in run)} have a plan of names of their own."
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The generated part of the page."""
+    by_stages = {stages: {row.name: row for row in rows if row.stages == stages} for stages in STAGES}
+    two, four = by_stages.values()
+    lines = [
+        START,
+        f"Architectures of transformers {_version()}, tiny, all stages in one process, fp32, against the whole model: loss and every "
+        "gradient. What a stage does not hold is NaN there.",
+        "",
+        *(f"- {summary(list(found.values()))}" for found in by_stages.values() if found),
+        "",
+        "| architecture | loss | gradients | tensors over a border | PP 2 | tensors | PP 4 | transformers' own, PP 2 |",
+        "|---|---:|---:|---:|---|---:|---|---|",
+    ]
+    for name in sorted({*two, *four}):
+        one, other = two.get(name), four.get(name)
+        errors = f"{one.loss:.0e} | {one.grad:.0e} | {one.crossings}" if one and one.exact else " | | "
+        crossings = other.crossings if other and other.exact else ""
+        own = (one or other or Row(name, "", 0)).peer.replace("|", "/")
+        lines.append(f"| {name} | {errors} | {_result(one)} | {crossings} | {_result(other)} | {own} |")
+    return "\n".join([*lines, STOP])
+
+
+def _result(row: Row | None) -> str:
+    if row is None:
+        return "not measured"
+    if row.exact:
+        return "exact" + (f" (rounding of a gradient near zero: {row.double:.0e} in float64)" if row.grad >= GRAD else "")
+    return (row.refused or row.error or "differs").replace("|", "/").replace("\n", " ")
+
+
+def _version() -> str:
+    import transformers
+
+    return str(transformers.__version__)
+
+
+def main() -> None:
+    """Measures the named architectures and prints them, or all or a part of them and writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="architectures to print; none: all, for the page")
+    parser.add_argument("--stages", type=int, choices=STAGES, help="only over so many")
+    parser.add_argument("--part", default="1/1", help="which part of all, as 2/3")
+    parser.add_argument("--missing", action="store_true", help="only what has no exact row yet")
+    arguments = parser.parse_args()
+    for stages in [arguments.stages] if arguments.stages else STAGES:
+        names = arguments.names or part_of(buildable(), arguments.part)
+        if arguments.missing:
+            done = {row.name for row in saved() if row.stages == stages and row.exact}
+            names = [name for name in names if name not in done]
+        measure_each(names, stages, keep=not arguments.names)
+
+
+if __name__ == "__main__":
+    main()

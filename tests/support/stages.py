@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.pipeline.plan import PipelinePlan
-from hf_zero.pipeline.stage import Run, Stage
+from hf_zero.pipeline.own_stages import OwnStages, Run
+from hf_zero.pipeline.plan import PipelinePlan, Placement
 from hf_zero.pipeline.templates import Templates
 from hf_zero.tensor_parallel.trace import skeleton
 
@@ -29,7 +29,7 @@ class Outcome:
 def run_plain(model: nn.Module, call: Mapping[str, Any]) -> Outcome:
     """The model as it is."""
     torch.manual_seed(SEED)
-    loss = model(**call).loss
+    loss = model(**copy.deepcopy(dict(call))).loss
     loss.backward()
     return Outcome(loss.detach(), {name: param.grad for name, param in model.named_parameters()})
 
@@ -38,20 +38,21 @@ def run_stages(model: nn.Module, plan: PipelinePlan, call: Mapping[str, Any]) ->
     """Each stage with a copy of the model, in which parameters that it does not hold are NaN."""
     paths = list(dict.fromkeys(item.path for item in plan.calls))
     templates = Templates(skeleton(model))
+    placement = Placement(plan.stages, plan.stages)
     stages = []
     for index in range(plan.stages):
         part = copy.deepcopy(model)
         for name, param in part.named_parameters():
             if index not in plan.holders[name]:
                 param.data = torch.full_like(param, float("nan")) if param.is_floating_point() else torch.zeros_like(param)
-        stages.append(Stage(part, index, paths, templates, torch.device("cpu")))
+        stages.append(OwnStages(part, placement, index, paths, templates, torch.device("cpu")))
     runs = _forward(stages, plan, call)
     loss = runs[-1].result.loss
     _backward(runs, loss)
     return Outcome(loss.detach(), _summed(stages, plan))
 
 
-def _forward(stages: Sequence[Stage], plan: PipelinePlan, call: Mapping[str, Any]) -> list[Run]:
+def _forward(stages: Sequence[OwnStages], plan: PipelinePlan, call: Mapping[str, Any]) -> list[Run]:
     runs: list[Run] = []
     for stage in stages:
         sent = iter(runs[-1].sent if runs else [])
@@ -65,7 +66,7 @@ def _forward(stages: Sequence[Stage], plan: PipelinePlan, call: Mapping[str, Any
             return found
 
         torch.manual_seed(SEED)
-        runs.append(stage.run(plan, receive, stage.model.forward, call))
+        runs.append(stage.run(plan, stage.rank, receive, stage.model.forward, copy.deepcopy(dict(call))))
         assert next(sent, None) is None, "something was sent that nobody took"
     return runs
 
@@ -80,11 +81,11 @@ def _backward(runs: Sequence[Run], loss: Tensor) -> None:
         ends = runs[runs.index(run) - 1].sent if run is not runs[0] else []
 
 
-def _summed(stages: Sequence[Stage], plan: PipelinePlan) -> dict[str, Tensor | None]:
+def _summed(stages: Sequence[OwnStages], plan: PipelinePlan) -> dict[str, Tensor | None]:
     found: dict[str, Tensor | None] = {}
     for stage in stages:
         for name, param in stage.model.named_parameters():
-            assert stage.index in plan.holders[name] or param.grad is None, f"{name} has a gradient on stage {stage.index}"
+            assert stage.rank in plan.holders[name] or param.grad is None, f"{name} has a gradient on stage {stage.rank}"
             if param.grad is not None:
                 before = found.get(name)
                 found[name] = param.grad if before is None else before + param.grad

@@ -118,18 +118,18 @@ class BackwardPhase:
             block.watched()
             self._awaited.add(hook)
 
-    def begin(self) -> None:
-        """Begins a micro-step that the engine has started."""
+    def begin(self, mixed: bool = False) -> None:
+        """Begins a micro-step that the engine has started.
+
+        Args:
+            mixed: It is of several micro-batches, whose forwards and backwards take turns; nothing is resharded in it.
+        """
         self._collect()
         if not self.begun:
             self._begin()
-
-    def begin_mixed(self) -> None:
-        """Begins a micro-step of several micro-batches, forwards and backwards of which take turns; nothing is resharded in it."""
-        self.begin()
-        self.mixed = True
-        if self.reducer is not None:
-            self.reducer.expect_pieces()
+        self.mixed = mixed
+        if mixed and self.reducer is not None:
+            self.reducer.pieces = True
 
     def _notice(self) -> None:
         """[Note: backwards for inputs] ``torch.autograd.grad`` and the transforms of torch.func give no parameter a gradient.
@@ -143,16 +143,6 @@ class BackwardPhase:
             self._begin_collecting()
         self._begin()
         call_after_backward(self.end)
-
-    def begin_inside(self, parts: int) -> None:
-        """Inside the backward that runs others begin, ``parts`` of them, which its graph does not show: they give parameters gradients."""
-        if not self._collects:
-            self._begin_collecting()
-        if not self.begun:
-            self._begin()
-            call_after_backward(self.end)
-        if parts > 1 and self.reducer is not None:
-            self.reducer.expect_pieces()
 
     def _begin_collecting(self) -> None:
         begin = self.on_user_backward() if self.on_user_backward is not None else None
@@ -246,6 +236,17 @@ class BackwardPhase:
         self._awaited.clear()
         for block in self._blocks:
             block.reset()
+
+
+def begin_inside(phase: BackwardPhase, parts: int) -> None:
+    """Inside the backward that runs others begin, ``parts`` of them, which its graph does not show: they give parameters gradients."""
+    if not phase._collects:
+        phase._begin_collecting()
+    if not phase.begun:
+        phase._begin()
+        call_after_backward(phase.end)
+    if parts > 1 and phase.reducer is not None:
+        phase.reducer.pieces = True
 
 
 class SharedBackward:

@@ -78,6 +78,7 @@ class Reducer:
     Attributes:
         gradients: One entry per trainable unit, in the order of the model.
         exchange: How they become one over ranks.
+        pieces: Each parameter gets several gradients in the backward that runs: they are summed up, and units are sent when it ends.
 
     Args:
         gradients: As the attribute.
@@ -97,7 +98,7 @@ class Reducer:
         self.exchange = exchange
         self._reduces = True  # whether the backward that runs sends anything
         self._factor = 1.0
-        self._pieces = False  # each parameter gets several gradients in the backward that runs
+        self.pieces = False
         self._overlap = overlap
         self._agree = agree
         self._queue = self.gradients[::-1]
@@ -127,12 +128,6 @@ class Reducer:
         self._reduces, self._factor = reduces and not self.exchange.keeps_whole, factor
         self.exchange.completes = completes
 
-    def expect_pieces(self) -> None:
-        """Each parameter gets several gradients in the backward that runs: they are summed up, and units are sent when it ends."""
-        self._pieces = True
-        for entry in self.gradients:
-            entry.piecemeal = True
-
     def order_with_unshards(self, positions: Mapping[int, int], sizes: Sequence[int], reach: int) -> None:
         """The backward unshards: its unshards and reductions get one order, the same on every rank.
 
@@ -150,15 +145,10 @@ class Reducer:
 
     def collect(self, entry: UnitGradients, index: int) -> None:
         """Takes the gradient of parameter ``index`` of a unit; sends off what has become complete."""
-        entry.collect(index, deferred=not self._reduces or self._pieces, factor=self._factor)
+        entry.piecemeal |= self.pieces
+        entry.collect(index, deferred=not self._reduces or self.pieces, factor=self._factor)
         if self._reduces and entry.complete:
             self.proceed()
-
-    def collect_all(self) -> None:
-        """Takes what backwards have left in ``param.grad``: those that compute weights' gradients by themselves run no hook of a parameter."""
-        for entry in self.gradients:
-            for index in range(len(entry.unit.params)):
-                entry.collect(index, deferred=True, factor=self._factor)
 
     def close(self, passed: Sequence[UnitGradients]) -> None:
         """Backward has moved on: nothing more comes for these units in this backward, they may go off as they are."""
@@ -261,4 +251,4 @@ class Reducer:
     def _reset(self) -> None:
         self._sent = 0
         self._order = None
-        self._pieces = False
+        self.pieces = False
