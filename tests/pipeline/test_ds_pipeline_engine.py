@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from hf_zero.deepspeed.pipe.module import PipelineModule
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from tests.support import parity, ranks
-from tests.support.ds_pipelines import LayerSpec, Plain, build, feed, replica_of, rows, tied_layers
+from tests.support.ds_pipelines import LayerSpec, Plain, build, feed, loss_of, replica_of, rows, tied_layers
 from tests.support.parity import Run
 
 RUN = Run(1, accumulation=3)
@@ -112,7 +113,56 @@ def check_configured() -> None:
     plain.destroy()
 
 
+def check_order() -> None:
+    """What a stage runs when: 1F1B, or what the configuration names; fewer micro-batches than stages go as GPipe's do."""
+    if ranks.world() != 2:
+        return
+    for schedule, accumulation, first in (("1F1B", 4, "FFBFBFBB"), ("GPipe", 4, "FFFFBBBB"), ("1F1B", 1, "FB")):
+        run = Run(1, accumulation=accumulation, extra={"pipeline": {"schedule": schedule}})
+        engine = parity.initialize(build(2), run)
+        order: list[str] = []
+
+        def noted(module: nn.Module, given: Any, made: Any, order: list[str] = order) -> None:
+            if made[0].requires_grad:  # not when shapes are looked at
+                order.append("F")
+                made[0].register_hook(lambda gradient: order.append("B"))
+
+        block = engine.module.get_submodule("1" if engine.is_first_stage() else "4")
+        block.register_forward_hook(noted)
+        engine.train_batch(feed(run, 0))
+        assert "".join(order) == (first if engine.is_first_stage() or schedule == "GPipe" else "FB" * accumulation)
+        engine.destroy()
+
+
+def check_weights_without_seed() -> None:
+    """Where ranks start from other random numbers, tied weights are the first stage's, and data-parallel ranks are alike."""
+    torch.manual_seed(100 + ranks.rank())
+    net = PipelineModule(tied_layers(), num_stages=2, loss_fn=loss_of)
+    engine = parity.initialize(net, RUN)
+    tied = net.get_parameter("tied_modules.embed.tokens.weight").detach().clone()
+    everyone: list[Any] = [None] * ranks.world()
+    torch.distributed.all_gather_object(everyone, tied)
+    assert all(torch.equal(other, tied) for other in everyone) and tied.shape == (11, 8)
+    assert torch.isfinite(engine.train_batch(feed(RUN, replica_of(2))))
+    torch.distributed.all_gather_object(everyone, net.get_parameter("tied_modules.embed.tokens.weight").detach())
+    assert all(torch.equal(other, everyone[0]) for other in everyone) and not torch.equal(everyone[0], tied)
+    engine.destroy()
+
+
+def check_called_by_itself() -> None:
+    batch = rows(0, 0, 0)
+    net, plain = build(1), Plain(tied_layers())
+    plain.load_state_dict(net.state_dict())
+    logits = net((batch["tokens"], batch["mask"]))
+    loss = plain(**batch)
+    assert torch.equal(loss_of(logits, batch["labels"]), loss)
+    assert torch.equal(net((batch["tokens"], batch["mask"]), batch["labels"]), loss)
+
+
 def check_all() -> None:
+    check_order()
+    check_weights_without_seed()
+    check_called_by_itself()
     check_evaluation()
     check_calls()
     check_data()
@@ -133,7 +183,6 @@ class Scalar(nn.Module):
 
 
 def check_refusals() -> None:
-    from hf_zero.deepspeed.pipe.module import PipelineModule
     from hf_zero.deepspeed.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
     layers = [nn.Linear(2, 2) for _ in range(3)]
