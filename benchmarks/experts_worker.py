@@ -2,7 +2,7 @@
 
 Reads one JSON object per line from standard input: ``{"steps": K}`` runs K training steps and answers with the seconds per step, the
 bytes sent in one and the last loss, ``{"peak": true}`` with the bytes of tensors that a step adds at its peak and those that rest
-between steps.
+between steps, ``{"least": true}`` with what a rank has to hold in one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from expert_memory import least_bytes
 from peak_memory import peak_of
 from processes import open_answers
 from torch import nn
@@ -162,6 +163,10 @@ def main() -> int:
         if request.get("peak"):
             resting = resting_bytes()
             answers.write(json.dumps({"peak": peak_of(partial(trainer.train, batch)), "resting": resting}) + "\n")
+            continue
+        if request.get("least"):
+            least = least_bytes(build(arguments.size), batch, arguments.experts, arguments.stage)
+            answers.write(json.dumps({"least": least}) + "\n")
             continue
         dist.barrier()
         steps, sent, began, loss = request["steps"], written_bytes(), time.perf_counter(), 0.0

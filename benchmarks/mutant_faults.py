@@ -169,8 +169,8 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "ranks are not compared at a step",
-            "        require_same_pace(self.collectives.data, self.runtime.micro_steps)\n",
-            "",
+            "require_same_pace(self.collectives.data, self.runtime.micro_steps,",
+            "require_same_pace(self.collectives.data, 0,",
             ("tests/core/test_same_pace.py",),
         ),
     ),

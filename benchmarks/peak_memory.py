@@ -7,6 +7,11 @@ from collections.abc import Callable
 
 def peak_of(call: Callable[[], object]) -> int:
     """Bytes of tensors that ``call`` adds at its peak, from torch's own record of what it allocates."""
+    return memory_of(call)[0]
+
+
+def memory_of(call: Callable[[], object]) -> tuple[int, int]:
+    """Bytes of tensors that ``call`` adds at its peak, and those of them that are left when it has returned."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
@@ -16,4 +21,4 @@ def peak_of(call: Callable[[], object]) -> int:
     for event in sorted(found, key=lambda event: event.start_ns()):
         present += event.nbytes()
         peak = max(peak, present)
-    return peak
+    return peak, present

@@ -1,6 +1,6 @@
 """Plans beside runs: the allocator's peak on the pretend accelerator, and bytes sent between two gloo ranks.
 
-    PYTHONPATH=. python benchmarks/plan_accuracy.py [--output FILE]
+    python -m benchmarks.plan_accuracy [--json benchmarks/results/plan_accuracy.json]
 
 On the pretend accelerator (tests/pretend), whose allocator counts bytes, a plan of a device with torch's reference kernels is compared
 with the most that is allocated in the second optimizer step. On CPUs the bytes that a rank sends in an optimizer step are compared with
@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tables import ResultTable
 from tests.support import planned
 
 WORLD = 2
+_AT_ONCE = 9  # combinations that share the start of their processes
 SMALL = {"vocab_size": 503, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LLAMA = {**SMALL, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 256}
 MODELS: dict[str, dict[str, Any]] = {
@@ -68,35 +72,72 @@ def name_of(case: dict[str, Any]) -> str:
     return f"{case['model']}, stage {zero['stage']}, micro-batch {case['samples']}{recomputes}{offload}"
 
 
-def main() -> None:
-    """Runs all combinations and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="write the table there too")
-    parser.add_argument("--only", type=int, help="the first so many combinations")
-    options = parser.parse_args()
-    cases = combinations()[: options.only]
-    lines = ["| combination | planned | measured | off |", "|---|---|---|---|"]
-    worst = (0.0, "")
-    for name, plan, peak in rows_of(cases):
-        off = plan / peak - 1
-        worst = max(worst, (abs(off), name))
-        lines.append(f"| {name} | {plan:,} | {peak:,} | {100 * off:+.2f} % |")
-    sent = [case for case in cases if not any(key.startswith("offload") for key in case["config"]["zero_optimization"])]
-    real, differing = planned.run_real(sent, WORLD), []
-    for case, held in zip(sent, real, strict=True):
+def differing_of(cases: list[dict[str, Any]]) -> list[str]:
+    """Names of those whose bytes sent, or held of parameters, masters and moments, on CPUs are not the planned ones."""
+    found = []
+    for case, held in zip(cases, planned.run_real(cases, WORLD), strict=True):
         told = planned.plan(case["model"], case["settings"], case["config"], WORLD, case["samples"], case["length"], **case["wish"])
         kinds, traffic = told.by_kind(), told.to_dict()["sent_bytes_per_step"]
         same = all(kinds[kind] == held[kind] for kind in ("parameters", "masters", "moments")) and traffic["node"] == held["sent"]
-        differing += [] if same else [name_of(case)]
-    lines += [
-        "",
-        f"Worst of {len(cases)} peaks: {100 * worst[0]:.2f} % ({worst[1]}).",
-        f"Bytes sent, and held of parameters, masters and moments, on {WORLD} ranks: {len(sent) - len(differing)} of {len(sent)} equal.",
-        *(f"- differs: {name}" for name in differing),
-    ]
-    print("\n".join(lines))
-    if options.output:
-        options.output.write_text("\n".join(lines) + "\n")
+        found += [] if same else [name_of(case)]
+    return found
+
+
+@dataclass
+class Found:
+    """What the combinations so far have shown.
+
+    Attributes:
+        peaks: Name, planned and measured peak.
+        compared: How many were run on CPUs too.
+        differing: Names of those that differ there.
+        wanted: Combinations in all.
+    """
+
+    wanted: int
+    peaks: list[tuple[str, int, int]] = field(default_factory=list)
+    compared: int = 0
+    differing: list[str] = field(default_factory=list)
+
+    def table(self) -> ResultTable:
+        """As a table."""
+        worst = max(self.peaks, key=lambda row: abs(row[1] / row[2] - 1))
+        differing = f"; these differ: {', '.join(self.differing)}" if self.differing else ""
+        return ResultTable(
+            title="Plans beside runs",
+            command="python -m benchmarks.plan_accuracy --json benchmarks/results/plan_accuracy.json",
+            text="The most that is allocated on a device in the second optimizer step, bytes of a rank: planned, and counted by the "
+            f"allocator of the pretend accelerator; {WORLD} ranks. {len(self.peaks)} of {self.wanted} combinations; the worst is "
+            f"{100 * (worst[1] / worst[2] - 1):+.2f} % off ({worst[0]}). Bytes sent in a step, and held of parameters, masters and "
+            f"moments, on {WORLD} gloo ranks: {self.compared - len(self.differing)} of {self.compared} equal to the byte{differing}.",
+            columns=["combination", "planned", "measured", "off"],
+            rows=[[name, f"{plan:,}", f"{peak:,}", f"{100 * (plan / peak - 1):+.2f} %"] for name, plan, peak in self.peaks],
+        )
+
+
+def main() -> None:
+    """Runs the combinations, a few at a time, and prints the table; what is done is kept when the run is broken off."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="keep the table there, after every few combinations")
+    parser.add_argument("--only", type=int, help="the first so many combinations")
+    options = parser.parse_args()
+    cases = combinations()
+    found = Found(len(cases))
+    for part in batched(cases[: options.only], _AT_ONCE):
+        found.peaks += rows_of(part)
+        on_cpus = [case for case in part if not any(key.startswith("offload") for key in case["config"]["zero_optimization"])]
+        found.differing += differing_of(on_cpus) if on_cpus else []
+        found.compared += len(on_cpus)
+        print(f"{len(found.peaks)} of {len(cases)}", flush=True)
+        if options.json:
+            found.table().save(options.json)
+    found.table().print()
+
+
+def batched(cases: list[dict[str, Any]], count: int) -> Iterator[list[dict[str, Any]]]:
+    """``count`` at a time."""
+    for start in range(0, len(cases), count):
+        yield cases[start : start + count]
 
 
 if __name__ == "__main__":

@@ -30,11 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.tables import ResultTable  # noqa: E402
 
 TEXT = """A Llama of {parameters:.0f} M parameters in bf16 at stage 3, {world} ranks over {backend}, {rounds} rounds; rank 0 copies what it
-gets to a model of its own. **parameter by parameter**: a loop over `GatheredParameters([param])`, as trainers write it. **all at
-once**: `GatheredParameters` of the whole model. **iter_full_params**: buckets of {bucket:.0f} MiB. **FSDP2**: `full_tensor()` of each
-parameter. With LoRA (r = 16 on all linear layers) adapters are merged on the way: **all at once** by `merge_adapter()` and
-`unmerge_adapter()`, as trainers do, **iter_full_params** layer by layer. Memory: the most that the resident memory of rank 0 grew by.
-Ratio: median over rounds of the time to that of `iter_full_params` in the same round."""
+gets to a model of its own. **parameter by parameter**: a loop over `GatheredParameters([param])`, as trainers write it; **in messages**:
+each tensor is kept until a message of {bucket:.0f} MiB is full, as vLLM's sender does. **all at once**: `GatheredParameters` of the whole
+model. **iter_full_params**: buckets of {bucket:.0f} MiB. **FSDP2**: `full_tensor()` of each parameter. With LoRA (r = 16 on all linear
+layers) adapters are merged on the way: **all at once** by `merge_adapter()` and `unmerge_adapter()`, as trainers do, **iter_full_params**
+layer by layer. Memory: the most that the resident memory of rank 0 grew by. Ratio: median over rounds of the time to that of
+`iter_full_params` in the same round."""
 Contender = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
@@ -78,6 +79,17 @@ def one_by_one(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, param.data
 
 
+def in_packs(engine: Any, pack: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """A context per parameter, and its tensor kept until the parameters of a message have come."""
+    kept: list[tuple[str, torch.Tensor]] = []
+    for name, value in one_by_one(engine):
+        kept.append((name, value))
+        if sum(held.nbytes for _, held in kept) > pack:
+            yield from kept
+            kept = []
+    yield from kept
+
+
 def all_at_once(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """One context for everything; adapters, if there are any, merged inside and taken out again."""
     import hf_zero
@@ -118,6 +130,7 @@ def contenders(arguments: argparse.Namespace) -> tuple[dict[str, Contender], dic
     bucket = int(arguments.bucket * 2**20)
     ways: dict[str, Contender] = {
         "parameter by parameter": lambda: one_by_one(plain),
+        "parameter by parameter, in messages": lambda: in_packs(plain, bucket),
         "all at once": lambda: all_at_once(plain),
         "iter_full_params": lambda: streamed(plain, bucket),
         "FSDP2": lambda: fsdp2(peer),

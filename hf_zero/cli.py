@@ -1,4 +1,4 @@
-"""The `hf-zero` command: `explain`, `plan`, `launch`, `convert`, `report`; alone: what to do next.
+"""The `hf-zero` command: `explain`, `plan`, `launch`, `trace`, `convert`, `report`; alone: what to do next.
 
 Arguments and printing, no logic.
 
@@ -19,6 +19,7 @@ from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.launch.command import add_arguments
 from hf_zero.launch.command import launch as start
 from hf_zero.plan import command as plan_command
+from hf_zero.profiling import trace_command
 
 if TYPE_CHECKING:
     from hf_zero.config.resolve import Analysis
@@ -69,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     launch = commands.add_parser("launch", help="start a script on several ranks, with the flags of DeepSpeed's launcher")
     add_arguments(launch)
     launch.set_defaults(run=start)
+    trace = commands.add_parser("trace", help="which transfers of a recorded step were hidden behind compute, as a trace and a picture")
+    trace_command.add_arguments(trace)
+    trace.set_defaults(run=trace_command.run)
     _add_convert(commands)
     report = commands.add_parser("report", help="versions, devices and variables, to paste into a bug report")
     report.set_defaults(run=_report)
@@ -235,6 +239,7 @@ A DeepSpeed script          hf-zero launch --num_gpus 2 train.py ...
 hf-zero explain ds.json     what each key of a configuration does here, and what is wrong with it
 hf-zero plan MODEL ...      memory, traffic and time of a run on hardware that need not be there
 hf-zero plan --from FILE    settings of FSDP as a configuration, key by key
+hf-zero trace FOLDER        a recorded step: what was hidden behind compute, and what was not
 hf-zero report              versions, devices and variables
 hf-zero convert OLD NEW     checkpoints of DeepSpeed and torch.distributed.checkpoint, models of Hugging Face
 hf-zero COMMAND --help      the flags of a command"""

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,9 +25,23 @@ _NOTHING = nullcontext()
 _warned: set[str] = set()
 
 
+WAIT = "hf_zero::wait "  # how profiler ranges of waits begin
+ISSUED = "hf_zero::issued "
+PHASE = "hf_zero::phase "
+
 _ring: deque[tuple[float, str]] = deque(maxlen=_RING_SIZE)  # when a phase was entered (seconds, monotonic) and its label
 _phases: list[str] = []  # forward, backward or step of the engines that are in one, innermost last
 _listeners: list[Callable[[str], None]] = []
+
+
+class WaitMeter(Protocol):
+    """Whoever adds up how long this rank waits."""
+
+    def wait(self, kind: str, on_stream: bool) -> AbstractContextManager[Any]:
+        """A wait begins, now, for ``kind``; ``on_stream``: the device's stream may wait in place of the host."""
+
+
+_meter: WaitMeter | None = None  # of the engine that trains; waits inside a wait are part of it
 
 
 def note(phase: str, unit: str = "") -> str:
@@ -43,6 +57,32 @@ def span(phase: str, unit: str = "") -> AbstractContextManager[Any]:
     """A phase with a beginning, now, and an end: a profiler range when a profiler runs, an entry in the ring always."""
     text = note(phase, unit)
     return torch.autograd.profiler.record_function(text) if torch.autograd.profiler._is_profiler_enabled else _NOTHING
+
+
+def waiting(kind: str, label: str, on_stream: bool = False) -> AbstractContextManager[Any]:
+    """A stretch, from now on, in which this rank does nothing but wait; free unless a profiler runs or a meter is set.
+
+    Args:
+        kind: What for: gathers, reductions, exchanges, votes, offload.
+        label: As ``note`` gives it; the profiler's range is called ``hf_zero::wait <label>``.
+        on_stream: The device's stream may wait in place of the host, which goes on.
+    """
+    if torch.autograd.profiler._is_profiler_enabled:
+        return torch.autograd.profiler.record_function(f"{WAIT}{label.removeprefix('hf_zero::')}")
+    return _meter.wait(kind, on_stream) if _meter is not None else _NOTHING
+
+
+def issued(label: str) -> None:
+    """Marks in a profiler's recording that what ``label`` names is under way from here until it has been waited for."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        with torch.autograd.profiler.record_function(f"{ISSUED}{label.removeprefix('hf_zero::')}"):
+            pass
+
+
+def set_meter(meter: WaitMeter | None) -> None:
+    """Says who adds up waits from now on; None is nobody."""
+    global _meter
+    _meter = meter
 
 
 @contextmanager
@@ -67,8 +107,10 @@ def told(listener: Callable[[str], None]) -> Iterator[None]:
 def phase(name: str) -> Iterator[None]:
     """Says what an engine is doing inside the ``with``: forward, backward or step."""
     _phases.append(name)
+    recorded = torch.autograd.profiler.record_function(f"{PHASE}{name}") if torch.autograd.profiler._is_profiler_enabled else _NOTHING
     try:
-        yield
+        with recorded:
+            yield
     finally:
         _phases.pop()
 
@@ -76,6 +118,11 @@ def phase(name: str) -> Iterator[None]:
 def current_phase() -> str:
     """What the innermost engine is doing; empty outside of all."""
     return _phases[-1] if _phases else ""
+
+
+def recent_labels() -> list[str]:
+    """The labels of the ring, newest last."""
+    return [text for _, text in list(_ring)]
 
 
 def recent_events(count: int = 8) -> str:

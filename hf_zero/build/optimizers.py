@@ -65,6 +65,7 @@ def sharded_optimizer(
     collectives: Collectives,
     state_store: StateStore | None,
     whole: bool,
+    experts: Collectives | None = None,
 ) -> ShardedOptimizer:
     """The optimizer users hold.
 
@@ -75,12 +76,13 @@ def sharded_optimizer(
         collectives: The data-parallel axis.
         state_store: Where masters and moments live; None is the device.
         whole: ``inner`` needs parameters in their own shapes.
+        experts: The ranks that hold all experts between them; None where each has all.
 
     Raises:
         UnsupportedError: 1-bit Adam with what it cannot be combined with.
     """
     if whole:
-        return WholeTensorOptimizer(inner, units, collectives, state_store)
+        return WholeTensorOptimizer(inner, units, collectives, state_store, experts)
     if not isinstance(inner, OneBitAdam):
         return ShardedOptimizer(inner, units, state_store)
     check_topology(stage, collectives.topology)

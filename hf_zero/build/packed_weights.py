@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.core.model_init import ModelInit
 from hf_zero.core.units.construct import NamedParam
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.packed import is_packed, is_wrapped, mark_packed
@@ -44,23 +45,32 @@ class PackedWeight:
         return [(inner, "absmax"), (inner, "code"), *nested]
 
 
+def _is_quantized(param: Any) -> bool | None:
+    """Whether ``param`` holds codes of bitsandbytes; False before it has quantized them, None for any other parameter."""
+    library = sys.modules.get("bitsandbytes")
+    if (
+        library is None
+        or not isinstance(param, (library.nn.Params4bit, library.nn.Int8Params))
+        or getattr(param, "has_fp16_weights", False)
+    ):
+        return None
+    return param.quant_state is not None if isinstance(param, library.nn.Params4bit) else param.dtype == torch.int8
+
+
 def packed_weights(model: nn.Module) -> list[PackedWeight]:
     """The quantized weights of ``model``, in its order, each once.
 
     Raises:
         StateError: One is trainable, or not quantized yet.
     """
-    library = sys.modules.get("bitsandbytes")
-    if library is None:
-        return []
-    four, eight = library.nn.Params4bit, library.nn.Int8Params
     found: dict[int, PackedWeight] = {}
     for name, module in model.named_modules():
         for leaf, param in module._parameters.items():
-            if id(param) in found or not isinstance(param, (four, eight)) or getattr(param, "has_fp16_weights", False):
+            ready = _is_quantized(param)
+            if ready is None or id(param) in found:
                 continue
             weight = f"{name}.{leaf}"
-            if param.quant_state is None if isinstance(param, four) else param.dtype != torch.int8:
+            if not ready:
                 raise StateError(
                     f"{weight} is to be quantized by bitsandbytes and is not yet: load it with from_pretrained, or move the model once"
                 )
@@ -153,6 +163,27 @@ def prepare_packed(packed: list[PackedWeight], sharded: bool, collectives: Colle
     nbytes = sum(full_shape(tensor).numel() * tensor.element_size() for tensor in divided)
     where = f"sharded over {collectives.world} rank(s) and gathered packed" if sharded else "whole on every rank"
     log_rank0("%d weights quantized by bitsandbytes: %.1f MiB, packed and with scales, %s", len(packed), nbytes / 2**20, where)
+
+
+def divide_loaded(module: nn.Module, leaf: str, param: Any, init: ModelInit) -> None:
+    """Divides a weight that is about to be registered, if it is quantized; collective.
+
+    Args:
+        module: Is about to register it.
+        leaf: Under this name.
+        param: Any parameter.
+        init: What divides.
+    """
+    if not _is_quantized(param) or param.is_meta or find_unit(param) is not None:
+        return
+    mark_packed(param)
+    if (scales := _scales(param)) is not None:
+        mark_packed(scales)
+    label = f"{type(module).__name__}.{leaf}"
+    member = NamedParam(label, param, FROZEN)
+    init.divide(module, label, [member, *scales_beside(member)], param.dtype)
+    if getattr(param, "CB", None) is not None:
+        param.CB = param.data  # a second reference to the same bytes
 
 
 def scales_beside(member: NamedParam) -> list[NamedParam]:

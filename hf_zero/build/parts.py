@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from hf_zero.build import policies
 from hf_zero.build.axes import Axes
 from hf_zero.build.mesh import require_fit
 from hf_zero.build.optimizers import scheduler_of, sharded_optimizer
+from hf_zero.build.out_of_memory import OutOfMemory
 from hf_zero.build.units import UnitBuilder, persist_and_reshard
 from hf_zero.checkpoint.engine_checkpoints import EngineCheckpoints
 from hf_zero.comm.back_end import open_collectives
@@ -28,6 +31,7 @@ from hf_zero.comm.topology import Topology, divide_replicas, lines_of, require_d
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.engine import EngineParts
 from hf_zero.core.generation import Generation
+from hf_zero.core.holdings import bytes_on_disk, holdings, loose_tensors
 from hf_zero.core.model_init import warn_if_built_whole
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.backward_phase import begin_inside
@@ -41,6 +45,7 @@ from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.stages import stage_policy
 from hf_zero.core.step.accumulation import Accumulation
+from hf_zero.core.step.clock import Clock
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.progress import Progress, Reports
 from hf_zero.core.step.step import Stepper
@@ -55,7 +60,7 @@ from hf_zero.expert_parallel.limits import require_provided
 from hf_zero.expert_parallel.load import ExpertLoad
 from hf_zero.memory import heap
 from hf_zero.metrics import build_sinks
-from hf_zero.observe import warn_once
+from hf_zero.observe import global_rank, warn_once
 from hf_zero.offload.policy import Offloading
 from hf_zero.onebit.exchange import OneBitExchange
 from hf_zero.onebit.step import OneBitStepper, max_norm_of
@@ -65,6 +70,10 @@ from hf_zero.optim.whole_tensor_limits import check_whole_tensors
 from hf_zero.pipeline.apply import pipeline_of, pipelined
 from hf_zero.pipeline.generation import WholeGeneration
 from hf_zero.pipeline.limits import require_served
+from hf_zero.profiling.recorded_step import RecordedStep
+from hf_zero.profiling.step_metrics import StepMetrics
+
+Measure = Callable[[int], Mapping[str, float]]
 
 
 class PartsBuilder:
@@ -154,7 +163,9 @@ class PartsBuilder:
         scaler = policies.loss_scaler(self.config, self._scaler_kind) if inner is not None else self._scaler_kind(loss_scale=1.0)
         optimizer, stepper = None, None
         if inner is not None and reducer is not None:
-            optimizer = sharded_optimizer(inner, trained, self.stage, self.collectives, self.offloading.state_store, whole_tensors)
+            together = open_collectives(self.topology.expert) if self.topology.expert is not None else None
+            store = self.offloading.state_store
+            optimizer = sharded_optimizer(inner, trained, self.stage, self.collectives, store, whole_tensors, together)
             if isinstance(reducer.exchange, QuantizedExchange):
                 optimizer.memory = reducer.exchange
             stepper = self._stepper(runtime, reducer, optimizer, scaler)
@@ -192,6 +203,8 @@ class PartsBuilder:
     ) -> EngineParts:
         config, progress = self.config, Progress()
         clock = policies.clock_of(config, self.topology.device, self.topology.data.world, self.module, progress)
+        measures = self._measures(runtime, units, optimizer, clock) if optimizer is not None else []
+        held = chain(loose_tensors(self.module), holdings(units, optimizer))
         sinks = build_sinks(config) if self.topology.data.rank == 0 and optimizer is not None else []
         return EngineParts(
             runtime=runtime,
@@ -204,36 +217,47 @@ class PartsBuilder:
             samples_per_step=self.resolved.batch.total,
             progress=progress,
             clock=clock,
-            reports=Reports(clock, config.steps_per_print, sinks, self._measures()),
+            reports=Reports(clock, config.steps_per_print, sinks, measures),
             checkpoints=EngineCheckpoints(policies.saved_how(config), self.collectives),
             optimizer=optimizer,
             stepper=stepper,
             scheduler=scheduler,
             give_back=partial(_give_back_all, self._borrowed),
+            explain=OutOfMemory(self.resolved, held, self.topology.device).explain,
         )
 
-    def _measures(self) -> list[Callable[[int], Mapping[str, float]]]:
-        own, layers = self.config.hf_zero, shares_of(self.module)
-        if not own.expert_load or not layers:
-            return []
-        return [ExpertLoad(layers, self.collectives.data, own.expert_load, own.expert_load_each).measure]
+    def _measures(self, runtime: Runtime, units: list[Unit], optimizer: ShardedOptimizer, clock: Clock) -> list[Measure]:
+        own, layers, device = self.config.hf_zero, shares_of(self.module), self.topology.device
+        found: list[Measure] = []
+        if own.expert_load and layers:
+            found.append(ExpertLoad(layers, self.collectives.data, own.expert_load, own.expert_load_each).measure)
+        if own.step_metrics:
+            settings = policies.metrics_settings(self.config, self.topology.model.world if self.topology.model is not None else 1)
+            on_disk = partial(bytes_on_disk, units, optimizer)
+            metrics = StepMetrics(self.module, device, settings, self.collectives.blocks_host, on_disk)
+            clock.watchers.append(metrics.phase)
+            runtime.keep(metrics)
+            found.append(metrics.measure)
+        if own.trace_folder is not None:
+            clock.watchers.append(RecordedStep(Path(own.trace_folder), own.trace_step, global_rank(), self.module, device).phase)
+        return found
 
     def _open_experts(self) -> Collectives | None:
         """The ranks that hold the same experts; None where all hold all. Collective."""
         if self.topology.expert_data is None:
             return None
-        require_provided(self.config, self.stage)
+        require_provided(self.config)
         collectives = open_collectives(own_topology(self.topology.expert_data))
         collectives.connect()
         return collectives
 
     def _needs_whole_tensors(self, inner: torch.optim.Optimizer) -> bool:
-        experts = self.topology.expert is not None  # nobody has the whole of theirs
+        experts = self.topology.expert is not None  # which nobody has all of
         all_here = not experts and (not self.stage.optimizer_sharded or self.topology.world == 1)
         split, device = self.topology.model is not None, self.offload.optimizer.device
-        whole = needs_whole_tensors(inner, self.config.zero_allow_untested_optimizer, all_here, split or experts or device == "nvme")
+        whole = needs_whole_tensors(inner, self.config.zero_allow_untested_optimizer, all_here, split or device == "nvme")
         if whole:
-            check_whole_tensors(inner, "tensor parallelism" if split else "expert parallelism" if experts else "", device)
+            check_whole_tensors(inner, split, device)
         return whole
 
     def _leaves(self, kept: Iterable[str]) -> set[str]:
@@ -262,11 +286,11 @@ class PartsBuilder:
         tied = self._tied()
 
         def entry_of(unit: Unit) -> UnitGradients:
-            others = replicas or tied.get(_stages_of(unit))
-            if others is not None:
-                return ReplicatedGradients(unit, exchange, pool, place(unit), others)
             own = of_experts if of_experts is not None and unit.collectives.topology.of_experts else exchange
-            return UnitGradients(unit, own, pool, place(unit))
+            others = replicas or tied.get(_stages_of(unit))
+            return (
+                UnitGradients(unit, own, pool, place(unit)) if others is None else ReplicatedGradients(unit, own, pool, place(unit), others)
+            )
 
         entries = [entry_of(unit) for unit in units]
         return Reducer(entries, exchange, overlap, partial(self.collectives.data.any_of, unit="late gradients"))

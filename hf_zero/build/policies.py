@@ -24,6 +24,7 @@ from hf_zero.errors import UnsupportedError
 from hf_zero.offload.files import IoSettings
 from hf_zero.offload.settings import OffloadSettings, OptimizerOffload, ParamOffload
 from hf_zero.profiling.report import ReportOptions
+from hf_zero.profiling.step_metrics import MetricsSettings
 from hf_zero.profiling.step_profile import ProfileSettings, ProfilingClock
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -208,6 +209,11 @@ def clock_of(config: ZeroConfig, device: torch.device, ranks: int, module: nn.Mo
     options = ReportOptions(section.module_depth, section.top_modules, section.detailed, section.output_file)
     settings = ProfileSettings(section.profile_step, section.recompute_fwd_factor, options)
     return ProfilingClock(device, config.memory_breakdown, settings, module, progress, ranks)
+
+
+def metrics_settings(config: ZeroConfig, sharers: int) -> MetricsSettings:
+    """What ``hf_zero.step_metrics`` tells; ``sharers`` ranks compute on the same tokens."""
+    return MetricsSettings(config.hf_zero.step_metrics, config.hf_zero.peak_tflops, sharers)
 
 
 def compile_options(config: ZeroConfig) -> dict[str, Any] | None:

@@ -129,6 +129,7 @@ class UnitBuilder:
         return Block(spec.name, spec.module, units, spec.read_in_backward)
 
     def _unit_spec(self, dtype: torch.dtype, shard_storage: ShardStorage, frozen: bool, expert: bool, packed: bool) -> UnitSpec:
+        of_experts = expert and self.experts is not None
         collectives = self.experts if expert and self.experts is not None else self.collectives
         master = self.precision.master_dtype
         if master is None or (self.precision.param_dtype is None and dtype == torch.float64):
@@ -140,9 +141,10 @@ class UnitBuilder:
             master_dtype=master,
             shard_storage=shard_storage,
             listener=self.listener if self.stage.parameters_sharded else ParamListener(),
-            quantized=can_quantize(dtype) and not packed and (self.quantized.frozen if frozen else self.quantized.trained),
-            node=self.node,
-            copy_lasts=self.stage.parameters_in_node,
+            # Experts are where their tokens go, and few ranks gather them: as they are, from all of these.
+            quantized=can_quantize(dtype) and not (packed or of_experts) and (self.quantized.frozen if frozen else self.quantized.trained),
+            node=None if of_experts else self.node,
+            copy_lasts=self.stage.parameters_in_node and not of_experts,
         )
 
     def _sync_buffers(self) -> None:

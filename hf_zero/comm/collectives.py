@@ -38,6 +38,9 @@ class Pending:
     done: bool = field(default=False)
     before_finish: Callable[[], None] | None = None
 
+    def __post_init__(self) -> None:
+        observe.issued(self.label)
+
     def wait(self) -> None:
         """Blocks (host back ends) or orders the current stream (device back ends) behind the collective.
 
@@ -47,16 +50,17 @@ class Pending:
         if self.done:
             return
         self.done = True
-        try:
-            for work in self.works:
-                if work is not None:
-                    work.wait()
-        except RuntimeError as error:
-            raise _collective_error(self.label, error) from error
-        if self.before_finish is not None:
-            self.before_finish()
-        if self.finish is not None:
-            self.result = self.finish()
+        with observe.waiting(_waits_for(self.label), self.label, on_stream=True):
+            try:
+                for work in self.works:
+                    if work is not None:
+                        work.wait()
+            except RuntimeError as error:
+                raise _collective_error(self.label, error) from error
+            if self.before_finish is not None:
+                self.before_finish()
+            if self.finish is not None:
+                self.result = self.finish()
         self.before_finish = None
         self.works, self.finish, self.keep = [], None, ()
 
@@ -70,6 +74,18 @@ class Pending:
         if self.result is None:
             raise CollectiveError(f"{self.label} gives nothing back")
         return self.result
+
+
+_KINDS = {"all_gather": "gathers", "exchange_parts": "exchanges"}
+_kind_of: dict[str, str] = {}  # by label, of which there are as many as units
+
+
+def _waits_for(label: str) -> str:
+    """The kind of wait that waiting for a collective is."""
+    kind = _kind_of.get(label)
+    if kind is None:
+        kind = _kind_of[label] = _KINDS.get(label.removeprefix("hf_zero::").partition(" ")[0], "reductions")
+    return kind
 
 
 def _collective_error(label: str, error: BaseException) -> CollectiveError:
@@ -199,12 +215,13 @@ class Collectives(ABC):
         if self.world == 1:
             return list(values)
         group = self.topology.group
-        votes = torch.tensor(values, dtype=torch.float32, device=host_device(group, self.topology.device))
-        if votes.device.type == "cpu" and serving_backend(group, votes.device) == "gloo":
-            self._disseminate(votes, observe.note("all_reduce", unit))
-        else:
-            self.all_reduce(votes, unit, dist.ReduceOp.MAX).wait()
-        return list(values) if planning() else list(votes.tolist())
+        with observe.waiting("votes", f"vote ({unit})"):
+            votes = torch.tensor(values, dtype=torch.float32, device=host_device(group, self.topology.device))
+            if votes.device.type == "cpu" and serving_backend(group, votes.device) == "gloo":
+                self._disseminate(votes, observe.note("all_reduce", unit))
+            else:
+                self.all_reduce(votes, unit, dist.ReduceOp.MAX).wait()
+            return list(values) if planning() else list(votes.tolist())
 
     def _disseminate(self, votes: torch.Tensor, label: str) -> None:
         """Takes the maximum of ``votes`` over ranks: in round k each rank tells the one 2^k further all it has heard. gloo's own ring would

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ class Link:
         for tensor in tensors:
             value = tensor.detach().contiguous()
             value = value.cpu() if self._by_host else value
-            work = self._axis.launch(f"send {label}", lambda value=value: dist.isend(value, group=self._group, group_dst=target))
+            work = self._axis.launch(f"send {label}", partial(dist.isend, value, group=self._group, group_dst=target))
             self._under_way.append((work, value))
 
     def receive(self, like: Sequence[torch.Tensor], source: int, label: str) -> list[torch.Tensor]:
@@ -42,10 +43,8 @@ class Link:
         for meta in like:
             place = torch.empty(meta.shape, dtype=meta.dtype, device="cpu" if self._by_host else self._device)
 
-            def take(place: torch.Tensor = place) -> None:
-                dist.irecv(place, group=self._group, group_src=source).wait()
-
-            self._axis.launch(f"receive {label}", take)
+            work = self._axis.launch(f"receive {label}", partial(dist.irecv, place, group=self._group, group_src=source))
+            self._axis.launch(f"receive {label}", work.wait)
             found.append(place.to(self._device))
         return found
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hf_zero.comm.bootstrap import init_distributed
 from hf_zero.comm.device import default_device
 from hf_zero.comm.process_groups import divide_twice
-from hf_zero.comm.topology import Topology, axis_over, join_topologies, newest_is, require_divisor
+from hf_zero.comm.topology import Topology, all_ranks, axis_over, join_topologies, newest_is, require_divisor
 
 
 def divide_stages(stages: int, tensor: int = 1) -> Topology:
@@ -28,7 +28,7 @@ def divide_stages(stages: int, tensor: int = 1) -> Topology:
         ConfigError: They do not divide the number of ranks.
     """
     init_distributed()
-    everyone, ranks, device = dist.group.WORLD, dist.get_world_size(), default_device()
+    everyone, ranks, device = all_ranks(), dist.get_world_size(), default_device()
     require_divisor(stages * tensor, ranks, "pipeline.stages" + (" x tensor_parallel.autotp_size" if tensor > 1 else ""))
     data = ranks // (stages * tensor)
     rank_of = [[[(stage * data + place) * tensor + part for part in range(tensor)] for place in range(data)] for stage in range(stages)]
@@ -38,9 +38,7 @@ def divide_stages(stages: int, tensor: int = 1) -> Topology:
     layers = [rank_of[stage][place] for stage in range(stages) for place in range(data)]
     found = join_topologies(*divide_twice(everyone, ("pipeline", stages, tensor), alike, together, device), device)
     pipe, tensors = divide_twice(everyone, ("stages", stages, tensor), through, layers, device)
-    return newest_is(
-        "model", replace(found, pipe=axis_over(pipe, device), tensor=axis_over(tensors, device) if tensor > 1 else None)
-    )
+    return newest_is("model", replace(found, pipe=axis_over(pipe, device), tensor=axis_over(tensors, device) if tensor > 1 else None))
 
 
 def stages_together(topology: Topology, stages: Sequence[int]) -> Topology:
@@ -55,5 +53,5 @@ def stages_together(topology: Topology, stages: Sequence[int]) -> Topology:
     size, ranks = dist.get_world_size() // pipe.world, range(dist.get_world_size() // pipe.world)
     lines = [[stage * size + place for stage in stages] for place in ranks]
     alone = [[stage * size + place] for stage in range(pipe.world) if stage not in stages for place in ranks]
-    group, _ = divide_twice(dist.group.WORLD, ("together", tuple(stages)), [*lines, *alone], [*lines, *alone], topology.device)
+    group, _ = divide_twice(all_ranks(), ("together", tuple(stages)), [*lines, *alone], [*lines, *alone], topology.device)
     return axis_over(group, topology.device)

@@ -116,7 +116,7 @@ def build_topology(
     if replicate > 1:
         return divide_replicas(build_topology(group, device, model_parallel), replicate)
     init_distributed()
-    group = group if group is not None else _all_ranks()
+    group = group if group is not None else all_ranks()
     device = device or default_device()
     if model_parallel <= 1:
         return axis_over(group, device)
@@ -146,7 +146,7 @@ def topology_around(model: Sequence[int]) -> Topology:
     if sum(lines, []) == everyone:
         return build_topology(model_parallel=size)
     data, device = [[line[place] for line in lines] for place in range(size)], default_device()
-    return newest_is("model", join_topologies(*divide_twice(_all_ranks(), tuple(map(tuple, lines)), data, lines, device), device))
+    return newest_is("model", join_topologies(*divide_twice(all_ranks(), tuple(map(tuple, lines)), data, lines, device), device))
 
 
 def join_topologies(data: dist.ProcessGroup, model: dist.ProcessGroup, device: torch.device | None = None) -> Topology:
@@ -200,7 +200,7 @@ def sequence_topology(size: int, key: str = "sequence_parallel_size") -> Topolog
         ConfigError: ``size`` does not divide the number of ranks.
     """
     init_distributed()
-    group, ranks = _all_ranks(), list(range(dist.get_world_size()))
+    group, ranks = all_ranks(), list(range(dist.get_world_size()))
     require_divisor(size, len(ranks), key, "rank(s)", least=2)
     lines = _adjacent(ranks, size)
     # [Note: cpu:gloo] The differentiable all_gather of torch.distributed.nn, with which scripts join losses, takes ranks of a group for
@@ -237,7 +237,7 @@ def joint_topology(topology: Topology) -> Topology:
             f"{data.world} data-parallel x {topology.model.world} model-parallel ranks do not make the {dist.get_world_size()} of the "
             "default process group; checkpoints need all of them"
         )
-    return axis_over(_all_ranks(), topology.device)
+    return axis_over(all_ranks(), topology.device)
 
 
 def group_timeout(topology: Topology) -> timedelta:
@@ -245,7 +245,12 @@ def group_timeout(topology: Topology) -> timedelta:
     return timeout_of(topology.group, topology.device) or dist.constants.default_pg_timeout
 
 
-def _all_ranks() -> dist.ProcessGroup:
+def all_ranks() -> dist.ProcessGroup:
+    """The default group.
+
+    Raises:
+        ConfigError: There is none.
+    """
     group = dist.group.WORLD
     if group is None:
         raise ConfigError("there is no default process group")

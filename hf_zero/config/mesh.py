@@ -209,11 +209,6 @@ def solve(claims: Iterable[Claim], ranks: int) -> Mesh:
     mesh = Mesh(replicate, shard, cp, sp, tp, said, sizes.get(EXPERT, 1), sizes.get("pp", 1))
     if mesh.ranks != ranks:
         raise ConfigError(_misfit(said, ranks, f"{mesh} makes {mesh.ranks} ranks", [data // replicate], "dp_shard"))
-    if mesh.ep > 1 and replicate > 1:
-        raise UnsupportedError(
-            f"expert parallelism over {mesh.ep} ranks with {replicate} shard groups is not provided: shard over all ranks (leave the "
-            f"groups out). The mesh is described by\n{_listed(said)}"
-        )
     group = shard * cp * sp
     if group % mesh.ep:
         found = f"{EXPERT} {mesh.ep} does not divide the {group} ranks that parameters are sharded over"
@@ -259,7 +254,12 @@ def _require_served(claims: Sequence[Claim], sizes: Mapping[str, int]) -> None:
         )
 
 
-_BESIDE_PIPELINES = {"sp": "sequence parallelism", EXPERT: "expert parallelism", "dp_replicate": "shard groups", SHARD_GROUP: "shard groups"}
+_BESIDE_PIPELINES = {
+    "sp": "sequence parallelism",
+    EXPERT: "expert parallelism",
+    "dp_replicate": "shard groups",
+    SHARD_GROUP: "shard groups",
+}
 
 
 def _require_served_pipeline(claims: Sequence[Claim], sizes: Mapping[str, int]) -> None:

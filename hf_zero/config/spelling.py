@@ -21,6 +21,10 @@ _CORE_SECTIONS = ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler",
 """Sections whose keys are looked for when an unknown key stands at the wrong level."""
 _COMPUTED_KEYS = ("zero_optimization.stage3_prefetch_bucket_size",)
 """Numbers of elements that published examples compute as 0.9 * hidden_size ** 2; the fraction that may remain means nothing."""
+_OF_TRL = frozenset(
+    f"zero_optimization.{name}" for name in ("reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size")
+)
+"""What TRL adds to the configuration of a model that it only runs (a reference, a reward), always together. Nobody reads them."""
 _MOST_UNKNOWN = 100
 """Each is compared with all known keys, which takes a while."""
 
@@ -42,6 +46,8 @@ class Speller:
 
     def canonical(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Nested dictionaries with canonical names. Nulls are gone (they mean "not given"); "auto" still stands."""
+        if raw.keys() >= _OF_TRL:
+            raw = {key: value for key, value in raw.items() if key not in _OF_TRL}
         return self._section(self._aio_at_the_top(raw), ZeroConfig, "", None)
 
     def _aio_at_the_top(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -87,6 +87,8 @@ class EngineParts:
         stepper: None likewise.
         scheduler: Stepped by the engine; None when the caller steps his own.
         give_back: Lets go of the process groups that only training needs; every rank calls it.
+        explain: Called with the engine, an error and the phase that it broke off (forward, backward or step), while what was alive still
+            is; may add to the error's message.
     """
 
     runtime: Runtime
@@ -105,6 +107,7 @@ class EngineParts:
     stepper: Stepper | None = None
     scheduler: Any = None
     give_back: Callable[[], None] | None = None
+    explain: Callable[[Engine, BaseException, str], None] = lambda _engine, _error, _phase: None
 
 
 class Engine(nn.Module):
@@ -141,6 +144,7 @@ class Engine(nn.Module):
         self.stepper = parts.stepper
         self.lr_scheduler = parts.scheduler
         self._give_back = parts.give_back
+        self._explain = parts.explain
         self.destroyed = False
         gradients = parts.stepper.reducer.gradients if parts.stepper is not None else ()
         device = parts.collectives.topology.device
@@ -164,7 +168,11 @@ class Engine(nn.Module):
         if self.precision.casts_inputs and self.precision.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self.precision.param_dtype)
         with self.clock.phase("forward"), self._autocast():
-            return self.module(*args, **kwargs)
+            try:
+                return self.module(*args, **kwargs)
+            except Exception as error:
+                self._explain(self, error, "forward")
+                raise
 
     def _autocast(self) -> AbstractContextManager[Any]:
         device_type = self.collectives.topology.device.type
@@ -208,7 +216,8 @@ class Engine(nn.Module):
             _running_scales.append(scale)
             try:
                 scaled.backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
-            except BaseException:
+            except BaseException as error:
+                self._explain(self, error, "backward")
                 self.runtime.backward.abort()
                 raise
             finally:
@@ -273,7 +282,11 @@ class Engine(nn.Module):
         if not self.accumulation.step_called():
             return
         with self.clock.phase("step"):
-            result = self.stepper.take()  # type: ignore[union-attr]
+            try:
+                result = self.stepper.take()  # type: ignore[union-attr]
+            except Exception as error:
+                self._explain(self, error, "step")
+                raise
         self.accumulation.stepped()
         progress = self.progress
         progress.count_step(self.samples_per_step, result.norm, result.skipped)
@@ -345,7 +358,8 @@ class Engine(nn.Module):
         Raises:
             CheckpointError: On every rank, when it cannot be written; earlier checkpoints stay as they are.
         """
-        self.checkpoints.save(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        with self.clock.aside():
+            self.checkpoints.save(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
         return True
 
     def load_checkpoint(

@@ -146,12 +146,28 @@ class ModelInit:
             if param is None or param.is_meta or not param.is_floating_point() or find_unit(param) is not None:
                 continue
             label = f"{type(module).__name__}.{name}"
-            unit = build_unit(label, [NamedParam(label, param, FROZEN)], self._dtype or param.dtype, self._spec)
-            unit.reshard()
+            self.divide(module, label, [NamedParam(label, param, FROZEN)], self._dtype or param.dtype)
             module.__dict__["apply"] = MethodType(_apply_unsharded, module)  # a method: a deep copy has its own
             self._unsharding.add(module)
-            guard_state_dict(module)
-            guard_unprepared(module)
+
+    @property
+    def divides(self) -> bool:
+        """Whether parameters are sharded here: not on one rank, and not where it is switched off."""
+        return self._spec is not None and self._spec.reshards
+
+    def divide(self, module: nn.Module, label: str, members: list[NamedParam], dtype: torch.dtype) -> None:
+        """Makes one unit of parameters of ``module``, resharded, with rank 0's values; collective.
+
+        Args:
+            module: Registers them; gets the guards of modules that no engine unshards.
+            label: Name of the unit.
+            members: The parameters, and what lies beside them.
+            dtype: Their type from now on.
+        """
+        assert self._spec is not None
+        build_unit(label, members, dtype, self._spec).reshard()
+        guard_state_dict(module)
+        guard_unprepared(module)
 
     def _place(self, module: nn.Module) -> None:
         """Gives parameters that stay whole their type and device, so that host memory holds one layer, as it does on several ranks."""

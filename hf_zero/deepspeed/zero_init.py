@@ -94,6 +94,11 @@ class Init:
         if module is not None and enabled:
             self._inner.shard_all(module)
 
+    @property
+    def inner(self) -> ModelInit:
+        """What divides, in this package's own terms."""
+        return self._inner
+
     def __enter__(self) -> Init:
         self._inner.__enter__()
         return self

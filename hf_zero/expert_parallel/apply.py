@@ -12,14 +12,15 @@ from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.topology import Topology
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.registration import unregister
-from hf_zero.core.units.tp_shard import TpShard, is_expert, mark_tp_shard, whole_shape
+from hf_zero.core.units.tp_shard import TpShard, whole_shape
 from hf_zero.core.units.unit import find_unit, full_shape
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.expert_parallel import stacked
+from hf_zero.expert_parallel.adapters import check_adapters, divide_adapters, require_divided
 from hf_zero.expert_parallel.dispatch import Shares
 from hf_zero.expert_parallel.find import ExpertLayer, ListedExperts, StackedExperts, find_experts
 from hf_zero.expert_parallel.held import held_layers, held_of, let_go
+from hf_zero.expert_parallel.kept import keep
 from hf_zero.expert_parallel.listed import ListedLayer
 from hf_zero.observe import log_rank0
 from hf_zero.tensor_parallel.split import equal_weights
@@ -63,6 +64,7 @@ def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
             f"{len(wanted) or 1}: set {KEY} to {len(present)}, or load the model anew"
         )
     if present:
+        require_divided(model)
         return model
     if topology.expert is None:
         _require_held(model, 1, 0)
@@ -117,17 +119,23 @@ def _divide(layer: ExpertLayer, shares: Shares) -> None:
     first, stop = shares.first, shares.first + shares.here
     let_go(layer.module)
     if isinstance(layer, StackedExperts):
+        divide_adapters(layer, Range(first, stop))
         for param in layer.params.values():
-            keep(param, Range(first, stop))
+            keep(param, _part(param, Range(first, stop)))
         guard_state_dict(layer.module)
-        stacked.install(layer.module, layer.path, shares)
+        stacked.install(layer.module, layer.path, shares, tuple(layer.params))
         return
     for index, expert in enumerate(layer.experts):
         for module in expert.modules():
             guard_state_dict(module)
         for param in expert.parameters():
-            keep(param, Range(0, (whole_shape(param) or full_shape(param))[0] if first <= index < stop else 0))
+            keep(param, _part(param, Range(0, (whole_shape(param) or full_shape(param))[0] if first <= index < stop else 0)))
     ListedLayer(layer.module, layer.path, layer.experts, shares)
+
+
+def _part(param: nn.Parameter, own: Range) -> TpShard:
+    """The entries ``own`` along the first dimension."""
+    return TpShard(torch.Size(full_shape(param)), 0, (own,) if own.numel else (), expert=True)
 
 
 def _check(layer: ExpertLayer, ranks: int) -> None:
@@ -142,6 +150,7 @@ def _check(layer: ExpertLayer, ranks: int) -> None:
                 "left empty on other ranks. Leave expert_parallel out for this model"
             )
         return
+    check_adapters(layer)
     buffers = [name for name, buffer in layer.module.named_buffers() if buffer.dim() > 0 and buffer.shape[0] == layer.count]
     if buffers:
         raise UnsupportedError(
@@ -162,21 +171,3 @@ def _refuse_shared(layers: Iterable[ExpertLayer]) -> None:
                     "expert_parallel out for this model"
                 )
             seen.add(id(param))
-
-
-def keep(param: nn.Parameter, own: Range) -> None:
-    """Replaces the values of ``param`` by the entries ``own`` along its first dimension, and notes that; collective after ``zero.Init``.
-
-    A parameter that was loaded so stays as it is ([Note: held experts]).
-    """
-    if is_expert(param):
-        return
-    shape, owner = full_shape(param), find_unit(param)
-    if owner is None:
-        part = param.data[own.start : own.stop].clone(memory_format=torch.contiguous_format)
-    else:  # made by zero.Init, over all ranks
-        with owner[0].unsharded():
-            part = param.detach()[own.start : own.stop].clone(memory_format=torch.contiguous_format)
-        unregister(param)
-    param.data = part
-    mark_tp_shard(param, TpShard(torch.Size(shape), 0, (own,) if own.numel else (), expert=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,12 +26,14 @@ class StackedExperts:
         module: Called with tokens, the indices of their experts, and weights.
         count: Number of experts.
         params: Its own parameters that have an entry per expert, by name.
+        adapters: Modules around it that each adapt one of its parameters, from the outside in.
     """
 
     path: str
     module: nn.Module
     count: int
     params: dict[str, nn.Parameter]
+    adapters: tuple[nn.Module, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,12 @@ def _refuse_hidden(model: nn.Module) -> None:
 
 
 def _stacked(model: nn.Module) -> Iterator[StackedExperts]:
+    wrappers = wrappers_of(model)
     for path, module in model.named_modules():
         count = _count_of(module)
         params = {name: param for name, param in module._parameters.items() if param is not None and _has_entry_each(param, count)}
         if not any(len(_shape(param)) >= 3 for param in params.values()):
-            _refuse_adapted(path, module)
+            _refuse_parametrized(path, module)
             continue
         if not chooses_implementation(module):
             raise UnsupportedError(
@@ -108,7 +112,7 @@ def _stacked(model: nn.Module) -> Iterator[StackedExperts]:
                 "one that is given tokens, indices of experts and weights, so tokens cannot be sent to their experts. Leave "
                 "expert_parallel out for this model; zero_optimization.stage 3 shards its experts like all else"
             )
-        yield StackedExperts(path, module, count, params)
+        yield StackedExperts(path, module, count, params, tuple(wrappers.get(id(module), ())))
 
 
 def chooses_implementation(module: nn.Module) -> bool:
@@ -134,14 +138,26 @@ def _shape(param: nn.Parameter) -> torch.Size:
     return whole_shape(param) or full_shape(param)
 
 
-def _refuse_adapted(path: str, module: nn.Module) -> None:
-    """Adapters of stacked experts (PEFT's ``target_parameters``) compute with the weights of all experts at once."""
-    adapted = getattr(module, "parametrizations", None)
-    names = list(adapted.keys()) if isinstance(adapted, nn.ModuleDict) and _count_of(module) else []
-    if names or (hasattr(module, "base_layer") and hasattr(module, "parameter_name")):
+def wrappers_of(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """The modules around others that adapt one parameter of the innermost one, by that one's id, from the outside in."""
+    found: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        if hasattr(module, "parameter_name") and hasattr(module, "base_layer"):
+            inner: Any = module
+            while hasattr(inner, "base_layer"):
+                inner = inner.base_layer
+            found.setdefault(id(inner), []).append(module)
+    return found
+
+
+def _refuse_parametrized(path: str, module: nn.Module) -> None:
+    """Weights of experts that are computed from others cannot be cut."""
+    computed = getattr(module, "parametrizations", None)
+    names = list(computed.keys()) if isinstance(computed, nn.ModuleDict) and _count_of(module) else []
+    if names:
         raise UnsupportedError(
-            f"expert_parallel: the experts at {path} carry an adapter ({type(module).__name__}), which computes with all experts together. "
-            "Leave the experts out of the adapter's target_parameters, or leave expert_parallel out"
+            f"expert_parallel: {names[0]} of the experts at {path} is computed from other tensors (torch.nn.utils.parametrize) for all "
+            "experts together. Remove the parametrization before initialize, or leave expert_parallel out"
         )
 
 

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from hf_zero.config.schema.root import ZeroConfig
-from hf_zero.core.stages import StagePolicy
 from hf_zero.errors import UnsupportedError
 
 
-def require_provided(config: ZeroConfig, stage: StagePolicy) -> None:
-    """Refuses, by their keys, what divides or sends parameters and gradients in ways that experts do not follow.
+def require_provided(config: ZeroConfig) -> None:
+    """Refuses, by its key, what experts do not follow.
 
     Raises:
-        UnsupportedError: One of them is asked for.
+        UnsupportedError: It is asked for.
     """
-    zero = config.zero_optimization
-    asked = {
-        "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
-        "zero_optimization.zero_quantized_weights": zero.zero_quantized_weights,
-        "zero_optimization.zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
-        "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1 and stage.parameters_sharded,
-        "hf_zero.param_shard_size": config.hf_zero.param_shard_size is not None,
-        "checkpoint.use_node_local_storage": config.checkpoint.use_node_local_storage,
-    }
-    found = next((key for key, on in asked.items() if on), None)
-    if found is not None:
+    if config.checkpoint.use_node_local_storage:
         raise UnsupportedError(
-            f"{found} and expert parallelism are not provided together: leave the key out, or set expert_parallel.enabled to false"
+            "checkpoint.use_node_local_storage and expert parallelism are not provided together: ranks that hold the same experts may be "
+            "on several nodes, and share out what is written. Save to a folder that all nodes see, or set expert_parallel.enabled to false"
         )

@@ -26,10 +26,11 @@ class Dispatcher:
     Args:
         label: Name of the layer.
         shares: Who holds which experts.
+        names: The module's parameters that have an entry per expert.
     """
 
-    def __init__(self, label: str, shares: Shares) -> None:
-        self.shares = shares
+    def __init__(self, label: str, shares: Shares, names: tuple[str, ...]) -> None:
+        self.shares, self._names = shares, names
         self._label = label
         self._ran = False
 
@@ -51,8 +52,14 @@ class Dispatcher:
         counts = torch.zeros(shares.count + 1, dtype=torch.int64, device=flat.device)
         counts = counts.scatter_add_(0, flat.clamp(max=shares.count), torch.ones_like(flat, dtype=torch.int64))
         rows = hidden[order // indices.shape[-1]]
-        results = send_to_experts(shares, rows, counts[:-1], _trains(experts, hidden), self._label, _local(experts, implementation))
+        results = send_to_experts(shares, rows, counts[:-1], self._trains(experts, hidden), self._label, _local(experts, implementation))
         return combine(results, order, weights).to(hidden.dtype)
+
+    def _trains(self, experts: nn.Module, hidden: torch.Tensor) -> bool:
+        """Whether backward comes to these experts, what adapts them, or through them; alike on every rank."""
+        if not torch.is_grad_enabled():
+            return False
+        return hidden.requires_grad or any(getattr(experts, name).requires_grad for name in self._names)
 
     def begin(self, *_: Any) -> None:
         """The layer's forward begins."""
@@ -72,11 +79,6 @@ class Dispatcher:
             )
 
 
-def _trains(experts: nn.Module, hidden: torch.Tensor) -> bool:
-    """Whether backward comes to these experts or through them, alike on every rank."""
-    return torch.is_grad_enabled() and (hidden.requires_grad or any(param.requires_grad for param in experts.parameters()))
-
-
 def _local(experts: nn.Module, implementation: Implementation) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     def compute(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         world, here = counts.shape
@@ -87,9 +89,9 @@ def _local(experts: nn.Module, implementation: Implementation) -> Callable[[torc
     return compute
 
 
-def install(module: nn.Module, label: str, shares: Shares) -> None:
-    """Makes ``module`` one whose tokens travel; its parameters are those of this rank's experts already."""
-    dispatcher = Dispatcher(label, shares)
+def install(module: nn.Module, label: str, shares: Shares, names: tuple[str, ...]) -> None:
+    """Makes ``module`` one whose tokens travel; its parameters ``names`` are those of this rank's experts already."""
+    dispatcher = Dispatcher(label, shares, names)
     setattr(module, _DISPATCHER, dispatcher)
     module.num_experts = shares.here  # type: ignore[assignment]  # what implementations count the indices by
     module.register_forward_pre_hook(dispatcher.begin)

@@ -132,7 +132,18 @@ LOAD_WEIGHTS = Method(
 )
 SAVE_STATE = Method("accelerate.accelerator", "Accelerator.save_state", _DELETED)
 TRAIN = Method("transformers.trainer", "Trainer.train", f"a Trainer cannot train twice, and {_DELETED}")
+LOG = Method(
+    "transformers.trainer",
+    "Trainer.log",
+    "hf_zero.step_metrics reaches the log and monitors, and not Trainer's logs",
+    around="hf_zero.integrations.trainer_logs:log",
+)
 EVALUATE = Method("transformers.trainer", "Trainer.evaluation_loop", _COUNTED, around="hf_zero.integrations.metrics_once:evaluation_loop")
+SAVE_MODEL = Method(
+    "transformers.trainer",
+    "Trainer.save_model",
+    "a trainer that saves its model in its own way (sentence-transformers) ends in an error at stage 3",
+)
 MISSING_KEYS = Method(
     "transformers.modeling_utils",
     "PreTrainedModel._initialize_missing_keys",
@@ -147,8 +158,8 @@ CONVERSIONS = Method(
 LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 METHODS = (
-    STATE, ACCELERATOR_STATE, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, EVALUATE, MISSING_KEYS,
-    LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES,
+    STATE, ACCELERATOR_STATE, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, LOG, EVALUATE, MISSING_KEYS,
+    SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES,
     LIGHTNING_SAVE, OLD_LIGHTNING_SAVE,
 )  # fmt: skip
 

@@ -97,6 +97,8 @@ def load_weights_of_rank(
     info.missing_keys -= share.params
     for module, held in share.held:
         hold(module, held)
+        for name, part in held.parts.items():
+            module.get_parameter(name).ds_shape = part.full_shape  # type: ignore[attr-defined]  # peft makes adapters of this shape
     return found
 
 

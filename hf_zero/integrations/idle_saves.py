@@ -12,6 +12,7 @@ from hf_zero.core.engine import Engine
 from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.core.units.unit import is_sharded
 from hf_zero.errors import StateError
+from hf_zero.integrations.expert_saves import gathered_for
 
 
 class IdleSaves:
@@ -63,4 +64,6 @@ def _save_pretrained(module: Any, *args: Any, **kwargs: Any) -> Any:
             "trainer.save_model(folder); or, called by all ranks, engine.save_16bit_model(folder) or model.save_pretrained(folder, "
             "state_dict=accelerator.get_state_dict(engine), is_main_process=accelerator.is_main_process)"
         )
+    if (whole := gathered_for(module)) is not None:
+        kwargs["state_dict"] = whole
     return method(module, *args, **kwargs)

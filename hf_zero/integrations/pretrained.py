@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 
@@ -30,13 +31,20 @@ def from_pretrained(method: Callable[..., Any], model_class: Any, *args: Any, **
     return loaded
 
 
-def load_weights(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``PreTrainedModel._load_pretrained_model``; under expert parallelism a rank reads its own experts alone."""
+def load_weights(
+    method: Callable[..., Any], model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """``PreTrainedModel._load_pretrained_model``; a rank keeps its share of quantized weights, and reads its own experts alone."""
+    load = partial(method, model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     if not _configuration_in_use():
-        return method(*args, **kwargs)
+        return load()
+    if load_config.is_quantized:
+        from hf_zero.integrations.packed_loads import load_packed
+
+        return load_packed(load)
     from hf_zero.integrations.expert_loads import load_weights_of_rank
 
-    return load_weights_of_rank(method, *args, **kwargs)
+    return load_weights_of_rank(method, model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
 
 def _configuration_in_use() -> bool:

@@ -8,6 +8,7 @@ from hf_zero.core.schedule.gradients import GradientPlace, Listener
 from hf_zero.core.units.unit import Unit
 from hf_zero.memory.buffers import HostMemory
 from hf_zero.memory.copies import CopyLane, Mark
+from hf_zero.observe import waiting
 
 
 class HostGradients(GradientPlace):
@@ -68,4 +69,5 @@ class HostGradients(GradientPlace):
     def settle(self, unit: Unit) -> None:
         mark = self._marks.get(id(unit))
         if mark is not None:
-            mark.wait()
+            with waiting("offload", f"gradients to the host ({unit.name})"):
+                mark.wait()

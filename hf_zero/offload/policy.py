@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from hf_zero.core.step.precision import PrecisionPolicy
 from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import OffloadError
-from hf_zero.memory.budget import require_host_memory
+from hf_zero.memory.budget import gib, require_host_memory
 from hf_zero.memory.buffers import HostMemory
 from hf_zero.memory.copies import CopyLane
 from hf_zero.observe import warn_once
@@ -34,7 +34,6 @@ from hf_zero.ops.host_optimizer import HostOptimizer
 from hf_zero.system.planning import planning
 
 T = TypeVar("T")
-_REMEDY = "Use more ranks or machines, set device to nvme, lower zero_optimization.offload_optimizer.ratio, or give the job more memory"
 
 
 def trains_on_host(device: torch.device) -> bool:
@@ -114,7 +113,7 @@ class Offloading:
         _leave_out(need, passing_bytes - -(-largest_numel // world) * (self._precision.param_dtype or torch.float32).itemsize)
         if any(need.values()):
             gather = self._collectives.data.gather_objects
-            require_host_memory(need, lambda value: gather(value, "free host memory"), _REMEDY)
+            require_host_memory(need, lambda value: gather(value, "free host memory"), self._remedies(need, -(-largest_numel // world)))
         if offloads_optimizer:
             self._left_numel = (1.0 - self._optimizer.ratio) * trained_numel
             self._open_state_store(types, share, self._overlap(sum(need.values())))
@@ -151,6 +150,22 @@ class Offloading:
             need["parameters"] = min(self._param.max_in_cpu, numel) * param if self._apart else 0
             need["buffers of parameters"] = min(self._param.buffer_count * largest, numel) * param
         return need
+
+    def _remedies(self, need: Mapping[str, int], largest: int) -> str:
+        """What lessens ``need`` by how much, as a sentence; ``largest``: elements of the largest block on this rank."""
+        master, param = self._master_dtype().itemsize, (self._precision.param_dtype or torch.float32).itemsize
+        states, parameters = need.get("masters and optimizer states", 0), need.get("parameters", 0)
+        optimizer = states + need.get("gradients", 0) + need.get("updated shards", 0)
+        ways = {
+            "offload_optimizer.device: nvme": states - min(self._optimizer.buffer_count * largest * master, states),
+            f"offload_optimizer.ratio: {self._optimizer.ratio / 2:g}": optimizer // 2 if states else 0,
+            "offload_param.device: nvme": parameters - min(self._param.buffer_count * largest * param, parameters),
+            "twice as many machines": sum(nbytes for name, nbytes in need.items() if "buffers" not in name) // 2,
+        }
+        if self._param.device == "nvme":
+            ways["offload_param.max_in_cpu: 0"], ways["offload_param.device: nvme"] = parameters, 0
+        found = [f"{way} by {gib(nbytes)}" for way, nbytes in sorted(ways.items(), key=lambda item: -item[1]) if nbytes > 0]
+        return f"Per rank this is lessened by: {', '.join(found)}. Or give the job more memory"
 
     @property
     def updates_overlap(self) -> bool:

@@ -13,6 +13,7 @@ from hf_zero.core.units.state import UnitState
 from hf_zero.errors import StateError
 from hf_zero.memory.buffers import ALIGNMENT, HostMemory
 from hf_zero.memory.copies import CopyLane, Mark
+from hf_zero.observe import waiting
 from hf_zero.offload.files import SwapFile, SwapFolder, Transfer
 
 
@@ -210,6 +211,7 @@ class FileStorage(ShardStorage):
     """
 
     reshards = True
+    on_disk = True
 
     def __init__(self, folder: SwapFolder, file: SwapFile, memory: HostMemory, lane: CopyLane, count: int) -> None:
         self.file = file
@@ -237,7 +239,8 @@ class FileStorage(ShardStorage):
     def bringing(self, unit: ShardOwner, own: torch.Tensor) -> Iterator[torch.Tensor]:
         place = self._place_of[id(unit)]
         frame = self._frames.holding(unit) or self._begin_read(place)
-        frame.settle()
+        with waiting("offload", "a shard from its file"):
+            frame.settle()
         with self._lane.entered():
             own.copy_(frame.view(unit), non_blocking=True)
             yield own

@@ -17,7 +17,7 @@ from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import publish
 from hf_zero.memory.buffers import HostMemory
-from hf_zero.observe import logger
+from hf_zero.observe import logger, waiting
 from hf_zero.offload.host_states import HostStates, SubGroup
 from hf_zero.offload.speculation import Spares, Speculator
 from hf_zero.offload.updates import Underway, UnitUpdate, UpdateThread, Work
@@ -69,6 +69,8 @@ class OffloadedStateStore(StateStore):
     def take(self, unit: Unit) -> None:
         """Moves the master of a new unit to where it rests."""
         self._offloaded.add(id(unit))
+        if self.states.tier != "host":
+            self.in_files = self.in_files | {id(unit)}
         self.states.rest(unit)
 
     def holds(self, unit: Unit) -> bool:
@@ -116,11 +118,12 @@ class OffloadedStateStore(StateStore):
         if self._overlaps():
             self._start(updates)
             return
-        for update in updates:
-            update.begin()
-            update.run()
-            update.finish()
-        self.states.settle()
+        with waiting("offload", "updates on the host"):
+            for update in updates:
+                update.begin()
+                update.run()
+                update.finish()
+            self.states.settle()
         stepper.finish()
         if fresh and self.states.tier == "host":
             self.move_to_huge_pages()

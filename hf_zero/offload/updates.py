@@ -13,7 +13,7 @@ import torch
 
 from hf_zero.core.optimizer.sub_groups import SubGroupStepper
 from hf_zero.core.units.unit import Unit
-from hf_zero.observe import span
+from hf_zero.observe import span, waiting
 from hf_zero.offload.host_states import HostStates, SubGroup
 
 
@@ -94,7 +94,7 @@ class Underway:
 
     def wait(self) -> None:
         """Blocks until it is; raises what it raised."""
-        with span("await_update"):
+        with span("await_update"), waiting("offload", "update"):
             self.future.result()
         self.finish()
 

@@ -8,22 +8,22 @@ from hf_zero.errors import UnsupportedError
 from hf_zero.optim.elementwise import whole_tensor_reason
 
 
-def check_whole_tensors(inner: torch.optim.Optimizer, parallelism: str, offload_device: str) -> None:
+def check_whole_tensors(inner: torch.optim.Optimizer, split: bool, offload_device: str) -> None:
     """Refuses combinations under which no rank has a whole parameter, or its state would not be where the configuration says.
 
     Args:
         inner: The optimizer.
-        parallelism: What leaves ranks with parts of parameters ("tensor parallelism", "expert parallelism"); "" where nothing does.
+        split: Several ranks hold one model together (tensor parallelism).
         offload_device: `zero_optimization.offload_optimizer.device`.
 
     Raises:
-        UnsupportedError: Tensor or expert parallelism, or ``offload_optimizer`` to files.
+        UnsupportedError: Tensor parallelism, or ``offload_optimizer`` to files.
     """
     kind = type(inner).__name__
     reason = whole_tensor_reason(type(inner)) or "it looks at whole parameters"
-    if parallelism:
+    if split:
         raise UnsupportedError(
-            f"optimizer {kind} with {parallelism} is not provided: {reason}, and each rank of a group has a slice. Use an "
+            f"optimizer {kind} with tensor parallelism is not provided: {reason}, and each rank of a group has a slice. Use an "
             "element-wise optimizer (AdamW, Lion, SGD ...), or data parallelism alone"
         )
     if offload_device == "nvme":

@@ -19,11 +19,11 @@ from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, tp_shard_of
 from hf_zero.core.units.unit import find_unit
 from hf_zero.errors import ConfigError, HfZeroError, StateError, UnsupportedError
 from hf_zero.observe import log_rank0
-from hf_zero.pipeline.schedules import FOLDED, check_schedule
 from hf_zero.pipeline.forward import PipelinedForward, pipelined
+from hf_zero.pipeline.own_stages import OwnStages
 from hf_zero.pipeline.partition import make_plan, replan
 from hf_zero.pipeline.plan import PipelinePlan, Placement
-from hf_zero.pipeline.own_stages import OwnStages
+from hf_zero.pipeline.schedules import FOLDED, check_schedule
 from hf_zero.pipeline.templates import Templates
 from hf_zero.pipeline.self_divided import DividesItself, equal_where_shared, schedule_of
 from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
@@ -148,7 +148,9 @@ def divide_layers(model: nn.Module, pipeline: Pipeline, topology: Topology) -> N
         return
     paths = list(dict.fromkeys(call.path for call in pipeline.plan.calls))
     own = OwnStages(model, pipeline.placement, pipe.rank, paths, Templates(pipeline.skeleton), topology.device)
-    model.forward = PipelinedForward(own, open_collectives(pipe), pipeline.micro_batches, pipeline.schedule, lambda given: _plan_for(pipeline, given))
+    model.forward = PipelinedForward(
+        own, open_collectives(pipe), pipeline.micro_batches, pipeline.schedule, lambda given: _plan_for(pipeline, given)
+    )
     equal_random_state(collectives)
     SameData(model, collectives)
     log_rank0("%s", summary(pipeline.plan, model))

@@ -16,11 +16,11 @@ from hf_zero.errors import UnsupportedError
 from hf_zero.observe import log_rank0
 from hf_zero.pipeline import micro_batches
 from hf_zero.pipeline.micro_batches import IGNORED
+from hf_zero.pipeline.own_stages import OwnStages
 from hf_zero.pipeline.passes import Attached, Passes
 from hf_zero.pipeline.pending import PendingTensor
 from hf_zero.pipeline.plan import PipelinePlan
 from hf_zero.pipeline.schedules import ScheduledSteps, Work
-from hf_zero.pipeline.own_stages import OwnStages
 from hf_zero.pipeline.trees import map_tensors, without_values
 from hf_zero.tensor_parallel.call_arguments import tensors_in
 
@@ -243,7 +243,12 @@ class PipelinedForward:
 def _with_uneven_labels(given: Mapping[str, Any], count: int) -> dict[str, Any]:
     """The arguments, with half of the labels of the first part masked where labels are tokens: parts then count differently."""
     labels = given.get("labels")
-    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.dim() < 2 or given.get("num_items_in_batch") is not None:
+    if (
+        not isinstance(labels, torch.Tensor)
+        or labels.is_floating_point()
+        or labels.dim() < 2
+        or given.get("num_items_in_batch") is not None
+    ):
         return dict(given)
     labels = labels.clone()
     labels[: labels.shape[0] // count, labels.shape[1] // 2 :] = IGNORED

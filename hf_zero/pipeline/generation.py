@@ -90,5 +90,7 @@ class WholeGeneration:
             if not mine:
                 brought.append((param, param.data))
                 param.data, numel = value, numel + value.nbytes
-        warn_once(f"generate() over a pipeline brings the layers of the other stages to each rank for the call: {numel / 2**20:.0f} MiB here")
+        warn_once(
+            f"generate() over a pipeline brings the layers of the other stages to each rank for the call: {numel / 2**20:.0f} MiB here"
+        )
         return brought

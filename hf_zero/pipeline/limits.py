@@ -14,14 +14,16 @@ def require_served(config: ZeroConfig, stage: StagePolicy) -> None:
         UnsupportedError: Stage 3, quantized collectives, parameters off the device.
     """
     refuse_sharded_parameters(stage)
-    if config.torch_autocast is not None and config.torch_autocast.enabled:
+    if config.torch_autocast.enabled:
         raise UnsupportedError(
-            "pipeline.stages and torch_autocast cannot be combined: the types of what goes from stage to stage would depend on operations of "
-            'other stages. Write "bf16": {"enabled": true} instead, which keeps fp32 masters too'
+            "pipeline.stages and torch_autocast cannot be combined: the types of what goes from stage to stage would depend on "
+            'operations of other stages. Write "bf16": {"enabled": true} instead, which keeps fp32 masters too'
         )
     zero = config.zero_optimization
     if zero.zero_quantized_gradients or zero.zero_quantized_weights:
-        raise UnsupportedError("pipeline.stages and ZeRO++ (zero_quantized_weights, zero_quantized_gradients) cannot be combined: leave one out")
+        raise UnsupportedError(
+            "pipeline.stages and ZeRO++ (zero_quantized_weights, zero_quantized_gradients) cannot be combined: leave one out"
+        )
 
 
 def refuse_sharded_parameters(stage: StagePolicy) -> None:

@@ -89,8 +89,9 @@ def ways_to_weigh(kwargs: Mapping[str, Any]) -> list[str]:
     labels = kwargs.get("labels")
     if kwargs.get("num_items_in_batch") is not None:
         return ["sum"]
-    counted = isinstance(labels, torch.Tensor) and not labels.is_floating_point() and labels.dim() > 0
-    return [*(("next tokens",) if counted and labels.dim() > 1 else ()), *(("tokens",) if counted else ()), "samples"]
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.dim() == 0:
+        return ["samples"]
+    return ["next tokens", "tokens", "samples"] if labels.dim() > 1 else ["tokens", "samples"]
 
 
 def loss_of(result: Any) -> torch.Tensor | None:

@@ -78,8 +78,8 @@ class OwnStages:
         """Refuses a call of a module that other stages hold, outside of a forward of the whole model."""
         if any(is_elsewhere(param) for param in self.model.get_submodule(path).parameters()):
             raise StateError(
-                f"{path} was called by itself, and another stage of the pipeline holds it. Call the whole model, on every rank; or bring all "
-                "weights together with engine.save_16bit_model or hf_zero.utils.iter_full_params"
+                f"{path} was called by itself, and another stage of the pipeline holds it. Call the whole model, on every rank; or bring "
+                "all weights together with engine.save_16bit_model"
             )
 
     def remove(self) -> None:
@@ -128,9 +128,9 @@ class OwnStages:
         """Calls of other stages are no work: transformers' layers shall not checkpoint them."""
         own = {call.path for call in plan.calls if self.placement.rank_of(call.stage) == self.rank}
         for path in self._originals:
-            module = self.model.get_submodule(path)
-            if path not in own and getattr(module, "gradient_checkpointing", False):
-                module.gradient_checkpointing = False
+            settings = vars(self.model.get_submodule(path))
+            if path not in own and settings.get("gradient_checkpointing"):
+                settings["gradient_checkpointing"] = False
 
 
 class Run:

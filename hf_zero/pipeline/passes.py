@@ -9,6 +9,7 @@ the schedule can be another.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,9 @@ class Passes:
         self._indices = own.placement.stages_of(own.rank)
         self._runs: dict[tuple[int, int], Run] = {}  # by stage and part
         self._ends: list[list[torch.Tensor]] = []  # per part, the differentiable tensors of the result
-        self._here: dict[tuple[int, int], list[torch.Tensor]] = {}  # what goes from a stage of this rank to another, by where and which part
+        self._here: dict[
+            tuple[int, int], list[torch.Tensor]
+        ] = {}  # what goes from a stage of this rank to another, by where and which part
         self.ends_here = own.placement.rank_of(plan.stages - 1) == own.rank
 
     # -- forward ------------------------------------------------------------------------------------------------------------
@@ -51,7 +54,7 @@ class Passes:
         grad, results = torch.is_grad_enabled(), []
         for index in self._indices:
             for place, part in enumerate(parts):
-                run = self._own.run(self._plan, index, lambda metas, at=(index, place): self._incoming(at, metas, grad), forward, part)
+                run = self._own.run(self._plan, index, partial(self._incoming, (index, place), grad), forward, part)
                 self._pass_on((index + 1, place), run.sent)
                 if grad:
                     self._runs[index, place] = run
@@ -60,7 +63,7 @@ class Passes:
         self._link.settle("activations to the next stage")
         return results
 
-    def _incoming(self, at: tuple[int, int], metas: Sequence[torch.Tensor], grad: bool) -> list[torch.Tensor]:
+    def _incoming(self, at: tuple[int, int], grad: bool, metas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         source = self._own.placement.rank_of(at[0] - 1)
         if source == self._own.rank:
             waiting = self._here[at]

@@ -10,12 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 # What these read of a tensor is known before its values are.
 _KNOWN = {
-    torch.Tensor.shape.__get__,
-    torch.Tensor.dtype.__get__,
-    torch.Tensor.device.__get__,
-    torch.Tensor.ndim.__get__,
-    torch.Tensor.layout.__get__,
-    torch.Tensor.is_cuda.__get__,
+    *(vars(torch._C.TensorBase)[name].__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda")),
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.numel,
@@ -50,7 +45,7 @@ class PendingTensor(torch.Tensor):
             self._value = self._fetch()
         return self._value
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """The values if they are here, else the shape."""
         if self._value is not None:
             return repr(self._value)
@@ -65,6 +60,6 @@ class PendingTensor(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         args, kwargs = tree_map_only(PendingTensor, lambda pending: pending.value, (args, dict(kwargs or {})))
         return func(*args, **kwargs)

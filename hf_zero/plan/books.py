@@ -19,14 +19,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from hf_zero import observe
-from hf_zero.profiling.costs import FORMULAS
+from hf_zero.profiling.costs import COUNTED
 from hf_zero.system.planning import place
 
-KINDS = ("parameters", "gradients", "masters", "moments", "gathered", "activations", "logits", "communication", "other")
-TIERS = ("device", "host", "disk")
 NOWHERE = "nowhere"
 """The tier of what stands for values that come from elsewhere, piece by piece: weights before an engine has them."""
 
@@ -35,7 +32,6 @@ _FIRST_ADDRESS = 1 << 50  # where no process has memory
 _COPY_TO = torch.ops.aten._to_copy.default
 _COPIES = (_COPY_TO, torch.ops.aten.copy_.default)
 _DEVICE_OF = torch.ops.prim.device.default
-_FORMULAS = {**flop_registry, **{packet: shape_wrapper(formula) for packet, formula in FORMULAS.items()}}
 _NUMBER_OF = torch.ops.aten._local_scalar_dense.default
 
 
@@ -148,7 +144,7 @@ class Books(TorchDispatchMode):
         return result
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        formula = _FORMULAS.get(func._overloadpacket)
+        formula = COUNTED.get(func._overloadpacket)
         if formula is not None:
             self.work.flops += formula(*args, **kwargs, out_val=result)
             self.work.operations += 1

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from hf_zero.plan.books import TIERS
+from hf_zero.core.holdings import TIERS
 from hf_zero.plan.prediction import Prediction
 from hf_zero.plan.run import MicroStep
 

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hf_zero.plan.books import KINDS, TIERS, Change, Storage
+from hf_zero.core.holdings import KINDS, TIERS
+from hf_zero.plan.books import Change, Storage
 from hf_zero.plan.quantities import size_text
 from hf_zero.plan.run import Cluster, Observation
 

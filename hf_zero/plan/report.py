@@ -6,8 +6,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from hf_zero.core.holdings import KINDS, TIERS
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.plan.books import KINDS, TIERS
 from hf_zero.plan.prediction import Prediction, host_limit, levels
 from hf_zero.plan.quantities import size_text
 

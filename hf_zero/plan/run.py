@@ -17,6 +17,7 @@ from hf_zero import observe
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.comm.topology import Topology
 from hf_zero.config.mesh import requested_slices
+from hf_zero.core.holdings import holdings, loose_tensors
 from hf_zero.deepspeed.initialize import initialize
 from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
 from hf_zero.plan.attention import device_attention
@@ -274,22 +275,13 @@ class _Run:
 
     def _mark_owned(self, engine: Any) -> None:
         """Says what the tensors that stay are for, and where."""
-        mark = self.books.mark
-        for unit in engine.units:
-            gathered = unit.reshards and not unit.pinned
-            mark([unit.whole.flat], "gathered" if gathered else "parameters")
-            mark([unit.secondary._part], "parameters")
-            if unit.master is not unit.shard:
-                mark([unit.master], "masters")
-            mark([unit.shard], "parameters")
-        mark((value for state in engine.optimizer.inner.state.values() for value in state.values()), "moments")
-        mark((value for segment in engine.optimizer.segments for value in segment.state.values()), "moments")
-        loose = [tensor for tensor in engine.module.parameters() if tensor.numel()]
+        for held in holdings(engine.units, engine.optimizer):
+            self.books.mark([held.tensor], held.kind)
         known = {id(entry) for unit in engine.units if (entry := self.books.of(unit.whole.flat)) is not None}
-        for tensor, kind in [*((tensor, "parameters") for tensor in loose), *((tensor, "other") for tensor in engine.module.buffers())]:
-            entry = self.books.of(tensor)
+        for held in loose_tensors(engine.module):
+            entry = self.books.of(held.tensor)
             if entry is not None and id(entry) not in known:
-                entry.kind, entry.tier = kind, "device"
+                entry.kind, entry.tier = held.kind, "device"
 
     # -- what comes of it -------------------------------------------------------------------------------------------------
 

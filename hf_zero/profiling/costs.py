@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, shape_wrapper
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.comm.device import default_device
+from hf_zero.core.schedule.torch_internals import in_backward
 from hf_zero.core.units.unit import full_shape
 
 
@@ -39,6 +41,40 @@ FORMULAS = {
     )
     if (packet := getattr(torch.ops.aten, name, None)) is not None and packet not in flop_registry
 }
+
+
+COUNTED: dict[Any, Callable[..., int]] = {**flop_registry, **{packet: shape_wrapper(formula) for packet, formula in FORMULAS.items()}}
+"""Operations of one kernel by its packet: called with its arguments and ``out_val=`` its result."""
+
+
+class ModelOperations(TorchDispatchMode):
+    """Operations that torch executes while it is entered, those apart that backward computes a second time.
+
+    The formulae are those of ``torch.utils.flop_counter``, a multiplication and an addition each. What runs inside a backward with
+    gradients on is a recomputation (activation checkpointing): no part of what the model needs.
+
+    Attributes:
+        needed: Operations of forward and backward.
+        recomputed: Operations of recomputations.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.needed = 0
+        self.recomputed = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one operation and counts it."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        formula = COUNTED.get(func._overloadpacket)
+        if formula is not None:
+            operations = formula(*args, **kwargs, out_val=result)
+            if in_backward() and torch.is_grad_enabled():
+                self.recomputed += operations
+            else:
+                self.needed += operations
+        return result
 
 
 class _Untracked(AbstractContextManager["_Untracked"]):
@@ -186,11 +222,11 @@ class CostRecorder:
         return (self._counter.total if self._counter is not None else 0) - self._left_out
 
     def _enter(self, module: nn.Module, _arguments: Any) -> None:
-        if not _in_backward():
+        if not in_backward():
             self._frames.append(_Frame(module, self._counted(), _now()))
 
     def _leave(self, module: nn.Module, _arguments: Any, _output: Any) -> None:
-        if _in_backward() or not self._frames or self._frames[-1].module is not module:
+        if in_backward() or not self._frames or self._frames[-1].module is not module:
             return
         frame = self._frames.pop()
         if isinstance(module, self._ignored):
@@ -206,10 +242,6 @@ class CostRecorder:
 def count_params(module: nn.Module) -> int:
     """Elements of all parameters, sharded ones whole, shared ones once."""
     return sum(full_shape(param).numel() for param in module.parameters())
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _now() -> float:

@@ -8,7 +8,7 @@ import string
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hf_zero.config.checks import ONLY_OF
@@ -18,6 +18,7 @@ from hf_zero.config.resolve import resolve
 from hf_zero.config.schema.fields import Section
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.errors import ConfigError
+from tests.support.drawn import drawn
 
 PATHS = [path for path, key in all_keys().items() if not any(mark in path for mark in ("*", "<", "[]"))]
 OF_ONE_TYPE = {f"optimizer.params.{name}" for name in ONLY_OF}  # refused beside any other optimizer
@@ -66,7 +67,7 @@ def one_typo(draw: st.DrawFn, word: str) -> str:
     return word[:at] + word[at + 1 : at + 2] + word[at] + word[at + 2 :]
 
 
-@settings(max_examples=300, deadline=None)
+@drawn(100, 300)
 @given(st.data())
 def test_a_typo_at_any_level_is_caught(data: st.DataObject) -> None:
     """At the top level and in free sections, where unlike keys are allowed, names of one to three letters are out of reach."""
@@ -87,7 +88,7 @@ def test_a_typo_at_any_level_is_caught(data: st.DataObject) -> None:
     assert f"`{wrong}` is unknown" in str(error.value)
 
 
-@settings(max_examples=100, deadline=None)
+@drawn(40, 100)
 @given(st.text(min_size=1, max_size=20), st.sampled_from(["zero_optimization", "fp16", "tensorboard", "data_types"]))
 def test_no_unknown_key_passes_inside_a_section(key: str, section: str) -> None:
     assume(key not in spellings_of(section_of([section])))
@@ -142,7 +143,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     return config
 
 
-@settings(max_examples=150, deadline=None)
+@drawn(50, 150)
 @given(configs(), st.integers(1, 4))
 def test_resolving_again_changes_nothing(config: dict[str, Any], world_size: int) -> None:
     before = copy.deepcopy(config)
@@ -154,13 +155,13 @@ def test_resolving_again_changes_nothing(config: dict[str, Any], world_size: int
     assert config == before == first.raw
 
 
-@settings(max_examples=50, deadline=None)
+@drawn(25, 50)
 @given(configs())
 def test_every_form_reads_the_same(config: dict[str, Any]) -> None:
     assert read_config(json.dumps(config)) == read_config(config)
 
 
-@settings(max_examples=100, deadline=None)
+@drawn(40, 100)
 @given(configs())
 def test_no_auto_is_left(config: dict[str, Any]) -> None:
     resolved = resolve(config, sources={"hidden_size": 8, "learning_rate": 1e-3}, match_sources=False)

@@ -83,12 +83,21 @@ def test_unlike_key_at_the_top_is_a_warning(key: str) -> None:
     ],
 )
 def test_dotted_keys_at_the_top_change_nothing(key: str) -> None:
-    """TRL writes three of them, one with a fractional value, beside nested keys that may still be "auto"."""
     config = {key: 921.6, "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
     resolved = resolve(config)
     assert len(resolved.warnings) == 1
     assert resolved.config.zero_optimization.reduce_bucket_size == 500_000_000
     assert not resolved.config.fp16.enabled
+
+
+def test_what_trl_adds_for_a_reference_model_is_no_warning() -> None:
+    """Three dotted keys that have no effect with DeepSpeed either, beside nested ones that may still be "auto"; strict runs pass too."""
+    added = {"reduce_bucket_size": 4096, "stage3_param_persistence_threshold": 640, "stage3_prefetch_bucket_size": 3686.4}
+    config = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}} | {
+        f"zero_optimization.{name}": value for name, value in added.items()
+    }
+    resolved = resolve(config, strict=True)
+    assert resolved.warnings == [] and resolved.config.zero_optimization.reduce_bucket_size == 500_000_000
 
 
 def test_strict_makes_warnings_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,7 +233,7 @@ def zero3_run(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
     """One run at stage 3 with every tracker and a checkpoint in the middle of each epoch: its folder and what it printed."""
     folder = tmp_path_factory.mktemp("zero3")
     flags = ("--checkpointing_steps", "8", "--with_tracking", "--report_to", "all")
-    return folder, launch(EXAMPLE / "accelerate_zero3.yaml", text_file, folder, *flags, start=launch_script)
+    return folder, launch(EXAMPLE / "accelerate_zero3.yaml", text_file, folder, *flags)
 
 
 @pytest.mark.timeout(RUN_SECONDS)

@@ -35,8 +35,10 @@ def test_the_mesh_divides_shard_groups_by_experts() -> None:
         solve([*said, Claim("ep", 4, "DistributedConfig.ep_size")], 4)
     with pytest.raises(UnsupportedError, match="expert and tensor parallelism"):
         solve([*said, Claim("tp", 2, "tensor_parallel.autotp_size")], 4)
-    with pytest.raises(UnsupportedError, match="2 shard groups is not provided"):
-        solve([*said, Claim("dp_replicate", 2, "dp_replicate_size")], 4)
+    groups = solve([*said, Claim("dp_replicate", 2, "dp_replicate_size")], 4)
+    assert (groups.ep, groups.dp_replicate, groups.dp_shard, groups.replicas) == (2, 2, 2, 4)
+    with pytest.raises(ConfigError, match="ep 2 does not divide the 1 ranks that parameters are sharded over; ep 1 would fit"):
+        solve([*said, Claim("dp_replicate", 4, "dp_replicate_size")], 4)
 
 
 def test_typed_arguments(tmp_path: Path) -> None:
@@ -79,12 +81,8 @@ def check_refusals() -> None:
     refused(UnsupportedError, "experts are whole on their rank", build(MIXTRAL), _experts(expert_tensor_parallel_size=2))
     refused(UnsupportedError, "auxiliary loss balances", build(MIXTRAL), _experts(load_balance_coeff=0.1))
     refused(UnsupportedError, r"tokens cannot be sent to their experts", nn.Sequential(OwnStack(), nn.Linear(4, 4)), _experts())
-    for zero in ({"zero_quantized_gradients": True}, {"zero_quantized_weights": True}, {"zero_hpz_partition_size": 2}):
-        key = next(iter(zero))
-        refused(UnsupportedError, key, build(MIXTRAL), {**_experts(), "zero_optimization": {"stage": 3, **zero}})
-    for kind in ("Muon", "Lamb"):
-        optimizer = {"type": kind, "params": {"lr": 1e-3}}
-        refused(UnsupportedError, "expert parallelism is not provided", build(MIXTRAL), {**_experts(), "optimizer": optimizer})
+    node_local = {**_experts(), "checkpoint": {"use_node_local_storage": True}}
+    refused(UnsupportedError, "use_node_local_storage and expert parallelism", build(MIXTRAL), node_local)
     one_bit = {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 2}}
     refused(UnsupportedError, "OneBitAdam with expert parallelism", build(MIXTRAL), {**_experts(), "optimizer": one_bit})
     _check_divided_once()

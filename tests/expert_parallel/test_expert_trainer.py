@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hf_zero.errors import StateError
 from tests.support import ranks
-from tests.support.experts import build
+from tests.support.experts import build, with_adapters
 from tests.support.tp_trainer import EVALUATED, arguments, losses, norms, rows, zero_config
 
 NAME = "MixtralForCausalLM"
@@ -22,12 +22,36 @@ def test_trainer_trains_as_without_and_saves_the_whole_model(tmp_path: Path) -> 
     ranks.run_ranks(check_trainer, 2, str(tmp_path), group=False)
 
 
-def _trainer(folder: Path, stage: int, size: int, seed: int = 0, **options: Any) -> Any:
+def test_trainer_saves_adapters_of_experts(tmp_path: Path) -> None:
+    ranks.run_ranks(check_adapters, 2, str(tmp_path), group=False)
+
+
+def check_adapters(folder: str) -> None:
+    """LoRA on experts that are divided trains and is saved as LoRA on whole ones."""
+    from safetensors.torch import load_file
+
+    place, found = Path(folder), {}
+    for size, stage in ((2, 3), (1, 2)):
+        trainer = _trainer(place / f"run{size}", stage, size, adapted=True)
+        trainer.train()
+        trainer.save_model(str(place / f"{size}"))
+        dist.barrier()
+        found[size] = losses(trainer), norms(trainer), load_file(place / f"{size}" / "adapter_model.safetensors")
+    for mine, theirs in zip(found[2][:2], found[1][:2], strict=True):
+        _close(mine, theirs)
+    saved, other = found[2][2], found[1][2]
+    assert saved.keys() == other.keys() and any("experts" in name for name in saved)
+    assert all((value - other[name]).abs().mean() < 1e-4 for name, value in saved.items())
+
+
+def _trainer(folder: Path, stage: int, size: int, seed: int = 0, adapted: bool = False, **options: Any) -> Any:
     from transformers import Trainer
 
     config = {**zero_config(stage, 1), "expert_parallel": {"enabled": size > 1, "autoep_size": size}}
     args = arguments(str(folder), config, **options)
     model = build(NAME, {"use_cache": False, "output_router_logits": True})
+    if adapted:
+        model = with_adapters(model, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
     if seed:
         with torch.no_grad():
             for param in model.parameters():

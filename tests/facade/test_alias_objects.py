@@ -189,6 +189,14 @@ def test_clones_own_exactly_their_elements() -> None:
         assert clone.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
 
 
+def test_clones_of_tied_weights_are_tied() -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+    copy = clone_tensors_for_torch_save({"embedding": weight, "head": weight.data, "row": weight.data[0], "turned": weight.data.t()})
+    assert copy["embedding"] is copy["head"] and torch.equal(copy["head"], weight)
+    assert len({copy[name].data_ptr() for name in ("head", "row", "turned")}) == 3
+    assert torch.equal(copy["row"], weight[0]) and torch.equal(copy["turned"], weight.t())
+
+
 def test_constructor_wrapper_sets_device_and_floating_dtype_only() -> None:
     construct = zero_wrapper_for_fp_tensor_constructor(torch.arange, torch.bfloat16, "meta")
     assert construct(3.0).dtype == torch.bfloat16 and construct(3.0).device.type == "meta"

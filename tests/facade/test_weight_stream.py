@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 import hf_zero
 from hf_zero.core.units.state import UnitState
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.utils import iter_full_params
-from tests.support import ranks
-
-_LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-
-
-def _llama() -> LlamaForCausalLM:
-    torch.manual_seed(7)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=50, **_LLAMA))
+from tests.support import ranks, streams
 
 
 def _gpt2() -> GPT2LMHeadModel:
@@ -34,24 +25,7 @@ def _gpt2() -> GPT2LMHeadModel:
 
 def _mixtral() -> MixtralForCausalLM:
     torch.manual_seed(7)
-    return MixtralForCausalLM(MixtralConfig(vocab_size=50, num_local_experts=4, **_LLAMA))
-
-
-def _engine(model: nn.Module, stage: int, **config: Any) -> Any:
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    sections = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": zero,
-        **config,
-    }
-    return hf_zero.initialize(model=model, config=sections)[0]
-
-
-def _train(engine: Any) -> None:
-    tokens = torch.arange(8).view(1, 8) + ranks.rank()
-    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-    engine.step()
+    return MixtralForCausalLM(MixtralConfig(vocab_size=50, num_local_experts=4, **streams.LLAMA))
 
 
 def _all_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -62,9 +36,9 @@ def _all_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 def _follows_training() -> None:
     for stage, dtype in ((0, None), (2, None), (3, None), (3, torch.bfloat16)):
-        engine = _engine(_gpt2(), stage)
+        engine = streams.engine_of(_gpt2(), stage)
         for _ in range(2):
-            _train(engine)
+            streams.train(engine)
             expected = {name: hf_zero.utils.safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
             wanted = {name: value.to(dtype) if dtype else value for name, value in expected.items()}
             whole = [unit for unit in engine.units if unit.state is UnitState.UNSHARDED]
@@ -85,16 +59,6 @@ def test_weights_of_a_model_in_training(world: int) -> None:
     ranks.run_ranks(_follows_training, world)
 
 
-def _lora(model: nn.Module, **settings: Any) -> Any:
-    options = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"], **settings}
-    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
-    torch.manual_seed(11)
-    for name, param in adapted.named_parameters():
-        if "lora_B" in name or "modules_to_save" in name:
-            nn.init.normal_(param, std=0.1)
-    return adapted
-
-
 def _merges() -> None:
     for stage, settings in (
         (0, {}),
@@ -102,13 +66,13 @@ def _merges() -> None:
         (3, {"use_dora": True}),
         (3, {"target_modules": ["embed_tokens", "v_proj"], "use_rslora": True}),
     ):
-        model = _lora(_llama(), **settings)
+        model = streams.lora(streams.llama(), **settings)
         merged = copy.deepcopy(model).merge_and_unload()
         before = {name: param.detach().clone() for name, param in model.named_parameters()}
-        engine = _engine(model, stage)
+        engine = streams.engine_of(model, stage)
         _all_same(dict(iter_full_params(engine, bucket_bytes=4096)), {name: value.detach() for name, value in merged.named_parameters()})
         _all_same(dict(iter_full_params(engine, merge_adapters=False)), before)
-        _train(engine)  # nothing is left merged
+        streams.train(engine)  # nothing is left merged
         assert all(not part.merged for part in engine.module.modules() if isinstance(part, peft.tuners.lora.LoraLayer))
         engine.destroy()
 
@@ -121,7 +85,7 @@ def _as_files(folder: str) -> None:
     model = _mixtral()
     if ranks.rank() == 0:
         model.save_pretrained(folder)
-    engine = _engine(model, 3)
+    engine = streams.engine_of(model, 3)
     found = dict(iter_full_params(engine, bucket_bytes=1 << 14))
     torch.distributed.barrier()
     files = load_file(f"{folder}/model.safetensors")
@@ -134,18 +98,18 @@ def test_names_and_shapes_are_those_of_the_checkpoint(tmp_path: Path) -> None:
 
 
 def _on_one_rank() -> int:
-    engine = _engine(_llama(), 3)
+    engine = streams.engine_of(streams.llama(), 3)
     return sum(1 for _ in iter_full_params(engine, rank0_only=True))
 
 
 def test_the_first_rank_alone_may_take_them() -> None:
     first, second = ranks.run_ranks(_on_one_rank, 2)
-    assert first == len(list(_llama().named_parameters())) and second == 0
+    assert first == len(list(streams.llama().named_parameters())) and second == 0
 
 
 def _split() -> None:
-    expected = {name: value.detach() for name, value in _llama().named_parameters()}
-    engine = _engine(_llama(), 3, tensor_parallel={"autotp_size": 2})
+    expected = {name: value.detach() for name, value in streams.llama().named_parameters()}
+    engine = streams.engine_of(streams.llama(), 3, tensor_parallel={"autotp_size": 2})
     _all_same(dict(iter_full_params(engine)), expected)
 
 
@@ -154,10 +118,10 @@ def test_tensor_parallel_shards_are_joined() -> None:
 
 
 def _refusals() -> None:
-    engine = _engine(_llama(), 3)
+    engine = streams.engine_of(streams.llama(), 3)
     stream = iter_full_params(engine, bucket_bytes=1)
     next(stream)
-    _train(engine)
+    streams.train(engine)
     with pytest.raises(StateError, match=r"step\(\) was called before all weights had come"):
         list(stream)
     assert len(list(iter_full_params(engine))) == len(list(engine.module.parameters()))
@@ -165,11 +129,11 @@ def _refusals() -> None:
         iter_full_params(engine, bucket_bytes=0)
     engine.module.model.layers[1].register_forward_pre_hook(lambda *_: list(iter_full_params(engine)) and None)
     with pytest.raises(StateError, match="a forward or backward is under way"):
-        _train(engine)
+        streams.train(engine)
     engine.destroy()
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(UnsupportedError, match="PROMPT_TUNING: prompts are no part of a layer"):
-        iter_full_params(_engine(peft.get_peft_model(_llama(), prompts), 2))
+        iter_full_params(streams.engine_of(peft.get_peft_model(streams.llama(), prompts), 2))
 
 
 def test_what_cannot_be_streamed_is_one_error() -> None:

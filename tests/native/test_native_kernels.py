@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from hf_zero import native
 from hf_zero.errors import HfZeroError
 from hf_zero.native.crc32 import crc32_chunks, crc32_chunks_reference
 from hf_zero.native.library import Library
+from tests.support.drawn import drawn
 from tests.support.native import isa, needs_library, same_bits, sizes, values
 
 __all__ = ["isa"]
 
-FIXED = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+FIXED = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
 HALF = [torch.bfloat16, torch.float16]
 common = st.fixed_dictionaries(
     {
@@ -51,7 +52,7 @@ def copy(given_tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
 
 
 @given(count=sizes(), case=common, betas=st.sampled_from([(0.9, 0.99), (0.95, 0.3)]))
-@settings(max_examples=25, **FIXED)
+@drawn(12, 25, **FIXED)
 def test_lion_equals_its_reference_bit_for_bit(isa: str, count: int, case: dict[str, Any], betas: tuple[float, float]) -> None:
     ours = tensors(count, case)
     theirs = copy(ours)
@@ -70,7 +71,7 @@ def close(one: torch.Tensor | None, other: torch.Tensor | None) -> None:
 
 
 @given(count=sizes(), case=common)
-@settings(max_examples=25, **FIXED)
+@drawn(12, 25, **FIXED)
 def test_adagrad_equals_its_reference(isa: str, count: int, case: dict[str, Any]) -> None:
     case = case | {"grad_factor": 1 / 4096}
     ours = tensors(count, case, positive_state=True, finite=True)
@@ -84,7 +85,7 @@ def test_adagrad_equals_its_reference(isa: str, count: int, case: dict[str, Any]
 
 
 @given(count=sizes(), case=common, first=st.booleans(), nesterov=st.booleans(), dampening=st.sampled_from([0.0, 0.3]))
-@settings(max_examples=25, **FIXED)
+@drawn(12, 25, **FIXED)
 def test_sgd_equals_its_reference(isa: str, count: int, case: dict[str, Any], first: bool, nesterov: bool, dampening: float) -> None:
     generator = torch.Generator().manual_seed(case["seed"])
     ours = tensors(count, case, finite=True)
@@ -117,7 +118,7 @@ def test_adagrad_and_sgd_have_torch_fused_bits(isa: str) -> None:
 
 
 @given(count=sizes(), dtype=st.sampled_from([torch.float32, *HALF]), seed=st.integers(0, 1000), offset=st.integers(0, 17))
-@settings(max_examples=25, **FIXED)
+@drawn(12, 25, **FIXED)
 def test_squared_norm_equals_its_reference(isa: str, count: int, dtype: torch.dtype, seed: int, offset: int) -> None:
     data = values(count, seed, dtype=dtype, offset=offset)
     one, other = native.squared_norm(data), native.squared_norm(data, threads=3)
@@ -126,7 +127,7 @@ def test_squared_norm_equals_its_reference(isa: str, count: int, dtype: torch.dt
 
 
 @given(count=st.integers(1, 200_000), bad=st.sampled_from([math.inf, -math.inf, math.nan]), place=st.floats(0, 1, exclude_max=True))
-@settings(max_examples=25, **FIXED)
+@drawn(12, 25, **FIXED)
 def test_squared_norm_is_finite_if_and_only_if_every_element_is(isa: str, count: int, bad: float, place: float) -> None:
     data = torch.full((count,), 3.0e38)
     assert math.isfinite(native.squared_norm(data))
@@ -168,7 +169,7 @@ def test_neighbours_of_every_tie_round_as_torch_does(isa: str, dtype: torch.dtyp
 
 
 @given(count=sizes(), dtype=st.sampled_from(HALF), seed=st.integers(0, 1000), offset=st.integers(0, 17))
-@settings(max_examples=25, **FIXED)
+@drawn(12, 25, **FIXED)
 def test_conversion_equals_torch(isa: str, count: int, dtype: torch.dtype, seed: int, offset: int) -> None:
     bits = torch.randint(-(2**31), 2**31, (offset + count,), generator=torch.Generator().manual_seed(seed), dtype=torch.int64)
     source = bits.to(torch.int32).view(torch.float32)[offset:]
@@ -199,7 +200,7 @@ def test_variable_chooses_and_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(count=sizes(200_000), offset=st.integers(0, 17), chunk=st.sampled_from([1, 100, 127, 128, 4096, 65536]), seed=st.integers(0, 100))
-@settings(max_examples=25, **FIXED)
+@drawn(12, 25, **FIXED)
 def test_crc32_equals_zlib(isa: str, count: int, offset: int, chunk: int, seed: int) -> None:
     count = count if chunk > 1 else count % 300
     data = memoryview(random.Random(seed).randbytes(offset + count))[offset:]

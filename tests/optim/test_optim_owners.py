@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_zero.core.optimizer.owners import assign_owners, holders
+from hf_zero.core.optimizer.owners import assign_owners, holders, spread_of
 from hf_zero.core.optimizer.tensor_moves import TensorMoves
 from hf_zero.core.units.layout import FROZEN, UnitLayout, build_layout
 from tests.support import ranks
@@ -32,10 +32,10 @@ def test_every_trained_parameter_has_one_owner_and_no_rank_more_than_a_share_and
 ) -> None:
     for sharded in (1, world):
         made = layouts(units, sharded, frozen)
-        owned = assign_owners(made, world)
+        owned = assign_owners(spread_of(made, world), world)
         wanted = [slot.name for layout in made for slot in layout.slots if slot.group != FROZEN and slot.numel]
         assert [entry.slot.name for entry in owned] == wanted
-        assert owned == assign_owners(made, world)
+        assert owned == assign_owners(spread_of(made, world), world)
         sizes = [entry.slot.numel for entry in owned]
         for rank in range(world):
             load = sum(entry.slot.numel for entry in owned if entry.rank == rank)
@@ -55,15 +55,15 @@ def test_equal_blocks_stay_where_they_are() -> None:
     """Four equal parameters on four ranks: each shard holds one, and nothing would travel."""
     made = layouts([[[4, 4]] * 4] * 3, 4)
 
-    for entry in assign_owners(made, 4):
-        assert entry.slot.range.intersect(made[entry.unit].shard_range(entry.rank)).numel == 16
+    for entry in assign_owners(spread_of(made, 4), 4):
+        assert entry.spread.pieces[entry.rank].inside.numel == 16
 
 
 def _there_and_back(stage: int) -> tuple[int, int]:
     """What is collected is whole; what is scattered is what was collected; returns bytes sent and elements of the shards."""
     engine = start("RowScaled", CASES["odd_mlp"], Run(stage=stage))
     net = engine.collectives
-    owned = assign_owners([unit.layout for unit in engine.optimizer.units], net.world)
+    owned = assign_owners(spread_of([unit.layout for unit in engine.optimizer.units], net.world), net.world)
     sent, numel = net.sent_bytes, 0
     for index, unit in enumerate(engine.optimizer.units):
         moves = TensorMoves(unit, [entry for entry in owned if entry.unit == index], net)
@@ -71,10 +71,10 @@ def _there_and_back(stage: int) -> tuple[int, int]:
         flat = numbers[unit.owned.start : unit.owned.stop].clone()
         tensors, pending = moves.collect(flat, "test")
         pending.wait()
-        for slot in moves.own:
-            assert torch.equal(tensors[slot.offset], numbers[slot.range.start : slot.range.stop].view(slot.shape))
+        for slot in (entry.slot for entry in moves.own):
+            assert torch.equal(tensors[slot.name], numbers[slot.range.start : slot.range.stop].view(slot.shape))
         target = -torch.ones_like(flat)
-        moves.scatter({offset: tensor + 0.5 for offset, tensor in tensors.items()}, target, "test").wait()
+        moves.scatter({name: tensor + 0.5 for name, tensor in tensors.items()}, target, "test").wait()
         expected = -torch.ones_like(numbers)
         for slot in unit.layout.slots:
             expected[slot.range.start : slot.range.stop] = numbers[slot.range.start : slot.range.stop] + 0.5

@@ -31,11 +31,16 @@ LOCAL_NAMES = (
     "demo",
     "f1_accuracy",
     "model",
+    "policy",
     "run_clm",
     "run_mlm_no_trainer",
     "run_sft",
+    "senders",
+    "server",
     "sft_data",
     "task",
+    "train",
+    "weight_group",
 )
 
 

@@ -39,6 +39,15 @@ def lopsided(name: str) -> Feed:
     return feed
 
 
+def with_adapters(model: Any, **targets: Any) -> nn.Module:
+    """PEFT's LoRA, with fixed weights that are not zero."""
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, **targets))
+
+
 def with_experts(run: Run, size: int) -> Run:
     """``run`` with experts divided over ``size`` ranks."""
     return replace(run, extra={**run.extra, "expert_parallel": {"enabled": True, "autoep_size": size}})

@@ -44,8 +44,12 @@ def launch_on_ranks(
         flags: Of the launcher.
         **environment: More variables.
     """
-    variables = {**accelerate_environment(config, flags), **environment}
-    return "".join(ranks.run_ranks(_run, world, script, words, timeout=240, group=group, env=variables))
+    return run_on_ranks(script, *words, group=group, world=world, **accelerate_environment(config, flags), **environment)
+
+
+def run_on_ranks(script: Path, *words: str, group: bool = False, world: int = 2, **environment: str) -> str:
+    """What ``torchrun --nproc_per_node world script words`` prints, on ranks of the pool; arguments as of ``launch_on_ranks``."""
+    return "".join(ranks.run_ranks(_run, world, script, words, timeout=240, group=group, env=environment))
 
 
 def _run(script: Path, words: Sequence[str]) -> str:

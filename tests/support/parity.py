@@ -317,8 +317,10 @@ def whole_experts(parameter: nn.Parameter, value: Tensor) -> Tensor:
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, ([(found.start, found.stop) for found in part.ranges], value))
     for ranges, values in parts:
+        first = 0
         for start, stop in ranges:
-            whole[start:stop] = values
+            whole.narrow(part.dim, start, stop - start).copy_(values.narrow(part.dim, first, stop - start))
+            first += stop - start
     return whole
 
 

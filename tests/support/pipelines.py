@@ -29,7 +29,9 @@ def replica(stages: int, tp: int) -> int:
     return ranks.rank() % (ranks.world() // stages) // tp
 
 
-def train(case: ModelCase, run: Run, stages: int, tp: int = 1, **section: Any) -> tuple[list[float], list[float], dict[str, Tensor] | None, Any]:
+def train(
+    case: ModelCase, run: Run, stages: int, tp: int = 1, **section: Any
+) -> tuple[list[float], list[float], dict[str, Tensor] | None, Any]:
     """Losses and norms of every step, the joined weights on rank 0, and the engine."""
     run = with_stages(run, stages, tp, **section)
     engine = parity.initialize(case.build(), run)
@@ -75,7 +77,9 @@ def check_schedule(case: ModelCase, run: Run, stages: int, name: str, each: int 
     engine = parity.initialize(case.build(), replace(run, extra={**run.extra, "pipeline": section}))
     losses, norms = [], []
     for step in range(run.steps):
-        batches = [parity.prepare(case.rows(step, micro, replica(stages, 1)), parity.DTYPES[run.dtype]) for micro in range(run.accumulation)]
+        batches = [
+            parity.prepare(case.rows(step, micro, replica(stages, 1)), parity.DTYPES[run.dtype]) for micro in range(run.accumulation)
+        ]
         losses.append(parity.mean_over_ranks([float(backward_of(engine, batches))]))
         engine.step()
         norms.append(parity.as_float(engine.get_global_grad_norm()))

@@ -40,7 +40,7 @@ PRELOAD = (
         f"transformers.models.{name}.modeling_{name}"
         for name in ("gpt2", "llama", "t5", "bart", "albert", "mixtral", "deberta_v2", "blenderbot", "vit")
     ),
-    *("tests.support.parity", "tests.support.preloaded"),
+    *("transformers.trainer", "tests.support.parity", "tests.support.preloaded"),
 )
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GRACE_SECONDS = 5.0  # what the other ranks get to report after one rank has failed
@@ -307,6 +307,7 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int, folder: str)
     import torch
 
     torch.set_num_threads(1)
+    _share_gloo_thread()
     gc.freeze()  # what was imported stays; collections between jobs need not look at it
     _FACTORIES.update({name: getattr(torch, name) for name in ("empty", "zeros", "ones", "full", "tensor", "arange")})
     stack = open(os.path.join(folder, f"stack_{rank}"), "w")  # noqa: SIM115 - lives as long as the process
@@ -316,7 +317,11 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int, folder: str)
     os.dup2(log, 2)
     sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), line_buffering=True)
     sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), line_buffering=True)
+    imported = len(sys.modules)
     while True:
+        if len(sys.modules) > imported:  # by the last job, whose garbage is gone
+            gc.freeze()
+            imported = len(sys.modules)
         try:
             job: Job = pickle.loads(pipe.recv_bytes())
         except EOFError:
@@ -327,6 +332,26 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int, folder: str)
         except BaseException:  # a rank reports whatever happened, SystemExit included
             answer = pickle.dumps(("error", traceback.format_exc()))
         pipe.send_bytes(answer)
+
+
+def _share_gloo_thread() -> None:
+    """All process groups of this rank use one thread of gloo.
+
+    Each would start its own, which wakes a hundred times a second until nothing refers to its group any more: after some hundred jobs
+    these threads take more of the processors than the tests.
+    """
+    from torch.distributed import ProcessGroupGloo
+
+    construct, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
+
+    def construct_shared(group: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        if os.environ.get("TORCH_GLOO_LAZY_INIT"):  # connects on use, which takes a device of another kind
+            return construct(group, store, rank, size, timeout)
+        options = ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = [device], 2, timeout
+        return construct(group, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = construct_shared
 
 
 def _run(job: Job, rank: int, world_size: int) -> tuple[Any, collective_order.Record]:

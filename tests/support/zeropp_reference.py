@@ -22,7 +22,8 @@ Places = list[tuple[int, list[tuple[str, int, int]]]]  # per unit: padded elemen
 @dataclass(frozen=True)
 class Settings:
     """What is quantized, and the hyper-parameters. ``keep`` None keeps no error; ``node`` ranks of each node add up what they
-    send before it crosses, coded once more, to the others; 0 is one hop. Each shard group of ``group`` ranks holds everything; 0 is one."""
+    send before it crosses, coded once more, to the others; 0 is one hop. Each shard group of ``group`` ranks holds everything; 0 is one.
+    Units whose position is in ``plain`` are never coded."""
 
     world: int
     steps: int
@@ -39,6 +40,7 @@ class Settings:
     weight_decay: float = 0.05
     node: int = 0
     group: int = 0
+    plain: frozenset[int] = frozenset()
 
     @property
     def parts(self) -> int:
@@ -95,10 +97,10 @@ class Reference:
 
     def show(self) -> None:
         """Gives the model the weights that all ranks gather."""
-        for shown, master in zip(self.shown, self.masters, strict=True):
+        for index, (shown, master) in enumerate(zip(self.shown, self.masters, strict=True)):
             low = master.to(self.settings.dtype)
-            parts = low.chunk(self.settings.parts)
-            shown.copy_(torch.cat([code(part, 127).to(low.dtype) for part in parts]) if self.settings.weights else low)
+            parts, coded = low.chunk(self.settings.parts), self.settings.weights and index not in self.settings.plain
+            shown.copy_(torch.cat([code(part, 127).to(low.dtype) for part in parts]) if coded else low)
 
     def gradients(self, rank: int) -> list[Tensor]:
         """What this rank sends of each unit's gradient, in fp32, after the model's backward."""
@@ -110,7 +112,8 @@ class Reference:
                 if grad is not None:
                     flat[offset : offset + numel] = grad.reshape(-1)
                     self.params[name].grad = None
-            sent.append(self._send(flat.float(), self.errors[rank][index]))
+            plain = index in self.settings.plain
+            sent.append(flat.float() if plain else self._send(flat.float(), self.errors[rank][index]))
         return sent
 
     def _send(self, values: Tensor, error: Tensor) -> Tensor:

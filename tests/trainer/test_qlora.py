@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from hf_zero.zero import GatheredParameters
 from tests.support import ranks, trainers
 from tests.support.rows import slow_but
 
@@ -64,3 +67,55 @@ def _through_trainer(models: Path, folder: Path, stages: tuple[int, ...]) -> Non
 @pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
 def test_qlora_through_trainer(stage: int, trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_through_trainer, 2, trainer_models, tmp_path, (stage,))
+
+
+# ------------------------------------------------------------------------------------------------ loading
+
+
+def _load(source: Path, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantization = {"quantization_config": BitsAndBytesConfig(**options)} if options else {}
+    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **quantization)
+
+
+def _packed(model: nn.Module) -> dict[str, Any]:
+    return {name: param for name, param in model.named_parameters() if name.endswith("_proj.weight")}
+
+
+def _divided_while_loading(source: Path, folder: Path, options: dict[str, Any]) -> None:
+    """No rank ever has two whole quantized weights; what it keeps is its share of those that one process loads."""
+    with trainers.clean_state():
+        whole = _packed(_load(source, **options))
+        args = trainers.arguments(folder, trainers.zero_config(3))
+        seen: list[nn.Parameter] = []
+
+        def registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            if type(param) is type(next(iter(whole.values()))) and not param.is_meta:
+                held = [value for other in seen for value in (other, getattr(other, "CB", None)) if value is not None]
+                assert all(value.untyped_storage().nbytes() == 0 for value in held)
+                seen.append(param)
+
+        handle = register_module_parameter_registration_hook(registered)
+        model = _load(source, **options)
+        handle.remove()
+        found = _packed(model)
+        assert len(seen) == len(whole) == 14 and found.keys() == whole.keys()
+        assert all(param.numel() == 0 and param.untyped_storage().nbytes() == 0 for param in found.values())
+        units = {id(unit): unit for unit, _ in (param._hf_zero_owner for param in found.values())}
+        scales = sum(param.quant_state.absmax.nbytes for param in whole.values() if getattr(param, "quant_state", None) is not None)
+        nbytes = sum(param.nbytes for param in whole.values()) + scales
+        assert nbytes <= 2 * sum(unit.shard.nbytes for unit in units.values()) <= nbytes * 1.2
+        with GatheredParameters(list(found.values())):
+            assert all(torch.equal(param, whole[name]) for name, param in found.items())
+        assert args is not None
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "saved"])
+def test_each_rank_keeps_its_share_while_loading(kind: str, trainer_models: Path, tmp_path: Path) -> None:
+    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    options = {"nf4": nf4, "int8": {"load_in_8bit": True}, "saved": {}}[kind]
+    source = trainer_models / "llama"
+    if kind == "saved":  # weights that lie in the files quantized
+        _load(source, **nf4).save_pretrained(source := tmp_path / "packed")
+    ranks.run_ranks(_divided_while_loading, 2, source, tmp_path / "run", options)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import ranks, trainers
+from tests.support import ranks, trainers, trl_runs
 
-STEPS = 4
 LOGGED = ("loss", "grad_norm", "rewards/margins", "logps/chosen", "accuracy", "reward")
 
 
@@ -35,7 +33,7 @@ def _same_numbers(models: Path, folder: Path, kind: str, stages: tuple[int, ...]
             trainer = KINDS[kind](models, folder / f"{kind}{stage}", None if stage is None else trainers.zero_config(stage))
             trainer.train()
             found = [{key: entry[key] for key in LOGGED if key in entry} for entry in trainer.state.log_history if "loss" in entry]
-            assert len(found) == STEPS and all("grad_norm" in entry for entry in found)
+            assert len(found) == trl_runs.STEPS and all("grad_norm" in entry for entry in found)
             if expected is None:
                 expected = found
             else:
@@ -47,57 +45,28 @@ def _same_numbers(models: Path, folder: Path, kind: str, stages: tuple[int, ...]
 # ------------------------------------------------------------------------------------------------ trainers
 
 
-def tokenizer() -> Any:
-    """Words ``w0`` to ``w56`` and the special tokens of the tiny models."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["<pad>", "<unk>", "<2>", "<3>", "<4>", "<s>", "</s>"]
-    words = {word: index for index, word in enumerate(special + [f"w{index}" for index in range(trainers.VOCAB - len(special))])}
-    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", unk_token="<unk>", bos_token="<s>", eos_token="</s>")
-
-
-def _texts(count: int, words: int, seed: int) -> list[str]:
-    source = random.Random(seed)
-    return [" ".join(f"w{source.randrange(50)}" for _ in range(words + index % 3)) for index in range(count)]
-
-
-def _pairs() -> Any:
-    from datasets import Dataset
-
-    chosen, rejected = ([f" {text}" for text in _texts(48, 4, seed)] for seed in (2, 3))
-    return Dataset.from_dict({"prompt": _texts(48, 4, 1), "chosen": chosen, "rejected": rejected})
-
-
-def _options(folder: Path, config: Any, cls: Any, **changes: Any) -> Any:
-    common = {"max_steps": STEPS, "bf16": False, "gradient_checkpointing": False, "gradient_accumulation_steps": 1}
-    return trainers.arguments(folder, config, cls, **(common | changes))
-
-
 def _sft(models: Path, folder: Path, config: Any, adapter: Any = None, **changes: Any) -> Any:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    args = _options(folder, config, SFTConfig, max_length=16, **changes)
-    data = Dataset.from_dict({"text": _texts(48, 8, 0)})
+    args = trl_runs.options(folder, config, SFTConfig, max_length=16, **changes)
+    data = Dataset.from_dict({"text": trl_runs.texts(48, 8, 0)})
     return SFTTrainer(
-        model=trainers.load(models, "llama"), args=args, train_dataset=data, processing_class=tokenizer(), peft_config=adapter
+        model=trainers.load(models, "llama"), args=args, train_dataset=data, processing_class=trl_runs.tokenizer(), peft_config=adapter
     )
 
 
 def _dpo(models: Path, folder: Path, config: Any, adapter: Any = None, **changes: Any) -> Any:
     from trl import DPOConfig, DPOTrainer
 
-    args = _options(folder, config, DPOConfig, max_length=16, **changes)
+    args = trl_runs.options(folder, config, DPOConfig, max_length=16, **changes)
     reference = None if adapter is not None else trainers.load(models, "llama")
     return DPOTrainer(
         model=trainers.load(models, "llama"),
         ref_model=reference,
         args=args,
-        train_dataset=_pairs(),
-        processing_class=tokenizer(),
+        train_dataset=trl_runs.pairs(),
+        processing_class=trl_runs.tokenizer(),
         peft_config=adapter,
     )
 
@@ -107,16 +76,16 @@ def _reward(models: Path, folder: Path, config: Any) -> Any:
     from transformers import AutoModelForSequenceClassification
     from trl import RewardConfig, RewardTrainer
 
-    args = _options(folder, config, RewardConfig, max_length=16)
+    args = trl_runs.options(folder, config, RewardConfig, max_length=16)
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(models / "llama", num_labels=1)
-    return RewardTrainer(model=model, args=args, train_dataset=_pairs(), processing_class=tokenizer())
+    return RewardTrainer(model=model, args=args, train_dataset=trl_runs.pairs(), processing_class=trl_runs.tokenizer())
 
 
 def _grpo(models: Path, folder: Path, config: Any, gather: bool = True) -> Any:
     from trl import GRPOConfig, GRPOTrainer
 
-    args = _options(
+    args = trl_runs.options(
         folder,
         config,
         GRPOConfig,
@@ -131,23 +100,17 @@ def _grpo(models: Path, folder: Path, config: Any, gather: bool = True) -> Any:
         model=trainers.load(models, "llama"),
         reward_funcs=lambda completions, **_: [len(set(text.split())) + 0.1 * index for index, text in enumerate(completions)],
         args=args,
-        train_dataset=_pairs().select_columns(["prompt"]),
-        processing_class=tokenizer(),
+        train_dataset=trl_runs.pairs().select_columns(["prompt"]),
+        processing_class=trl_runs.tokenizer(),
     )
-
-
-def _lora() -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
 
 
 KINDS: dict[str, Callable[[Path, Path, Any], Any]] = {
     "sft": _sft,
-    "sft_lora": lambda models, folder, config: _sft(models, folder, config, _lora(), learning_rate=1e-2),
+    "sft_lora": lambda models, folder, config: _sft(models, folder, config, trl_runs.lora(), learning_rate=1e-2),
     "sft_checkpointing": lambda models, folder, config: _sft(models, folder, config, gradient_checkpointing=True),
     "dpo": _dpo,
-    "dpo_lora": lambda models, folder, config: _dpo(models, folder, config, _lora(), learning_rate=1e-2),
+    "dpo_lora": lambda models, folder, config: _dpo(models, folder, config, trl_runs.lora(), learning_rate=1e-2),
     "reward": _reward,
     "grpo": _grpo,
     "grpo_block_by_block": lambda models, folder, config: _grpo(

@@ -14,7 +14,7 @@ from hf_zero.checkpoint.model.host_copies import HostCopies
 from hf_zero.checkpoint.model.model_files import MAX_SHARD_SIZE, ModelFiles, PlannedTensor, bytes_of
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.units.tp_shard import TpShard, tp_shard_of
+from hf_zero.core.units.tp_shard import TpShard, paste, tp_shard_of
 from hf_zero.core.units.unit import Unit, find_unit, full_shape
 from hf_zero.observe import warn_once
 
@@ -87,10 +87,10 @@ def joined_experts(local: torch.Tensor, part: TpShard, axis: Collectives, everyw
         axis: The ranks.
         everywhere: Every rank of the axis gets them.
     """
-    everyones = axis.gather_objects([(piece.start, piece.stop) for piece in part.ranges], "ranges of experts")
-    flat, width = local.detach().reshape(-1), part.full_shape[1:].numel()
+    everyones = axis.gather_objects(part.ranges, "ranges of experts")
+    flat, width = local.detach().reshape(-1), part.full_shape.numel() // part.full_shape[part.dim]
     takes, empty = everywhere or axis.rank == 0, flat.new_empty(0)
-    incoming = [flat.new_empty(sum(stop - start for start, stop in pieces) * width if takes else 0) for pieces in everyones]
+    incoming = [flat.new_empty(sum(piece.numel for piece in pieces) * width if takes else 0) for pieces in everyones]
     outgoing = [flat if everywhere or rank == 0 else empty for rank in range(axis.world)]
     axis.exchange_parts(outgoing, incoming, "all experts").wait()
     if not takes:
@@ -98,10 +98,7 @@ def joined_experts(local: torch.Tensor, part: TpShard, axis: Collectives, everyw
     incoming[axis.rank] = flat
     whole = torch.empty(part.full_shape, dtype=local.dtype, device=local.device)
     for pieces, values in zip(everyones, incoming, strict=True):
-        first = 0
-        for start, stop in pieces:
-            whole[start:stop].view(-1).copy_(values[first : first + (stop - start) * width])
-            first += (stop - start) * width
+        paste(whole, values, part.dim, pieces)
     return whole
 
 

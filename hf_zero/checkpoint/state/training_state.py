@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.topology import Topology
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.tp_shard import is_elsewhere
 from hf_zero.core.units.unit import Unit, find_unit
@@ -99,9 +100,8 @@ class TrainingState:
     @property
     def holders(self) -> Holders:
         """Who shares out what all data-parallel ranks hold, or shard among them."""
-        net, replicate = self.collectives, self.collectives.topology.replicate
-        rank = net.rank if replicate is None else net.rank * replicate.world + replicate.rank
-        return Holders(rank, net.data.world, self.tensor.rank, self.tensor.world)
+        axis = self.collectives.topology
+        return Holders(_beside_replicas(axis), axis.data.world, self.tensor.rank, self.tensor.world)
 
     @property
     def holders_of_experts(self) -> Holders:
@@ -109,7 +109,8 @@ class TrainingState:
         topology = self.collectives.topology
         if topology.expert is None or topology.expert_data is None:
             return self.holders
-        return Holders(topology.expert_data.rank, topology.expert_data.world, topology.expert.rank, topology.expert.world)
+        alike, together = topology.expert_data, topology.expert
+        return Holders(_beside_replicas(alike), alike.data.world, together.rank, together.world)
 
     def holders_of(self, unit: Unit) -> Holders:
         """Who shares out the parts of ``unit``."""
@@ -149,6 +150,11 @@ class TrainingState:
         for name, module in self.module.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 yield name, module
+
+
+def _beside_replicas(axis: Topology) -> int:
+    """This rank's place among those of ``axis`` and their replicas: the replicas of one shard are side by side."""
+    return axis.rank if axis.replicate is None else axis.rank * axis.replicate.world + axis.replicate.rank
 
 
 @dataclass(frozen=True)

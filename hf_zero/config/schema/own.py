@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hf_zero.config.schema.fields import ANY_CASE, Bool, Int, Section, Size, used
+from hf_zero.config.schema.fields import ANY_CASE, Bool, Int, Positive, Section, Size, used
 
 
 class OwnSettings(Section):
@@ -36,3 +36,17 @@ class OwnSettings(Section):
     expert_load_each: Bool = used(
         False, "With expert_load: also the tokens of each expert, a line per layer in the log and Train/Experts/.../tokens/... in monitors"
     )
+    step_metrics: Size = used(
+        0,
+        "Optimizer steps between two records of tokens per second and rank, model FLOPs utilisation, memory per tier and time waited for "
+        "gathers, reductions, offload and data: a line in the log, Train/Speed, Train/Memory and Train/Waited in monitors, speed, memory "
+        "and waited in Trainer's logs; 0 is off",
+    )
+    peak_tflops: Positive | None = used(
+        None,
+        "With step_metrics: 10^12 operations per second of one device at its best, which utilisation is a share of; unset: a table",
+    )
+    trace_folder: str | None = used(
+        None, "Folder for a recording of one optimizer step of each rank by torch.profiler, which hf-zero trace reads; unset is off"
+    )
+    trace_step: Size = used(2, "With trace_folder: optimizer steps before the one that is recorded")

@@ -96,7 +96,8 @@ class Pipeline(FreeSection):
         "auto", "Parts that a batch is divided into; auto takes the most that divide it, up to two a stage", auto_is_value=True
     )
     schedule: str = used(
-        "1F1B", "Of train_batch: 1F1B, GPipe, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble or ZBVZeroBubble (torch.distributed.pipelining)"
+        "1F1B",
+        "Of train_batch: 1F1B, GPipe, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble or ZBVZeroBubble (torch.distributed.pipelining)",
     )
     stages_per_rank: Count = used(1, "Stages that each rank runs in turn (interleaved schedules)")
     partition: str = accepted("best", "Balance of stages", "partition_method says it")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.param_states import no_state
 from hf_zero.core.units.layout import ParamSlot
 from hf_zero.core.units.unit import Unit
@@ -48,25 +49,25 @@ class WholeParam:
 
 
 class OwnerStates:
-    """``ParamStates`` of parameters with an owner: of the shape that a state has there (a row's moments, say).
+    """``ParamStates`` of parameters with an owner: of the shape that a state has there (a row's moments, say; those of all experts).
 
     Args:
         whole: What this rank updates, by name.
         owners: The rank that updates each parameter, by name (at stage 0, where all do, the one that saves its state).
+        collectives: The axis of these ranks.
     """
 
-    def __init__(self, whole: Mapping[str, WholeParam], owners: Mapping[str, int]) -> None:
-        self._whole = whole
-        self._owners = owners
+    def __init__(self, whole: Mapping[str, WholeParam], owners: Mapping[str, int], collectives: Collectives) -> None:
+        self._whole, self._owners, self._net = whole, owners, collectives
 
     def read(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
         """As in ``ParamStates``: the owner sends it to all."""
         name = unit.layout.slots[index].name
         value = self._present(name, key)
         value = value.detach().clone() if value is not None else None
-        if unit.layout.world == 1:
+        if not _travels(unit):
             return value
-        net, owner = unit.collectives, self._owners.get(name)
+        net, owner = self._net, self._owners.get(name)
         if owner is None:  # a parameter without elements
             return None
         kind = net.broadcast_object((tuple(value.shape), value.dtype) if value is not None else None, owner, f"{unit.name}: {key}")
@@ -82,8 +83,8 @@ class OwnerStates:
         name = unit.layout.slots[index].name
         present, owner = self._present(name, key), self._owners.get(name)
         shape = tuple(present.shape) if present is not None else None
-        if unit.layout.world > 1 and owner is not None:
-            shape = unit.collectives.broadcast_object(shape, owner, f"{unit.name}: {key}")
+        if _travels(unit) and owner is not None:
+            shape = self._net.broadcast_object(shape, owner, f"{unit.name}: {key}")
         if shape is None:
             raise no_state(key)
         if shape != tuple(value.shape):
@@ -101,7 +102,7 @@ class OwnerStates:
         name = unit.layout.slots[index].name
         present = self._present(name, key)
         if present is None:
-            if unit.layout.world > 1 and self._owners.get(name) != unit.collectives.rank:
+            if _travels(unit) and self._owners.get(name) != self._net.rank:
                 return
             raise no_state(key)
         if present.numel() != value.numel():
@@ -113,6 +114,11 @@ class OwnerStates:
         entry = self._whole.get(name)
         value = entry.state.get(key) if entry is not None else None
         return value if isinstance(value, torch.Tensor) else None
+
+
+def _travels(unit: Unit) -> bool:
+    """Whether some ranks do not have all of the unit's parameters, which their owners update for them."""
+    return unit.layout.world > 1 or unit.collectives.topology.of_experts
 
 
 def _other_shape(key: str, name: str, shape: tuple[int, ...], value: torch.Tensor) -> StateError:

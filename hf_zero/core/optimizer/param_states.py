@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from hf_zero.core.optimizer.segments import OwnedSegment, Segments, master_of
+from hf_zero.core.units.alone import whole_from_owners
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
 
@@ -129,10 +130,4 @@ def gather_param(unit: Unit, index: int, flat: torch.Tensor, what: str) -> torch
 
     ``what`` names the tensor in the label of the collective.
     """
-    slot = unit.layout.slots[index]
-    flat = flat.to(unit.collectives.topology.device)
-    if unit.layout.world > 1:
-        whole = torch.empty(unit.layout.padded_numel, dtype=flat.dtype, device=flat.device)
-        unit.collectives.all_gather(whole, flat.contiguous(), f"{unit.name}: {what}").wait()
-        flat = whole
-    return flat[slot.range.start : slot.range.stop].view(slot.shape).clone()
+    return whole_from_owners(unit, index, flat, f"{unit.name}: {what}").view(unit.layout.slots[index].shape)

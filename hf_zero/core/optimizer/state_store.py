@@ -27,9 +27,11 @@ class StateStore:
         inner: The torch optimizer that does the arithmetic.
         units: Trained units, in order.
         segments: Their segments.
+        in_files: Ids of the units whose masters and states rest in files.
     """
 
     threads: int | None = None
+    in_files: frozenset[int] = frozenset()
     inner: torch.optim.Optimizer
     units: Sequence[Unit] = ()
     segments: Segments

@@ -7,48 +7,46 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
-from hf_zero.core.optimizer.owners import Owned, holders
-from hf_zero.core.units.layout import ParamSlot, Range
+from hf_zero.core.optimizer.owners import Owned, Piece
+from hf_zero.core.units.tp_shard import cut, paste
 from hf_zero.core.units.unit import Unit
 
-Tensors = Mapping[int, torch.Tensor]  # by the parameter's offset in its unit; of its shape
-_Parts = list[list[tuple[ParamSlot, Range]]]  # by rank
+Tensors = Mapping[str, torch.Tensor]  # by the parameter's name; of its whole shape
+_Parts = list[list[tuple[str, Piece]]]  # by rank
 
 
 class TensorMoves:
-    """The exchange for one unit. At stage 0, and where a shard holds all of a parameter, nothing travels.
+    """The exchange for one unit. Where each rank has all of its parameters, and where a shard holds all of one, nothing travels.
 
     Args:
         unit: The unit.
         owned: Its trained parameters and their owners.
-        collectives: The axis it is divided over.
+        collectives: The axis that parameters are divided over.
     """
 
     def __init__(self, unit: Unit, owned: Sequence[Owned], collectives: Collectives) -> None:
         self.unit = unit
-        self._collectives = collectives
-        self._divided = unit.layout.world > 1
-        self._rank = collectives.rank if self._divided else 0
-        world = collectives.world if self._divided else 1
-        self.own = tuple(entry.slot for entry in owned if entry.rank == self._rank or not self._divided)
+        self._collectives, self._rank = collectives, collectives.rank
+        world = range(collectives.world)
+        self.own = tuple(entry for entry in owned if entry.rank == self._rank or not entry.travels)
+        moving = [entry for entry in owned if entry.travels]
+        self._divided = bool(moving)
         # [Note: messages of an exchange] Between two ranks a message is the parts of the one's shard that the other owns, by
-        # offset. Both derive it from the layout and the owners alone.
-        self._mine: _Parts = [[] for _ in range(world)]  # by holder: parts of what this rank owns
-        self._held: _Parts = [[] for _ in range(world)]  # by owner: parts that this rank's shard holds
-        for entry in owned if self._divided else ():
-            parts = holders(unit.layout, entry.slot.range, world)
-            if entry.rank == self._rank:
-                for rank, part in enumerate(parts):
-                    if part.numel:
-                        self._mine[rank].append((entry.slot, part))
-            if parts[self._rank].numel:
-                self._held[entry.rank].append((entry.slot, parts[self._rank]))
+        # offset. Both derive it from the layout and the owners alone. What several groups of ranks hold (experts, at stage 0) comes from
+        # the owner's group, and goes back to all.
+        mine = [entry for entry in moving if entry.rank == self._rank]
+        self._taken: _Parts = [[(entry.slot.name, piece) for entry in mine if (piece := entry.given_by(rank))] for rank in world]
+        self._given: _Parts = [
+            [(entry.slot.name, piece) for entry in moving if entry.rank == rank and (piece := entry.given_by(self._rank))] for rank in world
+        ]
+        self._returned = [_held(mine, rank) for rank in world]
+        self._updated = [_held([entry for entry in moving if entry.rank == rank], self._rank) for rank in world]
 
-    def stays(self, slot: ParamSlot) -> bool:
-        """Whether this rank's shard holds all of ``slot``."""
-        return not self._divided or slot.range.intersect(self.unit.owned).numel == slot.numel
+    def stays(self, entry: Owned) -> bool:
+        """Whether this rank's shard holds all of the parameter."""
+        return entry.spread.pieces[self._rank].inside.numel == entry.slot.numel
 
-    def collect(self, flat: torch.Tensor, what: str) -> tuple[dict[int, torch.Tensor], Pending]:
+    def collect(self, flat: torch.Tensor, what: str) -> tuple[dict[str, torch.Tensor], Pending]:
         """Brings the parameters that this rank owns together; collective.
 
         Args:
@@ -58,70 +56,103 @@ class TensorMoves:
         Returns:
             Whole tensors, filled when the exchange has been waited for. Those that need not travel are views of ``flat``.
         """
-        tensors = {slot.offset: self._within(flat, slot.range) if self.stays(slot) else flat.new_empty(slot.numel) for slot in self.own}
-        label = f"{self.unit.name}: {what}"
-        outgoing = self._for_peers(self._held, flat, lambda slot, part: self._within(flat, part))
-        incoming = self._from_peers(self._mine, flat)
-        pending = self._exchange(outgoing, incoming, label)
-
-        def place() -> None:
-            for rank, parts in enumerate(self._mine):
-                offset = 0
-                for slot, part in parts:
-                    if rank == self._rank and self.stays(slot):
-                        continue
-                    source = incoming[rank][offset : offset + part.numel] if rank != self._rank else self._within(flat, part)
-                    tensors[slot.offset][_inside(slot, part)] = source
-                    offset += part.numel
-
-        return {slot.offset: tensors[slot.offset].view(slot.shape) for slot in self.own}, _then(pending, place)
-
-    def scatter(self, tensors: Tensors, flat: torch.Tensor, what: str) -> Pending:
-        """The way back: fills ``flat``, (shard_numel,), from the owners' whole ``tensors``; what lies in no parameter stays. Collective."""
-        rows = {slot.offset: tensors[slot.offset].reshape(-1) for slot in self.own}
-        outgoing = self._for_peers(self._mine, flat, lambda slot, part: rows[slot.offset][_inside(slot, part)])
-        incoming = self._from_peers(self._held, flat)
+        rows = {entry.slot.name: self._room(entry, flat) for entry in self.own}
+        whole = {entry.slot.name: _shaped(rows[entry.slot.name], entry) for entry in self.own}
+        here = {entry.slot.name for entry in self.own if self.stays(entry)}
+        outgoing = self._for_peers(self._given, flat, lambda _, piece: _within(flat, piece))
+        incoming = self._from_peers(self._taken, flat)
         pending = self._exchange(outgoing, incoming, f"{self.unit.name}: {what}")
 
         def place() -> None:
-            for rank, parts in enumerate(self._held):
+            for rank, parts in enumerate(self._taken):
                 offset = 0
-                for _, part in parts:
+                for name, piece in parts:
+                    if name in here:
+                        continue
+                    numel = piece.inside.numel
+                    source = incoming[rank][offset : offset + numel] if rank != self._rank else _within(flat, piece)
+                    rows[name][_inside(piece)] = source
+                    offset += numel
+            for entry in self.own:
+                _place_parts(whole[entry.slot.name], rows[entry.slot.name], entry)
+
+        return whole, _then(pending, place)
+
+    def scatter(self, tensors: Tensors, flat: torch.Tensor, what: str) -> Pending:
+        """The way back: fills ``flat``, (shard_numel,), from the owners' whole ``tensors``; what lies in no parameter stays. Collective."""
+        rows = {entry.slot.name: _row(tensors[entry.slot.name], entry) for entry in self.own}
+        outgoing = self._for_peers(self._returned, flat, lambda name, piece: rows[name][_inside(piece)])
+        incoming = self._from_peers(self._updated, flat)
+        pending = self._exchange(outgoing, incoming, f"{self.unit.name}: {what}")
+
+        def place() -> None:
+            for rank, parts in enumerate(self._updated):
+                offset = 0
+                for _, piece in parts:
                     if rank != self._rank:
-                        self._within(flat, part).copy_(incoming[rank][offset : offset + part.numel])
-                    offset += part.numel
-            for slot in self.own:
-                part = slot.range.intersect(self.unit.owned)
-                here, new = self._within(flat, part), rows[slot.offset][_inside(slot, part)]
-                if part.numel and here.data_ptr() != new.data_ptr():
+                        _within(flat, piece).copy_(incoming[rank][offset : offset + piece.inside.numel])
+                    offset += piece.inside.numel
+            for entry in self.own:
+                piece = entry.spread.pieces[self._rank]
+                here, new = _within(flat, piece), rows[entry.slot.name][_inside(piece)]
+                if piece.inside.numel and here.data_ptr() != new.data_ptr():
                     here.copy_(new)
 
         return _then(pending, place)
+
+    def _room(self, entry: Owned, flat: torch.Tensor) -> torch.Tensor:
+        return _within(flat, entry.spread.pieces[self._rank]) if self.stays(entry) else flat.new_empty(entry.slot.numel)
 
     def _exchange(self, outgoing: list[torch.Tensor], incoming: list[torch.Tensor], label: str) -> Pending:
         if not self._divided:
             return Pending(label, [])
         return self._collectives.exchange_parts(outgoing, incoming, label)
 
-    def _for_peers(self, parts_of: _Parts, flat: torch.Tensor, values: Callable[[ParamSlot, Range], torch.Tensor]) -> list[torch.Tensor]:
+    def _for_peers(self, parts_of: _Parts, flat: torch.Tensor, values: Callable[[str, Piece], torch.Tensor]) -> list[torch.Tensor]:
         """One message per rank; nothing for this one."""
         return [
-            flat.new_empty(0) if rank == self._rank or not parts else torch.cat([values(slot, part) for slot, part in parts])
+            flat.new_empty(0) if rank == self._rank or not parts else torch.cat([values(name, piece) for name, piece in parts])
             for rank, parts in enumerate(parts_of)
         ]
 
     def _from_peers(self, parts_of: _Parts, flat: torch.Tensor) -> list[torch.Tensor]:
         """Room for one message of every other rank."""
-        return [flat.new_empty(0 if rank == self._rank else sum(part.numel for _, part in parts)) for rank, parts in enumerate(parts_of)]
-
-    def _within(self, flat: torch.Tensor, part: Range) -> torch.Tensor:
-        """``part``, elements of the unit, in this rank's ``flat``."""
-        start = self.unit.owned.start
-        return flat[part.start - start : part.stop - start]
+        sizes = [sum(piece.inside.numel for _, piece in parts) for parts in parts_of]
+        return [flat.new_empty(0 if rank == self._rank else size) for rank, size in enumerate(sizes)]
 
 
-def _inside(slot: ParamSlot, part: Range) -> slice:
-    return slice(part.start - slot.offset, part.stop - slot.offset)
+def _held(owned: Sequence[Owned], rank: int) -> list[tuple[str, Piece]]:
+    """What ``rank`` holds of some parameters."""
+    pieces = [(entry.slot.name, entry.spread.pieces[rank]) for entry in owned]
+    return [(name, piece) for name, piece in pieces if piece.inside.numel]
+
+
+def _within(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """``piece`` in this rank's ``flat``."""
+    return flat[piece.start : piece.start + piece.inside.numel]
+
+
+def _inside(piece: Piece) -> slice:
+    return slice(piece.inside.start, piece.inside.stop)
+
+
+def _shaped(row: torch.Tensor, entry: Owned) -> torch.Tensor:
+    """The parameter in its whole shape: ``row`` itself, or room for it where its parts lie in another order."""
+    return row.new_empty(entry.slot.shape) if entry.spread.parts else row.view(entry.slot.shape)
+
+
+def _place_parts(whole: torch.Tensor, row: torch.Tensor, entry: Owned) -> None:
+    first = 0
+    for part in entry.spread.parts:
+        numel = sum(piece.numel for piece in part.ranges) * (whole.numel() // whole.shape[part.dim])
+        paste(whole, row[first : first + numel], part.dim, part.ranges)
+        first += numel
+
+
+def _row(whole: torch.Tensor, entry: Owned) -> torch.Tensor:
+    """(numel,) elements in the order of the pieces."""
+    parts = entry.spread.parts
+    return torch.cat([cut(whole, part).view(-1) for part in parts]) if parts else whole.reshape(-1)
 
 
 def _then(pending: Pending, place: Callable[[], None]) -> Pending:

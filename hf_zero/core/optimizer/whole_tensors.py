@@ -11,12 +11,13 @@ from torch.utils._pytree import tree_leaves
 
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.core.optimizer.owner_states import OwnerStates, WholeParam
-from hf_zero.core.optimizer.owners import assign_owners
+from hf_zero.core.optimizer.owners import Spread, assign_owners, spread_of, spread_of_experts
 from hf_zero.core.optimizer.segments import master_of
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.optimizer.state_store import StateStore, scale_
 from hf_zero.core.optimizer.tensor_moves import TensorMoves
 from hf_zero.core.units.layout import ParamSlot
+from hf_zero.core.units.tp_shard import TpShard, tp_shard_of
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import publish
 from hf_zero.observe import span
@@ -41,21 +42,28 @@ class WholeTensorOptimizer(ShardedOptimizer):
         units: Trainable units.
         collectives: The axis they are divided over.
         state_store: Where masters live.
+        experts: The ranks of it that hold all experts between them; None where each has all.
     """
 
     def __init__(
-        self, inner: torch.optim.Optimizer, units: Sequence[Unit], collectives: Collectives, state_store: StateStore | None = None
+        self,
+        inner: torch.optim.Optimizer,
+        units: Sequence[Unit],
+        collectives: Collectives,
+        state_store: StateStore | None = None,
+        experts: Collectives | None = None,
     ) -> None:
-        owned = assign_owners([unit.layout for unit in units], collectives.world)
+        owned = assign_owners(_spread(units, collectives, experts), collectives.world)
         self._owners = {entry.slot.name: entry.rank for entry in owned}
         self._exchanges = [
             TensorMoves(unit, [entry for entry in owned if entry.unit == index], collectives) for index, unit in enumerate(units)
         ]
         self.whole = [
-            WholeParam(move.unit, slot, nn.Parameter(_rest(move.unit, slot)), self._owners[slot.name] == collectives.rank, inner)
+            WholeParam(move.unit, entry.slot, nn.Parameter(_rest(move.unit, entry.slot)), entry.rank == collectives.rank, inner)
             for move in self._exchanges
-            for slot in move.own
+            for entry in move.own
         ]
+        self._collectives = collectives
         self._by_name = {entry.slot.name: entry for entry in self.whole}
         super().__init__(inner, units, state_store)
 
@@ -85,21 +93,21 @@ class WholeTensorOptimizer(ShardedOptimizer):
     def _collect(self, grads: Sequence[torch.Tensor]) -> None:
         """Gives the parameters of this rank their values and gradients."""
         under_way: deque[Pending] = deque()
-        arriving: list[tuple[TensorMoves, dict[int, torch.Tensor], dict[int, torch.Tensor]]] = []
+        arriving: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
         for move, grad in zip(self._exchanges, grads, strict=True):
             masters, first = move.collect(master_of(move.unit), "masters to owners")
             gradients, second = move.collect(grad, "gradients to owners")
-            arriving.append((move, masters, gradients))
+            arriving.append((masters, gradients))
             under_way.extend((first, second))
             while len(under_way) > _IN_FLIGHT:
                 under_way.popleft().wait()
         while under_way:
             under_way.popleft().wait()
-        for move, masters, gradients in arriving:
-            for slot in move.own:
-                param = self._by_name[slot.name].param
-                param.data = masters[slot.offset]
-                param.grad = gradients[slot.offset].to(param.device, param.dtype)
+        for masters, gradients in arriving:
+            for name in masters:
+                param = self._by_name[name].param
+                param.data = masters[name]
+                param.grad = gradients[name].to(param.device, param.dtype)
 
     def _scatter(self, updated: Callable[[Unit], None]) -> None:
         """Brings the new values back to the shards and publishes them."""
@@ -113,10 +121,10 @@ class WholeTensorOptimizer(ShardedOptimizer):
 
         for move in self._exchanges:
             tensors = {}
-            for slot in move.own:
-                param = self._by_name[slot.name].param
-                tensors[slot.offset] = param.data
-                param.data, param.grad = _rest(move.unit, slot), None
+            for entry in move.own:
+                param = self._by_name[entry.slot.name].param
+                tensors[entry.slot.name] = param.data
+                param.data, param.grad = _rest(move.unit, entry.slot), None
             under_way.append((move.unit, move.scatter(tensors, master_of(move.unit), "masters from owners")))
             if len(under_way) > _IN_FLIGHT:
                 take()
@@ -126,7 +134,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
     @property
     def param_states(self) -> OwnerStates:
         """Reads and writes the states of single parameters."""
-        return OwnerStates(self._by_name, self._owners)
+        return OwnerStates(self._by_name, self._owners, self._collectives)
 
     def offloaded(self) -> Mapping[str, int]:
         """Bytes of offloaded masters, and of the tensors that this rank keeps for the parameters of offloaded units that it owns."""
@@ -147,6 +155,27 @@ class WholeTensorOptimizer(ShardedOptimizer):
 
     def __repr__(self) -> str:
         return f"WholeTensorOptimizer({len(self.whole)} parameters of {len(self._owners)}, inner={self.inner!r})"
+
+
+def _spread(units: Sequence[Unit], collectives: Collectives, experts: Collectives | None) -> list[Spread]:
+    """The trained parameters, by unit; of experts those of all ranks. Collective over ``experts``."""
+    dense = {entry.slot.name: entry for entry in spread_of([unit.layout for unit in units], collectives.world)}
+    shared = [index for index, unit in enumerate(units) if unit.collectives.topology.of_experts]
+    own = [(units[index].layout, _parts(units[index])) for index in shared]
+    everyones = experts.gather_objects(own, "layouts of experts") if experts is not None and shared else []
+    found = []
+    for index, unit in enumerate(units):
+        if index in shared:
+            layouts, parts = zip(*(told[shared.index(index)] for told in everyones), strict=True)
+            found += spread_of_experts(index, layouts, parts, collectives.world)
+        else:
+            found += [dense[slot.name] for slot in unit.layout.slots if slot.name in dense]
+    return found
+
+
+def _parts(unit: Unit) -> dict[str, TpShard]:
+    named = ((slot.name, tp_shard_of(param)) for slot, param in zip(unit.layout.slots, unit.params, strict=True) if param is not None)
+    return {name: part for name, part in named if part is not None}
 
 
 def _rest(unit: Unit, slot: ParamSlot) -> torch.Tensor:

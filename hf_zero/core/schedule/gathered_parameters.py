@@ -41,36 +41,46 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        self._units = units_of(params) if enabled else []
+        self._wanted = positions_of(params) if enabled else {}
         self._modifier_rank = modifier_rank
         self._entered: list[tuple[Unit, bool]] = []
+        self._alone: list[Unit] = []
         if enabled and fwd_module is not None and params is not None:
             for param in [params] if isinstance(params, torch.Tensor) else list(params):
                 if isinstance(param, nn.Parameter) and find_unit(param) is not None:
                     register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> GatheredParameters:
-        for unit in self._units:
-            self._entered.append((unit, unit.pin(modifier_rank=self._modifier_rank)))
+        for unit, indices in self._wanted.items():
+            if self._modifier_rank is None and unit.alone.serves(indices):
+                unit.alone.add(indices)
+                self._alone.append(unit)
+            else:
+                self._entered.append((unit, unit.pin(modifier_rank=self._modifier_rank)))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        while self._alone:
+            unit = self._alone.pop()
+            if kind is None:
+                _warn_of_dropped(unit, self._wanted[unit])
+            unit.alone.remove(self._wanted[unit])
         while self._entered:
             unit, was_whole = self._entered.pop()
             if kind is None and self._modifier_rank is not None and unit.pins.modifier_of_outer is None:
                 with torch.no_grad():
                     broadcast_from(unit, self._modifier_rank)
             if kind is None and self._modifier_rank is None and not was_whole:
-                _warn_of_dropped(unit)
+                _warn_of_dropped(unit, range(len(unit.params)))
             unit.unpin(reshard=not was_whole)
 
 
 _said = False  # a loop over all parameters says it once
 
 
-def _warn_of_dropped(unit: Unit) -> None:
+def _warn_of_dropped(unit: Unit, indices: Iterable[int]) -> None:
     global _said
-    name = None if _said else _changed_here(unit)
+    name = None if _said else _changed_here(unit, indices)
     if name is not None:
         _said = True
         warn_once(
@@ -79,21 +89,18 @@ def _warn_of_dropped(unit: Unit) -> None:
         )
 
 
-def _changed_here(unit: Unit) -> str | None:
-    """The first parameter that requires a gradient and whose part in the whole buffer is not what this rank's shard holds; local.
+def _changed_here(unit: Unit, indices: Iterable[int]) -> str | None:
+    """The first of the parameters that requires a gradient and whose part is not what this rank's shard holds; local.
 
-    None too where the shard rests elsewhere than the buffer.
+    None too where the shard rests elsewhere than the whole values.
     """
-    if not unit.reshards or not any(param is not None and param.requires_grad for param in unit.params):
-        return None
-    if unit.shard.device != unit.full.device:
-        return None
-    here = unit.full[unit.owned.start : unit.owned.stop]
-    if _same_bits(here, unit.shard):
-        return None
-    for index, param in enumerate(unit.params):
-        if param is not None and param.requires_grad and not _same_bits(unit.shard_part(index, here), unit.shard_part(index, unit.shard)):
-            return unit.layout.slots[index].name
+    for index in indices if unit.reshards else ():
+        param, slot = unit.params[index], unit.layout.slots[index]
+        if param is None or not param.requires_grad or param.numel() != slot.numel or param.device != unit.shard.device:
+            continue
+        part = slot.range.intersect(unit.owned).shift(-slot.offset)
+        if part.numel and not _same_bits(param.data.reshape(-1)[part.start : part.stop], unit.shard_part(index, unit.shard)):
+            return slot.name
     return None
 
 
@@ -103,12 +110,14 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def units_of(params: Iterable[torch.Tensor | None] | torch.Tensor | None) -> list[Unit]:
     """The units that hold any of ``params``, each once, in order of first appearance."""
-    if params is None:
-        return []
-    candidates = [params] if isinstance(params, torch.Tensor) else params
-    units: dict[int, Unit] = {}
-    for param in candidates:
+    return list(positions_of(params))
+
+
+def positions_of(params: Iterable[torch.Tensor | None] | torch.Tensor | None) -> dict[Unit, list[int]]:
+    """The units that hold any of ``params``, in order of first appearance, and the positions of those in them, each once."""
+    found: dict[Unit, dict[int, None]] = {}
+    for param in [params] if isinstance(params, torch.Tensor) else () if params is None else params:
         owner = find_unit(param) if isinstance(param, torch.Tensor) else None
         if owner is not None:
-            units.setdefault(id(owner[0]), owner[0])
-    return list(units.values())
+            found.setdefault(owner[0], {})[owner[1]] = None
+    return {unit: list(indices) for unit, indices in found.items()}

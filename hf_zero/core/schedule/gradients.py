@@ -106,6 +106,10 @@ class BufferPool:
         """Frees what is unused."""
         self._free.clear()
 
+    def tensors(self) -> list[torch.Tensor]:
+        """What is unused now."""
+        return [buffer for free in self._free.values() for buffer in free]
+
 
 # Gets the unit, its gradient so far, and what waits until that can be read, from any thread.
 Listener = Callable[[Unit, torch.Tensor, Callable[[Unit], None]], None]
@@ -417,6 +421,12 @@ class UnitGradients:
         self.passed = self.piecemeal = False
         self._written = [False] * len(self._written)
         self._used = [False] * len(self._used)
+
+
+def tensors_of(gradients: UnitGradients) -> list[torch.Tensor]:
+    """What holds gradients of a unit now, on their way included; waits for nothing."""
+    held = [gradients._halfway[0] if gradients._halfway is not None else None, *gradients._kept.values(), *vars(gradients).values()]
+    return [value for value in held if isinstance(value, torch.Tensor)]
 
 
 def _place(slot: ParamSlot) -> tuple[torch.Size, tuple[int, ...], int]:

@@ -57,7 +57,7 @@ class GuardedParameters(dict[str, Any]):
         param = super().__getitem__(name)
         # As `is_sharded`, in one look: every read of a parameter in a forward passes here.
         owner = None if param is None else getattr(param, OWNER, None)
-        if owner is not None and owner[0].state is not UnitState.UNSHARDED:
+        if owner is not None and owner[0].state is not UnitState.UNSHARDED and owner[1] not in owner[0].alone:
             self._on_sharded(param)
         return param
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hf_zero.core.schedule.gradients import GradientExchange, UnitGradients
 from hf_zero.observe import warn_once
@@ -126,7 +126,7 @@ class Reducer:
             completes: They complete an optimizer step.
         """
         self._reduces, self._factor = reduces and not self.exchange.keeps_whole, factor
-        self.exchange.completes = completes
+        _tell([self.exchange, *(entry.exchange for entry in self.gradients)], completes)
 
     def order_with_unshards(self, positions: Mapping[int, int], sizes: Sequence[int], reach: int) -> None:
         """The backward unshards: its unshards and reductions get one order, the same on every rank.
@@ -216,7 +216,8 @@ class Reducer:
     def reduce_deferred(self) -> None:
         """Reduces what earlier backwards have left where it was; collective."""
         if not self.exchange.keeps_whole:
-            self._reduces = self.exchange.completes = True
+            self._reduces = True
+            _tell([self.exchange, *(entry.exchange for entry in self.gradients)], True)
             self.flush()
 
     def _send_late(self) -> None:
@@ -252,3 +253,9 @@ class Reducer:
         self._sent = 0
         self._order = None
         self.pieces = False
+
+
+def _tell(exchanges: Iterable[GradientExchange], completes: bool) -> None:
+    """Says of the backward that runs whether it completes an optimizer step; gradients of experts have an exchange of their own."""
+    for exchange in exchanges:
+        exchange.completes = completes

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -19,11 +20,13 @@ class Clock:
     Attributes:
         breakdown: Print the phases of each step; phases are then timed to their end on the device.
         memory: Print memory beside them.
+        watchers: Entered around each phase, with its name; for those who measure a run.
     """
 
     def __init__(self, device: torch.device, breakdown: bool, memory: bool) -> None:
         self.breakdown = breakdown
         self.memory = memory
+        self.watchers: list[Callable[[str], AbstractContextManager[Any]]] = []
         self._device = device
         self._seconds: dict[str, float] = {}
         self._line_started = time.perf_counter()
@@ -31,8 +34,11 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times one phase; free unless ``breakdown``."""
-        with observe.phase(name):
+        """Times one phase; free unless ``breakdown`` or watched."""
+        with ExitStack() as watched:
+            for watcher in self.watchers:
+                watched.enter_context(watcher(name))
+            watched.enter_context(observe.phase(name))
             if not self.breakdown:
                 yield
                 return
@@ -41,6 +47,14 @@ class Clock:
                 yield
             finally:
                 self._seconds[name] = self._seconds.get(name, 0.0) + self.now() - start
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What happens inside belongs to no step: a save, a load."""
+        with ExitStack() as watched:
+            for watcher in self.watchers:
+                watched.enter_context(watcher("aside"))
+            yield
 
     def now(self) -> float:
         """Seconds, after all that was asked of the device is done."""

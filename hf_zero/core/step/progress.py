@@ -58,12 +58,14 @@ class Reports:
         every: Optimizer steps between two lines; 0 or None prints none.
         sinks: Monitors, on rank 0.
         measures: Called on every rank with the number of the step; what they return is recorded too. Collective, where they are.
+        measured: What they returned last and nobody has taken, for loggers of others.
     """
 
     clock: Clock
     every: int | None = None
     sinks: list[Sink] = field(default_factory=list)
     measures: Sequence[Callable[[int], Mapping[str, float]]] = ()
+    measured: dict[str, float] = field(default_factory=dict)
 
     def tell(self, progress: Progress, groups: Sequence[dict[str, Any]], loss_scale: float) -> None:
         """After a step: prints and records where the run stands.
@@ -74,6 +76,7 @@ class Reports:
             loss_scale: The factor of the coming backward.
         """
         measured = {name: value for measure in self.measures for name, value in measure(progress.global_steps).items()}
+        self.measured |= measured
         print_line = bool(self.every) and progress.global_steps % self.every == 0  # type: ignore[operator]
         if not (print_line or self.sinks):
             return

@@ -51,6 +51,10 @@ class OwnPart:
         self.settle()
         return [self._shard] if self._master is None else [self._shard, self._master]
 
+    def resting(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Shard and master as they are, maybe half updated, maybe without memory: for those who look at sizes. Waits for nothing."""
+        return self._shard, self._master
+
     @property
     def shard(self) -> torch.Tensor:
         """This rank's part of the parameters, where it rests.

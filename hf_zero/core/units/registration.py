@@ -11,7 +11,6 @@ import torch
 
 from hf_zero.core.units.empty_values import refusal
 from hf_zero.core.units.packed import is_packed
-from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.unit import OWNER, Unit, find_unit, is_sharded
 from hf_zero.core.units.unit_copy import copy_unit
 
@@ -75,9 +74,9 @@ def _deep_copy(itself: ref[Any], memo: dict[int, Any]) -> Any:
     """
     param: Any = itself()
     owner = find_unit(param)
-    if owner is not None and owner[0].state is UnitState.UNSHARDED and not isinstance(param, torch.nn.Parameter):
+    if owner is not None and not is_sharded(param) and not isinstance(param, torch.nn.Parameter):
         return param.detach().clone()  # scales of a packed weight; torch would copy our attributes along
-    if owner is None or owner[0].state is UnitState.UNSHARDED:
+    if owner is None or not is_sharded(param):
         return type(param).__deepcopy__(param, memo)
     unit, index = owner
     copied = copy_unit(unit)

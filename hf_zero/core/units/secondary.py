@@ -35,6 +35,11 @@ class SecondaryCopy:
         self._part: torch.Tensor | None = None
 
     @property
+    def part(self) -> torch.Tensor | None:
+        """What this rank keeps of it now."""
+        return self._part
+
+    @property
     def here(self) -> bool:
         """Whether the node can make the unit whole."""
         return self._part is not None

@@ -30,10 +30,12 @@ class ShardStorage:
     Attributes:
         reshards: Units are resharded between uses even if one rank owns all of them.
         passing: Shards rest here on the host until ``initialize`` brings them to where they rest, and are freed then (``zero.Init``).
+        on_disk: Shards rest in a file.
     """
 
     reshards = False
     passing = False
+    on_disk = False
 
     def rest(self, unit: ShardOwner, shard: torch.Tensor) -> torch.Tensor:
         """Takes the shard of a new unit, (shard_numel,) on the device; returns the tensor that stands for it from now on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,22 @@ def whole_shape(param: torch.Tensor) -> torch.Size | None:
     """The shape of the whole that ``param`` is a part of; None where it is all of it."""
     part = tp_shard_of(param)
     return part.full_shape if part is not None else None
+
+
+def cut(whole: torch.Tensor, part: TpShard) -> torch.Tensor:
+    """The ranges of ``part`` out of ``whole``, one behind the other, in memory of their own."""
+    pieces = [whole.narrow(part.dim, piece.start, piece.numel) for piece in part.ranges]
+    return torch.cat(pieces, part.dim).contiguous() if pieces else whole.narrow(part.dim, 0, 0).clone()
+
+
+def paste(whole: torch.Tensor, values: torch.Tensor, dim: int, ranges: Iterable[Range]) -> None:
+    """Copies ``values``, any view of what ``cut`` gives, to where they belong in ``whole``."""
+    pieces = list(ranges)
+    shape = (*whole.shape[:dim], sum(piece.numel for piece in pieces), *whole.shape[dim + 1 :])
+    first = 0
+    for piece in pieces:
+        whole.narrow(dim, piece.start, piece.numel).copy_(values.view(shape).narrow(dim, first, piece.numel))
+        first += piece.numel
 
 
 def is_elsewhere(param: torch.Tensor) -> bool:

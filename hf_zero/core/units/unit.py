@@ -15,6 +15,7 @@ from torch import nn
 from hf_zero import observe
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.comm.quantized import all_gather_codes
+from hf_zero.core.units.alone import AloneParams
 from hf_zero.core.units.layout import FROZEN, UnitLayout
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.own_part import OwnPart, require_memory
@@ -69,6 +70,7 @@ class Unit:
         whole: The whole buffer and what the parameters show of it; without memory while SHARDED.
         own: This rank's shard and master. The shard is a view of the buffer unless ``reshards``.
         pins: Who holds the unit unsharded.
+        alone: Parameters that somebody holds whole while the rest is sharded.
         rank: This rank's position among the owners (0 at stage 0).
         owned: Elements of the unit that this rank owns.
         trainable: Whether an optimizer updates it.
@@ -91,6 +93,7 @@ class Unit:
         self.trainable = any(slot.group != FROZEN for slot in layout.slots)
         self.state = UnitState.UNSHARDED
         self.pins = Pins()
+        self.alone = AloneParams(self)
         self.listener = spec.listener
         self.secondary = SecondaryCopy(spec.node, spec.copy_lasts)
         self.whole = WholeBuffer(layout, buffer, self.params)
@@ -150,7 +153,8 @@ class Unit:
         """
         if self.state is not UnitState.SHARDED:
             return
-        self.whole.refuse_assigned()
+        self.whole.refuse_assigned(self.alone)
+        self.alone.take_assigned()
         if self.own.offloaded:
             require_memory(self.own.shard, f"unit {self.name}")
         self.whole.allocate()
@@ -180,6 +184,9 @@ class Unit:
             self.start_unshard(exact)
             self._wait()
             self.whole.show()
+            if self.alone.joined():
+                self.pins.add(None)
+                _pinned.add(self)
             self._enter(UnitState.UNSHARDED)
         if exact and not self.exact:
             self.start_all_gather(exact=True).wait()
@@ -190,7 +197,9 @@ class Unit:
         autograd compares a gradient with its parameter's shape, also where backward does not read the values.
         """
         if self.state is not UnitState.UNSHARDED:
+            self.alone.take_assigned()
             self.whole.show_placeholders()
+            self.alone.show()
 
     def reshard(self, leave: bool = False) -> bool:
         """Drops the whole buffer, keeping the shard; returns whether it did. A pinned unit stays, and one that never reshards.
@@ -199,7 +208,9 @@ class Unit:
             leave: Tensors that somebody took of the buffer keep their values, see [Note: tensors taken out of a gather].
         """
         if self.state is not UnitState.UNSHARDED:
+            self.alone.take_assigned()
             self.whole.hide()
+            self.alone.show()
         if not self.reshards or self.pins or self.state is UnitState.SHARDED:
             return False
         self._wait()
@@ -219,6 +230,8 @@ class Unit:
         if self.reshards:
             observe.note(state.value, self.name)
             self.listener.state_changed(self.params, state)
+            if self.alone:
+                self.alone.tell()
 
     # -- holders ------------------------------------------------------------------------------------------------------
 
@@ -290,9 +303,9 @@ def find_unit(param: torch.Tensor) -> tuple[Unit, int] | None:
 
 
 def is_sharded(param: torch.Tensor) -> bool:
-    """Whether ``param`` is an empty tensor right now because its unit is not unsharded."""
+    """Whether ``param`` is an empty tensor right now: its unit is not unsharded, and nobody holds it alone."""
     owner = find_unit(param)
-    return owner is not None and owner[0].state is not UnitState.UNSHARDED
+    return owner is not None and owner[0].state is not UnitState.UNSHARDED and owner[1] not in owner[0].alone
 
 
 def full_shape(param: torch.Tensor) -> torch.Size:

@@ -27,10 +27,15 @@ def shard_changed(unit: Unit) -> None:
     """The shard was written to: copies of it are forgotten; local, on every rank."""
     unit.shard_storage.changed(unit)
     unit.secondary.forget()
+    unit.alone.outdate()
 
 
 def all_gather_updated(unit: Unit) -> Pending | None:
-    """Starts the all-gather of updated shards, for a unit that stays unsharded or whose node keeps a copy that lasts; collective."""
+    """Starts the all-gather of updated shards, for a unit that stays unsharded or whose node keeps a copy that lasts; collective.
+
+    Parameters that somebody holds alone are brought at once.
+    """
+    unit.alone.refresh()
     if unit.state is UnitState.UNSHARDED:
         return None if unit.layout.world == 1 and not unit.reshards else unit.start_all_gather(exact=unit.pinned)
     return _fill_copy(unit) if unit.secondary.lasts else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from enum import Enum, auto
 
 import torch
@@ -97,8 +97,11 @@ class WholeBuffer:
         if self._shown is not Shown.VALUES:
             require_memory(self.flat, what)
 
-    def refuse_assigned(self) -> None:
+    def refuse_assigned(self, alone: Container[int]) -> None:
         """Raises when an empty parameter was given values: they would be lost.
+
+        Args:
+            alone: Parameters that are not empty for a good reason, by position.
 
         Raises:
             StateError: It names the parameter.
@@ -106,7 +109,7 @@ class WholeBuffer:
         if self._shown is not Shown.NOTHING:
             return
         with torch._C.DisableTorchFunction():  # ``ConstructorAccess`` would answer with the whole shape
-            given = [index for index, param in enumerate(self._params) if param is not None and param.numel()]
+            given = [index for index, param in enumerate(self._params) if param is not None and param.numel() and index not in alone]
         for index in given:
             raise StateError(
                 f"parameter {self._layout.slots[index].name} was given data while it was divided (ZeRO stage 3). Set it on all ranks "
@@ -159,6 +162,10 @@ class WholeBuffer:
         it and the unit takes another buffer. While the model runs this is not done: what autograd saved is to be freed then.
         """
         return _uses(self.flat) > _uses_of_one() + len(self._views)
+
+    def view(self, index: int) -> torch.Tensor:
+        """Parameter ``index`` as it lies in the buffer."""
+        return self._views[index]
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a view of the buffer."""

@@ -63,7 +63,8 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -
     """Clones every tensor in a nest of dicts, lists and tuples.
 
     A view of a unit's buffer would be written with the whole buffer behind it (or be dropped as shared memory); a clone
-    owns exactly its elements.
+    owns exactly its elements. Tensors that are the same view (tied weights under two names) get one clone, so that they stay tied: who
+    writes the clones then writes the file of a model that was never cloned.
 
     Args:
         item: A tensor, or any nesting of dict, list and tuple; other leaves are passed through.
@@ -72,7 +73,24 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -
     Returns:
         The same nesting (subclasses of dict and named tuples kept), each tensor detached and contiguous on ``device``.
     """
-    return map_tensors(lambda tensor: tensor.detach().to(device, copy=True).contiguous(), item)
+    made: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def clone(tensor: torch.Tensor) -> torch.Tensor:
+        if not _has_address(tensor):
+            return tensor.detach().to(device, copy=True).contiguous()
+        view = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if view not in made:
+            made[view] = tensor.detach().to(device, copy=True).contiguous()
+        return made[view]
+
+    return map_tensors(clone, item)
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    """Whether equal addresses of ``tensor`` and another mean equal elements: not where it has none, or is of a class of somebody's own."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and tensor.numel() > 0 and not tensor.is_meta
+    )
 
 
 def copy_to_device(item: Any, device: torch.device | str | int, criterion_func: Callable[[Any], bool]) -> Any:

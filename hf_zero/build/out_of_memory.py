@@ -1,0 +1,288 @@
+"""What is said when memory runs out: what was alive, and which change of the configuration would have saved how much."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hf_zero import observe
+from hf_zero.config.resolve import ResolvedConfig
+from hf_zero.core.holdings import KINDS, Holding, alive, bytes_by_kind, taken
+from hf_zero.core.schedule.gradients import tensors_of
+from hf_zero.memory.budget import gib
+from hf_zero.system.planning import planning
+
+_ASKED = re.compile(r"(?:tried to allocate|allocating) (\d+(?:\.\d+)?) ?(\w+)|(\d+) bytes asked for", re.IGNORECASE)
+_UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_WORTH = 0.01  # of what the engine and its model had taken; less is not told
+_SAID = "hf_zero: what was alive on rank"
+_REST = "activations"  # and what else was made since the engine was
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host had no more memory: torch's error, Python's, or that of torch's allocator of host memory."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A change of the configuration.
+
+    Attributes:
+        change: What to write.
+        nbytes: Bytes of this rank that it saves where memory ran out.
+        how: The arithmetic.
+    """
+
+    change: str
+    nbytes: int
+    how: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank held when memory ran out.
+
+    Attributes:
+        tier: Where: device or host.
+        phase: forward, backward or step.
+        books: Bytes by tier and kind.
+        asked: Bytes asked for; 0 where the error does not say.
+    """
+
+    tier: str
+    phase: str
+    books: Counter[tuple[str, str]] = field(default_factory=Counter)
+    asked: int = 0
+
+    def here(self, *kinds: str) -> int:
+        """Bytes of ``kinds`` where memory ran out."""
+        return sum(self.books[self.tier, kind] for kind in kinds)
+
+
+class OutOfMemory:
+    """Adds to an error of a training engine what was alive, and what would have helped.
+
+    While nothing fails nothing is counted. Numbers are those of the moment: what the engine keeps is known to the byte, from the same
+    walk over its parts as a plan's; activations are what is taken beyond that, and beyond what was taken already when the engine was made
+    (the interpreter, other models).
+
+    Args:
+        resolved: The configuration.
+        held: What the new engine keeps.
+        device: Where it trains.
+    """
+
+    def __init__(self, resolved: ResolvedConfig, held: Iterable[Holding], device: torch.device) -> None:
+        self._resolved = resolved
+        self._others = {} if planning() else _beyond(bytes_by_kind(held), device)
+
+    def explain(self, engine: Any, error: BaseException, phase: str) -> None:
+        """Adds the explanation to the message of ``error``, where it is one of memory that has none yet; never raises.
+
+        The class of the error stays, its text stays in front, and it keeps a single argument: whoever looks for "out of memory" finds it.
+        """
+        if not is_out_of_memory(error) or _SAID in str(error):
+            return
+        try:
+            told = "\n".join(self._lines(engine, error, phase))
+        except Exception as fault:  # the error must not be hidden by the one about it
+            told = f"{_SAID} {observe.global_rank()} cannot be said: {type(fault).__name__}: {fault}"
+        text, *more = error.args or ("",)
+        error.args = (f"{text}\n{told}".lstrip("\n"), *more)
+
+    def _lines(self, engine: Any, error: BaseException, phase: str) -> Iterator[str]:
+        failure = failure_of(engine, error, phase, self._others)
+        parts = [f"{kind} {gib(failure.here(kind))}" for kind in KINDS if failure.here(kind)]
+        last = _last_block(engine)
+        moment = f"{phase} (last block: {last})" if last and phase != "step" else phase
+        yield f"{_SAID} {observe.global_rank()} in {moment}, on the {failure.tier}: {', '.join(parts) or 'nothing'}"
+        found = sorted(savings(engine, self._resolved, failure), key=lambda saving: -saving.nbytes)
+        least = _WORTH * (failure.here(*KINDS) - failure.here("other"))
+        worth = [saving for saving in found if saving.nbytes > least]
+        if not worth:
+            yield "No change of the configuration would have saved 1 % of that: use a smaller model, or larger memory"
+            return
+        asked = f" ({gib(failure.asked)} were missing)" if failure.asked else ""
+        yield f"Each of these would have saved so much of it on this rank{asked}:"
+        for saving in worth:
+            yield f"- {saving.change}: {gib(saving.nbytes)} ({saving.how})"
+
+
+def failure_of(engine: Any, error: BaseException, phase: str, others: Mapping[str, int]) -> Failure:
+    """What ``engine`` holds now, with activations, after ``error``; ``others``: bytes by tier that were taken before it."""
+    device = engine.collectives.topology.device
+    of_host = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+    tier = "host" if of_host or device.type == "cpu" else "device"
+    books = alive(engine)
+    beyond = _beyond(books, device)[tier]
+    other = min(beyond, others.get(tier, 0))
+    books[tier, "other"] += other
+    books[tier, _REST] += beyond - other
+    return Failure(tier, phase, books, _asked(str(error)))
+
+
+def _beyond(books: Counter[tuple[str, str]], device: torch.device) -> dict[str, int]:
+    """Bytes by tier that are taken and stand in no book."""
+    places = {"host": torch.device("cpu")} | ({"device": device} if device.type != "cpu" else {})
+    known = {tier: sum(nbytes for (other, _), nbytes in books.items() if other == tier) for tier in places}
+    return {tier: max(0, taken(place) - known[tier]) for tier, place in places.items()}
+
+
+def _asked(text: str) -> int:
+    found = _ASKED.search(text)
+    if found is None:
+        return 0
+    return int(found[3]) if found[3] else int(float(found[1]) * _UNITS.get(found[2], 0))
+
+
+def _last_block(engine: Any) -> str:
+    """Name of the block that forward or backward entered last; "" where none is known."""
+    names = {block.name for block in engine.runtime.blocks}
+    for label in reversed(observe.recent_labels()):
+        phase, _, name = label.removeprefix("hf_zero::").partition(" (")
+        if phase in ("pre_forward", "pre_backward", "recompute") and name[:-1] in names:
+            return name[:-1]
+    return ""
+
+
+# -- what would have saved how much -------------------------------------------------------------------------------------
+
+
+def savings(engine: Any, resolved: ResolvedConfig, failure: Failure) -> Iterator[Saving]:
+    """Changes of the configuration that save memory where it ran out.
+
+    Args:
+        engine: The engine.
+        resolved: Its configuration.
+        failure: What it held.
+    """
+    yield from _by_stage(engine, failure)
+    yield from _by_ranks(engine, failure)
+    yield from _by_offload(engine, resolved, failure)
+    yield from _by_limits(engine, failure)
+    if failure.phase != "step":
+        yield from _by_micro_batch(resolved, failure)
+        yield from _by_recomputation(engine, failure)
+
+
+def _by_stage(engine: Any, failure: Failure) -> Iterator[Saving]:
+    policy, world = engine.policy, engine.collectives.data.world
+    states = failure.here("masters", "moments") + _summed_gradients(engine, failure)
+    at_one = 0 if policy.optimizer_sharded or world == 1 else states - states // world
+    if at_one:
+        yield Saving("zero_optimization.stage: 1", at_one, f"masters, moments and gradients are shared out over {world} ranks")
+    if policy.parameters_sharded or world == 1:
+        return
+    whole = failure.here("parameters")
+    live = min(whole, most_gathered(engine))
+    saved = at_one + whole - whole // world - live
+    how = f"parameters too: {gib(whole)} become {gib(whole // world)}, and at most about {gib(live)} are gathered at a time"
+    yield Saving("zero_optimization.stage: 3", saved, how)
+
+
+def most_gathered(engine: Any) -> int:
+    """Bytes that are whole at a time at stage 3 with little prefetching: the root, and two blocks that follow each other."""
+    sizes = [sum(unit.whole.nbytes for unit in block.units) for block in engine.runtime.blocks]
+    pairs = [first + second for first, second in zip(sizes, [*sizes[1:], 0], strict=True)]
+    return sum(unit.whole.nbytes for unit in engine.runtime.root.units) + max(pairs, default=0)
+
+
+def _summed_gradients(engine: Any, failure: Failure) -> int:
+    """Bytes of gradients that stay until the step; the rest passes through."""
+    entries = engine.stepper.reducer.gradients if engine.stepper is not None else ()
+    held = [entry.shard for entry in entries if entry.shard is not None]
+    if not engine.policy.optimizer_sharded:
+        held = [tensor for entry in entries for tensor in tensors_of(entry)]
+    seen = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held if _tier(tensor) == failure.tier}
+    return sum(seen.values())
+
+
+def _tier(tensor: torch.Tensor) -> str:
+    return "host" if tensor.device.type == "cpu" else "device"
+
+
+def _resting_shards(engine: Any, failure: Failure) -> int:
+    shards = [unit.own.resting()[0] for unit in engine.units if unit.reshards and not unit.shard_storage.on_disk]
+    return sum(shard.nbytes for shard in shards if _tier(shard) == failure.tier)
+
+
+def _by_ranks(engine: Any, failure: Failure) -> Iterator[Saving]:
+    policy = engine.policy
+    if not policy.optimizer_sharded:
+        return
+    shared = failure.here("masters", "moments") + _summed_gradients(engine, failure)
+    if policy.parameters_sharded:
+        shared += _resting_shards(engine, failure)
+    if shared:
+        yield Saving("twice as many ranks", shared - shared // 2, "each holds half as much of what is shared out")
+
+
+def _by_offload(engine: Any, resolved: ResolvedConfig, failure: Failure) -> Iterator[Saving]:
+    zero, policy = resolved.config.zero_optimization, engine.policy
+    target, of_device = ("cpu", True) if failure.tier == "device" else ("nvme", False)
+    states = failure.here("masters", "moments")
+    if of_device:
+        states += _summed_gradients(engine, failure)
+    if zero.offload_optimizer.device != target and states:
+        stage = "" if policy.optimizer_sharded else " with zero_optimization.stage: 1"
+        moved = "masters, moments and gradients" if of_device else "masters and moments"
+        yield Saving(f"zero_optimization.offload_optimizer.device: {target}{stage}", states, f"{moved} {_goes(target)}")
+    resting = _resting_shards(engine, failure)
+    if policy.parameters_sharded and zero.offload_param.device != target and resting:
+        yield Saving(f"zero_optimization.offload_param.device: {target}", resting, f"shards of parameters {_goes(target)}")
+
+
+def _goes(target: str) -> str:
+    return "go to host memory" if target == "cpu" else "go to files below nvme_path"
+
+
+def _by_limits(engine: Any, failure: Failure) -> Iterator[Saving]:
+    """What stage 3 gathers beyond what has to be whole."""
+    if not engine.policy.parameters_sharded:
+        return
+    largest = max((sum(unit.whole.nbytes for unit in block.units) for block in engine.runtime.blocks), default=0)
+    needed = sum(unit.whole.nbytes for unit in engine.runtime.root.units) + largest
+    now = failure.here("gathered")
+    if now > needed:
+        change = "zero_optimization.stage3_prefetch_bucket_size: 0 and stage3_max_reuse_distance: 0"
+        yield Saving(change, now - needed, f"{gib(now)} were gathered, {gib(needed)} are the largest block and what belongs to none")
+
+
+def _by_micro_batch(resolved: ResolvedConfig, failure: Failure) -> Iterator[Saving]:
+    micro, accumulation = resolved.batch.micro, resolved.batch.accumulation
+    if micro < 2:
+        return
+    smaller = max(part for part in range(1, micro) if micro % part == 0)
+    saved = failure.here(_REST) * (micro - smaller) // micro
+    change = f"train_micro_batch_size_per_gpu: {smaller} with gradient_accumulation_steps: {accumulation * micro // smaller}"
+    yield Saving(change, saved, f"activations of {smaller} of {micro} samples at a time; the same numbers")
+
+
+def _by_recomputation(engine: Any, failure: Failure) -> Iterator[Saving]:
+    if recomputes(engine):
+        return
+    names = [block.name for block in engine.runtime.blocks]
+    begun = len(names)
+    if failure.phase == "forward":  # those behind have saved nothing yet
+        last = _last_block(engine)
+        begun = names.index(last) + 1 if last in names else begun
+    if begun > 1:
+        rest = failure.here(_REST)
+        how = f"at most: activations of one of {begun} blocks at a time; their inputs stay"
+        yield Saving("model.gradient_checkpointing_enable()", rest - rest // begun, how)
+
+
+def recomputes(engine: Any) -> bool:
+    """Whether activations are recomputed in backward already."""
+    modules = engine.module.modules()
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in modules) or any(
+        block.checkpointed for block in engine.runtime.blocks
+    )

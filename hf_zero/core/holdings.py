@@ -1,0 +1,115 @@
+"""What an engine holds now, by what it is for and where it lies: the books of a plan, of the lines while training, and of a failure."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.schedule.gradients import UnitGradients, tensors_of
+from hf_zero.core.units.own_part import has_memory
+from hf_zero.core.units.unit import Unit
+
+KINDS = ("parameters", "gradients", "masters", "moments", "gathered", "activations", "logits", "communication", "other")
+"""What memory is for."""
+TIERS = ("device", "host", "disk")
+"""Where it lies."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """One tensor that an engine keeps.
+
+    Attributes:
+        kind: Of ``KINDS``.
+        tensor: The tensor; several holdings may show the same memory, the last one says what that is for.
+        on_disk: It is a mapped part of a file.
+    """
+
+    kind: str
+    tensor: torch.Tensor
+    on_disk: bool = False
+
+
+def holdings(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> Iterator[Holding]:
+    """What units and their optimizer keep: parameters, masters and moments; local, and waits for no update that is under way.
+
+    Args:
+        units: Of one engine.
+        optimizer: Its optimizer; None where nothing is trained.
+    """
+    for unit in units:
+        gathered = unit.reshards and not unit.pinned
+        yield Holding("gathered" if gathered else "parameters", unit.whole.flat)
+        if unit.secondary.part is not None:
+            yield Holding("parameters", unit.secondary.part)
+        shard, master = unit.own.resting()
+        if master is not None and master is not shard:
+            yield Holding("masters", master, optimizer is not None and id(unit) in optimizer.state_store.in_files)
+        yield Holding("parameters", shard, unit.shard_storage.on_disk)
+    if optimizer is not None:
+        yield from _moments(optimizer)
+
+
+def _moments(optimizer: ShardedOptimizer) -> Iterator[Holding]:
+    for state in optimizer.inner.state.values():
+        yield from (Holding("moments", value) for value in state.values() if isinstance(value, torch.Tensor))
+    for segment in optimizer.segments:
+        on_disk = id(segment.unit) in optimizer.state_store.in_files
+        yield from (Holding("moments", value, on_disk) for _, value in segment.elementwise())
+
+
+def loose_tensors(module: torch.nn.Module) -> Iterator[Holding]:
+    """Parameters that belong to no unit, and buffers."""
+    yield from (Holding("parameters", param) for param in module.parameters() if param.numel())
+    yield from (Holding("other", buffer) for buffer in module.buffers())
+
+
+def gradients(entries: Sequence[UnitGradients], module: torch.nn.Module) -> Iterator[Holding]:
+    """Gradients that are collected, on their way, or summed up, and what autograd has not handed over yet."""
+    pools = {id(entry.pool): entry.pool for entry in entries}
+    for tensors in (*map(tensors_of, entries), *(pool.tensors() for pool in pools.values())):
+        yield from (Holding("gradients", tensor) for tensor in tensors)
+    yield from (Holding("gradients", param.grad) for param in module.parameters() if param.grad is not None)
+
+
+def bytes_by_kind(held: Iterable[Holding]) -> Counter[tuple[str, str]]:
+    """Bytes by tier and kind. Memory counts once; the device of an engine that trains on CPUs is the host."""
+    found: dict[int, Holding] = {}
+    for holding in held:
+        if holding.tensor.numel() and has_memory(holding.tensor):
+            found[holding.tensor.untyped_storage()._cdata] = holding
+    books: Counter[tuple[str, str]] = Counter()
+    for holding in found.values():
+        tier = "disk" if holding.on_disk else "host" if holding.tensor.device.type == "cpu" else "device"
+        books[tier, holding.kind] += holding.tensor.untyped_storage().nbytes()
+    return books
+
+
+def alive(engine: Any) -> Counter[tuple[str, str]]:
+    """Bytes by tier and kind that ``engine`` keeps now; what belongs to nobody here (activations, work space) is not in it."""
+    entries = engine.stepper.reducer.gradients if engine.stepper is not None else ()
+    kept = holdings(engine.units, engine.optimizer)
+    return bytes_by_kind(chain(loose_tensors(engine.module), kept, gradients(entries, engine.module)))
+
+
+def bytes_on_disk(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> int:
+    """Bytes of units and their optimizer that rest in files."""
+    return sum(held.tensor.nbytes for held in holdings(units, optimizer) if held.on_disk)
+
+
+def taken(device: torch.device) -> int:
+    """Bytes that tensors take on ``device`` now; for the CPU what this process has in memory (0 where the system does not say)."""
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).memory_allocated(device))
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0

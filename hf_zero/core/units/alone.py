@@ -1,0 +1,208 @@
+"""Parameters that are whole by themselves while their unit is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import ref
+
+import torch
+from torch import nn
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.core.units.layout import UnitLayout
+from hf_zero.core.units.listener import ParamListener
+from hf_zero.core.units.own_part import OwnPart
+from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
+from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.whole_buffer import WholeBuffer
+from hf_zero.errors import StateError
+
+
+class Divided(Protocol):
+    """What is asked of a unit here; the attributes are its own."""
+
+    layout: UnitLayout
+    params: list[nn.Parameter | None]
+    collectives: Collectives
+    rank: int
+    reshards: bool
+    quantized: bool
+    state: UnitState
+    listener: ParamListener
+    shard_storage: ShardStorage
+    whole: WholeBuffer
+    own: OwnPart
+
+    @property
+    def name(self) -> str:
+        """As in labels."""
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's part, (shard_numel,)."""
+
+    def shard_part(self, index: int, flat: torch.Tensor) -> torch.Tensor:
+        """The part of a parameter in a (shard_numel,) tensor."""
+
+    def unpin(self, reshard: bool = True) -> None:
+        """Undoes a pin."""
+
+
+@dataclass
+class _Held:
+    value: torch.Tensor  # of the parameter's shape
+    holders: int
+    current: bool = True  # False: the shards have been written to since
+
+
+class AloneParams:
+    """The parameters of one unit that somebody holds whole, one by one.
+
+    [Note: a parameter alone] ``GatheredParameters([parameter])`` in a loop over a model is how scripts hand weights to inference engines,
+    parameter by parameter, often keeping many of them until a message is full. To unshard the unit each time would send a layer for
+    each of its parameters, and each that is kept would keep a layer's memory. So where less than half of a resting unit is asked
+    for, the owners broadcast the parameters' own elements. If the unit is unsharded meanwhile it stays so, pinned, until they are let go
+    of, and what their holder has written to them is in it: all is as if the unit had been pinned from the beginning. Shards that rest
+    elsewhere than on the device, units that travel as codes, and packed weights, which belong to their scales, come as whole units.
+    """
+
+    def __init__(self, unit: Divided) -> None:
+        self._owner = ref(unit)  # a cycle would keep the unit's memory until the garbage collector runs
+        self._held: dict[int, _Held] = {}
+        self._joined = False
+
+    @property
+    def _unit(self) -> Divided:
+        unit = self._owner()
+        if unit is None:
+            raise StateError("a parameter was gathered after its unit had gone")
+        return unit
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._held
+
+    def serves(self, indices: Iterable[int]) -> bool:
+        """Whether these parameters, by position, would come alone; the same answer on every rank."""
+        unit, slots = self._unit, self._unit.layout.slots
+        rests = unit.state is UnitState.SHARDED and unit.shard_storage is ON_DEVICE and not (unit.own.offloaded or unit.quantized)
+        if not rests or not unit.reshards or unit.layout.world == 1 or any(slot.shown_as is not None for slot in slots):
+            return False
+        return 2 * sum(slots[index].numel for index in {*indices, *self._held}) < unit.layout.numel
+
+    def add(self, indices: Iterable[int]) -> None:
+        """Makes parameters whole that ``serves`` has agreed to; collective."""
+        for index in sorted(indices):
+            if index in self._held:
+                self._held[index].holders += 1
+                continue
+            slot = self._unit.layout.slots[index]
+            self._held[index] = _Held(self._whole(index).view(slot.shape), 1)
+            self._show(index)
+        self.tell()
+
+    def remove(self, indices: Iterable[int]) -> None:
+        """Undoes ``add``; the last one reshards the unit if it was unsharded meanwhile."""
+        gone = []
+        for index in sorted(indices):
+            self._held[index].holders -= 1
+            if not self._held[index].holders:
+                gone.append(index)
+                del self._held[index]
+        if not self._joined:
+            self._empty(gone)
+        elif not self._held:
+            self._joined = False
+            self._unit.unpin()
+
+    def take_assigned(self) -> None:
+        """Takes the values of parameters that were given other memory (``param.data = value``); local."""
+        for index, held in self._held.items():
+            param = self._unit.params[index]
+            if param is not None and not self._joined and param.data_ptr() != held.value.data_ptr() and param.shape == held.value.shape:
+                held.value.copy_(param.data)
+
+    def joined(self) -> bool:
+        """The unit has been unsharded: carries over what was written to parameters that are held; whether it must be pinned for them."""
+        for index, held in self._held.items():
+            param = self._unit.params[index]
+            view = self._unit.whole.view(index)
+            if param is not None and held.current:
+                view.copy_(held.value)
+            held.value = view
+        first, self._joined = bool(self._held) and not self._joined, bool(self._held)
+        return first
+
+    def outdate(self) -> None:
+        """The shards were written to; local."""
+        for held in self._held.values():
+            held.current = False
+
+    def refresh(self) -> None:
+        """Brings values that are not current any more; collective."""
+        for index, held in sorted(self._held.items()):
+            if not held.current and not self._joined:
+                held.value.copy_(self._whole(index).view_as(held.value))
+            held.current = True
+
+    def show(self) -> None:
+        """Points the parameters at their values again, after all of the unit were given others; local."""
+        for index in self._held if not self._joined else ():
+            self._show(index)
+
+    def tell(self) -> None:
+        """Tells the listener that they are whole; local."""
+        self._unit.listener.state_changed([self._unit.params[index] for index in self._held], UnitState.UNSHARDED)
+
+    def _whole(self, index: int) -> torch.Tensor:
+        return whole_from_owners(self._unit, index, self._unit.shard, self._unit.name)
+
+    def _show(self, index: int) -> None:
+        param = self._unit.params[index]
+        if param is not None:
+            _point(param, self._held[index].value)
+
+    def _empty(self, indices: Iterable[int]) -> None:
+        params = [param for index in indices if (param := self._unit.params[index]) is not None]
+        for param in params:
+            _point(param, param.new_empty(0))
+        self._unit.listener.state_changed(params, self._unit.state)
+
+
+def _point(param: nn.Parameter, value: torch.Tensor) -> None:
+    with torch._C.DisableTorchFunction():
+        param.data = value
+
+
+def whole_from_owners(unit: Divided, index: int, flat: torch.Tensor, label: str) -> torch.Tensor:
+    """Parameter ``index`` of a tensor that is divided as the unit is; each owner broadcasts its part; collective.
+
+    Args:
+        unit: The unit.
+        index: Of the parameter in it.
+        flat: This rank's part of the tensor, (shard_numel,).
+        label: For the collectives.
+
+    Returns:
+        A new tensor, (numel,), on the engine's device.
+    """
+    slot, layout = unit.layout.slots[index], unit.layout
+    whole = torch.empty(slot.numel, dtype=flat.dtype, device=unit.collectives.topology.device)
+    for rank in owners(layout, index):
+        part = slot.range.intersect(layout.shard_range(rank)).shift(-slot.offset)
+        target = whole[part.start : part.stop]
+        if rank == unit.rank:
+            target.copy_(unit.shard_part(index, flat))
+        if layout.world > 1:
+            unit.collectives.broadcast(target, rank, label)
+    return whole
+
+
+def owners(layout: UnitLayout, index: int) -> range:
+    """The ranks in whose shards parameter ``index`` lies."""
+    where = layout.slots[index].range
+    return range(where.start // layout.shard_numel, -(-where.stop // layout.shard_numel)) if where.numel else range(0)

@@ -1,0 +1,232 @@
+"""What runs beside what in one rank's recording: compute, gathers, reductions, updates on the host.
+
+[Note: time under way] On a device a transfer is its kernel, and compute is the other kernels. On a host a transfer runs unseen between
+the call that issues it and the end of the wait for it, and that is its stretch: at most as long as what is shown, never longer; compute is
+torch's operations, without waits. What the host waits for is exact in both.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from hf_zero.observe import ISSUED, PHASE, WAIT
+from hf_zero.profiling.intervals import Interval, difference, intersection, length, union
+from hf_zero.profiling.recordings import OURS, Event, Recording
+
+COMPUTE = "compute"
+ROWS = (COMPUTE, "gathers", "reductions", "exchanges", "votes", "copies", "host updates")
+_OF_OPERATION = {
+    "all_gather": "gathers",
+    "reduce_scatter": "reductions",
+    "all_reduce": "reductions",
+    "exchange": "reductions",
+    "exchange_parts": "exchanges",
+    "broadcast": "exchanges",
+    "vote": "votes",
+}
+_OF_KERNEL = (("allgather", "gathers"), ("reducescatter", "reductions"), ("allreduce", "reductions"))
+_NOT_COMPUTE = ("c10d::", "gloo:", "nccl:", "record_param_comms", "DistributedDataParallel")
+_UPDATES = ("update", "speculate")
+_CALLS = ("cuda_runtime", "cuda_driver", "runtime")  # what launches a kernel
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of one row.
+
+    Attributes:
+        label: What it is for: a unit with its operation, or a block.
+        begin: Microseconds.
+        end: Microseconds.
+    """
+
+    label: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class RowTotal:
+    """One row in numbers, microseconds.
+
+    Attributes:
+        total: How long something of the row was under way.
+        hidden: The part of it behind compute.
+        waited: How long the host stood still for it.
+    """
+
+    total: float
+    hidden: float
+    waited: float
+
+    @property
+    def exposed(self) -> float:
+        """The part during which nothing was computed."""
+        return self.total - self.hidden
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """One rank's recording as rows.
+
+    Attributes:
+        rank: Whose.
+        begin: First moment, microseconds.
+        end: Last moment.
+        rows: Spans by row, in the order of ``ROWS``; only those that have any.
+        waits: Stretches in which the host stood still, by row.
+    """
+
+    rank: int
+    begin: float
+    end: float
+    rows: dict[str, list[Span]]
+    waits: dict[str, list[Interval]]
+
+    def total(self, row: str) -> RowTotal:
+        """A row in numbers."""
+        mine, compute = self._union(row), self._union(COMPUTE)
+        return RowTotal(length(mine), length(intersection(mine, compute)), length(union(self.waits.get(row, ()))))
+
+    def _union(self, row: str) -> list[Interval]:
+        return union((span.begin, span.end) for span in self.rows.get(row, ()))
+
+
+def overlap_of(recording: Recording) -> Overlap:
+    """The rows of a recording, between its first and last phase of hf_zero."""
+    events = recording.events
+    ours = _outside_waits([event for event in events if event.name.startswith(OURS) and event.kind != "gpu_user_annotation"])
+    on_device = any(event.kind == "kernel" for event in events)
+    block = _blocks(ours)
+    waits = _waits(ours)
+    rows: dict[str, list[Span]] = defaultdict(list)
+    if on_device:
+        _add_kernels(rows, events, ours, block)
+    else:
+        _add_transfers(rows, ours)
+    rows["votes"] = [Span("vote", begin, end) for begin, end in waits.get("votes", ())]
+    rows["host updates"] = _updates(ours, on_device)
+    if not on_device:
+        busy = [interval for kind in waits.values() for interval in kind] + [(span.begin, span.end) for span in rows["host updates"]]
+        rows[COMPUTE] = _host_compute(events, union(busy), block)
+    begin, end = min(event.begin for event in ours), max(event.end for event in events)
+    return Overlap(recording.rank, begin, end, {name: rows[name] for name in ROWS if rows.get(name)}, waits)
+
+
+def _outside_waits(ours: Iterable[Event]) -> list[Event]:
+    """Without what is issued and waited for inside another wait: messages of a vote, updates that wait for a copy."""
+    found: list[Event] = []
+    until: dict[tuple[object, object], float] = {}
+    for event in ours:
+        waits = event.name.startswith((WAIT, ISSUED))
+        if waits and event.begin < until.get(event.thread, -1.0):
+            continue
+        found.append(event)
+        if event.name.startswith(WAIT):
+            until[event.thread] = event.end
+    return found
+
+
+def _waits(ours: Iterable[Event]) -> dict[str, list[Interval]]:
+    found: dict[str, list[Interval]] = defaultdict(list)
+    for event in ours:
+        if event.name.startswith(WAIT):
+            found[_row_of(event.name.removeprefix(WAIT))].append((event.begin, event.end))
+    return found
+
+
+def _row_of(label: str) -> str:
+    """The row of a collective by its label, ``all_gather (layers.3)``; waits for the host are its updates'."""
+    return _OF_OPERATION.get(label.partition(" ")[0], "host updates")
+
+
+def _add_transfers(rows: dict[str, list[Span]], ours: Iterable[Event]) -> None:
+    """Collectives from their issue to the end of the wait for them; of one label the first issued is the first waited for."""
+    issued: dict[str, deque[float]] = defaultdict(deque)
+    for event in sorted(ours, key=lambda event: (event.end, event.begin)):
+        if event.name.startswith(ISSUED):
+            issued[event.name.removeprefix(ISSUED)].append(event.begin)
+        elif event.name.startswith(WAIT):
+            label = event.name.removeprefix(WAIT)
+            if issued[label]:
+                rows[_row_of(label)].append(Span(label, issued[label].popleft(), event.end))
+
+
+def _add_kernels(rows: dict[str, list[Span]], events: Iterable[Event], ours: Iterable[Event], block: Callable[[float], str]) -> None:
+    """Kernels and copies of a device, with the labels of the calls that launched them."""
+    calls = [event for event in events if event.kind in _CALLS and event.correlation >= 0]
+    launched = {event.correlation: event for event in calls}
+    marks = [event for event in ours if event.name.startswith(ISSUED)]
+    for event in events:
+        call = launched.get(event.correlation)
+        at = call.begin if call is not None else event.begin
+        name = event.name.lower()
+        if event.kind == "kernel" and "nccl" in name:
+            row = next((row for word, row in _OF_KERNEL if word in name.replace("_", "")), "exchanges")
+            mark = next((mark for mark in marks if call is not None and mark.thread == call.thread and mark.begin >= at), None)
+            rows[row].append(Span(mark.name.removeprefix(ISSUED) if mark is not None else event.name, event.begin, event.end))
+        elif event.kind == "kernel":
+            rows[COMPUTE].append(Span(block(at) or event.name, event.begin, event.end))
+        elif event.kind == "gpu_memcpy" and ("htod" in name or "dtoh" in name):
+            rows["copies"].append(Span(event.name, event.begin, event.end))
+
+
+def _updates(ours: Iterable[Event], on_device: bool) -> list[Span]:
+    """Updates of single units, which the host computes; without any, on a host, the whole update."""
+    found: list[Span] = []
+    whole: list[Span] = []
+    for event in ours:
+        phase, _, unit = event.name.removeprefix(OURS).partition(" (")
+        if phase in _UPDATES:
+            (found if unit else whole).append(Span(event.name.removeprefix(OURS), event.begin, event.end))
+    return found or ([] if on_device else whole)
+
+
+def _host_compute(events: Iterable[Event], busy: list[Interval], block: Callable[[float], str]) -> list[Span]:
+    """torch's operations outside of waits and updates, neighbours of one block joined."""
+    ran = union((event.begin, event.end) for event in events if event.kind == "cpu_op" and not event.name.startswith(_NOT_COMPUTE))
+    return [Span(block(begin) or COMPUTE, begin, end) for begin, end in difference(ran, busy)]
+
+
+def _blocks(ours: Iterable[Event]) -> Callable[[float], str]:
+    """Which block the host was at, by time: from where it was entered to where it was left, or the next one was entered."""
+    moments: list[tuple[float, str]] = []
+    stack: list[str] = []
+    for event in ours:
+        phase, _, name = event.name.removeprefix(OURS).partition(" (")
+        name = name.removesuffix(")")
+        if event.name.startswith(PHASE):
+            stack = [event.name.removeprefix(PHASE)]
+        elif phase in ("pre_forward", "recompute") and name:
+            stack.append(name)
+        elif phase == "post_forward" and name in stack:
+            stack = stack[: stack.index(name)]
+        elif phase == "pre_backward" and name:
+            stack = [f"backward of {name}"]
+        elif phase in ("end_backward", "finish_reduce"):
+            stack = [phase]
+        else:
+            continue
+        moments.append((event.end if phase.startswith("pre_") else event.begin, stack[-1] if stack else ""))
+    moments.sort(key=lambda moment: moment[0])
+    return _Timeline(moments).at
+
+
+class _Timeline:
+    """Names by the moment from which they hold.
+
+    Args:
+        moments: In order.
+    """
+
+    def __init__(self, moments: list[tuple[float, str]]) -> None:
+        self._times = [time for time, _ in moments]
+        self._names = [name for _, name in moments]
+
+    def at(self, time: float) -> str:
+        """The name that holds at ``time``; "" before the first."""
+        index = bisect_right(self._times, time)
+        return self._names[index - 1] if index else ""

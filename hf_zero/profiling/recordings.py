@@ -1,0 +1,105 @@
+"""Recordings of torch's profiler in Chrome's format, one file for each rank."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_zero.errors import ConfigError
+from hf_zero.system.reading import reading
+
+OURS = "hf_zero::"
+OVERLAP = "overlap.json"  # what `hf-zero trace` writes beside them
+_ADVICE = "A recording is what torch.profiler's export_chrome_trace writes, or a run with hf_zero.trace_folder"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One stretch of a recording.
+
+    Attributes:
+        name: What ran.
+        kind: The profiler's category: cpu_op, user_annotation, kernel, ...
+        thread: Process and thread, or device and stream.
+        begin: Microseconds.
+        end: Microseconds.
+        correlation: Of a call of the driver and the kernel that it launched; -1 where there is none.
+    """
+
+    name: str
+    kind: str
+    thread: tuple[Any, Any]
+    begin: float
+    end: float
+    correlation: int = -1
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one rank did.
+
+    Attributes:
+        rank: Its number.
+        events: In order of their begin.
+    """
+
+    rank: int
+    events: list[Event]
+
+
+def read_recordings(folder: Path) -> list[Recording]:
+    """The recordings of a folder by rank, on one clock.
+
+    Args:
+        folder: Holds ``*.json`` and ``*.json.gz`` files.
+
+    Raises:
+        ConfigError: There are none, one cannot be read, or one has no phases of hf_zero in it.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder. {_ADVICE}")
+    paths = sorted(path for path in folder.iterdir() if path.name.endswith((".json", ".json.gz")) and path.name != OVERLAP)
+    if not paths:
+        raise ConfigError(f"{folder} holds no recording (*.json, *.json.gz). {_ADVICE}")
+    found = [read_recording(path, index) for index, path in enumerate(paths)]
+    ranks = [recording.rank for recording in found]
+    if len(set(ranks)) < len(ranks):
+        raise ConfigError(f"{folder} holds several recordings of one rank ({', '.join(map(str, sorted(ranks)))}): leave one of each in it")
+    return sorted(found, key=lambda recording: recording.rank)
+
+
+def read_recording(path: Path, index: int) -> Recording:
+    """One file; ``index`` is its rank where neither the content nor the name says it.
+
+    Raises:
+        ConfigError: It cannot be read, or has no phases of hf_zero in it.
+    """
+    with reading(path, ConfigError, _ADVICE):
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        content = json.loads(raw)
+        base = float(content.get("baseTimeNanoseconds") or 0) / 1000
+        events = [event for row in content["traceEvents"] if (event := _event(row, base)) is not None]
+        rank = _rank(content, path, index)
+    if not any(event.name.startswith(OURS) for event in events):
+        raise ConfigError(f"{path} has no phases of hf_zero in it: record while an engine trains, its step included. {_ADVICE}")
+    return Recording(rank, sorted(events, key=lambda event: (event.begin, -event.end)))
+
+
+def _event(row: Mapping[str, Any], base: float) -> Event | None:
+    if row.get("ph") != "X":
+        return None
+    begin = float(row["ts"]) + base
+    correlation = row.get("args", {}).get("correlation", -1)
+    where = (row.get("pid"), row.get("tid"))
+    return Event(str(row["name"]), str(row.get("cat", "")), where, begin, begin + float(row.get("dur", 0)), int(correlation))
+
+
+def _rank(content: Mapping[str, Any], path: Path, index: int) -> int:
+    told = (content.get("distributedInfo") or {}).get("rank")
+    named = re.search(r"rank[_-]?(\d+)", path.name)
+    return int(told) if told is not None else int(named[1]) if named else index

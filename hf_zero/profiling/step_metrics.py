@@ -1,0 +1,239 @@
+"""What a run reaches while it trains: tokens per second, share of the device's peak, memory per tier, time waited."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.core.holdings import taken
+from hf_zero.core.schedule.torch_internals import in_backward
+from hf_zero.memory.budget import gib
+from hf_zero.observe import log_rank0, warn_once
+from hf_zero.profiling.costs import ModelOperations
+from hf_zero.profiling.device_peaks import peak_tflops
+from hf_zero.profiling.waits import WaitTimes
+
+SPEED, MEMORY, WAITED = "Train/Speed/", "Train/Memory/", "Train/Waited/"
+_NOTHING = nullcontext()
+
+
+@dataclass(frozen=True)
+class MetricsSettings:
+    """What is told, and when.
+
+    Attributes:
+        every: Optimizer steps between two records.
+        peak_tflops: 10^12 operations per second of one device at its best; None looks the device up.
+        sharers: Ranks that compute on the same tokens (tensor parallelism).
+    """
+
+    every: int
+    peak_tflops: float | None = None
+    sharers: int = 1
+
+
+@dataclass
+class Window:
+    """What happened since the last record.
+
+    Attributes:
+        began: When, in seconds.
+        steps: Optimizer steps.
+        tokens: Elements of this rank's token ids.
+        samples: Rows of its batches.
+        aside: Seconds that belong to no step: evaluations, saves.
+    """
+
+    began: float
+    steps: int = 0
+    tokens: int = 0
+    samples: int = 0
+    aside: float = 0.0
+
+
+@dataclass
+class _Counted:
+    """The step whose operations were counted: their number, and of what."""
+
+    operations: ModelOperations = field(default_factory=ModelOperations)
+    tokens: int = 0
+    samples: int = 0
+    backward: bool = False
+
+
+class StepMetrics:
+    """Counts tokens and waits of every step, and tells of them every few.
+
+    Operations are counted in the first optimizer step, which counting slows down and no record includes; further ones are taken to need as
+    many for each token (for each sample, where a batch has no token ids). Those that recomputation repeats are no part of utilisation.
+
+    Args:
+        module: The user's module.
+        device: Where it trains.
+        settings: What is told, and when.
+        blocks_host: Waiting for a collective stops the host.
+        on_disk: Bytes of this rank's state in files.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, settings: MetricsSettings, blocks_host: bool, on_disk: Callable[[], int]
+    ) -> None:
+        self._module, self._device, self._settings, self._on_disk = module, device, settings, on_disk
+        self._waits = WaitTimes(device, blocks_host)
+        self._peak = settings.peak_tflops or _known_peak(device)
+        self._counting: _Counted | None = _Counted()
+        self._counted: _Counted | None = None
+        self._window = Window(time.perf_counter())
+        self._step = 0  # the last optimizer step
+        self._left: float | None = None  # when the last backward or step ended; None before the first, and behind what is no training
+        self._aside: float | None = None  # since when the run has been at something else
+        self._handle = module.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Lets go of the module."""
+        self._handle.remove()
+
+    # -- what happens ---------------------------------------------------------------------------------------------------
+
+    def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Counts tokens and samples of a forward for training."""
+        if not (module.training and torch.is_grad_enabled()) or in_backward():
+            return
+        tokens, samples = batch_size(args, kwargs)
+        self._window.tokens += tokens
+        self._window.samples += samples
+        if self._counting is not None:
+            self._counting.tokens += tokens
+            self._counting.samples += samples
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Around each phase of the engine; ``aside`` is what belongs to no step."""
+        begin = time.perf_counter()
+        if name == "aside" or (name == "forward" and not (self._module.training and torch.is_grad_enabled())):
+            if self._aside is None:
+                self._aside = self._left if self._left is not None else begin
+            yield
+            return
+        if self._aside is not None:
+            self._window.aside += begin - self._aside
+            self._aside = None
+        elif name == "forward" and self._left is not None:
+            self._waits.add("data", begin - self._left)
+        with self._waits.counted(streams=(self._step + 1) % self._settings.every == 0), self._count(name):
+            yield
+        self._left = time.perf_counter() if name != "forward" else None
+
+    def _count(self, name: str) -> AbstractContextManager[Any]:
+        counting = self._counting
+        if counting is None or name == "step":
+            return _NOTHING
+        counting.backward |= name == "backward"
+        return counting.operations
+
+    # -- what is told ---------------------------------------------------------------------------------------------------
+
+    def measure(self, step: int) -> dict[str, float]:
+        """What was reached since the last record, of this rank; empty unless ``step`` is one to tell of. Local."""
+        window, self._step = self._window, step
+        window.steps += 1
+        if self._counting is not None:
+            self._counted, self._counting = self._counting, None
+            self._begin_window()
+            return {}
+        if step % self._settings.every:
+            return {}
+        seconds = max(time.perf_counter() - window.began - window.aside, 1e-9)
+        waits = self._waits.take(window.steps)
+        found = {f"{SPEED}seconds_per_step": seconds / window.steps, **self._speed(window, seconds), **self._memory()}
+        found |= {f"{WAITED}{kind}": waited for kind, waited in waits.items()}
+        log_rank0("step=%d, rank 0: %s", step, line_of(found))
+        self._begin_window()
+        return found
+
+    def _begin_window(self) -> None:
+        self._waits.take(1)
+        self._window = Window(time.perf_counter())
+
+    def _speed(self, window: Window, seconds: float) -> dict[str, float]:
+        found = {}
+        if window.tokens:
+            found["tokens_per_second_per_rank"] = window.tokens / seconds / self._settings.sharers
+        else:
+            found["samples_per_second_per_rank"] = window.samples / seconds / self._settings.sharers
+        operations = self._operations_of(window)
+        if operations is not None:
+            found["tflops_per_rank"] = operations / seconds / 1e12
+            if self._peak is not None:
+                found["mfu"] = found["tflops_per_rank"] / self._peak
+        return {f"{SPEED}{name}": value for name, value in found.items()}
+
+    def _operations_of(self, window: Window) -> float | None:
+        """Operations that the model needed; None where the step that was counted had no backward of the engine's."""
+        counted = self._counted
+        if counted is None or not counted.backward or not counted.operations.needed:
+            warn_once("hf_zero.step_metrics: no operations are told, because loss.backward() is not seen; call engine.backward(loss)")
+            return None
+        if window.tokens and counted.tokens:
+            return counted.operations.needed * window.tokens / counted.tokens
+        return counted.operations.needed * window.samples / counted.samples if counted.samples else None
+
+    def _memory(self) -> dict[str, float]:
+        found = {"host": taken(torch.device("cpu")), "disk": self._on_disk()}
+        if self._device.type != "cpu":
+            most = torch.get_device_module(self._device).max_memory_allocated(self._device)
+            found = {"device": taken(self._device), "device_peak": most, **found}
+        return {f"{MEMORY}{tier}_bytes": float(nbytes) for tier, nbytes in found.items()}
+
+
+def _known_peak(device: torch.device) -> float | None:
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    name = module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
+    peak = peak_tflops(name)
+    if peak is None:
+        warn_once(f"hf_zero.step_metrics: the peak of {name!r} is not known, so no utilisation is told: set hf_zero.peak_tflops")
+    return peak
+
+
+def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+    """Tokens (0 where there are no ids) and samples of one call of a model, padding included.
+
+    Args:
+        args: Its positional arguments.
+        kwargs: Its keyword arguments; ``input_ids`` (samples, length) or ``inputs_embeds`` (samples, length, width) hold tokens.
+    """
+    ids = kwargs.get("input_ids")
+    embedded = kwargs.get("inputs_embeds")
+    given = [value for value in (ids, embedded, *args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.ndim]
+    if not given:
+        return 0, 0
+    first = given[0]
+    if first is embedded and first.ndim > 2:
+        return first.shape[0] * first.shape[1], first.shape[0]
+    holds_ids = not (first.is_floating_point() or first.is_complex() or first.dtype == torch.bool)
+    return first.numel() if holds_ids else 0, first.shape[0] if first.ndim > 1 else 1
+
+
+def line_of(found: Mapping[str, float]) -> str:
+    """A record for people."""
+    speed, memory, waited = (
+        {name.removeprefix(part): value for name, value in found.items() if name.startswith(part)} for part in (SPEED, MEMORY, WAITED)
+    )
+    seconds = speed["seconds_per_step"]
+    parts = [f"{seconds:.4g} s per step"]
+    rates = {name.partition("_")[0]: value for name, value in speed.items() if name.endswith("_per_second_per_rank")}
+    parts += [f"{rate:.5g} {what}/s" for what, rate in rates.items()]
+    if "tflops_per_rank" in speed:
+        share = f" ({100 * speed['mfu']:.1f} % of the peak)" if "mfu" in speed else ""
+        parts.append(f"{speed['tflops_per_rank']:.4g} TFLOPS{share}")
+    parts += [f"{name.removesuffix('_bytes').replace('_', ' ')} {gib(nbytes)}" for name, nbytes in memory.items() if nbytes]
+    stood = [f"{kind} {100 * value / seconds:.1f} %" for kind, value in waited.items() if value]
+    return ", ".join([*parts, f"waited for {', '.join(stood)}" if stood else "waited for nothing"])

@@ -1,0 +1,113 @@
+"""How long a rank waits for gathers, reductions, other ranks' votes, and the host."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from hf_zero import observe
+from hf_zero.comm.watch import DeviceWatch, HostWatch, Watch
+
+WAITS = ("gathers", "reductions", "exchanges", "votes", "offload", "data")
+
+
+class WaitTimes:
+    """Adds up waits by kind; a wait inside another is part of that one.
+
+    The host's clock times what stops the host. Where a collective holds up the device's stream instead, an event of the device stands on
+    either side of the wait, and nobody waits for the events: they are read when the seconds are asked for. Each costs the host some
+    microseconds, so they are recorded in one step between two questions.
+
+    Args:
+        device: Where the engine lives.
+        blocks_host: Waiting for a collective stops the host.
+    """
+
+    def __init__(self, device: torch.device, blocks_host: bool) -> None:
+        self._host: Watch = HostWatch()
+        self._stream: Watch = self._host if blocks_host or device.type == "cpu" else DeviceWatch(device)
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._passed: list[tuple[str, Any, Any]] = []  # kind, begin and end on the stream
+        self._wait = _Wait(self)
+        self._nothing = _Nothing()
+        self._waiting = False
+        self._streams = False
+        self._thread = threading.get_ident()
+
+    @contextmanager
+    def counted(self, streams: bool) -> Iterator[None]:
+        """Waits of this thread inside count; those of the device's stream only with ``streams``."""
+        self._thread, self._streams = threading.get_ident(), streams
+        observe.set_meter(self)
+        try:
+            yield
+        finally:
+            observe.set_meter(None)
+
+    def wait(self, kind: str, on_stream: bool) -> _Wait | _Nothing:
+        """One wait, to be entered now."""
+        if self._waiting or threading.get_ident() != self._thread:  # the thread of updates may wait as it likes
+            return self._nothing
+        watch = self._stream if on_stream else self._host
+        if watch is not self._host and not self._streams:
+            return self._nothing
+        self._wait.kind, self._wait.watch = kind, watch
+        return self._wait
+
+    def add(self, kind: str, seconds: float) -> None:
+        """A wait of the host that somebody else has timed."""
+        self._seconds[kind] += seconds
+
+    def entered(self) -> None:
+        """A wait begins."""
+        self._waiting = True
+
+    def left(self, kind: str, watch: Watch, begin: Any, end: Any) -> None:
+        """It is over."""
+        self._waiting = False
+        if watch is self._host:
+            self._seconds[kind] += end - begin
+        else:
+            self._passed.append((kind, begin, end))
+
+    def take(self, steps: int) -> dict[str, float]:
+        """Seconds of one step by kind, since the last call ``steps`` steps ago."""
+        taken = {kind: self._seconds[kind] / steps for kind in WAITS}
+        for kind, begin, end in self._passed:
+            taken[kind] += self._stream.seconds(begin, end)
+        self._passed, self._seconds = [], defaultdict(float)
+        return taken
+
+
+class _Nothing:
+    """A wait inside another."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class _Wait:
+    """The wait that is under way; one object for all, because there is one at a time."""
+
+    kind = ""
+    watch: Watch
+    _begin: Any = None
+
+    def __init__(self, times: WaitTimes) -> None:
+        self._times = times
+
+    def __enter__(self) -> None:
+        self._times.entered()
+        self._begin = self.watch.now()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._times.left(self.kind, self.watch, self._begin, self.watch.now())
