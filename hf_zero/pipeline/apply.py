@@ -24,8 +24,8 @@ from hf_zero.pipeline.own_stages import OwnStages
 from hf_zero.pipeline.partition import make_plan, replan
 from hf_zero.pipeline.plan import PipelinePlan, Placement
 from hf_zero.pipeline.schedules import FOLDED, check_schedule
-from hf_zero.pipeline.templates import Templates
 from hf_zero.pipeline.self_divided import DividesItself, equal_where_shared, schedule_of
+from hf_zero.pipeline.templates import Templates
 from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
 from hf_zero.tensor_parallel.split import equal_weights
 from hf_zero.tensor_parallel.trace import skeleton

@@ -103,7 +103,9 @@ class Pipeline(FreeSection):
     partition: str = accepted("best", "Balance of stages", "partition_method says it")
     seed_layers: Bool = accepted(False, "Seed before each layer is built", "PipelineModule(seed_layers=) says it")
     activation_checkpoint_interval: Size = used(0, "Layers of a PipelineModule in one recomputation; from 1 on it wins over the argument")
-    pipe_partitioned: Bool = accepted(True, "Divide what is sent over tensor-parallel ranks", "each of them sends what the next stage's reads")
+    pipe_partitioned: Bool = accepted(
+        True, "Divide what is sent over tensor-parallel ranks", "each of them sends what the next stage's reads"
+    )
     grad_partitioned: Bool = accepted(True, "The same for gradients", "each of them sends what the stage before reads")
     use_reentrant: Bool = accepted(True, "Kind of recomputation", "the model's own checkpointing says it")
 
