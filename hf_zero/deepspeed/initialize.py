@@ -27,6 +27,7 @@ from hf_zero.deepspeed.pipe.engine import PipelineEngine
 from hf_zero.deepspeed.pipe.module import PipelineModule
 from hf_zero.errors import ConfigError
 from hf_zero.observe import log_rank0
+from hf_zero.pipeline.limits import require_served
 
 
 def initialize(
@@ -79,6 +80,8 @@ def initialize(
     hidden_size = hidden_size_of(model)
     resolved = resolve(source, world_size=axes.topology.replicas, sources={"hidden_size": hidden_size} if hidden_size else None)
     announce(resolved)
+    if axes.topology.pipe is not None and not isinstance(model, PipelineModule):
+        require_served(resolved.config)
     model = divide(model, source, axes)
     builder = PartsBuilder(model, resolved, axes, EngineLossScaler, PARAM_ATTRIBUTES)
     inner = inner_optimizer(model, resolved, optimizer, model_parameters, axes.topology.device)

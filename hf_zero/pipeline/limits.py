@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from hf_zero.config.schema.root import ZeroConfig
-from hf_zero.core.stages import StagePolicy
 from hf_zero.errors import UnsupportedError
 
 
-def require_served(config: ZeroConfig, stage: StagePolicy) -> None:
+def require_served(config: ZeroConfig) -> None:
     """Refuses what cannot be combined with stages of a pipeline.
 
     Raises:
         UnsupportedError: Stage 3, quantized collectives, parameters off the device.
     """
-    refuse_sharded_parameters(stage)
+    refuse_sharded_parameters(config)
     if config.torch_autocast.enabled:
         raise UnsupportedError(
             "pipeline.stages and torch_autocast cannot be combined: the types of what goes from stage to stage would depend on "
@@ -26,13 +25,13 @@ def require_served(config: ZeroConfig, stage: StagePolicy) -> None:
         )
 
 
-def refuse_sharded_parameters(stage: StagePolicy) -> None:
+def refuse_sharded_parameters(config: ZeroConfig) -> None:
     """Refuses stage 3.
 
     Raises:
         UnsupportedError: It is stage 3.
     """
-    if stage.parameters_sharded:
+    if config.zero_optimization.stage == 3:
         raise UnsupportedError(
             "a pipeline (pipeline.stages, PipelineModule) and zero_optimization.stage 3 exclude each other: each stage of a pipeline keeps "
             "its layers whole while many parts of a batch pass, and gathering them for each part would send the model once per part. Set "

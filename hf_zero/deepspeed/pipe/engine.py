@@ -52,9 +52,9 @@ class PipelineEngine(Engine):
     def __init__(
         self, module: nn.Module, resolved: ResolvedConfig, parts: EngineParts, sequence_parallel: SequenceParallel | None = None
     ) -> None:
+        refuse_sharded_parameters(resolved.config)
         super().__init__(module, resolved, parts, sequence_parallel)
         assert isinstance(module, PipelineModule)
-        refuse_sharded_parameters(parts.policy)
         self.grid = self.mpu = module.mpu()
         self.num_stages, self.stage_id = module.num_stages, module.stage_id
         self.feed = Feed()
