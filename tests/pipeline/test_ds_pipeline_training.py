@@ -13,7 +13,8 @@ def check_two_stages() -> None:
     check(Run(1, accumulation=1), 2)  # fewer micro-batches than stages
     check(Run(0, accumulation=3), 2, partition_method="type:Block", activation_checkpoint_interval=2)
     check(Run(1, dtype="bf16", accumulation=3, clip=0.1), 2, partition_method="parameters")
-    check(Run(0, dtype="fp16", accumulation=2), 2, seed_layers=False)
+    check(Run(0, dtype="fp16", accumulation=2), 2)
+    check(Run(1, dtype="fp16", accumulation=2, scale_power=20, steps=6), 2)  # overflows at first, on every stage
 
 
 def test_two_stages() -> None:
