@@ -139,6 +139,12 @@ def divide_layers(model: nn.Module, pipeline: Pipeline, topology: Topology) -> N
     elif topology.tensor is None:
         equal_weights(model, collectives, "a pipeline")
     tensor_ranks = topology.tensor.world if topology.tensor is not None else 1
+    single = next((name for name, param in model.named_parameters() if param.dim() == 0 and param.requires_grad), None)
+    if single is not None:
+        raise UnsupportedError(
+            f"pipeline: {single} is a trained parameter that is a single number, which other stages cannot leave empty. Give it the shape "
+            "(1,), freeze it, or leave pipeline.stages out"
+        )
     for name, param in model.named_parameters():
         _keep(param, pipeline.placement.ranks_of(pipeline.plan.holders[name]), pipe, tensor_ranks)
     for module in model.modules():
@@ -163,7 +169,7 @@ def _plan_for(pipeline: Pipeline, given: Mapping[str, Any]) -> PipelinePlan:
 
 def _keep(param: nn.Parameter, holders: tuple[int, ...], pipe: Topology, tensor_ranks: int) -> None:
     """Marks what this rank of the pipeline holds of ``param``, one of ``holders``, or empties it."""
-    if param.dim() == 0:  # cannot be left empty: every stage has it
+    if param.dim() == 0:  # cannot be left empty: every stage has it, and nothing trains it
         return
     part = tp_shard_of(param) or TpShard(param.shape, 0, (Range(0, param.shape[0]),), ((Range(0, param.shape[0]), tensor_ranks),))
     if pipe.rank not in holders:
