@@ -176,8 +176,8 @@ def _require_plannable(config: Mapping[str, Any], cluster: Cluster, load: Load) 
     stages = requested_stages(config)
     if stages > 1:
         raise UnsupportedError(
-            f"pipeline.stages is {stages}: pipelines are not planned, because what a stage receives comes from ranks that a plan only pretends. "
-            "Plan without the section for the memory of the whole model; a stage holds its share of the layers, and activations of its parts"
+            f"pipeline.stages is {stages}: pipelines are not planned, because what a stage receives comes from ranks that a plan only "
+            "pretends. Plan without the section for the memory of the whole model; a stage holds its share of the layers"
         )
     section = config.get("torch_autocast")
     if isinstance(section, Mapping) and section.get("enabled") and not cluster.on_host:

@@ -11,7 +11,6 @@ from tests.support import ranks, trainers, trl_runs
 from tests.support.models import CASES
 from tests.support.pipeline_trainer import config
 from tests.support.tp_trainer import rows
-from tests.trainer import test_trl
 
 LOGGED = ("loss", "grad_norm", "mean_token_accuracy", "rewards/margins", "logps/chosen")
 
@@ -20,7 +19,7 @@ def trained(models: Path, folder: Path, kind: str, stages: int) -> list[dict[str
     """What each step logs, over ``stages`` or under DDP."""
     with trainers.clean_state():
         settings = {**trainers.zero_config(1), "pipeline": {"stages": stages}} if stages > 1 else None
-        trainer = test_trl.KINDS[kind](models, folder / f"{kind}{stages}", settings)
+        trainer = trl_runs.KINDS[kind](models, folder / f"{kind}{stages}", settings)
         trainer.train()
         trainer.save_model(str(folder / f"final{stages}"))
         trainer.accelerator.wait_for_everyone()
