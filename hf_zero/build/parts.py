@@ -69,7 +69,6 @@ from hf_zero.optim.onebit_adam import OneBitAdam
 from hf_zero.optim.whole_tensor_limits import check_whole_tensors
 from hf_zero.pipeline.apply import pipeline_of, pipelined
 from hf_zero.pipeline.generation import WholeGeneration
-from hf_zero.pipeline.limits import require_served
 from hf_zero.profiling.recorded_step import RecordedStep
 from hf_zero.profiling.step_metrics import StepMetrics
 
@@ -120,8 +119,6 @@ class PartsBuilder:
         self.stage = stage_policy(
             self.config.zero_optimization.stage, self.config.hf_zero.param_shard_size is not None and self._inside < self.topology.world
         )
-        if self.topology.pipe is not None:
-            require_served(self.config, self.stage)
         self.expert_collectives = self._open_experts()
         self.offload = policies.offload_settings(self.config)
         self.offloading = Offloading(self.offload, self.precision, self.collectives, self.stage)

@@ -166,7 +166,7 @@ class Engine(nn.Module):
         if self.destroyed and self.training and torch.is_grad_enabled():
             raise StateError(f"a forward for training on an engine that was destroyed{self._after_destroy}")
         if self.precision.casts_inputs and self.precision.param_dtype is not None:
-            args, kwargs = _cast_floating((args, kwargs), self.precision.param_dtype)
+            args, kwargs = cast_floating((args, kwargs), self.precision.param_dtype)
         with self.clock.phase("forward"), self._autocast():
             try:
                 return self.module(*args, **kwargs)
@@ -462,11 +462,11 @@ class Engine(nn.Module):
             raise StateError(f"{what}() on an engine whose module was given to another initialize(); use the newer engine")
 
 
-def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, Mapping):
-        return type(value)({key: _cast_floating(item, dtype) for key, item in value.items()})  # type: ignore[call-arg]
+        return type(value)({key: cast_floating(item, dtype) for key, item in value.items()})  # type: ignore[call-arg]
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_cast_floating(item, dtype) for item in value)
+        return type(value)(cast_floating(item, dtype) for item in value)
     return value

@@ -23,8 +23,11 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.loss_scalers import EngineLossScaler
 from hf_zero.deepspeed.param_attributes import PARAM_ATTRIBUTES
+from hf_zero.deepspeed.pipe.engine import PipelineEngine
+from hf_zero.deepspeed.pipe.module import PipelineModule
 from hf_zero.errors import ConfigError
 from hf_zero.observe import log_rank0
+from hf_zero.pipeline.limits import require_served
 
 
 def initialize(
@@ -72,14 +75,18 @@ def initialize(
         raise ConfigError("initialize() needs model=, a torch.nn.Module")
     source = _source_of(args, config if config is not None else config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    axes, source = axes_of(read_config(source), mpu, mesh_param, model)
+    # A PipelineModule says itself where ranks stand; scripts hand its grid over as mpu all the same.
+    axes, source = axes_of(read_config(source), None if isinstance(model, PipelineModule) else mpu, mesh_param, model)
     hidden_size = hidden_size_of(model)
     resolved = resolve(source, world_size=axes.topology.replicas, sources={"hidden_size": hidden_size} if hidden_size else None)
     announce(resolved)
+    if axes.topology.pipe is not None and not isinstance(model, PipelineModule):
+        require_served(resolved.config)
     model = divide(model, source, axes)
     builder = PartsBuilder(model, resolved, axes, EngineLossScaler, PARAM_ATTRIBUTES)
     inner = inner_optimizer(model, resolved, optimizer, model_parameters, axes.topology.device)
-    engine = Engine(model, resolved, builder.build(inner, lr_scheduler), axes.sequence)
+    kind = PipelineEngine if isinstance(model, PipelineModule) else Engine
+    engine = kind(model, resolved, builder.build(inner, lr_scheduler), axes.sequence)
     compiling = compile_options(resolved.config)
     if compiling is not None:
         engine.compile(**compiling)

@@ -24,6 +24,7 @@ from hf_zero.pipeline.own_stages import OwnStages
 from hf_zero.pipeline.partition import make_plan, replan
 from hf_zero.pipeline.plan import PipelinePlan, Placement
 from hf_zero.pipeline.schedules import FOLDED, check_schedule
+from hf_zero.pipeline.self_divided import DividesItself, equal_where_shared, schedule_of
 from hf_zero.pipeline.templates import Templates
 from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
 from hf_zero.tensor_parallel.split import equal_weights
@@ -93,9 +94,11 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
             "pipeline.stages beside parameters that zero.Init has sharded: zero_optimization.stage 3 and a pipeline exclude each other. "
             "Build the model outside of zero.Init"
         )
+    settings = Settings.model_validate(section)
+    if isinstance(model, DividesItself):
+        return Pipeline(model.pipeline_plan(), Placement(pipe.world, pipe.world), model, pipe.ranks, None, schedule_of(settings))
     collectives = open_collectives(topology.model or pipe)
     whole = skeleton(model)
-    settings = Settings.model_validate(section)
     each, schedule = settings.stages_per_rank, settings.schedule
     check_schedule(schedule, each)
     placement = Placement(each * pipe.world, pipe.world, schedule in FOLDED)
@@ -131,14 +134,24 @@ def divide_layers(model: nn.Module, pipeline: Pipeline, topology: Topology) -> N
     if pipe is None or everyone is None or pipeline_of(model) is not None:
         return
     collectives = open_collectives(everyone)
-    if topology.tensor is None:
+    if isinstance(model, DividesItself):
+        equal_where_shared(model, pipeline.plan, open_collectives(pipe))
+    elif topology.tensor is None:
         equal_weights(model, collectives, "a pipeline")
     tensor_ranks = topology.tensor.world if topology.tensor is not None else 1
+    single = next((name for name, param in model.named_parameters() if param.dim() == 0 and param.requires_grad), None)
+    if single is not None:
+        raise UnsupportedError(
+            f"pipeline: {single} is a trained parameter that is a single number, which other stages cannot leave empty. Give it the shape "
+            "(1,), freeze it, or leave pipeline.stages out"
+        )
     for name, param in model.named_parameters():
         _keep(param, pipeline.placement.ranks_of(pipeline.plan.holders[name]), pipe, tensor_ranks)
     for module in model.modules():
         guard_state_dict(module)
     setattr(model, _PIPELINE, pipeline)
+    if isinstance(model, DividesItself):
+        return
     paths = list(dict.fromkeys(call.path for call in pipeline.plan.calls))
     own = OwnStages(model, pipeline.placement, pipe.rank, paths, Templates(pipeline.skeleton), topology.device)
     model.forward = PipelinedForward(
@@ -156,7 +169,7 @@ def _plan_for(pipeline: Pipeline, given: Mapping[str, Any]) -> PipelinePlan:
 
 def _keep(param: nn.Parameter, holders: tuple[int, ...], pipe: Topology, tensor_ranks: int) -> None:
     """Marks what this rank of the pipeline holds of ``param``, one of ``holders``, or empties it."""
-    if param.dim() == 0:  # cannot be left empty: every stage has it
+    if param.dim() == 0:  # cannot be left empty: every stage has it, and nothing trains it
         return
     part = tp_shard_of(param) or TpShard(param.shape, 0, (Range(0, param.shape[0]),), ((Range(0, param.shape[0]), tensor_ranks),))
     if pipe.rank not in holders:

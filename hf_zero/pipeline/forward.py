@@ -67,7 +67,7 @@ class PipelinedForward:
         self._plan_for = plan_for
         self._kinds: dict[Any, _Kind] = {}
         self._original = own.model.forward
-        self._signature = inspect.signature(self._original)
+        self._signature = self.__signature__ = inspect.signature(self._original)  # libraries look at the model's arguments
         self._source = own.placement.rank_of(own.placement.stages - 1)
         self._last = self._source == own.rank
 

@@ -9,16 +9,32 @@ from hf_zero.core.units.grouping import find_blocks
 
 
 def find_repeated(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of a model by dotted name: those of ``find_blocks``, else members of its outermost lists, which may be one that is
-    called many times (ALBERT)."""
-    found = find_blocks(model)
-    if found:
-        return found
+    """The blocks of a model by dotted name: those of ``find_blocks``, or of its outermost lists, which may be of one that is called often.
+
+    A list cannot be called: its members are the blocks (ALBERT has one that is called many times, Funnel lists of lists).
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in (find_blocks(model) or _in_lists(model)).items():
+        found.update(_callable(name, module))
+    return found
+
+
+def _in_lists(model: nn.Module) -> dict[str, nn.Module]:
+    """Members of the outermost lists."""
+    found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and not any(name.startswith(f"{block}.") for block in found):
-            prefix = f"{name}." if name else ""
-            found.update({f"{prefix}{key}": child for key, child in module.named_children() if next(child.parameters(), None) is not None})
+            found.update({f"{name}.{key}".lstrip("."): child for key, child in module.named_children()})
     return found
+
+
+def _callable(name: str, module: nn.Module) -> dict[str, nn.Module]:
+    """The module, or what is in it when it is a list; nothing where it has no parameters."""
+    if next(module.parameters(), None) is None:
+        return {}
+    if not isinstance(module, nn.ModuleList):
+        return {name: module}
+    return {path: block for key, child in module.named_children() for path, block in _callable(f"{name}.{key}", child).items()}
 
 
 def possible_items(model: nn.Module) -> dict[str, nn.Module]:

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 from hf_zero.config.schema.root import ZeroConfig
-from hf_zero.core.stages import StagePolicy
 from hf_zero.errors import UnsupportedError
 
 
-def require_served(config: ZeroConfig, stage: StagePolicy) -> None:
+def require_served(config: ZeroConfig) -> None:
     """Refuses what cannot be combined with stages of a pipeline.
 
     Raises:
         UnsupportedError: Stage 3, quantized collectives, parameters off the device.
     """
-    zero = config.zero_optimization
-    if stage.parameters_sharded:
-        raise UnsupportedError(
-            "pipeline.stages and zero_optimization.stage 3 exclude each other: each stage of a pipeline keeps its layers whole while many "
-            "parts of a batch pass, and gathering them for each part would send the model once per part. Set zero_optimization.stage to 1 "
-            "or 2, or leave pipeline.stages out and let stage 3 shard all layers"
-        )
+    refuse_sharded_parameters(config)
     if config.torch_autocast.enabled:
         raise UnsupportedError(
             "pipeline.stages and torch_autocast cannot be combined: the types of what goes from stage to stage would depend on "
             'operations of other stages. Write "bf16": {"enabled": true} instead, which keeps fp32 masters too'
         )
+    zero = config.zero_optimization
     if zero.zero_quantized_gradients or zero.zero_quantized_weights:
         raise UnsupportedError(
             "pipeline.stages and ZeRO++ (zero_quantized_weights, zero_quantized_gradients) cannot be combined: leave one out"
+        )
+
+
+def refuse_sharded_parameters(config: ZeroConfig) -> None:
+    """Refuses stage 3.
+
+    Raises:
+        UnsupportedError: It is stage 3.
+    """
+    if config.zero_optimization.stage == 3:
+        raise UnsupportedError(
+            "a pipeline (pipeline.stages, PipelineModule) and zero_optimization.stage 3 exclude each other: each stage of a pipeline keeps "
+            "its layers whole while many parts of a batch pass, and gathering them for each part would send the model once per part. Set "
+            "zero_optimization.stage to 1 or 2, or leave the pipeline out and let stage 3 shard all layers"
         )

@@ -181,18 +181,17 @@ class Run:
         result = self._run(original, args, kwargs) if stage == self._index else self._stand_in(path, place, args, kwargs)
         if place in self._outgoing:
             if self._grad and not torch.is_grad_enabled():
-                self._refuse_without_graph(path)
+                self._refuse_reentrant(path)
             tensors = [tensor for _, tensor in tensors_in(result)]
             for crossing in self._outgoing[place]:
                 self._values[crossing] = tensors[crossing.leaf]
         return self._copied(result, {crossing.leaf for crossing in self._changed[place]}) if place in self._changed else result
 
-    def _refuse_without_graph(self, path: str) -> None:
-        """What crosses a border must bring gradients back to the parameters of ``path``."""
-        if any(param.requires_grad for param in self._own.model.get_submodule(path).parameters()):
+    def _refuse_reentrant(self, path: str) -> None:
+        """What crosses a border must bring gradients back; a model that switches them off itself wants none."""
+        if getattr(self._own.model.get_submodule(path), "gradient_checkpointing", False):
             raise UnsupportedError(
-                f"pipeline: {path} is called where gradients are off (torch.no_grad, an autograd function of the model's own, or "
-                "activation checkpointing with use_reentrant=True), so none would come back over a border to it. With checkpointing, set "
+                f"pipeline: {path} is checkpointed with use_reentrant=True, where no gradient would come back to it over a border. Set "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
 
@@ -224,9 +223,12 @@ class Run:
         return map_tensors(template, fill)
 
     def check(self) -> None:
-        """Refuses a forward that ended before its time."""
+        """Refuses a forward that ended before its time.
+
+        The last stage need not call all of its items: a loss that reads a head's weight itself is one that nothing follows.
+        """
         span = self._plan.span(self._index)
-        if self._place < span.stop:
+        if self._place < (span.stop if self._index < self._plan.stages - 1 else span.start + 1):
             raise UnsupportedError(
                 f"pipeline: the model's forward ended before it called {self._plan.calls[self._place].path}: its modules do not run in the "
                 "order that was found without values. Leave pipeline.stages out for this model"

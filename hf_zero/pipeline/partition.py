@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,23 +96,44 @@ def _bare(copy: nn.Module) -> nn.Module:
 
 
 def _first_flow(copy: nn.Module, inputs: Mapping[str, Any] | None) -> Flow:
-    """The flow of the first call that runs."""
+    """The flow of the first call that runs.
+
+    A function that a library has put in the place of ``forward`` may call the one that was there, which a copy of the model does not
+    have: TRL's does where it is not asked for its own loss. So the classes' own forwards are tried too.
+    """
     error: Exception | None = None
     for call in _calls(copy, inputs):
         if "use_cache" in argument_names(copy):
             call = {"use_cache": False, **call}
-        try:
-            flow = trace_flow(copy, call)
-        except Exception as raised:  # the model's own errors, of any kind
-            error = error or raised
-            continue
-        if any(item.block for item in flow.calls):
-            return flow
-        error = error or ConfigError("it calls none of its repeated blocks")
+        for put in ({module: module.__dict__["forward"] for module in copy.modules() if "forward" in module.__dict__}, {}):
+            try:
+                with _forwards(copy, put):
+                    flow = trace_flow(copy, call)
+            except Exception as raised:  # the model's own errors, of any kind
+                error = error or raised
+                continue
+            if any(item.block for item in flow.calls):
+                return flow
+            error = error or ConfigError("it calls none of its repeated blocks")
     raise ConfigError(
         f"{type(copy).__name__} does not run on tensors without values ({type(error).__name__}: {error}), so what goes from block to block "
         "is not known and it cannot be divided into stages. Make a call that runs it known (inputs=...)"
     ) from error
+
+
+@contextmanager
+def _forwards(copy: nn.Module, put: Mapping[nn.Module, Any]) -> Iterator[None]:
+    """A context in which modules have the forwards that are ``put`` in their place, and all others their class' own."""
+    present = {module: module.__dict__.pop("forward") for module in copy.modules() if "forward" in module.__dict__}
+    for module, forward in put.items():
+        module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for module in put:
+            module.__dict__.pop("forward", None)
+        for module, forward in present.items():
+            module.__dict__["forward"] = forward
 
 
 def _calls(copy: nn.Module, inputs: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:

@@ -24,7 +24,7 @@ from hf_zero.pipeline.trees import without_values
 
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
 FOLDED = ("ZBVZeroBubble",)
-_SINGLE = ("1F1B", "GPipe")
+SINGLE = ("1F1B", "GPipe")
 
 
 def check_schedule(name: str, stages_each: int) -> None:
@@ -35,10 +35,10 @@ def check_schedule(name: str, stages_each: int) -> None:
     """
     if name not in SCHEDULES:
         raise ConfigError(f"pipeline.schedule is {name!r}; {', '.join(SCHEDULES)} are allowed")
-    if name in _SINGLE and stages_each != 1:
+    if name in SINGLE and stages_each != 1:
         raise ConfigError(
             f"pipeline.schedule {name} has one stage on each rank, and pipeline.stages_per_rank is {stages_each}: set that to 1, or take "
-            f"{', '.join(other for other in SCHEDULES if other not in _SINGLE)}"
+            f"{', '.join(other for other in SCHEDULES if other not in SINGLE)}"
         )
     if name in FOLDED and stages_each != 2:
         raise ConfigError(f"pipeline.schedule {name} has two stages on each rank; set pipeline.stages_per_rank to 2, it is {stages_each}")

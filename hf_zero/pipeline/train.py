@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,21 +28,34 @@ def backward_of(engine: Engine, calls: Sequence[Mapping[str, Any]]) -> torch.Ten
         StateError: The module is not divided, or the engine does not train.
     """
     forward = pipelined(engine.module)
-    if forward is None or engine.stepper is None or engine.optimizer is None:
+    if forward is None:
         raise StateError("a schedule of a pipeline needs an engine that trains a module over pipeline.stages")
+    with whole_step(engine):
+        loss = forward.train(calls, engine.scaler.scale / len(calls))
+    engine.progress.last_loss = loss
+    return loss
+
+
+@contextmanager
+def whole_step(engine: Engine) -> Iterator[None]:
+    """Forwards and backwards inside, in any order, are those of all micro-steps of one optimizer step; the end reduces. Collective.
+
+    Raises:
+        StateError: The engine does not train.
+    """
+    if engine.stepper is None or engine.optimizer is None:
+        raise StateError("an engine without optimizer does not train")
     with engine.clock.phase("backward"):
         engine.accumulation.begin_all()
         engine.stepper.begin_micro_step(True, False, 1.0)
         engine.runtime.backward.begin(mixed=True)
         try:
-            loss = forward.train(calls, engine.scaler.scale / len(calls))
+            yield
             _take_left(engine.stepper.reducer)
         except BaseException:
             engine.runtime.backward.abort()
             raise
         engine.runtime.backward.end()
-    engine.progress.last_loss = loss
-    return loss
 
 
 def _take_left(reducer: Reducer) -> None:

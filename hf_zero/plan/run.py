@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from hf_zero import observe
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.comm.topology import Topology
-from hf_zero.config.mesh import requested_slices
+from hf_zero.config.mesh import requested_slices, requested_stages
 from hf_zero.core.holdings import holdings, loose_tensors
 from hf_zero.deepspeed.initialize import initialize
 from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
@@ -173,6 +173,12 @@ def _require_plannable(config: Mapping[str, Any], cluster: Cluster, load: Load) 
     slices = requested_slices(config)
     if load.sequence % slices:
         raise ConfigError(f"--sequence {load.sequence} does not divide into the {slices} slices of sequence_parallel_size")
+    stages = requested_stages(config)
+    if stages > 1:
+        raise UnsupportedError(
+            f"pipeline.stages is {stages}: pipelines are not planned, because what a stage receives comes from ranks that a plan only "
+            "pretends. Plan without the section for the memory of the whole model; a stage holds its share of the layers"
+        )
     section = config.get("torch_autocast")
     if isinstance(section, Mapping) and section.get("enabled") and not cluster.on_host:
         raise UnsupportedError("torch_autocast is planned with --device cpu only: a pretended device has no rules of autocast")

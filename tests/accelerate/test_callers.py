@@ -139,7 +139,7 @@ def test_what_would_count_samples_twice_is_an_error(library: Any, warnings: list
         def get_state_dict(self) -> None: ...
 
     monkeypatch.setitem(sys.modules, "accelerate.accelerator", library("accelerate.accelerator", Accelerator=Accelerator))
-    assert len(warnings) == 1 and "Accelerator.gather_for_metrics" in warnings[0]
+    assert len(warnings) == 2 and "Accelerator.gather_for_metrics" in warnings[0] and "prepare_data_loader" in warnings[1]
     callers.require(callers.PREPARE, callers.GATHER)
     with pytest.raises(UnsupportedError, match=r"^accelerate .* has no .*gather_for_metrics.* each sample would be counted once per rank"):
         callers.require(callers.PREPARE, callers.METRICS)

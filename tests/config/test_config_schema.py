@@ -82,6 +82,10 @@ OWN_KEYS = {
     "hf_zero.step_metrics",
     "hf_zero.trace_folder",
     "hf_zero.trace_step",
+    "pipeline.micro_batches",
+    "pipeline.partition_method",
+    "pipeline.schedule",
+    "pipeline.stages_per_rank",
 }  # what DeepSpeed does not have
 
 OTHER_RELEASES = {"compile.enabled", "compile.disable", "compile.backend", "compile.kwargs"} | {

@@ -20,7 +20,7 @@ def test_sizes_that_fit_are_found_whoever_says_them(replicate: int, shard: int, 
     ranks = replicate * shard * shared
     claims = [Claim("dp_replicate", replicate, "a"), Claim(axis, shared, "b"), *([] if unsaid else [Claim("dp_shard", shard, "c")])]
     mesh = solve(claims, ranks)
-    assert mesh.sizes == {"dp_replicate": replicate, "dp_shard": shard, "cp": 1, "sp": 1, "tp": 1, axis: shared}
+    assert mesh.sizes == {"pp": 1, "dp_replicate": replicate, "dp_shard": shard, "cp": 1, "sp": 1, "tp": 1, axis: shared}
     assert (mesh.ranks, mesh.replicas, mesh.sharers) == (ranks, replicate * shard, shared)
     assert math.prod(mesh.dims.values()) == ranks and list(mesh.dims) == [name for name in AXES if name in mesh.dims]
     group = solve([Claim(axis, shared, "b"), Claim("shard group", shard * mesh.sp, "mics_shard_size")], ranks)
@@ -31,7 +31,7 @@ def test_sizes_that_fit_are_found_whoever_says_them(replicate: int, shard: int, 
 
 def test_nobody_speaks_and_all_ranks_are_one_shard_group() -> None:
     assert solve([], 6) == Mesh(dp_shard=6)
-    assert str(solve([], 6)) == "dp_replicate 1 x dp_shard 6 x cp 1 x sp 1 x tp 1"
+    assert str(solve([], 6)) == "pp 1 x dp_replicate 1 x dp_shard 6 x cp 1 x sp 1 x tp 1"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_contradiction_is_one_error_with_every_source() -> None:
 @pytest.mark.parametrize(
     ("claims", "ranks", "text"),
     [
-        ([("tp", 3)], 4, "3 ranks (cp x sp x tp) are to share their samples; 1 or 2 or 4 would fit"),
+        ([("tp", 3)], 4, "3 ranks (pp x cp x sp x tp) are to share their samples; 1 or 2 or 4 would fit"),
         ([("dp_shard", 4), ("tp", 2)], 4, "dp_replicate 1 x dp_shard 4 x cp 1 x sp 1 x tp 2 makes 8 ranks; dp_shard 2 would fit"),
         ([("dp_shard", 2)], 4, "makes 2 ranks; dp_shard 4 would fit"),
         ([("dp_replicate", 3)], 4, "dp_replicate is 3; dp_replicate 1 or 2 or 4 would fit"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,20 @@ def call() -> dict[str, Tensor]:
 def build(glue: Callable[..., Tensor], block: type[nn.Module] = Block) -> Net:
     torch.manual_seed(0)
     return Net(glue, block)
+
+
+class Lists(nn.Module):
+    """Lists of lists, none of which can be called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(nn.ModuleList([Block(), Block()]) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Result:
+        x = ids[..., None].expand(*ids.shape, WIDTH).float()
+        for layer in (layer for row in self.rows for layer in row):
+            x = layer(x)
+        return Result(loss=x.square().mean())
 
 
 def plan_of(model: nn.Module, count: int = BLOCKS) -> PipelinePlan:
@@ -204,6 +219,13 @@ def hand_on(model: Net, x: Tensor, ids: Tensor) -> Tensor:
     return x
 
 
+def test_blocks_in_lists_of_lists_are_found() -> None:
+    model = Lists()
+    plan = plan_of(model)
+    assert [call.path for call in plan.calls] == ["rows.0.0", "rows.0.1", "rows.1.0", "rows.1.1"]
+    check_exact(model, plan)
+
+
 def test_what_blocks_hand_on_goes_with_the_last_that_did() -> None:
     model = build(hand_on, Passing)
     plan = plan_of(model)
@@ -323,8 +345,12 @@ def test_another_call_keeps_the_stages() -> None:
     bare = skeleton(model)
     again = replan(bare.eval(), plan, {name: tensor.to("meta") for name, tensor in {**call(), "labels": call()["ids"]}.items()})
     assert (again.calls, again.crossings, again.holders) == (plan.calls, plan.crossings, plan.holders)
-    model.layers[1].add_module("late", nn.Linear(1, 1))
-    assert PipelinePlan.from_dict(plan.to_dict()) == plan
+
+
+def test_a_plan_goes_through_json() -> None:
+    plan = plan_of(build(changed_in_place))
+    assert plan.changed
+    assert PipelinePlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
 def test_another_call_that_needs_what_its_stages_do_not_have_is_refused() -> None:

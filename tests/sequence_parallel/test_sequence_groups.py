@@ -224,7 +224,7 @@ def test_what_does_not_fit_is_refused_at_the_start() -> None:
     found = ranks.run_ranks(refusals, 4)
     assert all(messages == found[0] for messages in found)
     texts = [
-        "3 ranks (cp x sp x tp) are to share their samples; 1 or 2 or 4 would fit",
+        "3 ranks (pp x cp x sp x tp) are to share their samples; 1 or 2 or 4 would fit",
         "4 x 2 makes 8 ranks; dp 2 would fit",
         "autotp_size is 2 and sequence_parallel_size is 2, tensor and sequence parallelism: the two cannot",
         "- the sequence-parallel group of the mpu object: sp 2\n- sequence_parallel_size: sp 4",

@@ -62,14 +62,14 @@ class Row:
         return not self.exact and not self.refused and not self.error.startswith("plain")
 
 
-def deeper(config: Any, layers: int) -> Any:
-    """``config`` with at least that many layers, those of parts of it too; lists with an entry per layer repeat."""
+def deeper(config: Any, layers: int, kinds: tuple[type, ...]) -> Any:
+    """``config`` with at least that many layers, those of parts of it too; lists of such ``kinds`` with an entry per layer repeat."""
     from transformers import PretrainedConfig
 
     for name, value in list(vars(config).items()):
         if isinstance(value, PretrainedConfig):
-            deeper(value, layers)
-        elif isinstance(value, list) and value and any(getattr(config, field, None) == len(value) < layers for field in _LAYERS):
+            deeper(value, layers, kinds)
+        elif isinstance(value, list) and isinstance(next(iter(value), None), kinds) and _an_entry_per_layer(config, len(value)):
             setattr(config, name, (value * layers)[: max(layers, len(value))])
     for field in _LAYERS:
         if isinstance(vars(config).get(field), int) and 1 < vars(config)[field] < layers:
@@ -77,13 +77,21 @@ def deeper(config: Any, layers: int) -> Any:
     return config
 
 
+def _an_entry_per_layer(config: Any, entries: int) -> bool:
+    return entries > 0 and any(getattr(config, field, None) == entries for field in _LAYERS)
+
+
 def build(name: str, layers: int, changes: dict[str, Any] | None = None) -> nn.Module:
     """A tiny model with so many layers where its configuration takes them, else as many as it has."""
-    try:
-        fields = {field: value for field, value in vars(deeper(zoo.small_config(name), layers)).items() if not field.startswith("_")}
-        model = zoo.build(name, changes={**fields, **(changes or {})})
-    except Exception:  # a configuration whose fields depend on the number of layers
-        model = zoo.build(name, changes=changes)
+    for kinds in ((object,), (str,), ()):  # some lists have an entry per layer, others as many by chance
+        config = deeper(zoo.small_config(name), layers if kinds else 0, kinds)
+        fields = {field: value for field, value in vars(config).items() if not field.startswith("_")}
+        try:
+            model = zoo.build(name, changes={**(fields if kinds else {}), **(changes or {})})
+            break
+        except Exception:  # a configuration whose fields depend on the number of layers
+            if not kinds:
+                raise
     perturb(model)
     return model
 
@@ -233,7 +241,9 @@ def saved() -> list[Row]:
 def write(rows: Sequence[Row]) -> None:
     """Puts ``rows`` among the results, and writes the page."""
     merged = {(row.name, row.stages): row for row in (*saved(), *rows)}
-    RESULTS.write_text(json.dumps([asdict(row) for row in merged.values()], indent=0) + "\n", encoding="utf-8")
+    partial = RESULTS.with_suffix(".partial")
+    partial.write_text(json.dumps([asdict(row) for row in merged.values()], indent=0) + "\n", encoding="utf-8")
+    partial.replace(RESULTS)
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(page.split(START)[0] + table(list(merged.values())) + page.split(STOP)[1], encoding="utf-8")
 

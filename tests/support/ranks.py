@@ -131,9 +131,9 @@ def observe_ranks(
 ) -> list[RankOutcome]:
     """Like ``run_ranks``, but returns how each rank ended instead of raising. ``grace``: see ``GRACE_SECONDS``."""
     __tracebackhide__ = True
-    # A process that has loaded the pretend accelerator keeps it, and so with its back end: ranks without have pools of their own.
+    # A process that has loaded the pretend accelerator keeps it and its size, and so with its back end: others have pools of their own.
     own = {**os.environ, **(env or {})}
-    key = (world_size, own.get("HF_ZERO_TEST_DEVICE", "cpu"), own.get("HF_ZERO_TEST_BACKEND", "gloo"))
+    key = (world_size, own.get("HF_ZERO_TEST_DEVICE", "cpu"), own.get("HF_ZERO_TEST_BACKEND", "gloo"), own.get("PRETEND_MEMORY", ""))
     if key[1] == pretend.NAME:
         pretend.build()  # once, rather than in every rank
     pool = _POOLS.get(key)
@@ -280,7 +280,7 @@ def device() -> Any:
     return torch.device(name, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
 
 
-_POOLS: dict[tuple[int, str, str], RankPool] = {}  # by number of ranks, device and back end
+_POOLS: dict[tuple[int, str, str, str], RankPool] = {}  # by number of ranks, device, back end and memory of the device
 _FACTORIES: dict[str, Any] = {}  # of a rank: the functions that zero.Init may replace for a while
 atexit.register(close_pools)
 
@@ -391,6 +391,7 @@ def _run(job: Job, rank: int, world_size: int) -> tuple[Any, collective_order.Re
             torch.set_default_dtype(torch.float32)
             torch.set_grad_enabled(True)
             comms_log.stop_log()  # of a configuration that asked for one
+            _forget_accelerate()
             gc.collect()
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -405,6 +406,14 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def _forget_accelerate() -> None:
+    """accelerate's states belong to the process: the next job's Accelerator would take this one's mesh for its own."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()
 
 
 def _check_leaks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +49,77 @@ def lora() -> Any:
     from peft import LoraConfig
 
     return LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
+
+
+def _sft(models: Path, folder: Path, config: Any, adapter: Any = None, **changes: Any) -> Any:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    args = options(folder, config, SFTConfig, max_length=16, **changes)
+    data = Dataset.from_dict({"text": texts(48, 8, 0)})
+    return SFTTrainer(
+        model=trainers.load(models, "llama"), args=args, train_dataset=data, processing_class=tokenizer(), peft_config=adapter
+    )
+
+
+def _dpo(models: Path, folder: Path, config: Any, adapter: Any = None, **changes: Any) -> Any:
+    from trl import DPOConfig, DPOTrainer
+
+    args = options(folder, config, DPOConfig, max_length=16, **changes)
+    reference = None if adapter is not None else trainers.load(models, "llama")
+    return DPOTrainer(
+        model=trainers.load(models, "llama"),
+        ref_model=reference,
+        args=args,
+        train_dataset=pairs(),
+        processing_class=tokenizer(),
+        peft_config=adapter,
+    )
+
+
+def _reward(models: Path, folder: Path, config: Any) -> Any:
+    import torch
+    from transformers import AutoModelForSequenceClassification
+    from trl import RewardConfig, RewardTrainer
+
+    args = options(folder, config, RewardConfig, max_length=16)
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(models / "llama", num_labels=1)
+    return RewardTrainer(model=model, args=args, train_dataset=pairs(), processing_class=tokenizer())
+
+
+def _grpo(models: Path, folder: Path, config: Any, gather: bool = True) -> Any:
+    from trl import GRPOConfig, GRPOTrainer
+
+    args = options(
+        folder,
+        config,
+        GRPOConfig,
+        num_generations=2,
+        max_completion_length=5,
+        temperature=1e-3,
+        beta=0.1,
+        use_vllm=False,
+        ds3_gather_for_generation=gather,
+    )
+    return GRPOTrainer(
+        model=trainers.load(models, "llama"),
+        reward_funcs=lambda completions, **_: [len(set(text.split())) + 0.1 * index for index, text in enumerate(completions)],
+        args=args,
+        train_dataset=pairs().select_columns(["prompt"]),
+        processing_class=tokenizer(),
+    )
+
+
+KINDS: dict[str, Callable[[Path, Path, Any], Any]] = {
+    "sft": _sft,
+    "sft_lora": lambda models, folder, config: _sft(models, folder, config, lora(), learning_rate=1e-2),
+    "sft_checkpointing": lambda models, folder, config: _sft(models, folder, config, gradient_checkpointing=True),
+    "dpo": _dpo,
+    "dpo_lora": lambda models, folder, config: _dpo(models, folder, config, lora(), learning_rate=1e-2),
+    "reward": _reward,
+    "grpo": _grpo,
+    "grpo_block_by_block": lambda models, folder, config: _grpo(
+        models, folder, config and config | {"hf_zero": {"gather_for_generation": False}}, gather=False
+    ),
+}

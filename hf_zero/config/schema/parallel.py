@@ -102,9 +102,7 @@ class Pipeline(FreeSection):
     stages_per_rank: Count = used(1, "Stages that each rank runs in turn (interleaved schedules)")
     partition: str = accepted("best", "Balance of stages", "partition_method says it")
     seed_layers: Bool = accepted(False, "Seed before each layer is built", "PipelineModule(seed_layers=) says it")
-    activation_checkpoint_interval: Int = accepted(
-        0, "Recompute every so many layers", "PipelineModule(activation_checkpoint_interval=) or the model's own checkpointing says it"
-    )
+    activation_checkpoint_interval: Size = used(0, "Layers of a PipelineModule in one recomputation; from 1 on it wins over the argument")
     pipe_partitioned: Bool = accepted(
         True, "Divide what is sent over tensor-parallel ranks", "each of them sends what the next stage's reads"
     )

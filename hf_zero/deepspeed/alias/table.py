@@ -124,6 +124,28 @@ _CHECKPOINTING = (
     "set_num_layers",
 )
 
+_PIPE = "hf_zero.deepspeed.pipe"
+_PIPELINES = {
+    **dict.fromkeys(("PipelineModule", "pipe.PipelineModule", "runtime.pipe.module.PipelineModule"), f"{_PIPE}.module:PipelineModule"),
+    **dict.fromkeys(("PipelineEngine", "runtime.pipe.engine.PipelineEngine"), f"{_PIPE}.engine:PipelineEngine"),
+    **{f"runtime.pipe.{path}.PipelineError": f"{_PIPE}.engine:PipelineError" for path in ("engine", "module")},
+    "runtime.pipe.PipelineModule": f"{_PIPE}.module:PipelineModule",
+    **{
+        f"{path}.{name}": f"{_PIPE}.layer_spec:{name}"
+        for path in ("pipe", "runtime.pipe", "runtime.pipe.module")
+        for name in ("LayerSpec", "TiedLayerSpec")
+    },
+    **{
+        f"{path}.{name}": f"{_PIPE}.topology:{name}"
+        for path in ("pipe", "runtime.pipe", "runtime.pipe.topology")
+        for name in ("ProcessTopology", "PipeDataParallelTopology", "PipeModelDataParallelTopology")
+    },
+    **{
+        f"{path}.PipelineParallelGrid": f"{_PIPE}.grid:PipelineParallelGrid"
+        for path in ("pipe", "runtime.pipe", "runtime.pipe.module", "runtime.pipe.topology")
+    },
+}
+
 PROVIDED: Final[dict[str, str]] = {
     # The calls every script makes.
     "deepspeed.initialize": "hf_zero:initialize",
@@ -153,6 +175,8 @@ PROVIDED: Final[dict[str, str]] = {
         for name in _NEEDS
     },
     **{f"deepspeed.elasticity.{name}": f"hf_zero.config.elastic:{name}" for name in _ELASTIC},
+    # Pipelines.
+    **{f"deepspeed.{name}": target for name, target in _PIPELINES.items()},
     # Processes and devices.
     **{f"deepspeed.comm.{name}": f"hf_zero.deepspeed.served.comm:{name}" for name in _COMM_OWN},
     **{f"deepspeed.comm.{name}": f"torch.distributed:{name}" for name in _COMM_TORCH},
@@ -260,7 +284,10 @@ _SEQUENCE = (
     "of sequence parallelism there are DistributedAttention, UlyssesSPAttentionHF.register_with_transformers, "
     "UlyssesSPDataLoaderAdapter, parallel_state_sp and the tiled functions (docs/sequence-parallel.md)"
 )
-_PIPELINE = "pipeline parallelism is not implemented; ZeRO stage 3 shards the parameters of a model too large for one device"
+_PIPELINE = (
+    "of pipelines there are PipelineModule, LayerSpec, TiedLayerSpec, PipelineEngine, PipelineParallelGrid and the topologies; schedules "
+    "are those of torch.distributed.pipelining (docs/pipeline-module.md)"
+)
 _INFERENCE = "inference kernels are not implemented; serve the saved Hugging Face model with vLLM, TGI or transformers"
 _HYBRID = "the hybrid engine is not implemented; generate with the model under GatheredParameters, or with vLLM"
 _MOE = (
@@ -288,8 +315,6 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.revert_transformer_layer": _INFERENCE,
     "deepspeed.DeepSpeedHybridEngine": _HYBRID,
     "deepspeed.runtime.hybrid_engine": _HYBRID,
-    "deepspeed.PipelineModule": _PIPELINE,
-    "deepspeed.PipelineEngine": _PIPELINE,
     "deepspeed.pipe": _PIPELINE,
     "deepspeed.runtime.pipe": _PIPELINE,
     "deepspeed.moe": _MOE,

@@ -1,0 +1,1 @@
+"""DeepSpeed's pipelines: models that are lists of layers, divided over stages."""

@@ -1,0 +1,165 @@
+"""Layers of a pipeline as modules: those of this rank's stage with values, those of others as shapes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard
+from hf_zero.deepspeed.pipe.layer_spec import LayerSpec, TiedLayerSpec
+from hf_zero.errors import ConfigError, UnsupportedError
+
+Layer = nn.Module | LayerSpec | Callable[[Any], Any]
+
+
+def require_layers(layers: Any) -> list[Layer]:
+    """``layers`` as a list.
+
+    Raises:
+        ConfigError: There is none, or one is no layer; a tied one has no such parameter as it names, or is of another class than those
+            of the same key.
+    """
+    found = list(layers)
+    if not found:
+        raise ConfigError("PipelineModule(layers=[]): at least one layer is needed")
+    classes: dict[str, type[nn.Module]] = {}
+    for place, layer in enumerate(found):
+        if not (isinstance(layer, (nn.Module, LayerSpec)) or callable(layer)) or isinstance(layer, type):
+            raise ConfigError(
+                f"PipelineModule: layer {place} is {layer!r}; a torch.nn.Module, a LayerSpec, a TiedLayerSpec or a function is allowed"
+            )
+        if isinstance(layer, TiedLayerSpec) and classes.setdefault(layer.key, layer.typename) is not layer.typename:
+            raise ConfigError(
+                f"PipelineModule: TiedLayerSpec {layer.key!r} of layer {place} is {layer.typename.__name__}, and "
+                f"{classes[layer.key].__name__} before; layers of one key are one layer, so write the same class (forward_fn may differ)"
+            )
+    return found
+
+
+def name_of(layer: Layer) -> str:
+    """Name of a layer's class, or of a function: what ``partition_method`` ``type:REGEX`` looks at."""
+    if isinstance(layer, LayerSpec):
+        return layer.typename.__name__
+    return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
+
+
+def without_values(layer: Layer) -> nn.Module | None:
+    """The module of ``layer`` as shapes on the device "meta"; None for a function. Random generators stay as they are.
+
+    Raises:
+        ConfigError: A tied layer has no such parameter as it names.
+    """
+    if isinstance(layer, nn.Module):
+        return layer
+    if not isinstance(layer, LayerSpec):
+        return None
+    try:
+        with kept_random_states(), torch.device("meta"):
+            module = layer.build()
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # its constructor reads values; an error of its own comes again
+        with kept_random_states():
+            module = layer.build()
+    if isinstance(layer, TiedLayerSpec):
+        _require_tied(layer, module)
+    return module.to("meta")
+
+
+def require_dimensions(layers: Sequence[Layer], shapes: Sequence[nn.Module | None]) -> None:
+    """Refuses parameters that other stages could not leave empty.
+
+    Raises:
+        UnsupportedError: One has no dimension.
+    """
+    for place, (layer, shape) in enumerate(zip(layers, shapes, strict=True)):
+        for name, param in shape.named_parameters() if shape is not None else ():
+            if param.dim() == 0:
+                raise UnsupportedError(
+                    f"PipelineModule: parameter {name} of layer {place} ({name_of(layer)}) is a single number without a dimension, so "
+                    "other stages cannot leave it empty: give it the shape (1,)"
+                )
+
+
+def _require_tied(spec: TiedLayerSpec, module: nn.Module) -> None:
+    for name in spec.tied_weight_attr:
+        found: Any = module
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if not isinstance(found, torch.Tensor):
+            names = ", ".join(name for name, _ in module.named_parameters()) or "none"
+            raise ConfigError(f"TiedLayerSpec {spec.key!r}: tied_weight_attr {name!r} is no parameter of {spec!r}, which has {names}")
+
+
+def build_layers(
+    layers: Sequence[Layer], shapes: Sequence[nn.Module | None], wanted: Sequence[bool], seed: Callable[[int], Any] | None
+) -> list[nn.Module | None]:
+    """The module of each layer: with values where ``wanted``, else ``held_elsewhere``; None for a function. Those of one key are one.
+
+    [Note: layers of other stages] Values are those of a build of all layers, whatever the number of stages. Without seeds that takes to
+    build the layers of other stages too, one at a time, and to drop them. Where each layer has a seed only those that are wanted are
+    built, and the generators are afterwards as they were before.
+
+    Args:
+        layers: The layers.
+        shapes: ``without_values`` of each.
+        wanted: Whether this rank runs it.
+        seed: Called with a layer's number before it is built; None seeds nothing.
+    """
+    with kept_random_states() if seed is not None else nullcontext():
+        return list(_built(layers, shapes, wanted, seed))
+
+
+def _built(
+    layers: Sequence[Layer], shapes: Sequence[nn.Module | None], wanted: Sequence[bool], seed: Callable[[int], Any] | None
+) -> Iterator[nn.Module | None]:
+    run = {layer.key for layer, here in zip(layers, wanted, strict=True) if here and isinstance(layer, TiedLayerSpec)}
+    tied: dict[str, nn.Module | None] = {}
+    for place, (layer, shape) in enumerate(zip(layers, shapes, strict=True)):
+        key = layer.key if isinstance(layer, TiedLayerSpec) else None
+        if seed is not None:
+            seed(place)
+        if not isinstance(layer, LayerSpec):
+            yield shape
+        elif key in tied:
+            yield tied[key]
+        else:
+            here = wanted[place] or key in run
+            module = layer.build() if here or seed is None else None
+            built = module if here or shape is None else held_elsewhere(shape)
+            if key is not None:
+                tied[key] = built
+            yield built
+
+
+def held_elsewhere(shape: nn.Module) -> nn.Module:
+    """``shape``, whose tensors are on the device "meta", as a module of another stage: parameters empty and marked, buffers of zeros."""
+    made: dict[torch.Tensor, Any] = {}
+    for module in shape.modules():
+        for name, param in module._parameters.items():
+            if param is not None and param not in made:
+                made[param] = nn.Parameter(torch.empty((0, *param.shape[1:]), dtype=param.dtype), param.requires_grad)
+                mark_tp_shard(made[param], TpShard(param.shape, 0, ()))
+            if param is not None:
+                module._parameters[name] = made[param]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = made.setdefault(buffer, torch.zeros_like(buffer, device="cpu"))
+    return shape
+
+
+@contextmanager
+def kept_random_states() -> Iterator[None]:
+    """Python's, numpy's and torch's generators are afterwards as they were."""
+    import numpy
+
+    of_python, of_numpy = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)

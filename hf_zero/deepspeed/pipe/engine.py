@@ -1,0 +1,265 @@
+"""The engine of a ``PipelineModule``: whole batches in place of forward, backward and step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hf_zero.comm.back_end import open_collectives
+from hf_zero.core.engine import EngineParts, cast_floating
+from hf_zero.deepspeed.engine import Engine
+from hf_zero.deepspeed.pipe.batches import Feed, MicroBatch
+from hf_zero.deepspeed.pipe.module import PipelineModule
+from hf_zero.deepspeed.pipe.work import BatchWork, Borders, share_buffers
+from hf_zero.deepspeed.served.helpers import RepeatingLoader
+from hf_zero.errors import ConfigError, StateError
+from hf_zero.pipeline.limits import refuse_sharded_parameters
+from hf_zero.pipeline.scheduled import run_schedule
+from hf_zero.pipeline.self_divided import schedule_of
+from hf_zero.pipeline.train import whole_step
+
+if TYPE_CHECKING:
+    from hf_zero.config.resolve import ResolvedConfig
+    from hf_zero.sequence_parallel.state import SequenceParallel
+
+
+class PipelineError(StateError):
+    """Something that a pipeline's engine does with whole batches only was asked of it by itself."""
+
+
+class PipelineEngine(Engine):
+    """Trains a ``PipelineModule``; what ``deepspeed.initialize`` returns for one.
+
+    Attributes:
+        grid: Where this rank stands, and the groups of ranks; also as ``mpu``.
+        num_stages: Stages.
+        stage_id: This rank's.
+        feed: Where micro-batches come from.
+
+    Args:
+        module: The model.
+        resolved: The configuration.
+        parts: What the engine is made of.
+        sequence_parallel: None.
+
+    Raises:
+        UnsupportedError: Stage 3.
+    """
+
+    def __init__(
+        self, module: nn.Module, resolved: ResolvedConfig, parts: EngineParts, sequence_parallel: SequenceParallel | None = None
+    ) -> None:
+        refuse_sharded_parameters(resolved.config)
+        super().__init__(module, resolved, parts, sequence_parallel)
+        assert isinstance(module, PipelineModule)
+        self.grid = self.mpu = module.mpu()
+        self.num_stages, self.stage_id = module.num_stages, module.stage_id
+        self.feed = Feed()
+        self._pipe = open_collectives(self.grid.pipe)
+        interval = self.settings.pipeline.activation_checkpoint_interval
+        if interval > 0:
+            module.set_checkpoint_interval(interval)
+        self._schedule = schedule_of(self.settings.pipeline)
+        self._borders = Borders(module, self._pipe, self._autocast)
+
+    # -- batches ----------------------------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Trains one batch: ``gradient_accumulation_steps`` micro-batches forward and backward, and a step; collective.
+
+        Args:
+            data_iter: Gives (inputs, labels) of one micro-batch each time; read on the first and on the last stage, which must be given the
+                same ones. None reads what ``training_data``, ``set_dataloader`` or ``set_dataiterator`` gave.
+
+        Returns:
+            The mean loss of all micro-batches and data-parallel ranks, a scalar, on every rank.
+
+        Raises:
+            StateError: The engine has no optimizer, or there is no data.
+            ConfigError: What the iterator gives is no (inputs, labels).
+            StopIteration: There is not enough data for a batch.
+        """
+        self._require_optimizer("train_batch")
+        self.module.train()
+        work = self._work(data_iter, self.accumulation.steps, computes_loss=True)
+        with whole_step(self):
+            run_schedule(work, self.grid.pipe, len(work.parts), self._schedule, scale=self.scaler.scale)
+        loss = self._everywhere(work.losses)
+        self.progress.last_loss = loss
+        super().step()
+        return loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Runs one batch forward in evaluation mode, without gradients; collective.
+
+        Args:
+            data_iter: As in ``train_batch``.
+            return_logits: Return ``(result, outputs)``, the outputs of all micro-batches joined, on the last stage; None in their place
+                elsewhere.
+            compute_loss: The result is made of losses; else of what the last layer returns.
+            reduce_output: ``avg`` is the mean over micro-batches and data-parallel ranks; None a list by micro-batch.
+            bcast_loss: Every stage gets a mean loss; else the last alone, and others None. Only mean losses travel.
+            num_micro_batches: How many are read; None is ``gradient_accumulation_steps``.
+
+        Returns:
+            The result; None on other stages than the last where it does not travel.
+
+        Raises:
+            ConfigError: ``reduce_output`` is neither, or what the iterator gives is no (inputs, labels).
+            StateError: There is no data.
+            StopIteration: There is not enough.
+        """
+        if reduce_output not in ("avg", None):
+            raise ConfigError(f"eval_batch(reduce_output={reduce_output!r}): 'avg' or None is allowed")
+        training = self.module.training
+        self.module.eval()
+        try:
+            work = self._work(data_iter, num_micro_batches or self.accumulation.steps, compute_loss)
+            work.trains, work.keeps_outputs = False, return_logits
+            with torch.no_grad():
+                run_schedule(work, self.grid.pipe, len(work.parts), None)
+        finally:
+            self.module.train(training)
+        result = self._result(work, reduce_output, bcast_loss)
+        return (result, _joined(work.outputs)) if return_logits else result
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """``train_batch()`` reads ``iterator`` from now on."""
+        self.feed.batches = iterator
+
+    def set_dataloader(self, loader: Any) -> None:
+        """``train_batch()`` reads ``loader`` from now on, again and again."""
+        self.training_dataloader = loader
+        self.feed.batches = iter(RepeatingLoader(loader))
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """``fn`` makes (inputs, labels) of each entry that an iterator gives."""
+        self.feed.convert = fn
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank's stage takes inputs."""
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank's stage has the loss."""
+        return self.stage_id == self.num_stages - 1
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return self.stage_id
+
+    def reset_activation_shape(self) -> None:
+        """Nothing to forget: shapes may change from one micro-batch to the next."""
+
+    # -- saving -----------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        """As ``Engine.save_checkpoint``, with the running statistics of all stages."""
+        share_buffers(self.module, self._pipe)
+        return super().save_checkpoint(*args, **kwargs)
+
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
+        """As ``Engine.save_16bit_model``, with the running statistics of all stages."""
+        share_buffers(self.module, self._pipe)
+        return super().save_16bit_model(*args, **kwargs)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        share_buffers(self.module, self._pipe)
+        return super()._consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    # -- what only whole batches can do -----------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses.
+
+        Raises:
+            PipelineError: Always.
+        """
+        raise _whole_batches("forward()")
+
+    def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Refuses.
+
+        Raises:
+            PipelineError: Always.
+        """
+        raise _whole_batches("backward()")
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Refuses.
+
+        Raises:
+            PipelineError: Always.
+        """
+        raise _whole_batches("step()")
+
+    # -- parts ------------------------------------------------------------------------------------------------------------
+
+    def _work(self, data_iter: Iterator[Any] | None, count: int, computes_loss: bool) -> BatchWork:
+        """The next ``count`` micro-batches on this stage; collective over the stages."""
+        module, device = self.module, self.collectives.topology.device
+        assert isinstance(module, PipelineModule)
+        reads = self.is_first_stage() or self.is_last_stage()
+        if data_iter is None and self.feed.batches is None and self.training_dataloader is not None:
+            self.set_dataloader(self.training_dataloader)
+        parts = self.feed.take(data_iter, count, device) if reads else [MicroBatch()] * count
+        if self.precision.casts_inputs and self.precision.param_dtype is not None:
+            parts = [MicroBatch(cast_floating(part.inputs, self.precision.param_dtype), part.labels) for part in parts]
+        return BatchWork(module, self.stage_id, parts, self._borders.of(parts), self._autocast, computes_loss)
+
+    def _everywhere(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        """The mean of the last stage's ``losses`` over data-parallel ranks too, on every rank; collective."""
+        mean = self._mean(losses) if self.is_last_stage() else torch.zeros((), device=self.collectives.topology.device)
+        self._pipe.broadcast(mean, self.num_stages - 1, "mean loss")
+        return mean
+
+    def _mean(self, values: list[torch.Tensor]) -> torch.Tensor:
+        """The mean of tensors of one shape over data-parallel ranks too, in fp32; collective over these.
+
+        Raises:
+            ConfigError: They are no tensors of one shape.
+        """
+        if not all(isinstance(value, torch.Tensor) and value.shape == values[0].shape for value in values):
+            raise ConfigError(
+                "eval_batch(reduce_output='avg'): the model does not return tensors of one shape; reduce_output=None gives a list"
+            )
+        mean = torch.stack([value.float() for value in values]).mean(0)
+        data = self.collectives.data
+        data.all_reduce(mean, "mean over micro-batches").wait()
+        return mean / data.world
+
+    def _result(self, work: BatchWork, reduce: str | None, everywhere: bool) -> Any:
+        if reduce is not None and work.computes_loss and everywhere:
+            return self._everywhere(work.losses)
+        if not self.is_last_stage():
+            return None
+        values = work.losses if work.computes_loss else work.outputs
+        return values if reduce is None else self._mean(values)
+
+
+def _joined(outputs: list[Any]) -> Any:
+    """Outputs of micro-batches as one batch; None where there are none."""
+    if not outputs:
+        return None
+    if isinstance(outputs[0], torch.Tensor):
+        return torch.cat(outputs) if outputs[0].dim() else torch.stack(outputs)
+    return tuple(_joined(list(column)) for column in zip(*outputs, strict=True))
+
+
+def _whole_batches(call: str) -> PipelineError:
+    return PipelineError(
+        f"PipelineEngine.{call}: the stages of a pipeline work on several micro-batches at a time, so only whole batches can be asked for: "
+        "engine.train_batch(data_iter) runs forward, backward and step of gradient_accumulation_steps micro-batches, "
+        "engine.eval_batch(data_iter) the forward alone"
+    )

@@ -1,0 +1,171 @@
+"""The ranks of a pipeline as process groups, under Megatron's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from hf_zero.comm.device import default_device
+from hf_zero.comm.process_groups import divide_twice
+from hf_zero.comm.topology import Topology, axis_over
+from hf_zero.deepspeed.pipe.topology import ProcessTopology
+from hf_zero.errors import ConfigError
+
+
+class PipelineParallelGrid:
+    """Where this rank stands in ``topology``, and the groups of ranks through it; collective.
+
+    The *slice* axis is ``model`` of the topology: ranks that divide layers between them. What is called model parallel here covers both
+    that and the stages, all ranks that hold one model together.
+
+    Args:
+        topology: Axes ``pipe`` and ``data``, and ``model`` if layers are divided.
+        process_group: The ranks; None is all of them, which is what is allowed.
+
+    Attributes:
+        global_rank: This rank.
+        world_size: All ranks.
+        pipe_parallel_size: Stages.
+        data_parallel_size: Ranks with the same parameters.
+        slice_parallel_size: Ranks that divide layers.
+        model_parallel_size: Likewise.
+        stage_id: This rank's stage.
+        data_parallel_id: Its place among those with the same parameters.
+        is_first_stage: Whether it takes inputs.
+        is_last_stage: Whether it has the loss.
+        pipe: The stages as an axis.
+
+    Raises:
+        ConfigError: There is no topology, it lacks an axis or has another, or is not of as many ranks as there are.
+    """
+
+    def __init__(self, topology: ProcessTopology | None = None, process_group: dist.ProcessGroup | None = None) -> None:
+        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._topology = require_fit(topology, len(ranks))
+        if len(ranks) != self.world_size:
+            raise ConfigError(
+                f"PipelineParallelGrid(process_group=...): {len(ranks)} of {self.world_size} ranks; pipelines take all of them"
+            )
+        self.pipe_parallel_size = self._topology.get_dim("pipe")
+        self.data_parallel_size = self._topology.get_dim("data")
+        self.slice_parallel_size = self.model_parallel_size = max(self._topology.get_dim("model"), 1)
+        coord = self._topology.get_coord(self.global_rank)
+        self.stage_id: int = coord.pipe
+        self.data_parallel_id: int = coord.data
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+        self._axes = _axes(self._topology)
+        self.pipe = self._axes["pipe"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineParallelGrid:
+        """Itself: ranks are not copied."""
+        return self
+
+    def topology(self) -> ProcessTopology:
+        """The axes."""
+        return self._topology
+
+    def get_stage_id(self) -> int:
+        """This rank's stage, from 0."""
+        return self.stage_id
+
+    def get_data_parallel_id(self) -> int:
+        """This rank's place among those with the same parameters."""
+        return self.data_parallel_id
+
+    def get_global_rank(self) -> int:
+        """This rank."""
+        return self.global_rank
+
+    def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
+        """The rank that runs ``stage_id`` for the same samples; ``kwargs`` name other places on the further axes.
+
+        Raises:
+            ConfigError: There is no such stage or axis.
+        """
+        coord = self._topology.get_coord(self.global_rank)._asdict()
+        return self._topology.get_rank(**{**coord, "pipe": stage_id, **kwargs})
+
+    def get_pipe_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return self._axes["pipe"].rank
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """Stages."""
+        return self._axes["pipe"].world
+
+    def get_pipe_parallel_group(self) -> dist.ProcessGroup:
+        """The stages of this rank's model."""
+        return self._axes["pipe"].group
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place among those with the same parameters."""
+        return self._axes["data"].rank
+
+    def get_data_parallel_world_size(self) -> int:
+        """Ranks with the same parameters."""
+        return self._axes["data"].world
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks with the same parameters."""
+        return self._axes["data"].group
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's place among those that hold one model together: stages, and the ranks that divide their layers."""
+        return self._axes["model"].rank
+
+    def get_model_parallel_world_size(self) -> int:
+        """Ranks that hold one model together."""
+        return self._axes["model"].world
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that hold one model together."""
+        return self._axes["model"].group
+
+    def get_slice_parallel_rank(self) -> int:
+        """This rank's place among those that divide its layers."""
+        return self._axes["slice"].rank
+
+    def get_slice_parallel_world_size(self) -> int:
+        """Ranks that divide its layers."""
+        return self._axes["slice"].world
+
+    def get_slice_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that divide its layers."""
+        return self._axes["slice"].group
+
+    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+
+
+def require_fit(topology: ProcessTopology | None, ranks: int) -> ProcessTopology:
+    """``topology`` if a pipeline of ``ranks`` ranks can have it.
+
+    Raises:
+        ConfigError: As ``PipelineParallelGrid`` says.
+    """
+    if topology is None:
+        raise ConfigError("PipelineParallelGrid() needs topology=, a PipeDataParallelTopology(num_pp, num_dp) for example")
+    axes = topology.get_axis_names()
+    if not {"pipe", "data"} <= set(axes) <= {"pipe", "data", "model"}:
+        raise ConfigError(f"a pipeline's topology has the axes pipe and data, and model where layers are divided; this one has {axes}")
+    if topology.world_size() != ranks:
+        raise ConfigError(f"the topology {topology} has {topology.world_size()} ranks, and there are {ranks}; as many must be in it")
+    return topology
+
+
+def _axes(topology: ProcessTopology) -> dict[str, Topology]:
+    """The lines of ranks through this one: the stages, those alike, those that divide layers, and all that hold one model."""
+    world, device, key = dist.group.WORLD, default_device(), (tuple(topology.axes), tuple(topology.dims))
+    assert world is not None
+    alone = [[rank] for rank in range(dist.get_world_size())]
+    together = [topology.filter_match(data=place) for place in range(topology.get_dim("data"))]
+    data, pipe = divide_twice(world, ("grid", *key), topology.get_axis_comm_lists("data"), topology.get_axis_comm_lists("pipe"), device)
+    slices = topology.get_axis_comm_lists("model") or alone
+    model, within = divide_twice(world, ("grid of models", *key), together, slices, device)
+    groups = {"data": data, "pipe": pipe, "model": model, "slice": within}
+    return {name: axis_over(group, device) for name, group in groups.items()}

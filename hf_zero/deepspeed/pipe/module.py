@@ -1,0 +1,233 @@
+"""``PipelineModule``: a model that is a list of layers."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_zero.build.mesh import CLAIMS
+from hf_zero.comm.bootstrap import init_distributed
+from hf_zero.comm.topology import require_divisor
+from hf_zero.config.mesh import Claim
+from hf_zero.deepspeed.pipe.building import Layer, build_layers, name_of, require_dimensions, require_layers, without_values
+from hf_zero.deepspeed.pipe.grid import PipelineParallelGrid, require_fit
+from hf_zero.deepspeed.pipe.layer_spec import TiedLayerSpec
+from hf_zero.deepspeed.pipe.partition import stage_borders
+from hf_zero.deepspeed.pipe.run_of_layers import LayerCall, Recomputation, RunOfLayers
+from hf_zero.deepspeed.pipe.topology import PipeDataParallelTopology, ProcessTopology
+from hf_zero.deepspeed.served.checkpointing import checkpoint
+from hf_zero.deepspeed.served.helpers import set_random_seed
+from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.pipeline.plan import ItemCall, PipelinePlan
+
+
+class PipelineModule(nn.Module):
+    """A model of layers that run one after the other, each on what the one before returned: a tensor, or a tuple of tensors.
+
+    Layer ``i`` has the name ``i`` in state dicts, tied layers ``tied_modules.<key>``. This rank has values of its own stage's layers only
+    ([Note: layers of other stages]); others are here as shapes. Called by itself, on one stage, it returns what the last layer returns,
+    or with ``labels`` the loss.
+
+    Args:
+        layers: Modules, ``LayerSpec``, ``TiedLayerSpec`` and functions.
+        num_stages: Stages; divides the ranks.
+        topology: In place of ``num_stages``; it says both that and where ranks stand.
+        loss_fn: ``loss_fn(outputs, labels)``, a scalar; None where the last layer returns the loss.
+        seed_layers: Each layer is built from a seed of its own, ``base_seed`` plus its number.
+        seed_fn: Called with the seed; None seeds Python's, numpy's and torch's generators.
+        base_seed: The first layer's.
+        partition_method: ``uniform``, ``parameters`` or ``type:REGEX`` (``stage_borders``).
+        activation_checkpoint_interval: So many layers are one recomputation; 0 keeps all activations.
+        activation_checkpoint_func: ``f(function, *args)`` that recomputes.
+        checkpointable_layers: Names of classes: a recomputation holds only such layers. None is all with parameters.
+        dynamic_shape: Without effect: shapes may change from batch to batch.
+
+    Attributes:
+        loss_fn: As the argument.
+        num_stages: Stages.
+        stage_id: This rank's.
+        parts: Borders (``num_stages`` + 1) of the stages in the list of layers.
+        tied_modules: Tied layers by key.
+        stages: What runs the layers of each stage; has no parameters of its own.
+        recomputation: The arguments about it; may be changed.
+
+    Raises:
+        ConfigError: Neither or both of ``num_stages`` and ``topology`` are given, they do not fit the ranks, there are fewer layers than
+            stages, or one is no layer.
+        UnsupportedError: The topology has an axis model, or a parameter no dimension.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Layer],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = checkpoint,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+    ) -> None:
+        super().__init__()
+        init_distributed()
+        self._grid = PipelineParallelGrid(_topology(num_stages, topology))
+        self.num_stages, self.stage_id = self._grid.pipe_parallel_size, self._grid.stage_id
+        self.loss_fn = loss_fn
+        self.recomputation = Recomputation(activation_checkpoint_interval, activation_checkpoint_func, checkpointable_layers)
+        self.dynamic_shape = dynamic_shape
+        specs = require_layers(layers)
+        shapes = [without_values(layer) for layer in specs]
+        if self._grid.slice_parallel_size > 1:
+            raise UnsupportedError(
+                f"PipelineModule(topology={self._grid.topology()}): an axis model divides layers over ranks, which the layers of a list "
+                "would have to do themselves; take PipeDataParallelTopology. Hugging Face models have both: pipeline.stages beside "
+                "tensor_parallel.autotp_size"
+            )
+        if self.num_stages > 1:
+            require_dimensions(specs, shapes)
+        self.parts = stage_borders(partition_method, [_trainable(shape) for shape in shapes], list(map(name_of, specs)), self.num_stages)
+        own = [self.parts[self.stage_id] <= place < self.parts[self.stage_id + 1] for place in range(len(specs))]
+        seed = (lambda place: (seed_fn or set_random_seed)(base_seed + place)) if seed_layers else None
+        self.tied_modules = nn.ModuleDict()
+        calls = self._register(specs, build_layers(specs, shapes, own, seed))
+        self.stages = nn.ModuleList(
+            RunOfLayers(calls[start:stop], self.recomputation) for start, stop in zip(self.parts, self.parts[1:], strict=False)
+        )
+        self._no_split_modules = _repeated(self)
+        setattr(
+            self, CLAIMS, (Claim("pp", self.num_stages, "PipelineModule(num_stages)" if topology is None else "PipelineModule(topology)"),)
+        )
+
+    def _register(self, layers: Sequence[Layer], modules: Sequence[nn.Module | None]) -> list[LayerCall]:
+        calls = []
+        for place, (layer, module) in enumerate(zip(layers, modules, strict=True)):
+            if module is None:
+                calls.append(LayerCall(None, layer))  # type: ignore[arg-type]
+            elif isinstance(layer, TiedLayerSpec):
+                self.tied_modules[layer.key] = module
+                calls.append(LayerCall(module, module if layer.forward_fn is None else partial(layer.forward_fn, module)))
+            else:
+                self.add_module(str(place), module)
+                calls.append(LayerCall(module, module))
+        return calls
+
+    @property
+    def activation_checkpoint_interval(self) -> int:
+        """So many layers are one recomputation; 0 keeps all activations. May be set."""
+        return self.recomputation.interval
+
+    @activation_checkpoint_interval.setter
+    def activation_checkpoint_interval(self, interval: int) -> None:
+        self.recomputation.interval = interval
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Sets ``activation_checkpoint_interval``."""
+        self.recomputation.interval = interval
+
+    def forward(self, forward_input: Any, labels: Any = None) -> Any:
+        """What the last layer returns; the loss where ``labels`` are given and there is a ``loss_fn``.
+
+        Args:
+            forward_input: A tensor or a tuple of tensors.
+            labels: Second argument of ``loss_fn``.
+        """
+        outputs = forward_input
+        for stage in self.stages:
+            outputs = stage(outputs)
+        return outputs if labels is None else self.loss_of(outputs, labels)
+
+    def loss_of(self, outputs: Any, labels: Any) -> torch.Tensor:
+        """The loss of what the last layer returned; that itself where there is no ``loss_fn``.
+
+        Raises:
+            ConfigError: It is no single number.
+        """
+        loss = outputs if self.loss_fn is None else self.loss_fn(outputs, labels)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            made = "what the last layer returns, without loss_fn," if self.loss_fn is None else "what loss_fn returns"
+            shown = f"a tensor {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+            raise ConfigError(f"PipelineModule: {made} is the loss, and is {shown}; a tensor of one number is allowed")
+        return loss.reshape(())
+
+    def pipeline_plan(self) -> PipelinePlan:
+        """Which stage holds what; what layers and borders are made of is known when they run.
+
+        Parameters that no layer has (those of a subclass, say) are held by all stages.
+        """
+        stages: dict[int, set[int]] = {}
+        last = self.num_stages - 1
+        users = [(index, call.module) for index, run in enumerate(self.stages) for call in run.calls]  # type: ignore[union-attr]
+        for index, module in [*users, (last, self.loss_fn if isinstance(self.loss_fn, nn.Module) else None)]:
+            for param in module.parameters() if module is not None else ():
+                stages.setdefault(id(param), set()).add(index)
+        everyone = range(self.num_stages)
+        holders = {name: tuple(sorted(stages.get(id(param), everyone))) for name, param in self.named_parameters()}
+        calls = tuple(ItemCall(f"stages.{index}", 0, index) for index in everyone)
+        return PipelinePlan(self.num_stages, calls, ((),) * last, holders)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """``torch.compile`` of this rank's layers, with its arguments."""
+        self.stages[self.stage_id].compile(*args, **kwargs)
+
+    def topology(self) -> ProcessTopology:
+        """Where ranks stand."""
+        return self._grid.topology()
+
+    def mpu(self) -> PipelineParallelGrid:
+        """The groups of ranks."""
+        return self._grid
+
+    def num_pipeline_stages(self) -> int:
+        """Stages."""
+        return self.num_stages
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage that runs layer ``layer_idx``.
+
+        Raises:
+            ConfigError: There is no such layer.
+        """
+        if not 0 <= layer_idx < self.parts[-1]:
+            raise ConfigError(f"stage_owner({layer_idx}): layers go from 0 to {self.parts[-1] - 1}")
+        return bisect_right(self.parts, layer_idx) - 1
+
+
+def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
+    """The axes that the arguments say.
+
+    Raises:
+        ConfigError: They say nothing, or do not fit the ranks.
+    """
+    world = dist.get_world_size()
+    if topology is None and num_stages is None:
+        raise ConfigError("PipelineModule() needs num_stages= or topology=")
+    if topology is not None:
+        if num_stages is not None and num_stages != topology.get_dim("pipe"):
+            raise ConfigError(
+                f"PipelineModule(num_stages={num_stages}, topology={topology}): they say different numbers of stages; leave num_stages out"
+            )
+        return require_fit(topology, world)
+    assert num_stages is not None
+    require_divisor(num_stages, world, "PipelineModule(num_stages)")
+    return PipeDataParallelTopology(num_stages, world // num_stages)
+
+
+def _trainable(module: nn.Module | None) -> int:
+    return sum(param.numel() for param in module.parameters() if param.requires_grad) if module is not None else 0
+
+
+def _repeated(model: PipelineModule) -> list[str]:
+    """Classes of layers with parameters that stand in several places: each of these layers is reduced by itself."""
+    layers = [module for name, module in model.named_children() if name.isdigit() and next(module.parameters(), None) is not None]
+    return [name for name, count in Counter(type(layer).__name__ for layer in layers).items() if count > 1]

@@ -1,0 +1,67 @@
+"""What does not fit a pipeline is one clear error; and where its size may be said."""
+
+from __future__ import annotations
+
+import pytest
+
+import hf_zero
+from hf_zero.config.mesh import Claim, solve
+from hf_zero.errors import ConfigError, UnsupportedError
+from tests.support import parity, ranks
+from tests.support.parity import Run
+from tests.support.pipelines import with_stages
+from tests.support.tp_training import zoo_case
+
+
+def refusals() -> None:
+    case = zoo_case("LlamaForCausalLM", {"num_hidden_layers": 2})
+
+    def refused(kind: type[Exception], says: str, run: Run) -> None:
+        with pytest.raises(kind, match=says):
+            parity.initialize(case.build(), run)
+
+    refused(UnsupportedError, "and zero_optimization.stage 3 exclude each other", with_stages(Run(3), 2))
+    refused(ConfigError, "3 ranks .* would fit|does not divide|does not fit the 2 rank", with_stages(Run(1), 3))
+    refused(ConfigError, "has one stage on each rank, and pipeline.stages_per_rank is 2", with_stages(Run(1), 2, stages_per_rank=2))
+    refused(ConfigError, "pipeline.schedule is 'sideways'", with_stages(Run(1), 2, schedule="sideways"))
+    refused(ConfigError, "stages|blocks", with_stages(Run(1), 2, schedule="Interleaved1F1B", stages_per_rank=4))
+    refused(UnsupportedError, "torch_autocast", with_stages(Run(1, extra={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}), 2))
+    engine = parity.initialize(case.build(), with_stages(Run(1), 2, micro_batches=3))
+    batch = parity.prepare(case.rows(0, 0, 0), parity.DTYPES["fp32"])
+    with pytest.raises(ConfigError, match="pipeline.micro_batches is 3, which does not divide a batch of 2"):
+        case.forward(engine, batch)
+    with pytest.raises(UnsupportedError, match="output_hidden_states"):
+        engine(**batch, output_hidden_states=True)
+    elsewhere = engine.module.model.layers[1 - ranks.rank()]
+    with pytest.raises(hf_zero.errors.StateError, match="another stage of the pipeline holds it"):
+        elsewhere(batch["input_ids"])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    ranks.run_ranks(refusals, 2, ordered=False)  # errors end forwards in the middle
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [(Claim("sp", 2, "sequence_parallel_size"), "sequence parallelism"), (Claim("ep", 2, "autoep_size"), "expert parallelism")],
+)
+def test_other_axes_beside_a_pipeline(other: Claim, says: str) -> None:
+    with pytest.raises(UnsupportedError, match=says):
+        solve([Claim("pp", 2, "pipeline.stages"), other], 4)
+
+
+def test_a_pipeline_takes_its_part_of_the_ranks() -> None:
+    mesh = solve([Claim("pp", 2, "pipeline.stages"), Claim("tp", 2, "autotp_size")], 8)
+    assert (mesh.pp, mesh.dp_shard, mesh.tp, mesh.replicas, mesh.sharers) == (2, 2, 2, 2, 4)
+    with pytest.raises(ConfigError, match="pp 3|does not fit|to share their samples"):
+        solve([Claim("pp", 3, "pipeline.stages")], 4)
+
+
+def test_training_arguments_and_distributed_config_say_it() -> None:
+    from hf_zero.integrations.distributed_config import NotedSizes
+    from hf_zero.integrations.training_arguments import ZeroTrainingArguments
+
+    with pytest.raises(ConfigError, match="pipeline.stages: pp 2"):  # one rank here
+        ZeroTrainingArguments(output_dir="unused", report_to=[], pipeline_parallel_size=2)
+    assert ZeroTrainingArguments(output_dir="unused", report_to=[], pipeline_parallel_size=1).deepspeed.get("pipeline") is None
+    assert Claim("pp", 2, "DistributedConfig.pp_size") in NotedSizes({"pp_size": 2})._claims
