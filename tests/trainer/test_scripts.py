@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from tests.support import chats
 from tests.support.launches import launch_on_ranks
@@ -89,15 +90,23 @@ def same_logs(script: Path, stage: int, folder: Path, options: dict[str, Any], s
     expected = logs(script, None, folder / "ddp", options)
     found = logs(script, stage, folder / f"stage{stage}", options)
     assert len(found) == len(expected) >= STEPS
-    # TRL gives adapters on a quantized base bf16, and DDP takes the norm of their gradients in it: 8 bits of mantissa.
-    rel = 2**-8 if "load_in_4bit" in options else 1e-3
+    # Adapters on a quantized base are bf16, and DDP takes the norm of their gradients in it: 8 bits of mantissa.
+    quantized = {"load_in_4bit", "use_4bit_quantization", "use_8bit_quantization"} & options.keys()
+    rel = 2**-7 if quantized else 1e-3
     for left, right in zip(expected, found, strict=True):
         assert left.keys() == right.keys() and right == pytest.approx(left, rel=rel, abs=2e-4)
     # Two completions that are almost certain are alike: their gradients cancel, and what can differ is the reward.
     assert any(entry.get("reward" if "temperature" in options else "grad_norm", 0.0) > 0.0 for entry in found)
-    files = {path.name: path.stat().st_size for path in (folder / f"stage{stage}").glob("*.safetensors")}
-    plain = {path.name: path.stat().st_size for path in (folder / "ddp").glob("*.safetensors")}
-    assert files == plain and set(files) == {saved}
+    files, plain = ({path.name: _shapes(path) for path in (folder / name).glob("*.safetensors")} for name in (f"stage{stage}", "ddp"))
+    if stage == 3 and saved == ADAPTER:
+        # accelerate asks stage 3 for trained parameters alone: PEFT has no frozen embeddings of a resized vocabulary to write.
+        plain = {name: {key: shape for key, shape in shapes.items() if "lora_" in key} for name, shapes in plain.items()}
+    assert files == plain and set(files) == {saved} and files[saved]
+
+
+def _shapes(path: Path) -> dict[str, list[int]]:
+    with safe_open(path, "pt") as file:
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - no mapping
 
 
 def _copied(name: str, folder: Path) -> Path:
