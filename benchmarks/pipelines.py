@@ -51,6 +51,7 @@ class Contender:
     python: str = sys.executable
     ranks: RankProcesses | None = None
     seconds: list[float] = field(default_factory=list)
+    computed: list[float] = field(default_factory=list)
     sent: float = 0.0
     loss: float = 0.0
     failed: str = ""
@@ -78,9 +79,10 @@ class Contender:
         return self.ranks.ask(**request)
 
     def time(self, steps: int) -> None:
-        """Adds the seconds of the slowest rank."""
+        """Adds the seconds of the slowest rank, and those on the CPU of all ranks together."""
         answers = self.ask(**{"forwards" if self.forward_only else "steps": steps})
         self.seconds.append(max(answer["seconds"] for answer in answers))
+        self.computed.append(sum(answer["computed"] for answer in answers))
         self.sent = max(answer["sent"] for answer in answers)
         losses = [answer["loss"] for answer in answers if answer["loss"]]
         self.loss = statistics.mean(losses) if losses else 0.0
@@ -127,9 +129,9 @@ def in_rounds(found: list[Contender], world: int, size: dict[str, Any], argument
             one.stop()
 
 
-def ratio(mine: Contender, other: Contender) -> str:
+def ratio(mine: list[float], other: list[float]) -> str:
     """Median over rounds, and its range."""
-    ratios = [left / right for left, right in zip(mine.seconds, other.seconds, strict=True)]
+    ratios = [left / right for left, right in zip(mine, other, strict=True)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
@@ -154,19 +156,23 @@ def with_peers(arguments: argparse.Namespace) -> ResultTable:
     rows = []
     for one in found:
         if one.failed:
-            rows.append([one.title, "does not run", one.failed, "", ""])
+            rows.append([one.title, "does not run", one.failed, "", "", "", ""])
             continue
-        beside = ratio(one, by_title[one.beside]) if one.beside in by_title else ""
-        loss = f"{one.loss:.6f}" if one.loss else ""
-        rows.append([one.title, f"{statistics.median(one.seconds):.3f}", beside, f"{one.sent / 2**20:.2f}", loss])
+        other = by_title.get(one.beside)
+        beside = [ratio(one.seconds, other.seconds), ratio(one.computed, other.computed)] if other else ["", ""]
+        times = [f"{statistics.median(found):.3f}" for found in (one.seconds, one.computed)]
+        sent, loss = f"{one.sent / 2**20:.2f}", f"{one.loss:.6f}" if one.loss else ""
+        rows.append([one.title, times[0], beside[0], times[1], beside[1], sent, loss])
     text = MODEL.format(**size, world=2) + (
         "By hand: the model's layers in two modules written for Llama, a `PipelineStage` and a schedule that live for the whole run, "
         f"fused AdamW. Medians of {arguments.rounds} interleaved rounds of {arguments.steps} steps; ratios are to hf_zero with the same "
-        "schedule in the same round, above 1 is slower than hf_zero. Sent: what the busier rank writes to its connections in a step. "
+        "schedule in the same round (lowest to highest), above 1 is slower than hf_zero. *On the CPU*: seconds of both ranks together, "
+        "without what they wait; other work on the machine changes that less. Sent: what the busier rank writes to its connections in a step. "
         "transformers' `pp_size` has no backward: both forwards give logits on all ranks."
     )
     command = "python -m benchmarks.pipelines peers" + (" --peer-python PYTHON" if arguments.peer_python else "")
-    return ResultTable("Pipelines", command, text, ["", "s", "ratio to hf_zero (lowest-highest)", "MiB sent", "loss"], rows)
+    columns = ["", "s", "ratio to hf_zero", "s on the CPU", "ratio to hf_zero", "MiB sent", "loss"]
+    return ResultTable("Pipelines", command, text, columns, rows)
 
 
 # ------------------------------------------------------------------------------------------------ bubbles
@@ -186,7 +192,9 @@ def bubbles(arguments: argparse.Namespace) -> ResultTable:
         each = settings(name)["each"]
         measured = sorted(traces, key=waiting)
         middle = shown[one.title] = measured[len(measured) // 2]
-        shares = [f"{100 * share:.1f} %" for share in (_formula(name, each, size["parts"]), theory(middle, lambda event: UNITS[event.kind]))]
+        shares = [
+            f"{100 * share:.1f} %" for share in (_formula(name, each, size["parts"]), theory(middle, lambda event: UNITS[event.kind]))
+        ]
         own = statistics.median(theory(trace, own_seconds(trace)) for trace in traces)
         seconds = statistics.median(_span(trace) for trace in traces)
         rows.append([one.title, str(each), *shares, f"{100 * own:.1f} %", f"{100 * waiting(middle):.1f} %", f"{seconds:.3f}"])
@@ -249,25 +257,26 @@ def memory(arguments: argparse.Namespace) -> ResultTable:
     """What forward and backward add at their peak, by the number of parts."""
     rows = []
     for world in arguments.ranks:
-        for parts in arguments.counts:
-            peaks = {}
-            for name in (*SINGLE, SCRIPT):
-                one = Contender(title_of(name), "hf_zero", settings(name))
-                try:
-                    one.start(world, size_of(arguments, parts=parts))
-                    peaks[name] = [answer["peak"] / 2**20 for answer in one.ask(peak=True)]
-                finally:
-                    one.stop()
-            cells = [f"{max(peaks[name]):.1f}" for name in ("1F1B", "GPipe", SCRIPT)]
-            by_rank = ", ".join(f"{peak:.1f}" for peak in peaks["1F1B"])
-            rows.append([f"{world} stages, {parts} parts", *cells, f"{max(peaks['1F1B']) / max(peaks['GPipe']):.2f}", by_rank])
+        peaks: dict[str, list[list[float]]] = {}
+        for name in SINGLE:
+            one = Contender(title_of(name), "hf_zero", settings(name))
+            try:
+                one.start(world, size_of(arguments))
+                peaks[name] = [[answer["peak"] / 2**20 for answer in one.ask(peak=True, parts=parts)] for parts in arguments.counts]
+            finally:
+                one.stop()
+        for parts, ours, all_kept in zip(arguments.counts, peaks["1F1B"], peaks["GPipe"], strict=True):
+            by_rank = [", ".join(f"{peak:.1f}" for peak in found) for found in (ours, all_kept)]
+            rows.append(
+                [f"{world} stages, {parts} parts", f"{max(ours):.1f}", f"{max(all_kept):.1f}", f"{max(ours) / max(all_kept):.2f}", *by_rank]
+            )
     size = size_of(arguments)
     text = MODEL.format(**{**size, "parts": "2 and more"}, world=" or ".join(map(str, arguments.ranks))) + (
         "MiB of tensors that forward and backward of a step add at their peak on the rank that has most, by torch's own record: "
         "activations, messages and gradients. GPipe keeps the activations of all parts, 1F1B those of as many as there are stages behind, "
-        "the first stage most. Trainer's forward and backward keeps what GPipe does."
+        "the first stage most."
     )
-    columns = ["", "1F1B", "GPipe", "Trainer's", "1F1B to GPipe", "1F1B, by rank"]
+    columns = ["", "1F1B", "GPipe", "1F1B to GPipe", "1F1B, by rank", "GPipe, by rank"]
     return ResultTable("Memory of activations in a pipeline", "python -m benchmarks.pipelines memory", text, columns, rows)
 
 
@@ -299,7 +308,7 @@ def over_link(arguments: argparse.Namespace) -> ResultTable:
         if one.failed:
             rows.append([one.title, "does not run", one.failed, "", ""])
             continue
-        beside = "" if one is first else ratio(one, first)
+        beside = "" if one is first else ratio(one.seconds, first.seconds)
         rows.append([one.title, f"{statistics.median(one.seconds):.3f}", beside, f"{one.sent / 1e6:.2f}", f"{one.loss:.6f}"])
     text = MODEL.format(**size, world=2) + (
         f"Each rank in a network namespace behind a link of {RATE} (veth, packets of {MTU} bytes, `tc tbf` both ways). DDP and ZeRO give "

@@ -1,8 +1,9 @@
 """One rank of one contender of the benchmark of pipelines. Started by ``pipelines.py``, also with a peer's Python.
 
-Reads one JSON object per line from standard input: ``{"steps": K}`` runs K training steps and answers with the seconds per step, the
-bytes sent in one and the last loss; ``{"forwards": K}`` the same of forwards without gradients; ``{"trace": true}`` answers with when each
-part went through each stage in one step, ``{"peak": true}`` with the bytes of tensors that forward and backward add at their peak.
+Reads one JSON object per line from standard input: ``{"steps": K}`` runs K training steps and answers with the seconds per step, those on
+the CPU, the bytes sent in one and the last loss; ``{"forwards": K}`` the same of forwards without gradients; ``{"trace": true}`` gives
+when each part went through each stage in one step, ``{"peak": true, "parts": N}`` the bytes of tensors that forward and backward of N
+parts add at their peak.
 """
 
 from __future__ import annotations
@@ -263,15 +264,17 @@ def traced(trainer: Any, parts: Parts, script: bool) -> dict[str, Any]:
 
 
 def timed(call: Callable[[Parts], float | None], done: int, count: int, size: dict[str, Any]) -> dict[str, Any]:
-    """Seconds, bytes and the last result of some calls; bytes of the interface where the rank is behind a link of its own."""
+    """Seconds, those on the CPU, bytes and the last result of some calls; bytes of the interface behind a link of its own."""
     batches, loss = [batch_of(done + index, size) for index in range(count)], None
     counter = sent_bytes if os.environ.get("GLOO_SOCKET_IFNAME") == LINK else written_bytes
     dist.barrier()
-    sent, began = counter(), time.perf_counter()
+    sent, began, computed = counter(), time.perf_counter(), time.process_time()
     for batch in batches:
         loss = call(batch)
+    computed = (time.process_time() - computed) / count
     dist.barrier()
-    return {"seconds": (time.perf_counter() - began) / count, "sent": (counter() - sent) / count, "loss": loss or 0.0}
+    seconds = (time.perf_counter() - began) / count
+    return {"seconds": seconds, "computed": computed, "sent": (counter() - sent) / count, "loss": loss or 0.0}
 
 
 def train(trainer: Any, parts: Parts) -> float:
@@ -304,9 +307,10 @@ def main() -> int:
             found = traced(trainer, batch_of(done, size), arguments.options.get("schedule") == "script")
             done += 1
         elif request.get("peak"):
-            found = {"peak": peak_of(partial(trainer.gradients, batch_of(done, size)))}
+            train(trainer, batch_of(done, {**size, "parts": request["parts"]}))  # what stays between steps is there
+            found = {"peak": peak_of(partial(trainer.gradients, batch_of(done + 1, {**size, "parts": request["parts"]})))}
             trainer.step()
-            done += 1
+            done += 2
         elif request.get("forwards"):
             found = timed(trainer.forward, 0, request["forwards"], size)
         else:
