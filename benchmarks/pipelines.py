@@ -167,7 +167,7 @@ def with_peers(arguments: argparse.Namespace) -> ResultTable:
         "By hand: the model's layers in two modules written for Llama, a `PipelineStage` and a schedule that live for the whole run, "
         f"fused AdamW. Medians of {arguments.rounds} interleaved rounds of {arguments.steps} steps; ratios are to hf_zero with the same "
         "schedule in the same round (lowest to highest), above 1 is slower than hf_zero. *On the CPU*: seconds of both ranks together, "
-        "without what they wait; other work on the machine changes that less. Sent: what the busier rank writes to its connections in a step. "
+        "without their waiting; other work changes that less. Sent: what the busier rank writes to its connections in a step. "
         "transformers' `pp_size` has no backward: both forwards give logits on all ranks."
     )
     command = "python -m benchmarks.pipelines peers" + (" --peer-python PYTHON" if arguments.peer_python else "")
@@ -210,7 +210,14 @@ def bubbles(arguments: argparse.Namespace) -> ResultTable:
     )
     columns = ["", "stages a rank", "formula", "theory", "with its parts' times", "measured", "s, forward and backward"]
     figure = arguments.plot.name if arguments.plot else ""
-    return ResultTable("Time that stages of a pipeline wait", "python -m benchmarks.pipelines bubbles", text, columns, rows, figure)
+    return ResultTable(
+        "Time that stages of a pipeline wait",
+        "python -m benchmarks.pipelines bubbles --plot docs/pipelines.png",
+        text,
+        columns,
+        rows,
+        figure,
+    )
 
 
 def _formula(name: str, each: int, parts: int, ranks: int = 2) -> float:
