@@ -57,6 +57,7 @@ class OwnStages:
         self.templates = templates
         self.device = device
         self._run: Run | None = None
+        self._elsewhere: tuple[PipelinePlan, list[dict[str, Any]]] | None = None  # attributes of the modules that others run
         self._originals: dict[str, Callable[..., Any]] = {}
         for path in paths:
             self._stand_before(path, model.get_submodule(path))
@@ -126,10 +127,11 @@ class OwnStages:
 
     def _recompute_own_alone(self, plan: PipelinePlan) -> None:
         """Calls of other stages are no work: transformers' layers shall not checkpoint them."""
-        own = {call.path for call in plan.calls if self.placement.rank_of(call.stage) == self.rank}
-        for path in self._originals:
-            settings = vars(self.model.get_submodule(path))
-            if path not in own and settings.get("gradient_checkpointing"):
+        if self._elsewhere is None or self._elsewhere[0] is not plan:
+            own = {call.path for call in plan.calls if self.placement.rank_of(call.stage) == self.rank}
+            self._elsewhere = plan, [vars(self.model.get_submodule(path)) for path in self._originals if path not in own]
+        for settings in self._elsewhere[1]:
+            if settings.get("gradient_checkpointing"):
                 settings["gradient_checkpointing"] = False
 
 

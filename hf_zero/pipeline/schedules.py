@@ -7,7 +7,7 @@ own, as ``own_stages`` runs it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,18 +61,25 @@ class Work:
     scale: float
 
 
+@dataclass
+class _Now:
+    """What the modules of a kept schedule run in this step."""
+
+    work: Work
+    losses: list[torch.Tensor]
+
+
 class _StageModule(nn.Module):
     """One stage as torch's schedules call it: with what came over the border, and the number of the part."""
 
-    def __init__(self, own: OwnStages, index: int, work: Work, losses: list[torch.Tensor]) -> None:
+    def __init__(self, own: OwnStages, index: int, now: _Now) -> None:
         super().__init__()
         self._own_stages = [own]  # in a list: no submodule
         self._index = index
-        self._work = work
-        self._losses = losses
+        self._now = now
 
     def forward(self, *received: torch.Tensor, part: torch.Tensor) -> Any:
-        work, waiting = self._work, iter(received)
+        work, waiting = self._now.work, iter(received)
         kwargs = work.parts[int(part)]
         run = self._own_stages[0].run(work.plan, self._index, lambda metas: [next(waiting) for _ in metas], work.forward, kwargs)
         if self._index < work.plan.stages - 1:
@@ -80,12 +87,27 @@ class _StageModule(nn.Module):
         loss = loss_of(run.result)
         if loss is None:
             raise UnsupportedError("pipeline: train_batch needs a model that returns its loss: give it labels, or a loss_fn")
-        self._losses.append(loss.detach())
+        self._now.losses.append(loss.detach())
         return loss.float() * work.scale
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Of the whole model; other ranks' are empty, and no graph of this one has them."""
         return self._own_stages[0].model.parameters(recurse)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A schedule of torch, and what it is for.
+
+    [Note: kept schedules] A new schedule votes over the pipeline, allocates what it receives into, and needs the shapes at the borders, for
+    which the model's code runs. So the last one is kept, while batches are of its kind.
+    """
+
+    plan: PipelinePlan
+    key: str
+    now: _Now
+    stages: list[PipelineStage]
+    schedule: Any
 
 
 class ScheduledSteps:
@@ -101,6 +123,7 @@ class ScheduledSteps:
         self._own = own
         self._pipe = pipe
         self._name = name
+        self._kept: _Kept | None = None
 
     def step(self, work: Work) -> list[torch.Tensor]:
         """Computes all gradients into ``param.grad``, or where hooks of parameters take them; collective over the pipeline.
@@ -108,11 +131,35 @@ class ScheduledSteps:
         Returns:
             The loss of each part, without the scale, where the last stage is; [] elsewhere.
         """
-        own, losses, count = self._own, list[torch.Tensor](), len(work.parts)
+        own, count = self._own, len(work.parts)
+        kept, self._kept = self._kept_for(work), None  # one that an error has interrupted is not used again
+        losses = kept.now.losses = []
+        kept.now.work = work
+        numbers = torch.arange(count)
+        first = own.placement.rank_of(0) == own.rank
+        ends_here = own.placement.rank_of(work.plan.stages - 1) == own.rank
+        target = numbers if ends_here else None
+        self._pipe.launch(
+            f"schedule {self._name}",
+            lambda: kept.schedule.step(*((numbers,) if first else ()), target=target, part=numbers, return_outputs=False),
+        )
+        for stage in kept.stages:
+            stage.clear_runtime_states()  # gradients of what was received: not beside the optimizer's step
+        kept.now.work, kept.now.losses = replace(work, parts=()), []
+        self._kept = kept
+        return losses
+
+    def _kept_for(self, work: Work) -> _Kept:
+        """The schedule of the step before, if this work is of its kind, else a new one: the same decision on every rank."""
+        key = _key(work)
+        kept = self._kept
+        if kept is not None and kept.plan is work.plan and kept.key == key:
+            return kept
+        own, now = self._own, _Now(work, [])
         shapes = _Shapes(own, work)
         stages = [
             PipelineStage(
-                _StageModule(own, index, work, losses),
+                _StageModule(own, index, now),
                 index,
                 work.plan.stages,
                 own.device,
@@ -124,16 +171,18 @@ class ScheduledSteps:
         ]
         kind = get_schedule_class(self._name)
         several = issubclass(kind, PipelineScheduleMulti)
-        schedule = kind(stages if several else stages[0], n_microbatches=count, loss_fn=_own_loss, scale_grads=False)
-        numbers = torch.arange(count)
-        first = own.placement.rank_of(0) == own.rank
-        ends_here = own.placement.rank_of(work.plan.stages - 1) == own.rank
-        target = numbers if ends_here else None
-        self._pipe.launch(
-            f"schedule {self._name}",
-            lambda: schedule.step(*((numbers,) if first else ()), target=target, part=numbers, return_outputs=False),
-        )
-        return losses
+        schedule = kind(stages if several else stages[0], n_microbatches=len(work.parts), loss_fn=_own_loss, scale_grads=False)
+        return _Kept(work.plan, key, now, stages, schedule)
+
+
+def _key(work: Work) -> str:
+    """What shapes and types at the borders depend on, beside the plan: those of the arguments, and autocast."""
+    device = next((value.device.type for value in work.parts[0].values() if isinstance(value, torch.Tensor)), "cpu")
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    tensors = sorted(
+        (name, tuple(value.shape), str(value.dtype)) for name, value in work.parts[0].items() if isinstance(value, torch.Tensor)
+    )
+    return repr((len(work.parts), tensors, autocast))
 
 
 def _own_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
