@@ -40,9 +40,18 @@ def train_steps(engine: Any, dtype: str, steps: int = 2, accumulation: int = 1) 
         engine.step()
 
 
+def _bytes_before() -> int:
+    """Bytes alive before a measurement: after an engine that has come and gone, and with it what a job before has left to be replaced."""
+    engine = initialize(Mlp(WIDTH, 1), Run(stage=0))
+    train_steps(engine, "fp32", steps=1)
+    engine.destroy()
+    del engine
+    return live_bytes()
+
+
 def _measure(stage: int, dtype: str, accumulation: int) -> tuple[int, int, int]:
     """Return (live bytes, parameters, padding elements) of this rank after two steps."""
-    before = live_bytes()
+    before = _bytes_before()
     engine = initialize(Mlp(WIDTH, BLOCKS), Run(stage=stage, dtype=dtype, accumulation=accumulation))
     train_steps(engine, dtype, accumulation=accumulation)
     held = live_bytes() - before
@@ -54,7 +63,7 @@ def _measure(stage: int, dtype: str, accumulation: int) -> tuple[int, int, int]:
 
 def _measure_lora(stage: int) -> tuple[int, int, int]:
     """A frozen bf16 base with one trainable head: (live bytes, frozen parameters, trainable parameters)."""
-    before = live_bytes()
+    before = _bytes_before()
     model = Mlp(WIDTH, BLOCKS)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith("head"))
@@ -69,7 +78,7 @@ def _measure_lora(stage: int) -> tuple[int, int, int]:
 
 def _destroyed(stage: int) -> int:
     """Bytes that stay after the engine and the model are gone."""
-    before = live_bytes()
+    before = _bytes_before()
     engine = initialize(Mlp(WIDTH, BLOCKS), Run(stage=stage, dtype="bf16"))
     train_steps(engine, "bf16")
     engine.destroy()
@@ -112,7 +121,7 @@ def _zero_init() -> tuple[int, int]:
     """Bytes alive after building a model inside zero.Init, and its full size in bytes."""
     import hf_zero
 
-    before = live_bytes()
+    before = _bytes_before()
     with hf_zero.zero.Init(config_dict_or_path=Run(stage=3, dtype="bf16").config()):
         model = Mlp(WIDTH, BLOCKS)
     held = live_bytes() - before

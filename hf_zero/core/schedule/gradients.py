@@ -262,7 +262,7 @@ class UnitGradients:
             return
         self._kept[index] = grad
         self._kept_bytes += nbytes
-        if self._kept_bytes > self._most_kept or self._arrived >= len(self._written):
+        if self._kept_bytes > self._most_kept or (self._arrived >= len(self._written) and not self.piecemeal):
             self._write_kept()
 
     def _write_kept(self) -> None:
