@@ -25,6 +25,7 @@ from hf_zero.pipeline.trees import map_tensors, without_values
 from hf_zero.tensor_parallel.call_arguments import tensors_in
 
 _NOT_KEPT = ("output_hidden_states", "output_attentions")
+_COUNT = "num_items_in_batch"  # another number in every batch, which changes nothing of what runs
 _CLOSE = 1e-3  # relative: how far the loss of parts may be from that of the whole, which is rounding
 
 
@@ -140,7 +141,9 @@ class PipelinedForward:
 
     def _kind_of(self, given: Mapping[str, Any], count: int) -> _Kind:
         shapes = tuple(sorted((name, value.dim(), value.dtype) for name, value in given.items() if isinstance(value, torch.Tensor)))
-        others = tuple(sorted((name, repr(value)) for name, value in given.items() if not isinstance(value, torch.Tensor)))
+        others = tuple(
+            sorted((name, repr(value)) for name, value in given.items() if not isinstance(value, torch.Tensor) and name != _COUNT)
+        )
         key = (repr((shapes, others)), self._own.model.training, count > 1)
         if key not in self._kinds:
             self._own.templates.follow(self._own.model)
@@ -156,13 +159,15 @@ class PipelinedForward:
         taken. Where nothing does, batches go through whole: exact, and without overlap.
         """
         given = _with_uneven_labels(given, count)
-        model, training = self._own.model, self._own.model.training
+        model = self._own.model
+        training = [module for module in model.modules() if module.training]
         model.eval()
         try:
             with torch.no_grad():
                 whole, parts = ([self._once(plan, part) for part in micro_batches.split(given, pieces)] for pieces in (1, count))
         finally:
-            model.train(training)
+            for module in training:  # a script may have left some of them in evaluation
+                module.training = True
         found = None
         if self._last and all(micro_batches.mergeable(part, micro_batches.rows_of(given) // count) for part in parts):
             found = self._agreeing(whole[0], parts, micro_batches.split(given, count), micro_batches.ways_to_weigh(given))
@@ -184,11 +189,12 @@ class PipelinedForward:
         expected = micro_batches.loss_of(whole)
         if expected is None:
             return "samples"
-        for how in ways:
+        errors: dict[str, float] = {}
+        for how in ways:  # several may be near: losses of an untrained model are much alike, so the nearest one counts
             loss = micro_batches.loss_of(micro_batches.merge(results, micro_batches.weights_of(parts, how)))
             if loss is not None and bool((loss - expected).abs() <= _CLOSE * expected.abs()):
-                return how
-        return None
+                errors[how] = float((loss - expected).abs())
+        return min(errors, key=errors.__getitem__, default=None)
 
     # -- results on every stage -----------------------------------------------------------------------------------------
 
