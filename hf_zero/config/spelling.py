@@ -25,6 +25,8 @@ _OF_TRL = frozenset(
     f"zero_optimization.{name}" for name in ("reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size")
 )
 """What TRL adds to the configuration of a model that it only runs (a reference, a reward), always together. Nobody reads them."""
+_PUBLISHED_MISSPELLINGS = ("grandient_accumulation_steps",)
+"""What DeepSpeed's own files for pipelines write, and DeepSpeed passes over; other misspellings are errors."""
 _MOST_UNKNOWN = 100
 """Each is compared with all known keys, which takes a while."""
 
@@ -169,7 +171,9 @@ class Speller:
             self.problems.warn(key, f'is ignored: a key with dots is no path. To set it, write {{"{block}": {{"{name}": ...}}}}')
             return
         guess = nearest(key, spellings_of(ZeroConfig)) or nearest_elsewhere(key)
-        if guess:
+        if key in _PUBLISHED_MISSPELLINGS:
+            self.problems.warn(key, f"is ignored, as by DeepSpeed, whose published files have it; write `{guess}` to set that")
+        elif guess:
             self.problems.error(key, f"is unknown; did you mean `{guess}`?")
         else:
             self.problems.warn(key, "is ignored: it resembles no known key, so it is taken for one of your own")

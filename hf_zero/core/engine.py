@@ -258,8 +258,8 @@ class Engine(nn.Module):
             return
         if scale != 1.0 and not scaled:
             raise StateError(
-                f"loss.backward() without the loss scale of {scale:g}, so small fp16 gradients would be lost: "
-                "call engine.backward(loss), or engine.scale(loss).backward()"
+                f"Loss scaling is required: loss.backward() without the loss scale of {scale:g}, so small fp16 gradients "
+                "would be lost: call engine.backward(loss), or engine.scale(loss).backward()"
             )
         self._begin_micro_step(1.0 / self.accumulation.steps)
 

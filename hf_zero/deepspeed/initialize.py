@@ -95,7 +95,7 @@ def initialize(
     log_rank0("%s", describe(engine.units, engine.policy, engine.collectives.topology, builder.offload))
     if training_data is not None:
         engine.collate_fn = collate_fn
-        engine.training_dataloader = engine.deepspeed_io(training_data)
+        engine.training_dataloader = engine.deepspeed_io(training_data, route=engine.training_route)
     return engine, engine.optimizer if inner is not None else None, engine.training_dataloader, engine.lr_scheduler
 
 

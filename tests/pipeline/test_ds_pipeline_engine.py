@@ -96,6 +96,8 @@ def check_data() -> None:
     engine, _, loader, _ = hf_zero.initialize(model=build(2), config=RUN.config(), training_data=samples)
     assert len(loader) == 24 // 2 // (ranks.world() // 2)
     assert torch.isfinite(engine.train_batch())
+    first = torch.stack([samples[place][0][0] for place in range(replica_of(2), len(samples), ranks.world() // 2)][:2])
+    assert torch.equal(next(iter(loader))[0][0], first)  # in the order of the data, so that every stage reads the same
     engine.destroy()
 
 
@@ -159,7 +161,25 @@ def check_called_by_itself() -> None:
     assert torch.equal(net((batch["tokens"], batch["mask"]), batch["labels"]), loss)
 
 
+def check_given_modules() -> None:
+    """Of modules that are given this rank keeps its own; the list stays as it was, and what is shared stays shared."""
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    layers[3].weight = layers[0].weight
+    values = [layer.weight.detach().clone() for layer in layers]
+    net = PipelineModule(layers, num_stages=2, partition_method="uniform", loss_fn=nn.MSELoss())
+    own = range(2) if net.stage_id == 0 else range(2, 4)
+    shared = {0, 3}
+    for place, layer in enumerate(layers):
+        assert torch.equal(layer.weight, values[place])
+        held = net.get_submodule(str(place))
+        assert (held is layer) == (place in own) and (held.weight.numel() == 16) == (place in own or place in shared)
+    assert net.get_submodule("0").weight is net.get_submodule("3").weight is layers[0].weight
+    assert net.forward_funcs == [layers[place] for place in own]
+    assert net.mpu().pp_group == [ranks.rank() % (ranks.world() // 2) + stage * (ranks.world() // 2) for stage in range(2)]
+
+
 def check_all() -> None:
+    check_given_modules()
     check_order()
     check_weights_without_seed()
     check_called_by_itself()

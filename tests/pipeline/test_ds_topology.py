@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from hf_zero.deepspeed.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+from hf_zero.deepspeed.pipe.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+    default_topology,
+    prime_factors,
+)
 from hf_zero.errors import ConfigError
 
 pytestmark = pytest.mark.quick
@@ -67,3 +73,14 @@ def test_texts_of_ranks() -> None:
 def test_what_is_not_in_the_grid_is_an_error(ask, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         ask()
+
+
+@pytest.mark.parametrize(("ranks", "stages", "replicas"), [(1, 1, 1), (2, 2, 1), (4, 2, 2), (12, 6, 2), (7, 7, 1)])
+def test_without_sizes_stages_and_replicas_are_about_as_many(ranks: int, stages: int, replicas: int) -> None:
+    assert default_topology(ranks).dims == [stages, replicas]
+
+
+def test_prime_factors() -> None:
+    assert [prime_factors(number) for number in (1, 2, 12, 49, 97)] == [[], [2], [2, 2, 3], [7, 7], [97]]
+    with pytest.raises(ConfigError, match="from 1 on"):
+        prime_factors(0)

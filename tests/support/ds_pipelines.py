@@ -61,6 +61,21 @@ def tied_layers() -> list[Any]:
     return [tied, *(LayerSpec(Block, WIDTH) for _ in range(2)), halve, *(LayerSpec(Block, WIDTH) for _ in range(2)), last]
 
 
+class Head(nn.Linear):
+    """Logits of hidden states beside a mask."""
+
+    def forward(self, parts: tuple[Tensor, Tensor]) -> Tensor:  # type: ignore[override]
+        return super().forward(parts[0])
+
+
+def half_frozen_layers() -> list[Any]:
+    """Modules, of which the first half is frozen, between two functions."""
+    frozen: list[nn.Module] = [Embed(VOCABULARY, WIDTH), Block(WIDTH)]
+    for layer in frozen:
+        layer.requires_grad_(False)
+    return [*frozen, halve, Block(WIDTH), Block(WIDTH), Head(WIDTH, VOCABULARY)]
+
+
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 

@@ -77,13 +77,13 @@ def global_norm(
     Returns:
         0-dim fp32 tensor, the same on every rank.
     """
-    if not shards:
+    if not shards and model is None:
         return torch.zeros((), device=collectives.topology.device)
     device = collectives.topology.device
     if model is None:
         square = _sum_of_squares(shards, device, threads)
     else:
-        by_count: dict[int, list[torch.Tensor]] = defaultdict(list)
+        by_count: dict[int, list[torch.Tensor]] = defaultdict(list, {1: []})  # a stage of a pipeline may train nothing
         for shard, copies in zip(shards, model.copies, strict=True):
             for part, count in copies:
                 by_count[count].append(shard[part.start : part.stop])

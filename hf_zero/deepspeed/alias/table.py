@@ -140,6 +140,7 @@ _PIPELINES = {
         for path in ("pipe", "runtime.pipe", "runtime.pipe.topology")
         for name in ("ProcessTopology", "PipeDataParallelTopology", "PipeModelDataParallelTopology")
     },
+    "runtime.pipe.topology._prime_factors": f"{_PIPE}.topology:prime_factors",
     **{
         f"{path}.PipelineParallelGrid": f"{_PIPE}.grid:PipelineParallelGrid"
         for path in ("pipe", "runtime.pipe", "runtime.pipe.module", "runtime.pipe.topology")

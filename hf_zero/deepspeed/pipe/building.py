@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -97,7 +98,7 @@ def _require_tied(spec: TiedLayerSpec, module: nn.Module) -> None:
 def build_layers(
     layers: Sequence[Layer], shapes: Sequence[nn.Module | None], wanted: Sequence[bool], seed: Callable[[int], Any] | None
 ) -> list[nn.Module | None]:
-    """The module of each layer: with values where ``wanted``, else ``held_elsewhere``; None for a function. Those of one key are one.
+    """The module of each layer: with values where ``wanted``, else ``HeldElsewhere``; None for a function. Those of one key are one.
 
     [Note: layers of other stages] Values are those of a build of all layers, whatever the number of stages. Without seeds that takes to
     build the layers of other stages too, one at a time, and to drop them. Where each layer has a seed only those that are wanted are
@@ -117,38 +118,64 @@ def _built(
     layers: Sequence[Layer], shapes: Sequence[nn.Module | None], wanted: Sequence[bool], seed: Callable[[int], Any] | None
 ) -> Iterator[nn.Module | None]:
     run = {layer.key for layer, here in zip(layers, wanted, strict=True) if here and isinstance(layer, TiedLayerSpec)}
+    elsewhere = HeldElsewhere(layer for layer, here in zip(layers, wanted, strict=True) if here and isinstance(layer, nn.Module))
     tied: dict[str, nn.Module | None] = {}
     for place, (layer, shape) in enumerate(zip(layers, shapes, strict=True)):
         key = layer.key if isinstance(layer, TiedLayerSpec) else None
         if seed is not None:
             seed(place)
         if not isinstance(layer, LayerSpec):
-            yield shape
+            yield shape if shape is None or wanted[place] else elsewhere(shape)
         elif key in tied:
             yield tied[key]
         else:
             here = wanted[place] or key in run
             module = layer.build() if here or seed is None else None
-            built = module if here or shape is None else held_elsewhere(shape)
+            built = module if here or shape is None else elsewhere(shape)
             if key is not None:
                 tied[key] = built
             yield built
 
 
-def held_elsewhere(shape: nn.Module) -> nn.Module:
-    """``shape``, whose tensors are on the device "meta", as a module of another stage: parameters empty and marked, buffers of zeros."""
-    made: dict[torch.Tensor, Any] = {}
-    for module in shape.modules():
-        for name, param in module._parameters.items():
-            if param is not None and param not in made:
-                made[param] = nn.Parameter(torch.empty((0, *param.shape[1:]), dtype=param.dtype), param.requires_grad)
-                mark_tp_shard(made[param], TpShard(param.shape, 0, ()))
-            if param is not None:
-                module._parameters[name] = made[param]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = made.setdefault(buffer, torch.zeros_like(buffer, device="cpu"))
-    return shape
+class HeldElsewhere:
+    """Modules of other stages: as they are, with empty marked parameters and buffers of zeros. The originals are left alone.
+
+    Args:
+        here: Modules that this rank runs; what they share with those of other stages stays one tensor.
+    """
+
+    def __init__(self, here: Iterable[nn.Module]) -> None:
+        self._made: dict[int, tuple[Any, Any]] = {}  # beside each copy its original, whose id must not serve again
+        for module in here:
+            for shared in (*module.modules(), *module.parameters(), *module.buffers()):
+                self._made[id(shared)] = (shared, shared)
+
+    def __call__(self, module: nn.Module) -> nn.Module:
+        """``module`` without values."""
+        if id(module) not in self._made:
+            copied = copy.copy(module)
+            self._made[id(module)] = (module, copied)
+            copied._parameters = {name: self._tensor(param, _empty) for name, param in module._parameters.items()}  # type: ignore[misc]
+            copied._buffers = {name: self._tensor(buffer, _zeros) for name, buffer in module._buffers.items()}
+            copied._modules = {name: child if child is None else self(child) for name, child in module._modules.items()}
+        return self._made[id(module)][1]
+
+    def _tensor(self, tensor: torch.Tensor | None, make: Callable[[Any], torch.Tensor]) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = (tensor, make(tensor))
+        return self._made[id(tensor)][1]
+
+
+def _empty(param: nn.Parameter) -> nn.Parameter:
+    made = nn.Parameter(torch.empty((0, *param.shape[1:]), dtype=param.dtype), param.requires_grad)
+    mark_tp_shard(made, TpShard(param.shape, 0, ()))
+    return made
+
+
+def _zeros(buffer: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(buffer, device="cpu")
 
 
 @contextmanager

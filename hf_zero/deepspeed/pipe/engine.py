@@ -49,6 +49,8 @@ class PipelineEngine(Engine):
         UnsupportedError: Stage 3.
     """
 
+    training_route = "eval"  # in the order of the data set, as in DeepSpeed
+
     def __init__(
         self, module: nn.Module, resolved: ResolvedConfig, parts: EngineParts, sequence_parallel: SequenceParallel | None = None
     ) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hf_zero.comm.device import default_device
 from hf_zero.comm.process_groups import divide_twice
 from hf_zero.comm.topology import Topology, axis_over
-from hf_zero.deepspeed.pipe.topology import ProcessTopology
+from hf_zero.deepspeed.pipe.topology import ProcessTopology, default_topology
 from hf_zero.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ class PipelineParallelGrid:
     that and the stages, all ranks that hold one model together.
 
     Args:
-        topology: Axes ``pipe`` and ``data``, and ``model`` if layers are divided.
+        topology: Axes ``pipe`` and ``data``, and ``model`` if layers are divided; None is ``default_topology``.
         process_group: The ranks; None is all of them, which is what is allowed.
 
     Attributes:
@@ -35,15 +35,17 @@ class PipelineParallelGrid:
         is_first_stage: Whether it takes inputs.
         is_last_stage: Whether it has the loss.
         pipe: The stages as an axis.
+        pp_group: Ranks of the stages of this rank's model.
+        dp_group: Ranks with the same parameters.
 
     Raises:
-        ConfigError: There is no topology, it lacks an axis or has another, or is not of as many ranks as there are.
+        ConfigError: The topology lacks an axis or has another, or is not of as many ranks as there are.
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: dist.ProcessGroup | None = None) -> None:
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._topology = require_fit(topology, len(ranks))
+        self._topology = require_fit(topology or default_topology(len(ranks)), len(ranks))
         if len(ranks) != self.world_size:
             raise ConfigError(
                 f"PipelineParallelGrid(process_group=...): {len(ranks)} of {self.world_size} ranks; pipelines take all of them"
@@ -58,6 +60,7 @@ class PipelineParallelGrid:
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         self._axes = _axes(self._topology)
         self.pipe = self._axes["pipe"]
+        self.pp_group, self.dp_group = (dist.get_process_group_ranks(self._axes[name].group) for name in ("pipe", "data"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineParallelGrid:
         """Itself: ranks are not copied."""
@@ -66,6 +69,10 @@ class PipelineParallelGrid:
     def topology(self) -> ProcessTopology:
         """The axes."""
         return self._topology
+
+    def _is_grid_valid(self) -> bool:
+        """True: what does not fit the ranks is refused before."""
+        return True
 
     def get_stage_id(self) -> int:
         """This rank's stage, from 0."""
@@ -142,14 +149,12 @@ class PipelineParallelGrid:
     get_tensor_model_parallel_world_size = get_slice_parallel_world_size
 
 
-def require_fit(topology: ProcessTopology | None, ranks: int) -> ProcessTopology:
+def require_fit(topology: ProcessTopology, ranks: int) -> ProcessTopology:
     """``topology`` if a pipeline of ``ranks`` ranks can have it.
 
     Raises:
         ConfigError: As ``PipelineParallelGrid`` says.
     """
-    if topology is None:
-        raise ConfigError("PipelineParallelGrid() needs topology=, a PipeDataParallelTopology(num_pp, num_dp) for example")
     axes = topology.get_axis_names()
     if not {"pipe", "data"} <= set(axes) <= {"pipe", "data", "model"}:
         raise ConfigError(f"a pipeline's topology has the axes pipe and data, and model where layers are divided; this one has {axes}")

@@ -131,6 +131,11 @@ class PipelineModule(nn.Module):
     def activation_checkpoint_interval(self, interval: int) -> None:
         self.recomputation.interval = interval
 
+    @property
+    def forward_funcs(self) -> list[Callable[[Any], Any]]:
+        """This rank's layers in their order: modules, functions, and what runs a tied layer; may be called, changes have no effect."""
+        return [call.run for call in self.stages[self.stage_id].calls]  # type: ignore[union-attr]
+
     def set_checkpoint_interval(self, interval: int) -> None:
         """Sets ``activation_checkpoint_interval``."""
         self.recomputation.interval = interval

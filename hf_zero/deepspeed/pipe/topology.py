@@ -152,3 +152,27 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
+
+
+def default_topology(ranks: int) -> PipeDataParallelTopology:
+    """About as many stages as data-parallel ranks: the prime factors of ``ranks`` go to both in turn, as in DeepSpeed."""
+    factors = prime_factors(ranks)
+    return PipeDataParallelTopology(math.prod(factors[::2]), math.prod(factors[1::2]))
+
+
+def prime_factors(number: int) -> list[int]:
+    """The prime factors of ``number``, rising; none for 1.
+
+    Raises:
+        ConfigError: It is below 1.
+    """
+    if number < 1:
+        raise ConfigError(f"prime_factors({number}): a number from 1 on is allowed")
+    found, factor = [], 2
+    while factor * factor <= number:
+        if number % factor:
+            factor += 1
+        else:
+            found.append(factor)
+            number //= factor
+    return [*found, number] if number > 1 else found
