@@ -41,6 +41,8 @@ _COMM_TORCH = (
     "isend",
     "monitored_barrier",
     "new_group",
+    "batch_isend_irecv",
+    "P2POp",
     "recv",
     "reduce",
     "reduce_scatter",
