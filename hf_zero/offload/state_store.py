@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 
 import torch
 
@@ -136,7 +137,7 @@ class OffloadedStateStore(StateStore):
         units = [unit for unit in self.units if id(unit) in by_id]
         units.sort(key=lambda unit: unit.state is UnitState.SHARDED)  # stable
         sub_groups = [sub_group for unit in units for sub_group in by_id[id(unit)]]
-        following = {id(sub_group): upcoming for sub_group, upcoming in zip(sub_groups, [*sub_groups[1:], None], strict=True)}
+        following = {id(sub_group): upcoming for sub_group, upcoming in zip_longest(sub_groups, sub_groups[1:])}
         return [
             UnitUpdate(
                 unit,

@@ -15,7 +15,8 @@ def check_two_stages() -> None:
     check(Run(1, dtype="bf16", accumulation=3, clip=0.1), 2, partition_method="parameters")
     check(Run(0, dtype="fp16", accumulation=2), 2)
     check(Run(1, dtype="fp16", accumulation=2, scale_power=20, steps=6), 2)  # overflows at first, on every stage
-    for run in (Run(1, accumulation=2, clip=0.1), Run(0, dtype="fp16", accumulation=2, scale_power=20, steps=6)):
+    offloaded = Run(1, accumulation=2, steps=3, extra={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
+    for run in (Run(1, accumulation=2, clip=0.1), Run(0, dtype="fp16", accumulation=2, scale_power=20, steps=6), offloaded):
         check(run, 2, half_frozen_layers)  # a stage that trains nothing
 
 
