@@ -251,7 +251,7 @@ class PartsBuilder:
     def _needs_whole_tensors(self, inner: torch.optim.Optimizer) -> bool:
         experts = self.topology.expert is not None  # which nobody has all of
         all_here = not experts and (not self.stage.optimizer_sharded or self.topology.world == 1)
-        split, device = self.topology.model is not None, self.offload.optimizer.device
+        split, device = self.topology.layers.model is not None, self.offload.optimizer.device
         whole = needs_whole_tensors(inner, self.config.zero_allow_untested_optimizer, all_here, split or device == "nvme")
         if whole:
             check_whole_tensors(inner, split, device)

@@ -60,7 +60,7 @@ def check_topology(policy: StagePolicy, topology: Topology) -> None:
             "provided: it averages over all ranks itself. Leave the shard groups out, or use Adam"
         )
     if topology.model is not None:
-        raise UnsupportedError("OneBitAdam with tensor parallelism is not provided: use Adam, or data parallelism alone")
+        raise UnsupportedError("OneBitAdam with tensor parallelism or pipelines is not provided: use Adam, or data parallelism alone")
     if topology.expert is not None:
         raise UnsupportedError("OneBitAdam with expert parallelism is not provided: use Adam, or set expert_parallel.enabled to false")
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from tests.support import ranks
-from tests.support.ds_pipelines import check, half_frozen_layers
+from typing import Any
+
+import torch
+
+from tests.support import parity, ranks
+from tests.support.ds_pipelines import Layers, build, check, feed, half_frozen_layers, tied_layers
 from tests.support.parity import Run
 
 
@@ -20,8 +24,29 @@ def check_two_stages() -> None:
         check(run, 2, half_frozen_layers)  # a stage that trains nothing
 
 
+def trained(run: Run, stages: int, layers: Layers) -> tuple[list[float], dict[str, Any] | None]:
+    """Losses and weights; every data-parallel rank reads the same."""
+    engine = parity.initialize(build(stages, layers), run)
+    batches = feed(run, 0)
+    losses = [float(engine.train_batch(batches)) for _ in range(run.steps)]
+    weights = engine._consolidated_16bit_state_dict()
+    engine.destroy()
+    return losses, weights
+
+
+def check_whole_tensors() -> None:
+    """Optimizers that need whole parameters: a stage has those of its layers, and whoever shares one updates it alike."""
+    for kind, zero, layers in (("Muon", 0, tied_layers), ("Lamb", 1, half_frozen_layers), ("Adafactor", 2, tied_layers)):
+        run = Run(zero, accumulation=2, clip=0.1, extra={"optimizer": {"type": kind, "params": {"lr": 1e-2}}})
+        (plain, whole), (losses, weights) = trained(run, 1, layers), trained(run, 2, layers)
+        torch.testing.assert_close(losses, plain, rtol=1e-6, atol=0, msg=lambda text, kind=kind: f"{kind}: {text}")
+        if whole is not None and weights is not None:  # rank 0
+            torch.testing.assert_close(weights, whole, rtol=1e-5, atol=1e-5, msg=lambda text, kind=kind: f"{kind}: {text}")
+
+
 def test_two_stages() -> None:
     ranks.run_ranks(check_two_stages, 2)
+    ranks.run_ranks(check_whole_tensors, 2)
 
 
 def check_four_ranks() -> None:

@@ -146,7 +146,9 @@ class StateStore:
 
 
 def scale_(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiplies in place; a factor of 1 that can be read for nothing costs nothing."""
+    """Multiplies in place, if there is anything; a factor of 1 that can be read for nothing costs nothing."""
+    if not grads:
+        return
     # On a CPU reading the factor is free and most steps need none; on a device it would stall, so one that lies there is not looked at.
     if factor.device.type == "cpu":
         value = float(factor)
