@@ -101,6 +101,23 @@ def check_data() -> None:
     engine.destroy()
 
 
+def check_data_that_ends() -> None:
+    """Data that ends, or fails, on one stage ends the batch on every one."""
+    engine = parity.initialize(build(ranks.world()), RUN)
+    reads = engine.is_first_stage() or engine.is_last_stage()
+    with pytest.raises(StopIteration):
+        engine.train_batch(feed(Run(1, accumulation=2), 0, steps=1) if reads else None)
+
+    def broken() -> Iterator[Any]:
+        yield from feed(Run(1, accumulation=2), 0, steps=1)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError if engine.is_first_stage() else StateError, match="the disk is gone"):
+        engine.train_batch(broken() if engine.is_first_stage() else feed(RUN, 0) if reads else None)
+    assert torch.isfinite(engine.train_batch(feed(RUN, 0) if reads else None)) and engine.global_steps == 1
+    engine.destroy()
+
+
 def check_configured() -> None:
     config = {**RUN.config(), "pipeline": {"activation_checkpoint_interval": 2, "schedule": "GPipe", "pipe_partitioned": False}}
     import hf_zero
@@ -186,6 +203,7 @@ def check_all() -> None:
     check_evaluation()
     check_calls()
     check_data()
+    check_data_that_ends()
     check_configured()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.pipeline.trees import map_tensors, without_values
 
@@ -66,6 +67,37 @@ class Feed:
             )
         inputs, labels = (tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), item) for item in entry)
         return MicroBatch(tuple(inputs) if isinstance(inputs, list) else inputs, labels)
+
+
+def agree(pipe: Collectives, read: Callable[[], list[MicroBatch]]) -> tuple[list[MicroBatch], list[str]]:
+    """This stage's micro-batches, and the kinds of their inputs; collective over the stages, of which none goes on without the others.
+
+    Args:
+        pipe: The stages.
+        read: Gives this stage's.
+
+    Raises:
+        StopIteration: On every stage, if data ended on one.
+        StateError: On the others, if a stage failed to read for another reason, which is raised there.
+    """
+    parts: list[MicroBatch] = []
+    failure: Exception | None = None
+    try:
+        parts = read()
+    except Exception as error:  # also what a data set raises
+        failure = error
+    told = (
+        [kind_of(part.inputs) for part in parts],
+        failure and (isinstance(failure, StopIteration), f"{type(failure).__name__}: {failure}"),
+    )
+    answers = pipe.gather_objects(told, "kinds of inputs")
+    if failure is not None:
+        raise failure
+    for stage, (_, failed) in enumerate(answers):
+        if failed:
+            text = f"stage {stage} of the pipeline has no micro-batches for this batch: {failed[1]}"
+            raise StopIteration(text) if failed[0] else StateError(text)
+    return parts, answers[0][0]
 
 
 def kind_of(inputs: Any) -> Any:

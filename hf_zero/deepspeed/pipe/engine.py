@@ -11,7 +11,7 @@ from torch import nn
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.core.engine import EngineParts, cast_floating
 from hf_zero.deepspeed.engine import Engine
-from hf_zero.deepspeed.pipe.batches import Feed, MicroBatch
+from hf_zero.deepspeed.pipe.batches import Feed, MicroBatch, agree
 from hf_zero.deepspeed.pipe.module import PipelineModule
 from hf_zero.deepspeed.pipe.work import BatchWork, Borders, share_buffers
 from hf_zero.deepspeed.served.helpers import RepeatingLoader
@@ -215,10 +215,10 @@ class PipelineEngine(Engine):
         reads = self.is_first_stage() or self.is_last_stage()
         if data_iter is None and self.feed.batches is None and self.training_dataloader is not None:
             self.set_dataloader(self.training_dataloader)
-        parts = self.feed.take(data_iter, count, device) if reads else [MicroBatch()] * count
+        parts, kinds = agree(self._pipe, lambda: self.feed.take(data_iter, count, device) if reads else [MicroBatch()] * count)
         if self.precision.casts_inputs and self.precision.param_dtype is not None:
             parts = [MicroBatch(cast_floating(part.inputs, self.precision.param_dtype), part.labels) for part in parts]
-        return BatchWork(module, self.stage_id, parts, self._borders.of(parts), self._autocast, computes_loss)
+        return BatchWork(module, self.stage_id, parts, self._borders.of(parts, kinds), self._autocast, computes_loss)
 
     def _everywhere(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """The mean of the last stage's ``losses`` over data-parallel ranks too, on every rank; collective."""

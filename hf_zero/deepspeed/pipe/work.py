@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.deepspeed.pipe.batches import MicroBatch, kind_of
+from hf_zero.deepspeed.pipe.batches import MicroBatch
 from hf_zero.deepspeed.pipe.module import PipelineModule
 from hf_zero.errors import ConfigError
 from hf_zero.pipeline.trees import map_tensors
@@ -37,9 +37,8 @@ class Borders:
         self._around = around
         self._known: dict[str, list[Any]] = {}
 
-    def of(self, parts: Sequence[MicroBatch]) -> list[list[Any]]:
-        """For each part the results of all stages but the last, as shapes; collective over the stages."""
-        kinds = self._pipe.broadcast_object([kind_of(part.inputs) for part in parts], 0, "kinds of inputs")
+    def of(self, parts: Sequence[MicroBatch], kinds: Sequence[str]) -> list[list[Any]]:
+        """For each part, of these ``kinds``, the results of all stages but the last, as shapes; collective over the stages."""
         for part, kind in zip(parts, kinds, strict=True):
             if kind not in self._known:
                 self._known[kind] = self._found(part.inputs)
