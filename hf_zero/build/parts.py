@@ -227,7 +227,8 @@ class PartsBuilder:
         own, layers, device = self.config.hf_zero, shares_of(self.module), self.topology.device
         found: list[Measure] = []
         if own.expert_load and layers:
-            found.append(ExpertLoad(layers, self.collectives.data, own.expert_load, own.expert_load_each).measure)
+            networks = [self.collectives.data, *([self.model_collectives] if self.model_collectives is not None else [])]
+            found.append(ExpertLoad(layers, networks, own.expert_load, own.expert_load_each).measure)
         if own.step_metrics:
             settings = policies.metrics_settings(self.config, self.topology.model.world if self.topology.model is not None else 1)
             on_disk = partial(bytes_on_disk, units, optimizer)

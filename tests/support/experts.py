@@ -53,6 +53,16 @@ def with_experts(run: Run, size: int) -> Run:
     return replace(run, extra={**run.extra, "expert_parallel": {"enabled": True, "autoep_size": size}})
 
 
+def with_split_layers(run: Run, tp: int) -> Run:
+    """``run`` with layers split over ``tp`` ranks."""
+    return replace(run, extra={**run.extra, "tensor_parallel": {"autotp_size": tp}})
+
+
+def alike(feed: Feed, tp: int) -> Feed:
+    """``feed`` where ``tp`` adjacent ranks are given the same."""
+    return lambda step, micro, rank: feed(step, micro, rank // tp)
+
+
 def check_experts(
     name: str,
     run: Run,

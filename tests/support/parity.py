@@ -286,7 +286,7 @@ def collect(engine: Any, trace: Trace) -> Trace:
 
     named = list(engine.module.named_parameters())
     with hf_zero.zero.GatheredParameters([parameter for _, parameter in named]):
-        trace.weights = {name: whole_experts(parameter, value_of(parameter)) for name, parameter in named}
+        trace.weights = {name: whole_value(parameter, value_of(parameter)) for name, parameter in named}
     trace.masters = trace.history[-1] if trace.history else full_masters(engine)
     return trace
 
@@ -303,15 +303,15 @@ def full_masters(engine: Any) -> dict[str, Tensor]:
 
     trainable = [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
     values = {name: (parameter, safe_get_full_fp32_param(parameter).detach().clone().cpu()) for name, parameter in trainable}
-    return {name: whole_experts(*found) for name, found in values.items()}
+    return {name: whole_value(*found) for name, found in values.items()}
 
 
-def whole_experts(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """``value`` of this rank's experts joined with those of all ranks; of any other parameter as it is. Collective."""
+def whole_value(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """``value`` of this rank's experts, or of its part of a layer, joined with those of all ranks; else as it is. Collective."""
     from hf_zero.core.units.tp_shard import tp_shard_of
 
     part = tp_shard_of(parameter)
-    if part is None or not part.expert:
+    if part is None:
         return value
     whole = value.new_full(part.full_shape, math.nan)
     parts: list[Any] = [None] * dist.get_world_size()
