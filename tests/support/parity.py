@@ -410,11 +410,13 @@ def check_training(
     *,
     micro_step: MicroStep = micro_step,
     label: str = "",
+    limit: Difference | None = None,
     **arguments: Any,
 ) -> Trace:
     """Train a model through the engine and, on rank 0, compare with the reference that runs the same parts one by one.
 
-    ``arguments`` go to ``hf_zero.initialize``; a callable value is called with the model (an optimizer, say).
+    ``limit`` is the one that fits ``run`` where it is None; ``arguments`` go to ``hf_zero.initialize``, a callable value of them is called
+    with the model (an optimizer, say).
     """
     model = build()
     arguments = {name: value(model) if callable(value) else value for name, value in arguments.items()}
@@ -422,7 +424,7 @@ def check_training(
     trace = train(engine, feed, forward, run, micro_step)
     engine.destroy()
     if ranks.rank() == 0:
-        check(trace, lambda follow=None: reference(build(), feed, forward, run, ranks.world(), follow), run, label)
+        check(trace, lambda follow=None: reference(build(), feed, forward, run, ranks.world(), follow), run, label, limit)
     return trace
 
 
