@@ -56,7 +56,6 @@ from hf_zero.core.units.tp_shard import stages_of
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.expert_parallel.apply import shares_of
-from hf_zero.expert_parallel.limits import require_provided
 from hf_zero.expert_parallel.load import ExpertLoad
 from hf_zero.memory import heap
 from hf_zero.metrics import build_sinks
@@ -244,7 +243,6 @@ class PartsBuilder:
         """The ranks that hold the same experts; None where all hold all. Collective."""
         if self.topology.expert_data is None:
             return None
-        require_provided(self.config)
         collectives = open_collectives(own_topology(self.topology.expert_data))
         collectives.connect()
         return collectives

@@ -11,7 +11,7 @@ import torch
 from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from hf_zero.utils import safe_get_full_optimizer_state
 from tests.support import parity, ranks, zoo
-from tests.support.checkpoints import contents_of
+from tests.support.checkpoints import contents_of, on_node
 from tests.support.experts import build, mixed, with_adapters, with_experts, with_split_layers
 from tests.support.parity import Run
 
@@ -116,6 +116,30 @@ def test_any_size_to_any_other(tmp_path: Path, move: str) -> None:
         if f"value {key}" in saved:
             assert torch.equal(saved[f"value {key}"].to(value.dtype), value), key
     _check_files(tmp_path / "a" / "hf", weights)
+
+
+def test_disks_of_the_nodes(tmp_path: Path) -> None:
+    ranks.run_ranks(check_disks, 4, str(tmp_path))
+
+
+def check_disks(folder: str) -> None:
+    """Two nodes; the ranks that hold the same experts are on both, or one rank has them alone; each reads what it wrote."""
+    for stage, size in ((1, 2), (3, 2), (3, 4)):
+        with on_node(folder, 2):
+            run = with_experts(Run(stage, extra={"checkpoint": {"use_node_local_storage": True}}), size)
+            model = _model("all")
+            model.model.layers[0].mlp.experts.requires_grad_(False)
+            engine = parity.initialize(model, run)
+            parity.micro_step(engine, mixed(NAME)(0, 0, ranks.rank()), zoo.loss, 0)
+            engine.save_checkpoint("run", f"{stage}{size}")
+            wanted = parity.collect(engine, parity.Trace())
+            parity.micro_step(engine, mixed(NAME)(1, 0, ranks.rank()), zoo.loss, 0)
+            engine.load_checkpoint("run", f"{stage}{size}")
+            found = parity.collect(engine, parity.Trace())
+            assert len(list(Path(f"run/{stage}{size}").glob("master-*"))) == 4  # of two ranks, experts and all else
+            for mine, theirs in ((found.weights, wanted.weights), (found.masters, wanted.masters)):
+                assert mine.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in mine.items())
+            engine.destroy()
 
 
 def _check_files(folder: Path, weights: dict[str, torch.Tensor]) -> None:
