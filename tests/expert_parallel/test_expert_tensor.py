@@ -103,14 +103,16 @@ def test_each_token_is_sent_once_and_whole_weights_come_back(tmp_path: Path) -> 
 
 def check_shares(folder: str) -> None:
     """Four ranks in pairs that split layers; each holds one expert of four, which it alone has read."""
+    from transformers.distributed import DistributedConfig
     from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     for stage in (2, 3):
-        own = {"hf_zero": {"expert_load": 1, "expert_load_each": True}}
-        config = with_experts(with_split_layers(Run(stage, extra=own), 2), 4).config()
+        own = Run(stage, extra={"hf_zero": {"expert_load": 1, "expert_load_each": True}})
+        config = with_experts(with_split_layers(own, 2), 4).config() if stage == 2 else own.config()
+        sizes = {} if stage == 2 else {"distributed_config": DistributedConfig(tp_size=2, ep_size=4, fsdp_size=2)}
         holder = HfDeepSpeedConfig(config)
         with counted_reads() as reads:
-            model = type(build(MIXTRAL)).from_pretrained(folder)
+            model = type(build(MIXTRAL)).from_pretrained(folder, **sizes)
         unset_hf_deepspeed_config()
         assert {key.split("experts.")[1][0] for key in reads if ".experts." in key} == {str(ranks.rank())}
         engine = hf_zero.initialize(model=model, config=config, model_parameters=model.parameters())[0]
