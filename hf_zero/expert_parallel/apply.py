@@ -172,7 +172,7 @@ def _check_beside_split_layers(model: nn.Module, layers: Iterable[ExpertLayer]) 
             if tp_shard_of(param) is not None and not is_expert(param):
                 raise StateError(
                     f"{names[id(param)]} was divided by tensor parallelism before expert parallelism was known of: leave tp_model_init and "
-                    "tp_plan out (initialize divides both, as the configuration says), or give tp_model_init this configuration"
+                    "tp_plan out (initialize divides both, as the configuration says), or give deepspeed.tp_model_init this configuration"
                 )
             if plan is not None and names[id(param)] in plan.summed:
                 raise UnsupportedError(

@@ -13,11 +13,10 @@ from torch import nn
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import Topology, build_topology, topology_around
-from hf_zero.config.mesh import requested_experts, requested_ranks
+from hf_zero.config.mesh import requested_ranks
 from hf_zero.config.read import read_config
 from hf_zero.core.units.tp_shard import is_expert, tp_shard_of
 from hf_zero.errors import ConfigError
-from hf_zero.expert_parallel.find import modules_of_experts
 from hf_zero.memory.host_memory import mapped_files
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.tensor_parallel.apply import apply_plan, plan_of, ranks_of
@@ -190,6 +189,7 @@ def tp_model_init(
     plan: TpPlan | Mapping[str, str] | None = None,
     tp_group: dist.ProcessGroup | None = None,
     inputs: Inputs | None = None,
+    keeps: Collection[str] = (),
     **kwargs: Any,
 ) -> nn.Module:
     """Splits ``model`` over groups of ``tp_size`` ranks before ``initialize``; collective. DeepSpeed's function of that name.
@@ -204,6 +204,7 @@ def tp_model_init(
         tp_group: This rank's group; None takes adjacent ranks.
         inputs: A call that runs all of the model, by argument (``{"x": torch.empty(2, 16)}``; values do not matter); None makes one up
             for transformers' models.
+        keeps: Paths of modules whose own parameters stay whole.
         **kwargs: Accepted.
 
     Returns:
@@ -216,10 +217,9 @@ def tp_model_init(
     if tp_group is not None and tp_group.size() != tp_size:
         raise ConfigError(f"tp_model_init: tp_size is {tp_size}, and tp_group has {tp_group.size()} ranks")
     require_whole(model)
-    whole = read_config(config) if config is not None else {}
-    section = {"autotp_size": tp_size, **(whole.get("tensor_parallel") or whole)}
+    section = read_config(config) if config is not None else {}
+    section = {"autotp_size": tp_size, **(section.get("tensor_parallel") or section)}
     topology = build_topology(model_parallel=tp_size) if tp_group is None else topology_around(dist.get_process_group_ranks(tp_group))
-    keeps = modules_of_experts(model) if requested_experts(whole) > 1 else ()
     split_model(model, section, topology, plan, inputs=inputs, keeps=keeps)
     return model.to(dtype) if dtype is not None and config is None else model
 
