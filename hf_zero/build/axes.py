@@ -16,6 +16,7 @@ from hf_zero.comm.topology import Topology, build_topology, divide_replicas, joi
 from hf_zero.config.batch import count_replicas_once
 from hf_zero.config.mesh import Mesh
 from hf_zero.expert_parallel.apply import divide_model
+from hf_zero.expert_parallel.find import modules_of_experts
 from hf_zero.pipeline.apply import divide_layers, plan_pipeline
 from hf_zero.sequence_parallel.state import SequenceParallel, sequence_parallel_of
 from hf_zero.tensor_parallel.split import is_split, model_topology, split_model
@@ -86,7 +87,8 @@ def divide(model: nn.Module, source: dict[str, Any], axes: Axes) -> nn.Module:
             refuse_packed(model, axis)
     pipeline = plan_pipeline(model, source.get("pipeline") or {}, axes.topology)
     if is_to_split(axes.mesh) or is_split(model):
-        model = split_model(model, source.get("tensor_parallel") or {}, axes.topology.layers)
+        keeps = modules_of_experts(model) if axes.mesh.ep > 1 else ()
+        model = split_model(model, source.get("tensor_parallel") or {}, axes.topology.layers, keeps=keeps)
     if pipeline is not None:
         divide_layers(model, pipeline, axes.topology)
     model = divide_model(model, axes.topology)

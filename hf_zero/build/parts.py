@@ -56,7 +56,6 @@ from hf_zero.core.units.tp_shard import stages_of
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.expert_parallel.apply import shares_of
-from hf_zero.expert_parallel.limits import require_provided
 from hf_zero.expert_parallel.load import ExpertLoad
 from hf_zero.memory import heap
 from hf_zero.metrics import build_sinks
@@ -227,7 +226,8 @@ class PartsBuilder:
         own, layers, device = self.config.hf_zero, shares_of(self.module), self.topology.device
         found: list[Measure] = []
         if own.expert_load and layers:
-            found.append(ExpertLoad(layers, self.collectives.data, own.expert_load, own.expert_load_each).measure)
+            networks = [self.collectives.data, *([self.model_collectives] if self.model_collectives is not None else [])]
+            found.append(ExpertLoad(layers, networks, own.expert_load, own.expert_load_each).measure)
         if own.step_metrics:
             settings = policies.metrics_settings(self.config, self.topology.model.world if self.topology.model is not None else 1)
             on_disk = partial(bytes_on_disk, units, optimizer)
@@ -243,7 +243,6 @@ class PartsBuilder:
         """The ranks that hold the same experts; None where all hold all. Collective."""
         if self.topology.expert_data is None:
             return None
-        require_provided(self.config)
         collectives = open_collectives(own_topology(self.topology.expert_data))
         collectives.connect()
         return collectives

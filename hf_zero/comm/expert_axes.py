@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hf_zero.comm.process_groups import divide_twice
+from hf_zero.comm.process_groups import Lines, divide_twice, lines_of_all
 from hf_zero.comm.topology import Topology, axis_over, lines_of, require_divisor
 
 
 def divide_experts(topology: Topology, size: int, key: str = "expert_parallel.autoep_size") -> Topology:
     """``topology`` with its two axes of experts: ``size`` adjacent ranks hold all of them together; collective.
 
-    Where there are shard groups, all experts are in each of them.
+    Where several ranks hold each layer together, all of these are among the ``size``: they hold different experts, so that the ranks with
+    the same experts are on one data-parallel axis. Where there are shard groups, all experts are in each of them.
 
     Args:
         topology: The axis that parameters are sharded over.
@@ -19,19 +20,31 @@ def divide_experts(topology: Topology, size: int, key: str = "expert_parallel.au
         key: What asked for it, for messages.
 
     Raises:
-        ConfigError: ``size`` does not divide the ranks of the axis.
+        ConfigError: ``size`` does not divide the ranks of the axis, with those that hold layers together with them.
     """
-    require_divisor(size, topology.world, key, "ranks that parameters are sharded over")
+    tensor = topology.model.world if topology.model is not None else 1
+    require_divisor(size, topology.world * tensor, key, "ranks that parameters are sharded over")
     if size == 1:
         return topology
+    require_divisor(tensor, size, "tensor_parallel.autotp_size", f"ranks of {key}")
     joint = divide_experts(topology.joint, size, key) if topology.joint is not None else None
-    lines = lines_of(topology)
-    together = [line[start : start + size] for line in lines for start in range(0, len(line), size)]
-    alike = [line[place::size] for line in lines for place in range(size)]
-    holders, sharers = divide_twice(topology.group, ("expert", size), alike, together, topology.device)
+    lines, places = lines_of(topology), size // tensor
+    alike = [line[place::places] for line in lines for place in range(places)]
+    holders, sharers = divide_twice(topology.group, ("expert", size), alike, _together(topology, lines, places), topology.device)
     expert = axis_over(sharers, topology.device)
     replicate = replace(topology.replicate, joint=joint) if topology.replicate is not None else None
     same = replace(
-        axis_over(holders, topology.device), expert=expert, replicate=replicate, joint=joint.expert_data if joint is not None else None
+        axis_over(holders, topology.device),
+        model=topology.model,
+        expert=expert,
+        replicate=replicate,
+        joint=joint.expert_data if joint is not None else None,
     )
     return replace(topology, expert=expert, expert_data=same, replicate=replicate, joint=joint)
+
+
+def _together(topology: Topology, lines: Lines, places: int) -> list[tuple[int, ...]]:
+    """The ranks that hold all experts: ``places`` neighbours of an axis, each with those that hold layers together with it; collective."""
+    beside = {rank: line for line in lines_of_all(topology.model.ranks) for rank in line} if topology.model is not None else {}
+    runs = [line[start : start + places] for line in lines for start in range(0, len(line), places)]
+    return list(dict.fromkeys(tuple(found for rank in run for found in beside.get(rank, [rank])) for run in runs))

@@ -35,7 +35,8 @@ class Topology:
         sequence: The ranks that hold slices of the same sequences; None where sequences are whole.
         replicate: The ranks that hold the same shards, one of each shard group; None where the axis is all data-parallel ranks.
         joint: All data-parallel ranks, which the axis is a part of; None where it is all of them.
-        expert: The ranks of the axis that hold all experts between them (expert parallelism); None where each has all.
+        expert: The ranks that hold all experts between them (expert parallelism): some of the axis, each with its model axis; None where
+            each has all.
         expert_data: The ranks of the axis that hold the same experts; None likewise, and on that axis itself.
         script_group: The script's group of the same ranks, where ``group`` is one of the engine's own.
         pipe: The stages of a pipeline: the ranks of the model axis that have this one's place in their stage; None without a pipeline.
@@ -75,6 +76,13 @@ class Topology:
     def replicas(self) -> int:
         """Ranks, or groups of ranks, that train on samples of their own: the data-parallel size."""
         return self.data.world if self.sequence is None else self.data.world // self.sequence.world
+
+    @property
+    def expert_places(self) -> int:
+        """How many neighbours on the data-parallel axis hold all experts, with the model axis of each; 1 where each has all."""
+        if self.expert is None:
+            return 1
+        return self.expert.world // (self.model.world if self.model is not None else 1)
 
     @property
     def of_experts(self) -> bool:

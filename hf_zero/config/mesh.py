@@ -12,7 +12,7 @@ from hf_zero.errors import ConfigError, UnsupportedError
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 """From the outside in: ranks that are adjacent are near each other, so what sends most often is innermost."""
 
-EXPERT = "ep"  # not an axis of its own: adjacent ranks of a shard group, which hold all experts between them
+EXPERT = "ep"  # not an axis of its own: adjacent ranks of a shard group and its tensor-parallel ones, which hold all experts between them
 DATA = "dp"  # dp_replicate and dp_shard together
 SHARD_GROUP = "shard group"  # the ranks that parameters are divided over: dp_shard, cp and sp together
 _VARIABLE = "PARALLELISM_CONFIG_{}_SIZE"
@@ -47,7 +47,8 @@ class Mesh:
         sp: Ranks that share sequences through sequence parallelism.
         tp: Ranks that hold one layer together.
         claims: What the sources said.
-        ep: Ranks of a shard group that hold all experts between them; they train on samples of their own all the same.
+        ep: Adjacent ranks of a shard group, and all that hold a layer together with each, that hold all experts between them; who trains
+            on which samples does not change.
         pp: Stages of a pipeline, which hold the layers of one model between them.
     """
 
@@ -209,11 +210,18 @@ def solve(claims: Iterable[Claim], ranks: int) -> Mesh:
     mesh = Mesh(replicate, shard, cp, sp, tp, said, sizes.get(EXPERT, 1), sizes.get("pp", 1))
     if mesh.ranks != ranks:
         raise ConfigError(_misfit(said, ranks, f"{mesh} makes {mesh.ranks} ranks", [data // replicate], "dp_shard"))
-    group = shard * cp * sp
-    if group % mesh.ep:
-        found = f"{EXPERT} {mesh.ep} does not divide the {group} ranks that parameters are sharded over"
-        raise ConfigError(_misfit(said, ranks, found, _divisors(group), EXPERT))
+    _require_experts_fit(mesh)
     return mesh
+
+
+def _require_experts_fit(mesh: Mesh) -> None:
+    """Ranks that hold a layer together hold different experts: all of them are among those that share the experts out."""
+    group, size = mesh.dp_shard * mesh.cp * mesh.sp * mesh.tp, mesh.ep
+    found = f"{EXPERT} {size} does not divide the {group} ranks that parameters are sharded over"
+    if mesh.tp > 1:
+        found = f"{EXPERT} {size} is no multiple of tp {mesh.tp}, or does not divide the {group} ranks that parameters are divided over"
+    if size > 1 and (group % size or size % mesh.tp):
+        raise ConfigError(_misfit(mesh.claims, mesh.ranks, found, [fits for fits in _divisors(group) if fits % mesh.tp == 0], EXPERT))
 
 
 def _agreed(claims: Sequence[Claim]) -> dict[str, int]:
@@ -239,12 +247,6 @@ def _require_served(claims: Sequence[Claim], sizes: Mapping[str, int]) -> None:
         raise UnsupportedError(
             f"{context.source} is {context.size}: context parallelism is not provided. Sequence parallelism divides sequences over ranks "
             f"too: ParallelismConfig(sp_size={context.size}, sp_backend='deepspeed'), or sequence_parallel_size in the configuration"
-        )
-    experts = next((claim for claim in claims if claim.axis == EXPERT and claim.size > 1), None)
-    if experts is not None and model is not None:
-        raise UnsupportedError(
-            f"{experts.source} is {experts.size} and {model.source} is {model.size}, expert and tensor parallelism: the two cannot be "
-            "combined yet; zero_optimization.stage 3 shards what experts leave over all ranks"
         )
     _require_served_pipeline(claims, sizes)
     if sequence is not None and model is not None:

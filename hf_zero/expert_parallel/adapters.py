@@ -47,6 +47,21 @@ def check_adapters(layer: StackedExperts) -> None:
                 raise _made_late(layer.path, wrapper)
 
 
+def check_adapters_beside_split_layers(layer: StackedExperts) -> None:
+    """Refuses adapters that ranks with the same tokens would have to add up gradients for.
+
+    Raises:
+        UnsupportedError: There is one of a bias, a part of which belongs to all experts.
+    """
+    for adapter in layer.adapters:
+        wrapper: Any = adapter
+        if any(True for _ in _pairs(layer, wrapper)) and not _is_stacked(layer, wrapper):
+            raise UnsupportedError(
+                f"expert_parallel: the adapter of {wrapper.parameter_name} at {layer.path}, a bias, is not provided together with "
+                "tensor_parallel: leave it out of target_parameters, or leave tensor_parallel out"
+            )
+
+
 def require_divided(model: nn.Module) -> None:
     """Refuses adapters around experts that were divided before there were adapters.
 

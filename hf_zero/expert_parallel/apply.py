@@ -12,17 +12,19 @@ from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.topology import Topology
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.tp_shard import TpShard, whole_shape
+from hf_zero.core.units.tp_shard import TpShard, is_expert, tp_shard_of, whole_shape
 from hf_zero.core.units.unit import find_unit, full_shape
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.expert_parallel import stacked
-from hf_zero.expert_parallel.adapters import check_adapters, divide_adapters, require_divided
+from hf_zero.expert_parallel.adapters import check_adapters, check_adapters_beside_split_layers, divide_adapters, require_divided
 from hf_zero.expert_parallel.dispatch import Shares
 from hf_zero.expert_parallel.find import ExpertLayer, ListedExperts, StackedExperts, find_experts
 from hf_zero.expert_parallel.held import held_layers, held_of, let_go
 from hf_zero.expert_parallel.kept import keep
 from hf_zero.expert_parallel.listed import ListedLayer
+from hf_zero.expert_parallel.shared_tokens import SharedTokens
 from hf_zero.observe import log_rank0
+from hf_zero.tensor_parallel.apply import plan_of
 from hf_zero.tensor_parallel.split import equal_weights
 
 KEY = "expert_parallel.autoep_size"
@@ -75,16 +77,19 @@ def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
         raise StateError(
             "some ranks have loaded their own experts alone, others have not: call from_pretrained on every rank, under one configuration"
         )
+    tensor = open_collectives(topology.model) if topology.model is not None else None
     layers = find_experts(model)
     for layer in layers:
         _check(layer, collectives.world)
+    if tensor is not None:
+        _check_beside_split_layers(model, layers)
     _refuse_shared(layers)
     whole = [layer.module for layer in layers if held_of(layer.module) is None]
     if whole and not any(find_unit(param) is not None for module in whole for param in module.parameters()):
         equal_weights(nn.ModuleList(whole), collectives, "an expert-parallel group")
     numbers = {layer.count for layer in layers}
     for layer in layers:
-        shares = Shares(collectives, layer.count)
+        shares = Shares(collectives, layer.count, SharedTokens(tensor, layer.path) if tensor is not None else None)
         _divide(layer, shares)
         setattr(layer.module, _SHARES, shares)
     for put_in in tables:
@@ -159,12 +164,36 @@ def _check(layer: ExpertLayer, ranks: int) -> None:
         )
 
 
+def _check_beside_split_layers(model: nn.Module, layers: Iterable[ExpertLayer]) -> None:
+    """Refuses experts whose gradients tensor parallelism has something to do with: outside of them everything is to be whole."""
+    plan, names = plan_of(model), {id(param): name for name, param in model.named_parameters()}
+    for layer in layers:
+        for param in _params(layer):
+            if tp_shard_of(param) is not None and not is_expert(param):
+                raise StateError(
+                    f"{names[id(param)]} was divided by tensor parallelism before expert parallelism was known of: leave tp_model_init and "
+                    "tp_plan out (initialize divides both, as the configuration says), or give deepspeed.tp_model_init this configuration"
+                )
+            if plan is not None and names[id(param)] in plan.summed:
+                raise UnsupportedError(
+                    f"expert_parallel: results of the experts at {layer.path} are worked on by split layers, so their gradients are not "
+                    "whole. Leave tensor_parallel out for this model; zero_optimization.stage 3 shards its layers"
+                )
+        if isinstance(layer, StackedExperts):
+            check_adapters_beside_split_layers(layer)
+
+
+def _params(layer: ExpertLayer) -> Iterable[nn.Parameter]:
+    if isinstance(layer, StackedExperts):
+        return layer.params.values()
+    return chain(*(expert.parameters() for expert in layer.experts))
+
+
 def _refuse_shared(layers: Iterable[ExpertLayer]) -> None:
     """A parameter of several experts or layers would be cut several times."""
     seen: set[int] = set()
     for layer in layers:
-        of_lists = [expert.parameters() for expert in layer.experts] if isinstance(layer, ListedExperts) else []
-        for param in layer.params.values() if isinstance(layer, StackedExperts) else chain(*of_lists):
+        for param in _params(layer):
             if id(param) in seen:
                 raise UnsupportedError(
                     f"expert_parallel: a parameter of {layer.path} is one of other experts too, which cannot be divided. Leave "

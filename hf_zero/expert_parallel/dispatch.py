@@ -13,6 +13,7 @@ import torch
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.expert_parallel.exchange import exchange, tie
+from hf_zero.expert_parallel.shared_tokens import SharedTokens
 
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(tokens (n, width), counts (ranks, experts here)) -> results (n, width). Tokens lie by rank of origin, and by expert within one."""
@@ -25,12 +26,14 @@ class Shares:
     Attributes:
         collectives: The ranks that hold all experts together.
         count: Number of experts.
+        shared: How ranks that have the same tokens send a part each; None where every rank has tokens of its own.
         watched: Whether somebody asks for ``seen``.
         seen: (experts,) choices of each expert by this rank's tokens in training, since somebody has taken them.
     """
 
     collectives: Collectives
     count: int
+    shared: SharedTokens | None = None
     watched: bool = False
     seen: torch.Tensor | None = None
 
@@ -87,4 +90,4 @@ def combine(results: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -
         (tokens, width), in the wider of the two types.
     """
     placed = results.new_zeros((order.numel(), results.shape[1])).index_copy(0, order[: len(results)], results)
-    return (placed.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
+    return (placed.view(*weights.shape, results.shape[1]) * weights.unsqueeze(-1)).sum(dim=1)

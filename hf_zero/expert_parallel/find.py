@@ -83,6 +83,15 @@ def present_experts(model: nn.Module) -> list[ExpertLayer]:
     return sorted(found, key=lambda layer: order[layer.path])
 
 
+def modules_of_experts(model: nn.Module) -> set[str]:
+    """Dotted names of all modules that belong to experts, or adapt them."""
+    inside: set[int] = set()
+    for layer in present_experts(model):
+        roots = layer.experts if isinstance(layer, ListedExperts) else (layer.module, *layer.adapters)
+        inside.update(id(module) for root in roots for module in root.modules())
+    return {path for path, module in model.named_modules() if id(module) in inside}
+
+
 def _refuse_hidden(model: nn.Module) -> None:
     """Tells experts of an unknown form from a model that has none."""
     for path, module in model.named_modules():

@@ -130,12 +130,14 @@ def _mark(module: nn.Module, held: Held) -> None:
 
 
 def _refuse_held(module: nn.Module, *_: Any) -> None:
-    """The forward pre-hook of a layer that no engine has divided.
+    """The forward pre-hook of a layer that no engine has divided; a copy without values, of which tensor parallelism plans, may run.
 
     Raises:
-        StateError: Always.
+        StateError: It has values.
     """
     held = held_of(module)
+    if all(param.is_meta for param in module.parameters()):
+        return
     ranks = held.place.ranks if held is not None else 0
     raise StateError(
         f"{type(module).__name__} was called, and this rank has loaded its own experts alone (expert parallelism over {ranks} ranks). Call "

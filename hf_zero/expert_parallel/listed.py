@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from hf_zero.core.units.layout import Range
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.expert_parallel.dispatch import Shares, send_to_experts
 from hf_zero.expert_parallel.exchange import tie
@@ -46,7 +48,7 @@ class ListedLayer:
     """
 
     def __init__(self, module: nn.Module, label: str, experts: tuple[nn.Module, ...], shares: Shares) -> None:
-        self._label, self._shares = label, shares
+        self._module, self._label, self._shares = module, label, shares
         self._own = [expert.forward for expert in experts[shares.first : shares.first + shares.here]]
         self._params = [param for expert in experts for param in expert.parameters()]
         self._forward = module.forward
@@ -123,15 +125,35 @@ class ListedLayer:
         order = sorted(range(len(noted)), key=lambda call: noted[call][0])
         parts = [noted[call][1].reshape(-1, width) for call in order]
         rows = torch.cat(parts) if parts else like.reshape(-1, width)[:0]
-        counts = torch.zeros(self._shares.count, dtype=torch.int64)
-        for call, part in zip(order, parts, strict=True):
-            counts[noted[call][0]] += len(part)
+        sizes = [(noted[call][0], len(part)) for call, part in zip(order, parts, strict=True)]
         trained = torch.is_grad_enabled() and (like.requires_grad or any(param.requires_grad for param in self._params))
-        results = send_to_experts(self._shares, rows, counts.to(rows.device), trained, self._label, self._run_own)
+        results = self._send(rows, sizes, trained)
         answers: list[torch.Tensor] = [results] * len(noted)
         for call, part in zip(order, results.split([len(part) for part in parts]) if parts else (), strict=True):
             answers[call] = part.view(noted[call][1].shape)
         return results, answers
+
+    def _send(self, rows: torch.Tensor, sizes: list[tuple[int, int]], trained: bool) -> torch.Tensor:
+        """The results of ``rows``; collective.
+
+        Args:
+            rows: (n, width).
+            sizes: Runs of them, as expert and number, by rising expert.
+            trained: Backward comes through here.
+        """
+        shared, count = self._shares.shared, len(rows)
+        own = shared.own(count) if shared is not None else Range(0, count)
+        counts, start = [0] * self._shares.count, 0
+        for expert, size in sizes:
+            counts[expert] += Range(start, start + size).intersect(own).numel
+            start += size
+        told = torch.tensor(counts, dtype=torch.int64, device=rows.device)
+        if shared is None:
+            return send_to_experts(self._shares, rows, told, trained, self._label, self._run_own)
+        part = shared.part(rows)
+        with shared.own_random(rows.device) if self._module.training else nullcontext():
+            results = send_to_experts(self._shares, part, told, trained, self._label, self._run_own)
+        return shared.whole(results, count)
 
     def _run_own(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """This rank's experts, each over the tokens of all ranks at once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -20,13 +20,13 @@ class ExpertLoad:
 
     Args:
         layers: Who holds which experts, by the name of the layer.
-        collectives: All data-parallel ranks.
+        networks: Axes that cover all ranks between them.
         every: Optimizer steps between two records.
         each: Tell of the tokens of each expert too.
     """
 
-    def __init__(self, layers: Mapping[str, Shares], collectives: Collectives, every: int, each: bool = False) -> None:
-        self._layers, self._collectives, self._every, self._each = layers, collectives, every, each
+    def __init__(self, layers: Mapping[str, Shares], networks: Sequence[Collectives], every: int, each: bool = False) -> None:
+        self._layers, self._networks, self._every, self._each = layers, networks, every, each
         for shares in layers.values():
             shares.watched, shares.seen = True, None
 
@@ -53,10 +53,11 @@ class ExpertLoad:
 
     def _tokens(self) -> dict[str, torch.Tensor]:
         """(experts,) tokens of all ranks since the last record, by the name of the layer, on the host; collective."""
-        device = self._collectives.topology.device
+        device = self._networks[0].topology.device
         seen = [self._take(shares, device) for shares in self._layers.values()]
         total = torch.cat(seen)
-        self._collectives.all_reduce(total, "tokens of experts").wait()
+        for network in self._networks:
+            network.all_reduce(total, "tokens of experts").wait()
         return dict(zip(self._layers, total.cpu().split([len(part) for part in seen]), strict=True))
 
     @staticmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -47,6 +48,17 @@ class Dispatcher:
             weights: (tokens, choices).
         """
         self._ran = True
+        shared = self.shares.shared
+        if shared is None:
+            return self._send(experts, implementation, hidden, indices, weights)
+        with shared.own_random(hidden.device) if experts.training else nullcontext():
+            results = self._send(experts, implementation, *map(shared.part, (hidden, indices, weights)))
+        return shared.whole(results, len(hidden))
+
+    def _send(
+        self, experts: nn.Module, implementation: Implementation, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """As ``run``, of the tokens that this rank sends."""
         shares, flat = self.shares, indices.reshape(-1)
         _, order = torch.sort(flat, stable=True)
         counts = torch.zeros(shares.count + 1, dtype=torch.int64, device=flat.device)

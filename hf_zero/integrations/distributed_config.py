@@ -82,10 +82,12 @@ def _claims(settings: Mapping[str, Any]) -> Iterator[Claim]:
     for name, (asked, instead) in refused.items():
         if asked:
             raise UnsupportedError(f"DistributedConfig.{name} is {settings[name]!r} beside a DeepSpeed configuration: {instead}")
+    sizes = {name: int(settings.get(name) or 1) for name in _AXES}
+    if settings.get("tp_plan") == {}:  # these ranks split nothing: they are for experts, and have samples of their own here
+        sizes["fsdp_size"], sizes["tp_size"] = sizes["fsdp_size"] * sizes["tp_size"], 1
     for name, axis in _AXES.items():
-        size = settings.get(name) or 1
-        if size > 1:
-            yield Claim(axis, size, f"DistributedConfig.{name}")
+        if sizes[name] > 1:
+            yield Claim(axis, sizes[name], f"DistributedConfig.{name}")
 
 
 def _check_plan(plan: Mapping[str, str] | None, model: nn.Module) -> None:

@@ -62,7 +62,10 @@ def check_topology(policy: StagePolicy, topology: Topology) -> None:
     if topology.model is not None:
         raise UnsupportedError("OneBitAdam with tensor parallelism or pipelines is not provided: use Adam, or data parallelism alone")
     if topology.expert is not None:
-        raise UnsupportedError("OneBitAdam with expert parallelism is not provided: use Adam, or set expert_parallel.enabled to false")
+        raise UnsupportedError(
+            "OneBitAdam with expert parallelism is not provided: it sends the momentum of all ranks as signs with one error for each, and "
+            "an expert's gradient, which few ranks have, is reduced among these. Use Adam, or set expert_parallel.enabled to false"
+        )
 
 
 def max_norm_of(inner: torch.optim.Optimizer | None, gradient_clipping: float) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_zero.config.problems import show
 from hf_zero.errors import ConfigError
-from hf_zero.plan.fsdp_keys import FATES, GROUP, HERE, SHARDING, STAGE, Case, Setting
+from hf_zero.plan.fsdp_keys import FATES, GROUP, HERE, NO_RULES, SHARDING, STAGE, Case, Setting
 from hf_zero.plan.fsdp_source import KINDS, FsdpSource, Said, read_source
 from hf_zero.plan.written import places, write_files
 
@@ -26,10 +26,9 @@ _PRECISION = Case(
     "fp32, or what the training arguments ask for",
     (Setting("bf16.enabled", "auto"), Setting("fp16.enabled", "auto")),
 )
-_DROPPED = {
-    "tp_size": "expert and tensor parallelism are not combined: these ranks train on samples of their own, and stage 3 shards the layers",
-    "dp_replicate_size": "experts are held by all ranks together: shard over all of them",
-}
+_EXPERTS_ALONE = (
+    "no layers are split over these ranks, which share experts: they train on samples of their own, and stage 3 shards the layers"
+)
 
 
 @dataclass(frozen=True)
@@ -186,14 +185,15 @@ def _distributed_cases(source: FsdpSource) -> Iterator[tuple[Said, Case]]:
 
     old = bool(source.value("distributed", "enable_expert_parallel", False)) and number("ep_size") == 1 and number("tp_size") > 1
     experts = number("tp_size") if old else number("ep_size")
+    alone = experts > 1 and (old or source.value("distributed", "tp_plan") == NO_RULES)
     for said in source.said:
         name = said.key.names[0]
         case = said.key.case_of(said.value)
         if old and name == "enable_expert_parallel":
             settings = (Setting("expert_parallel.enabled", True), Setting("expert_parallel.autoep_size", experts))
             case = Case("set", "an old form of ep_size = tp_size", settings)
-        elif experts > 1 and name in _DROPPED and said.value > 1:
-            case = Case("none", _DROPPED[name], (Setting(STAGE, 3),))
+        elif name == "tp_size" and said.value > 1 and alone:
+            case = Case("none", _EXPERTS_ALONE, (Setting(STAGE, 3),))
         yield said, case
 
 

@@ -297,6 +297,7 @@ MESH_KEYS: tuple[FsdpKey, ...] = (
     FsdpKey(("sp_size",), size, {1: _ONE, None: Case("set", "Ulysses", (Setting("sequence_parallel_size", HERE),))}),
 )
 _RULES = "{...}"
+NO_RULES = "{}"  # a tp_plan that splits nothing
 _EP_WAYS = ("auto", "all_to_all", "all_reduce", "deepgemm_megamoe")
 _FOUND = Case("nothing", "experts are found from the model's structure")
 DISTRIBUTED_KEYS: tuple[FsdpKey, ...] = (
@@ -319,7 +320,7 @@ DISTRIBUTED_KEYS: tuple[FsdpKey, ...] = (
     FsdpKey(("tp_size",), size, {1: _ONE, None: _TENSOR}),
     FsdpKey(
         ("tp_plan",),
-        lambda value: _RULES if isinstance(value, dict) and value else "auto",
+        lambda value: "auto" if not isinstance(value, dict) else _RULES if value else NO_RULES,
         {
             _RULES: Case("none", "layers are split as the model's data flow allows; rules of yours go to tensor_parallel.partition_config"),
             None: Case("nothing", "layers are split as the model's data flow allows"),

@@ -12,6 +12,7 @@ from hf_zero.tensor_parallel import functions
 from hf_zero.tensor_parallel.call_arguments import argument_names, convert_arguments, convert_inside
 from hf_zero.tensor_parallel.functions import ModelGroup, Part
 from hf_zero.tensor_parallel.logits import VocabularyLogits
+from hf_zero.tensor_parallel.own_random import own_random
 from hf_zero.tensor_parallel.plan import Boundary, TpPlan
 from hf_zero.tensor_parallel.solve import COPY, GATHER, GATHER_BOTH, LOGITS, NORM, REDUCE, REDUCE_BOTH, SLICE
 
@@ -86,7 +87,8 @@ class BoundaryCollectives:
             # A linear layer does without; Conv1D's fused product wants one.
             module._parameters["bias"] = None if isinstance(module, nn.Linear) else torch.zeros_like(bias)  # type: ignore[assignment,arg-type]
         if self._draws and module.training:
-            self._random.append(_own_random(self.group, args, kwargs))
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            self._random.append(own_random(self.group.rank, tensors[0].device if tensors else torch.device("cpu")))
         if not self._inputs:
             return None
         done: dict[tuple[int, int], torch.Tensor] = {}  # one tensor passed as query, key and value is converted once
@@ -118,22 +120,3 @@ def _apply(tensor: torch.Tensor, work: list[_Convert]) -> torch.Tensor:
     for convert in work:
         tensor = convert(tensor)
     return tensor
-
-
-def _own_random(group: ModelGroup, args: Any, kwargs: Any) -> Callable[[], None]:
-    """Gives this rank a random stream of its own until the returned function is called.
-
-    [Note: random numbers in split modules] The seed is drawn from the common stream, so every rank draws the same number, the common stream
-    goes on the same everywhere, and recomputation under activation checkpointing, which restores it, replays the same masks.
-    """
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-    device = tensors[0].device if tensors else torch.device("cpu")
-    seed = int(torch.randint(2**62, (), dtype=torch.long)) + group.rank + 1
-    if device.type == "cpu":
-        state = torch.get_rng_state()
-        torch.default_generator.manual_seed(seed)
-        return lambda: torch.set_rng_state(state)
-    module = getattr(torch, device.type)
-    device_state = module.get_rng_state(device)
-    module.manual_seed(seed)
-    return lambda: module.set_rng_state(device_state, device)

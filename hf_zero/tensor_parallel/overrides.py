@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -35,6 +35,10 @@ class Overrides:
     whole: set[str] = field(default_factory=set)
     families: dict[str, str] = field(default_factory=dict)
     source: str = "inferred"
+
+    def keeping(self, paths: Collection[str]) -> Overrides:
+        """These, with the modules at ``paths`` whole whatever the user says of them: other ranks have other experts."""
+        return replace(self, whole={*self.whole, *paths}, families={path: how for path, how in self.families.items() if path not in paths})
 
     def unmet(self, plan: TpPlan) -> dict[str, str]:
         """Layers that ``plan`` splits in another way than the user wants, with how they can be split by themselves."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import Topology, build_topology, topology_around
 from hf_zero.config.mesh import requested_ranks
 from hf_zero.config.read import read_config
-from hf_zero.core.units.tp_shard import tp_shard_of
+from hf_zero.core.units.tp_shard import is_expert, tp_shard_of
 from hf_zero.errors import ConfigError
 from hf_zero.memory.host_memory import mapped_files
 from hf_zero.observe import log_rank0, warn_once
@@ -53,6 +54,7 @@ def split_model(
     plan: TpPlan | Mapping[str, str] | None = None,
     fill: Callable[[TpPlan], None] | None = None,
     inputs: Inputs | None = None,
+    keeps: Collection[str] = (),
 ) -> nn.Module:
     """Splits ``module`` in place over the model axis of ``topology``; collective. A module that is split already stays as it is.
 
@@ -63,6 +65,7 @@ def split_model(
         plan: What to follow: a plan, or patterns of paths with splits ("model.layers.*.mlp.down_proj": "row"); None makes one.
         fill: Gives an empty module the values of this rank's tensor-parallel shards.
         inputs: A call that runs the module, by argument; None makes one up for transformers' models.
+        keeps: Paths of modules whose own parameters stay whole.
 
     Raises:
         ConfigError: The model does not divide, or is split over another number of ranks.
@@ -80,7 +83,7 @@ def split_model(
     def make() -> TpPlan:
         if isinstance(plan, TpPlan) and not plan.edited:
             return plan
-        return make_plan(module, axis.world, inputs, overrides_of(section, plan, module))
+        return make_plan(module, axis.world, inputs, overrides_of(section, plan, module).keeping(keeps))
 
     agreed = _agree(collectives, make)
     if fill is not None:
@@ -107,7 +110,7 @@ def _require_unwrapped(module: nn.Module, plan: TpPlan) -> None:
     """Split layers are where the plan says, but for what stands before: inside another module (an adapter) their sums do not add up."""
     for path, child in module.named_modules():
         names = path.split(".")
-        if not any(tp_shard_of(param) is not None for param in child.parameters(recurse=False)):
+        if not any(tp_shard_of(param) is not None and not is_expert(param) for param in child.parameters(recurse=False)):
             continue
         if not any(".".join(names[start:]) in plan.modules for start in range(len(names))):
             parent = module.get_submodule(path.rpartition(".")[0])
@@ -133,7 +136,8 @@ def _agree(collectives: Collectives, make: Callable[[], TpPlan]) -> TpPlan:
 
 def equal_weights(module: nn.Module, collectives: Collectives, group: str = "a tensor-parallel group") -> None:
     """Takes rank 0's parameters and buffers where the ranks of the group, called ``group``, do not start with the same; collective."""
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    named = chain(module.named_parameters(), module.named_buffers())
+    tensors: dict[str, torch.Tensor] = {name: value for name, value in named if not is_expert(value)}  # of those each may have its own
     files = mapped_files()
     marks = [_mark(tensor, any(start <= tensor.data_ptr() < stop for start, stop in files)) for tensor in tensors.values()]
     if all(other == marks for other in collectives.gather_objects(marks, "equal weights")):
@@ -185,6 +189,7 @@ def tp_model_init(
     plan: TpPlan | Mapping[str, str] | None = None,
     tp_group: dist.ProcessGroup | None = None,
     inputs: Inputs | None = None,
+    keeps: Collection[str] = (),
     **kwargs: Any,
 ) -> nn.Module:
     """Splits ``model`` over groups of ``tp_size`` ranks before ``initialize``; collective. DeepSpeed's function of that name.
@@ -199,6 +204,7 @@ def tp_model_init(
         tp_group: This rank's group; None takes adjacent ranks.
         inputs: A call that runs all of the model, by argument (``{"x": torch.empty(2, 16)}``; values do not matter); None makes one up
             for transformers' models.
+        keeps: Paths of modules whose own parameters stay whole.
         **kwargs: Accepted.
 
     Returns:
@@ -214,7 +220,7 @@ def tp_model_init(
     section = read_config(config) if config is not None else {}
     section = {"autotp_size": tp_size, **(section.get("tensor_parallel") or section)}
     topology = build_topology(model_parallel=tp_size) if tp_group is None else topology_around(dist.get_process_group_ranks(tp_group))
-    split_model(model, section, topology, plan, inputs=inputs)
+    split_model(model, section, topology, plan, inputs=inputs, keeps=keeps)
     return model.to(dtype) if dtype is not None and config is None else model
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +12,10 @@ import torch
 
 from hf_zero.errors import CheckpointError
 from tests.support import ranks
-from tests.support.checkpoints import differences, full_state, start, steps
+from tests.support.checkpoints import differences, full_state, on_node, start, steps
 from tests.support.rows import slow_but
 
 LOCAL = {"checkpoint": {"use_node_local_storage": True}}
-
-
-@contextmanager
-def on_node(folder: str, per_node: int, turned: bool = False) -> Iterator[Path]:
-    """Works in the folder of this rank's node; ``turned``: in that of the next node."""
-    before, local = Path.cwd(), os.environ["LOCAL_RANK"]
-    node = (ranks.rank() // per_node + turned) % 2
-    place = Path(folder, f"node{node}")
-    place.mkdir(exist_ok=True)
-    os.chdir(place)
-    os.environ["LOCAL_RANK"] = str(ranks.rank() % per_node)
-    try:
-        yield place
-    finally:
-        os.chdir(before)
-        os.environ["LOCAL_RANK"] = local
 
 
 def _save_and_load(folder: str, stage: int) -> dict[str, Any]:

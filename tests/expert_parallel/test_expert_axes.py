@@ -33,8 +33,10 @@ def test_the_mesh_divides_shard_groups_by_experts() -> None:
         solve([Claim("ep", 3, "expert_parallel.autoep_size")], 4)
     with pytest.raises(ConfigError, match=r"autoep_size: ep 2\n- DistributedConfig.ep_size: ep 4"):
         solve([*said, Claim("ep", 4, "DistributedConfig.ep_size")], 4)
-    with pytest.raises(UnsupportedError, match="expert and tensor parallelism"):
-        solve([*said, Claim("tp", 2, "tensor_parallel.autotp_size")], 4)
+    split = solve([*said, Claim("tp", 2, "tensor_parallel.autotp_size")], 4)
+    assert (split.ep, split.tp, split.replicas) == (2, 2, 2)
+    with pytest.raises(ConfigError, match="ep 2 is no multiple of tp 4, or does not divide the 8 ranks .* ep 4 or 8 would fit"):
+        solve([*said, Claim("tp", 4, "tensor_parallel.autotp_size")], 8)
     groups = solve([*said, Claim("dp_replicate", 2, "dp_replicate_size")], 4)
     assert (groups.ep, groups.dp_replicate, groups.dp_shard, groups.replicas) == (2, 2, 2, 4)
     with pytest.raises(ConfigError, match="ep 2 does not divide the 1 ranks that parameters are sharded over; ep 1 would fit"):
@@ -81,8 +83,6 @@ def check_refusals() -> None:
     refused(UnsupportedError, "experts are whole on their rank", build(MIXTRAL), _experts(expert_tensor_parallel_size=2))
     refused(UnsupportedError, "auxiliary loss balances", build(MIXTRAL), _experts(load_balance_coeff=0.1))
     refused(UnsupportedError, r"tokens cannot be sent to their experts", nn.Sequential(OwnStack(), nn.Linear(4, 4)), _experts())
-    node_local = {**_experts(), "checkpoint": {"use_node_local_storage": True}}
-    refused(UnsupportedError, "use_node_local_storage and expert parallelism", build(MIXTRAL), node_local)
     one_bit = {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 2}}
     refused(UnsupportedError, "OneBitAdam with expert parallelism", build(MIXTRAL), {**_experts(), "optimizer": one_bit})
     _check_divided_once()

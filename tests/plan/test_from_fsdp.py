@@ -84,6 +84,19 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"tp_size": 4, "fsdp_size": 2, "enable_expert_parallel": True},
         {"zero_optimization": FULL, "expert_parallel": {"enabled": True, "autoep_size": 4}, **BOTH},
     ),
+    "experts_alone": (
+        {"tp_size": 2, "fsdp_size": 2, "ep_size": 4, "tp_plan": {}},
+        {"zero_optimization": FULL, "expert_parallel": {"enabled": True, "autoep_size": 4}, **BOTH},
+    ),
+    "experts_beside_split_layers": (
+        {"tp_size": 2, "fsdp_size": 4, "dp_replicate_size": 2, "ep_size": 4, "tp_plan": None},
+        {
+            "zero_optimization": {**FULL, "mics_shard_size": 4},
+            "tensor_parallel": {"autotp_size": 2},
+            "expert_parallel": {"enabled": True, "autoep_size": 4},
+            **BOTH,
+        },
+    ),
 }
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +81,22 @@ def groups(model: nn.Module, reverse: bool = False) -> list[dict[str, Any]]:
         {"params": [param for param in trainable if param.ndim <= 1], "weight_decay": 0.0, "lr": 0.03},
     ]
     return made[::-1] if reverse else made
+
+
+@contextmanager
+def on_node(folder: str, per_node: int, turned: bool = False) -> Iterator[Path]:
+    """Works in the folder of this rank's node; ``turned``: in that of the next node."""
+    before, local = Path.cwd(), os.environ["LOCAL_RANK"]
+    node = (ranks.rank() // per_node + turned) % 2
+    place = Path(folder, f"node{node}")
+    place.mkdir(exist_ok=True)
+    os.chdir(place)
+    os.environ["LOCAL_RANK"] = str(ranks.rank() % per_node)
+    try:
+        yield place
+    finally:
+        os.chdir(before)
+        os.environ["LOCAL_RANK"] = local
 
 
 def start(stage: int, dtype: str = "fp32", seed: int = 0, optimizer: Any = torch.optim.AdamW, reverse: bool = False, **extra: Any) -> Any:

@@ -1,8 +1,9 @@
 """Divides the experts of a tiny model of every text mixture of transformers over 2 and over 4 ranks and compares it with one process.
 
-python -m tests.support.ep_breadth                         # over 2 ranks and over 4; writes the table of docs/experts.md
-python -m tests.support.ep_breadth --ranks 4               # over 4; the rows of the others stay
-python -m tests.support.ep_breadth MixtralForCausalLM      # prints its row
+python -m tests.support.ep_breadth                         # every column; writes the table of docs/experts.md
+python -m tests.support.ep_breadth --ranks 4               # over 4 ranks; the rows of the others stay
+python -m tests.support.ep_breadth --split                 # over 2 that split the layers too (tensor parallelism)
+python -m tests.support.ep_breadth MixtralForCausalLM      # prints its rows
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ from tests.support import ranks, zoo
 from tests.support.tp_breadth import DOUBLE, GRAD, LOSS, perturb, relative
 
 WORLDS = (2, 4)
+COLUMNS = {
+    (2, False): "over 2 ranks",
+    (4, False): "over 4 ranks",
+    (2, True): "over 2 ranks that split the layers too (`autotp_size` 2), which are given one batch",
+}
 RESULTS = Path(__file__).resolve().parents[1] / "data" / "ep_breadth.json"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "experts.md"
 START, STOP = "<!-- breadth: made by python -m tests.support.ep_breadth -->", "<!-- end of breadth -->"
@@ -42,6 +48,7 @@ class Row:
     share: float = 0.0
     plan: bool = False  # transformers has an expert plan of its own for it
     error: str = ""
+    split: bool = False  # the ranks split the layers between them too
 
     @property
     def exact(self) -> bool:
@@ -67,21 +74,25 @@ def _counts_experts(config: Any) -> bool:
     return any(isinstance(getattr(part, name, None), int) and getattr(part, name) > 1 for part in parts for name in COUNTS)
 
 
-def measure(name: str, dtype: torch.dtype = torch.float32) -> Row:
-    """One architecture, experts over all ranks of the job, on this rank; its batch is its own."""
+def measure(name: str, split: bool = False, dtype: torch.dtype = torch.float32) -> Row:
+    """One architecture, experts over all ranks of the job, on this rank; its batch is its own, unless they ``split`` the layers too."""
     from hf_zero.comm.back_end import build_collectives
     from hf_zero.comm.expert_axes import divide_experts
     from hf_zero.comm.topology import build_topology
-    from hf_zero.core.units.tp_shard import tp_shard_of
+    from hf_zero.core.units.tp_shard import cut, tp_shard_of
     from hf_zero.expert_parallel.apply import divide_model
+    from hf_zero.expert_parallel.find import modules_of_experts
     from hf_zero.integrations import attach  # noqa: F401 - registers our functions with transformers
+    from hf_zero.tensor_parallel.split import split_model
 
-    world, rank = ranks.world(), ranks.rank()
-    row = Row(name, zoo.architecture(name).model_type, world)
+    world, rank = ranks.world(), 0 if split else ranks.rank()
+    row = Row(name, zoo.architecture(name).model_type, world, split=split)
     whole, divided = (_model(name, dtype) for _ in range(2))
     row.plan = bool(getattr(whole, "_ep_plan", None))
-    expected, losses = _reference(whole, name, world)
-    topology = divide_experts(build_topology(), world)
+    expected, losses = _reference(whole, name, 1 if split else world)
+    topology = divide_experts(build_topology(model_parallel=world if split else 1), world)
+    if split:
+        split_model(divided, {}, topology, keeps=modules_of_experts(divided))
     divide_model(divided, topology)
     loss = _loss(divided, name, rank)
     loss.backward()
@@ -97,15 +108,15 @@ def measure(name: str, dtype: torch.dtype = torch.float32) -> Row:
         if part is None:
             everyone.all_reduce(grad, key).wait()
         else:
-            experts += wanted.numel()
-            wanted = torch.cat([wanted[piece.start : piece.stop] for piece in part.ranges]) if part.ranges else wanted[:0]
+            experts += wanted.numel() if part.expert else 0
+            wanted = cut(wanted, part)
         row.grad = max(row.grad, float((grad - wanted).abs().max() / scale) if wanted.numel() else 0.0)
     row.share = experts / total
     largest = torch.tensor(row.grad)
-    everyone.all_reduce(largest, "largest error", torch.distributed.ReduceOp.MAX).wait()
+    build_collectives(build_topology()).all_reduce(largest, "largest error", torch.distributed.ReduceOp.MAX).wait()
     row.grad = float(largest)
     if row.grad >= GRAD and dtype == torch.float32:
-        row.double = measure(name, torch.float64).grad
+        row.double = measure(name, split, torch.float64).grad
     return row
 
 
@@ -128,7 +139,7 @@ def _reference(model: nn.Module, name: str, world: int) -> tuple[dict[str, torch
     return grads, [loss.detach() for loss in losses]
 
 
-def measure_each(names: list[str]) -> list[Row]:
+def measure_each(names: list[str], split: bool) -> list[Row]:
     """On a rank of the pool: every architecture, errors noted."""
     from transformers.utils import logging
 
@@ -137,68 +148,74 @@ def measure_each(names: list[str]) -> list[Row]:
     rows = []
     for name in names:
         try:
-            rows.append(measure(name))
+            rows.append(measure(name, split))
         except Exception as error:  # an architecture that fails is a row of the table
             text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            rows.append(Row(name, zoo.architecture(name).model_type, ranks.world(), error=text[:200]))
+            rows.append(Row(name, zoo.architecture(name).model_type, ranks.world(), error=text[:200], split=split))
     return rows
 
 
-def measure_all(names: list[str], world: int, at_once: int = 6) -> list[Row]:
+def measure_all(names: list[str], world: int, split: bool = False, at_once: int = 6) -> list[Row]:
     """The worse of the ranks' rows for every name."""
     rows: list[Row] = []
     for start in range(0, len(names), at_once):
         some = names[start : start + at_once]
-        outcomes = ranks.observe_ranks(measure_each, world, some, timeout=120 * world, group_timeout=60)
+        outcomes = ranks.observe_ranks(measure_each, world, some, split, timeout=120 * world, group_timeout=60)
         broken = any(outcome.ok and any("CollectiveError" in row.error for row in outcome.value) for outcome in outcomes)
         if all(outcome.ok for outcome in outcomes) and not (broken and len(some) > 1):
             rows.extend(
                 max(row, key=lambda row: (bool(row.error), row.grad, row.loss)) for row in zip(*[o.value for o in outcomes], strict=True)
             )
         elif len(some) > 1:
-            rows.extend(measure_all(some, world, 1))
+            rows.extend(measure_all(some, world, split, 1))
         else:
-            rows.append(Row(some[0], zoo.architecture(some[0]).model_type, world, error="the ranks did not finish"))
+            rows.append(Row(some[0], zoo.architecture(some[0]).model_type, world, error="the ranks did not finish", split=split))
         print(f"{len(rows)} of {len(names)}", file=sys.stderr, flush=True)
     return rows
 
 
-def saved() -> dict[tuple[str, int], Row]:
-    """The rows that were measured last, by name and ranks."""
+Key = tuple[str, int, bool]  # name, ranks, whether they split the layers too
+
+
+def saved() -> dict[Key, Row]:
+    """The rows that were measured last."""
     entries = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
-    return {(entry["name"], entry["world"]): Row(**entry) for entry in entries}
+    return {key_of(row): row for row in (Row(**entry) for entry in entries)}
 
 
-def table(rows: dict[tuple[str, int], Row]) -> str:
+def key_of(row: Row) -> Key:
+    """What tells ``row`` from others."""
+    return row.name, row.world, row.split
+
+
+def table(rows: dict[Key, Row]) -> str:
     """The generated part of the page."""
     import transformers
 
-    names = sorted({name for name, _ in rows})
+    names = sorted({name for name, _, _ in rows})
     lines = [
         START,
         f"{len(names)} architectures of transformers {transformers.__version__} with experts, tiny, on gloo, fp32, each rank with a batch",
         "of its own, against one process (every rank's loss, every gradient):",
         "",
     ]
-    for world in WORLDS:
-        some = [row for (_, size), row in rows.items() if size == world]
+    for (world, split), how in COLUMNS.items():
+        some = [row for row in rows.values() if (row.world, row.split) == (world, split)]
         refused = [row for row in some if row.error]
         wrong = [row for row in some if not row.error and not row.exact]
-        lines.append(
-            f"- over {world} ranks: **{sum(row.exact for row in some)} exact**, {len(refused)} refused by name, {len(wrong)} wrong."
-        )
+        lines.append(f"- {how}: **{sum(row.exact for row in some)} exact**, {len(refused)} refused by name, {len(wrong)} wrong.")
     lines += [
         "",
-        "| architecture | of its parameters in experts | over 2 | over 4 | expert plan in transformers | AutoEP preset |",
-        "|---|---:|---|---|---|---|",
+        "| architecture | of its parameters in experts | over 2 | over 4 | over 2, layers too | plan in transformers | AutoEP preset |",
+        "|---|---:|---|---|---|---|---|",
     ]
     for name in names:
-        two, four = rows.get((name, 2)), rows.get((name, 4))
-        one = two or four
+        found = [rows.get((name, *column)) for column in COLUMNS]
+        one = next((row for row in found if row is not None), None)
         assert one is not None
         share = f"{one.share:.0%}" if not one.error else ""
         others = f"{'yes' if one.plan else ''} | {'yes' if one.model_type in AUTO_EP else ''}"
-        lines.append(f"| {name} | {share} | {_result(two)} | {_result(four)} | {others} |")
+        lines.append(f"| {name} | {share} | {' | '.join(map(_result, found))} | {others} |")
     return "\n".join([*lines, STOP])
 
 
@@ -214,7 +231,7 @@ def _result(row: Row | None) -> str:
 
 def write(found: list[Row]) -> None:
     """Puts ``found`` among the results, and writes the page."""
-    rows = {**saved(), **{(row.name, row.world): row for row in found}}
+    rows = {**saved(), **{key_of(row): row for row in found}}
     RESULTS.write_text(json.dumps([asdict(row) for row in rows.values()], indent=0) + "\n", encoding="utf-8")
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(page.split(START)[0] + table(rows) + page.split(STOP)[1], encoding="utf-8")
@@ -224,10 +241,12 @@ def main() -> None:
     """Measures the named architectures and prints them, or all and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="architectures to print; none: all, for the page")
-    parser.add_argument("--ranks", type=int, nargs="*", default=list(WORLDS), choices=WORLDS)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[], choices=WORLDS)
+    parser.add_argument("--split", action="store_true", help="over 2 ranks that split the layers too")
     arguments = parser.parse_args()
-    for world in arguments.ranks:
-        rows = measure_all(arguments.names or mixtures(), world)
+    asked = [*((world, False) for world in arguments.ranks), *([(2, True)] if arguments.split else [])]
+    for world, split in asked or COLUMNS:
+        rows = measure_all(arguments.names or mixtures(), world, split)
         if arguments.names:
             print(*rows, sep="\n")
         else:

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.support import ranks, zoo
 from tests.support.models import Batch
-from tests.support.parity import Feed, Run, Trace, check_training
+from tests.support.parity import Difference, Feed, Run, Trace, check_training
 
 
 def build(name: str, changes: dict[str, Any] | None = None) -> nn.Module:
@@ -53,6 +53,16 @@ def with_experts(run: Run, size: int) -> Run:
     return replace(run, extra={**run.extra, "expert_parallel": {"enabled": True, "autoep_size": size}})
 
 
+def with_split_layers(run: Run, tp: int) -> Run:
+    """``run`` with layers split over ``tp`` ranks."""
+    return replace(run, extra={**run.extra, "tensor_parallel": {"autotp_size": tp}})
+
+
+def alike(feed: Feed, tp: int) -> Feed:
+    """``feed`` where ``tp`` adjacent ranks are given the same."""
+    return lambda step, micro, rank: feed(step, micro, rank // tp)
+
+
 def check_experts(
     name: str,
     run: Run,
@@ -60,6 +70,7 @@ def check_experts(
     feed: Feed | None = None,
     changes: dict[str, Any] | None = None,
     prepare: Callable[[nn.Module], Any] | None = None,
+    limit: Difference | None = None,
 ) -> Trace:
     """Trains the zoo's model ``name`` with experts over ``size`` ranks; rank 0 compares with plain PyTorch."""
 
@@ -69,7 +80,7 @@ def check_experts(
         return prepared if isinstance(prepared, nn.Module) else model
 
     label = f"{name}, experts over {size} of {ranks.world()} ranks"
-    return check_training(make, feed or mixed(name), zoo.loss, with_experts(run, size), label=label)
+    return check_training(make, feed or mixed(name), zoo.loss, with_experts(run, size), label=label, limit=limit)
 
 
 class Expert(nn.Module):

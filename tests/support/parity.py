@@ -286,7 +286,7 @@ def collect(engine: Any, trace: Trace) -> Trace:
 
     named = list(engine.module.named_parameters())
     with hf_zero.zero.GatheredParameters([parameter for _, parameter in named]):
-        trace.weights = {name: whole_experts(parameter, value_of(parameter)) for name, parameter in named}
+        trace.weights = {name: whole_value(parameter, value_of(parameter)) for name, parameter in named}
     trace.masters = trace.history[-1] if trace.history else full_masters(engine)
     return trace
 
@@ -303,15 +303,15 @@ def full_masters(engine: Any) -> dict[str, Tensor]:
 
     trainable = [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
     values = {name: (parameter, safe_get_full_fp32_param(parameter).detach().clone().cpu()) for name, parameter in trainable}
-    return {name: whole_experts(*found) for name, found in values.items()}
+    return {name: whole_value(*found) for name, found in values.items()}
 
 
-def whole_experts(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """``value`` of this rank's experts joined with those of all ranks; of any other parameter as it is. Collective."""
+def whole_value(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """``value`` of this rank's experts, or of its part of a layer, joined with those of all ranks; else as it is. Collective."""
     from hf_zero.core.units.tp_shard import tp_shard_of
 
     part = tp_shard_of(parameter)
-    if part is None or not part.expert:
+    if part is None:
         return value
     whole = value.new_full(part.full_shape, math.nan)
     parts: list[Any] = [None] * dist.get_world_size()
@@ -410,11 +410,13 @@ def check_training(
     *,
     micro_step: MicroStep = micro_step,
     label: str = "",
+    limit: Difference | None = None,
     **arguments: Any,
 ) -> Trace:
     """Train a model through the engine and, on rank 0, compare with the reference that runs the same parts one by one.
 
-    ``arguments`` go to ``hf_zero.initialize``; a callable value is called with the model (an optimizer, say).
+    ``limit`` is the one that fits ``run`` where it is None; ``arguments`` go to ``hf_zero.initialize``, a callable value of them is called
+    with the model (an optimizer, say).
     """
     model = build()
     arguments = {name: value(model) if callable(value) else value for name, value in arguments.items()}
@@ -422,7 +424,7 @@ def check_training(
     trace = train(engine, feed, forward, run, micro_step)
     engine.destroy()
     if ranks.rank() == 0:
-        check(trace, lambda follow=None: reference(build(), feed, forward, run, ranks.world(), follow), run, label)
+        check(trace, lambda follow=None: reference(build(), feed, forward, run, ranks.world(), follow), run, label, limit)
     return trace
 
 

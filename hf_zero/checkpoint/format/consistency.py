@@ -78,14 +78,15 @@ def _kind_of(name: str, world: int, tensor_world: int) -> str | None:
     if found is None:
         return None
     rank, ranks, tensor_rank = int(found[2]), int(found[3]), int(found[4] or 0)
-    parts = world // ranks if ranks in _worlds(world, tensor_world) else 0
+    parts = world // ranks if _may_share(ranks, world, tensor_world) else 0
     fits = rank < ranks and tensor_rank < parts
     return found[1] if fits and shard_file(found[1], rank, ranks, tensor_rank, parts) == name else None
 
 
-def _worlds(world: int, tensor_world: int) -> tuple[int, int]:
-    """How many ranks may share one tensor: those that hold the same part of what is divided; all, what is not (all but experts)."""
-    return world // tensor_world, world
+def _may_share(ranks: int, world: int, tensor_world: int) -> bool:
+    """Whether so many ranks can have one part of a tensor among them: all of what is not divided, and of what is divided into as many
+    parts as there are, or into fewer (layers over fewer ranks than experts)."""
+    return ranks > 0 and world % ranks == 0 and tensor_world % (world // ranks) == 0
 
 
 def check_units(units: Iterable[UnitRecord], files: Mapping[str, FileRecord], world: int, tensor_world: int) -> None:
@@ -102,7 +103,7 @@ def check_units(units: Iterable[UnitRecord], files: Mapping[str, FileRecord], wo
             raise CheckpointError(f"unit {unit.name!r} is there twice")
         unit.check()
         by_key[unit.name, unit.tensor_rank] = unit
-        if unit.world not in _worlds(world, tensor_world) or unit.tensor_rank >= world // unit.world:
+        if not _may_share(unit.world, world, tensor_world) or unit.tensor_rank >= world // unit.world:
             raise CheckpointError(f"unit {unit.name!r}: {unit.world} shards, but {world // tensor_world} data-parallel ranks")
         _check_shards(unit, files, world // unit.world)
     for name, file in files.items():

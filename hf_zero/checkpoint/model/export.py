@@ -238,7 +238,7 @@ def _gather_all(
             part = tp_shard_of(value)
             if expert is not None and part is not None and part.expert:
                 # Of the ranks that hold all experts between them, those beside the first are asked.
-                whole = joined_experts(value, part, expert) if collectives.rank < expert.world else None
+                whole = joined_experts(value, part, expert) if collectives.rank < collectives.topology.expert_places else None
             else:
                 whole = joined(value, part, model) if collectives.rank == 0 else None
             try:

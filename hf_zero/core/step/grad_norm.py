@@ -31,15 +31,25 @@ class ModelAxis:
     Attributes:
         collectives: Network of the model axis.
         copies: Per unit, the ranges of this rank's shard that several ranks of the axis hold alike, and how many: they count once.
+        alike: Per unit, how many ranks of the axis have what this one has, besides.
     """
 
     collectives: Collectives
     copies: tuple[tuple[tuple[Range, int], ...], ...]
+    alike: tuple[int, ...]
 
 
-def model_axis(units: Sequence[Unit], collectives: Collectives) -> ModelAxis:
-    """The copies among the parameters of ``units``: those that are no slice of a larger one, and slices that overlap."""
-    return ModelAxis(collectives, tuple(_copies(unit, collectives.world) for unit in units))
+def model_axis(units: Sequence[Unit], collectives: Collectives, tensor: int | None = None) -> ModelAxis:
+    """The copies among the parameters of ``units``: those that are no slice of a larger one, and slices that overlap.
+
+    Args:
+        units: In the model's order.
+        collectives: The model axis; or the ranks that hold all experts between them, several model axes side by side.
+        tensor: Ranks of one model axis among these; None is all.
+    """
+    ranks = tensor or collectives.world
+    alike = tuple(1 if unit.collectives.topology.of_experts else collectives.world // ranks for unit in units)
+    return ModelAxis(collectives, tuple(_copies(unit, ranks) for unit in units), alike)
 
 
 def _copies(unit: Unit, ranks: int) -> tuple[tuple[Range, int], ...]:
@@ -84,10 +94,10 @@ def global_norm(
         square = _sum_of_squares(shards, device, threads)
     else:
         by_count: dict[int, list[torch.Tensor]] = defaultdict(list, {1: []})  # a stage of a pipeline may train nothing
-        for shard, copies in zip(shards, model.copies, strict=True):
+        for shard, copies, alike in zip(shards, model.copies, model.alike, strict=True):
             for part, count in copies:
-                by_count[count].append(shard[part.start : part.stop])
-            by_count[1] += _rest(shard, [part for part, _ in copies])
+                by_count[count * alike].append(shard[part.start : part.stop])
+            by_count[alike] += _rest(shard, [part for part, _ in copies])
         square = torch.stack([_sum_of_squares(tensors, device, threads) / count for count, tensors in by_count.items()]).sum()
         model.collectives.all_reduce(square, "gradient norm").wait()
     if sharded:

@@ -69,8 +69,9 @@ class Stepper:
         self.collectives = collectives
         self.settings = settings
         self._model = model_axis(optimizer.units, model_collectives) if model_collectives is not None else None
-        apart = model_collectives or expert_collectives  # who has parts that this rank does not have
-        self._parts = model_axis(optimizer.units, apart) if apart is not None else None
+        apart = expert_collectives or model_collectives  # who has parts that this rank does not have
+        tensor = model_collectives.world if model_collectives is not None else 1
+        self._parts = model_axis(optimizer.units, apart, tensor) if apart is not None else None
         # Both in the model's order; the reducer's own order is the model's too.
         self._gradients = {id(entry.unit): entry for entry in reducer.gradients}
 

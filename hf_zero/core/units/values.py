@@ -74,6 +74,6 @@ def broadcast_from(unit: Unit, source: int) -> None:
     Of experts each rank takes what its own are on ``source`` or on the ranks that hold all experts together with it.
     """
     unit.whole.adopt()
-    expert = unit.collectives.topology.expert if unit.collectives.topology.of_experts else None
-    unit.collectives.data.broadcast(unit.full, source if expert is None else source // expert.world, unit.name)
+    topology = unit.collectives.topology
+    unit.collectives.data.broadcast(unit.full, source // topology.expert_places if topology.of_experts else source, unit.name)
     write_back(unit)

@@ -152,7 +152,7 @@ _PIPELINES = {
 PROVIDED: Final[dict[str, str]] = {
     # The calls every script makes.
     "deepspeed.initialize": "hf_zero:initialize",
-    "deepspeed.tp_model_init": "hf_zero.tensor_parallel.split:tp_model_init",
+    "deepspeed.tp_model_init": "hf_zero.deepspeed.tp_model_init:tp_model_init",
     **{f"deepspeed.module_inject.layers.{name}": f"hf_zero.deepspeed.served.helpers:{name}" for name in _TP_MODE},
     "deepspeed.DeepSpeedEngine": "hf_zero.deepspeed.engine:Engine",
     "deepspeed.runtime.engine.DeepSpeedEngine": "hf_zero.deepspeed.engine:Engine",
