@@ -38,8 +38,8 @@ PEER_OF = {
 CONTENDERS = tuple(PEER_OF)
 Cases = dict[str, dict[str, Any]]  # by contender, world and blocks; what was measured
 TEXT = """`benchmarks/scale.py`: rank 0 of a pretended world, bf16, blocks of a transformer's 12 parameters of width {width}, one
-micro-step, every block gathered in forward and in backward (stage 3, FSDP2). Milliseconds of processor time of a step
-**without what torch's `fake` back end takes for the same collectives issued bare**, for worlds of {worlds};
+micro-step, every block gathered in forward and in backward (stage 3, FSDP2). Milliseconds of processor time of a step, the least of
+{steps}, **without what torch's `fake` back end takes for the same collectives issued bare**, for worlds of {worlds};
 **back end**: what was taken off in the largest. **set-up**: from the model to the first step's beginning, in the smallest and
 the largest world. **kept**: bytes that Python holds after two steps in the largest world more than in the smallest
 (`tracemalloc`: engine, torch and process groups); **ours**: of these, those that lines of hf_zero have asked for. **messages**:
@@ -106,7 +106,7 @@ def table(cases: Cases, arguments: argparse.Namespace) -> ResultTable:
             kept = [_kib(large["held"][whose] - small["held"][whose]) if small and large else "" for whose in ("all", "hf_zero")]
             counted = str(messages(large)) if large else ""
             rows.append([f"{name}, {blocks}", *steps, back_end, _ratio(cases, name, last, blocks), *setups, *kept, counted])
-    text = TEXT.format(width=arguments.width, worlds=", ".join(map(str, worlds)))
+    text = TEXT.format(width=arguments.width, steps=arguments.steps, worlds=", ".join(map(str, worlds)))
     columns = ("layout, blocks", *(f"ms, {world}" for world in worlds), "back end", "of its FSDP2")
     columns += (f"set-up s, {first}", f"{last}", "kept KiB", "ours KiB", "messages")
     command = "python benchmarks/scale.py --json benchmarks/results/scale.json --plot docs/scale.png"
@@ -165,7 +165,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64, 512, 4096])
     parser.add_argument("--blocks", type=int, nargs="+", default=[24, 96, 384])
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--what", nargs="+", choices=["times", "counts"], default=["times", "counts"])
     parser.add_argument("--json", type=Path, help="keep what is measured in this file; cases that it holds are not measured again")

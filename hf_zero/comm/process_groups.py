@@ -157,18 +157,28 @@ def copy_group(group: dist.ProcessGroup, device: torch.device, backend: str, cro
     return _make(lines_of_all(own), timeout, backend)  # every rank has to take part in making every group
 
 
+# Meshes by the default group and their shape: a script that makes another Accelerator gets the groups of the one before.
+_meshes: dict[tuple[dist.ProcessGroup, Any], DeviceMesh] = {}
+
+
 def device_mesh(sizes: Mapping[str, int], device_type: str, joint: Mapping[str, Sequence[str]]) -> DeviceMesh:
-    """All ranks as torch's mesh of named dimensions, for libraries that take one; collective.
+    """All ranks as torch's mesh of named dimensions, for libraries that take one; made once per shape, collective.
 
     Args:
         sizes: Size by name, from the outside in; their product is the number of ranks.
         device_type: "cpu", "cuda", ...
         joint: Further names, each of several dimensions together.
     """
-    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    for name, parts in joint.items():
-        mesh[tuple(parts)]._flatten(name)
-    return mesh
+    for known in [key for key in _meshes if not exists(key[0])]:
+        del _meshes[known]
+    shape = (tuple(sizes.items()), device_type, tuple((name, tuple(parts)) for name, parts in joint.items()))
+    key = dist.distributed_c10d._get_default_group(), shape
+    if key not in _meshes:
+        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        for name, parts in joint.items():
+            mesh[tuple(parts)]._flatten(name)
+        _meshes[key] = mesh
+    return _meshes[key]
 
 
 # -- asking -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import tracemalloc
 from collections import Counter
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import torch.distributed as dist
 import hf_zero
 from benchmarks.collective_counts import Collectives
 from benchmarks.wire_bytes import Layout, traffic
+from hf_zero.core.units.construct import NamedParam
+from hf_zero.core.units.grouping import build_blocks
 from tests.support import ranks
 from tests.support.small_blocks import WIDTH, Model
 
@@ -171,3 +174,24 @@ def test_bytes_of_a_step_are_those_of_the_page(sent: dict[tuple[str, int], Sent]
     for size, nbytes in expected.all_reduces.items():
         votes = found[f"allreduce {size}"][1] - nbytes
         assert 0 <= votes < 256, found
+
+
+# -- as the model grows -------------------------------------------------------------------------------------------------
+
+
+def _calls_to_find_units(blocks: int) -> int:
+    """Calls of functions, C's among them, that dividing a model into units takes."""
+    model = Model(blocks)
+    members = [NamedParam(name, param, 0) for name, param in model.named_parameters()]
+    counted: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, argument: counted.update([event]))
+    try:
+        build_blocks(model, members)
+    finally:
+        sys.setprofile(None)
+    return counted["call"] + counted["c_call"]
+
+
+def test_units_are_found_in_time_that_grows_with_the_blocks_and_no_faster() -> None:
+    few, many = _calls_to_find_units(25), _calls_to_find_units(100)
+    assert many < 4.2 * few

@@ -15,6 +15,7 @@ from hf_zero.core.schedule.external_parameters import external_parameters
 from hf_zero.core.schedule.forward_phase import ForwardPhase
 from hf_zero.core.schedule.torch_internals import in_backward, outside_compile, outside_transforms, replace_parameters
 from hf_zero.core.units.empty_values import guard_state_dict
+from hf_zero.core.units.grouping import enclosing
 from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.unit import OWNER, find_unit
 from hf_zero.core.units.unprepared import refuse_sharded
@@ -82,7 +83,7 @@ class OutsideReads:
     def __init__(self, module: nn.Module, root: Block, blocks: list[Block], forward: ForwardPhase, backward: BackwardPhase) -> None:
         self._module = module
         self._root = root
-        self._blocks = blocks
+        self._blocks = {block.name: block for block in blocks}
         self._forward = forward
         self._backward = backward
         self._block_of_unit = {id(unit): block for block in (root, *blocks) for unit in block.units}
@@ -95,7 +96,7 @@ class OutsideReads:
             enter: Called when a part of a block is called by itself, outside the block's forward.
             leave: Called when that ends, with what it returned, or None if it raised.
         """
-        hooked = {id(block.module) for block in (self._root, *self._blocks)}
+        hooked = {id(block.module) for block in (self._root, *self._blocks.values())}
         guarded = [module for module in self._module.modules() if module._parameters]
         for module in guarded:
             guard_state_dict(module)
@@ -164,4 +165,5 @@ class OutsideReads:
         return self._block_of_unit.get(id(owner[0])) if owner else None
 
     def _block_around(self, name: str) -> Block:
-        return next((block for block in self._blocks if name == block.name or name.startswith(f"{block.name}.")), self._root)
+        around = enclosing(name, self._blocks)
+        return self._root if around is None else self._blocks[around]

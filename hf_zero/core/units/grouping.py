@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import itertools
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -31,6 +32,12 @@ class BlockSpec:
     read_in_backward: bool = True
 
 
+def enclosing(name: str, among: Container[str]) -> str | None:
+    """The outermost of ``among`` that is ``name`` or holds it, all dotted names of modules; as many looks as the name has parts."""
+    paths = itertools.accumulate(name.split("."), "{}.{}".format)
+    return next((path for path in paths if path in among), None)
+
+
 def modules_kept_unsharded(model: nn.Module) -> dict[str, nn.Module]:
     """Modules, by dotted name, that a library calls on one rank alone, so that they must stay unsharded whatever their size.
 
@@ -57,7 +64,7 @@ def find_blocks(model: nn.Module, leaves: Collection[str] = ()) -> dict[str, nn.
         found = _blocks_by_structure(model)
     extra = _outermost(model, lambda name, module: name not in found and name in leaves)
     for name, module in extra.items():
-        if not any(name.startswith(f"{block}.") for block in found):
+        if enclosing(name, found) is None:
             found = {block: inner for block, inner in found.items() if not block.startswith(f"{name}.")}
             found[name] = module
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
@@ -67,8 +74,7 @@ def find_blocks(model: nn.Module, leaves: Collection[str] = ()) -> dict[str, nn.
 def _outermost(model: nn.Module, is_block: Callable[[str, nn.Module], bool]) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if name and not inside and is_block(name, module) and _has_params(module):
+        if name and enclosing(name, found) is None and is_block(name, module) and _has_params(module):
             found[name] = module
     return found
 
@@ -82,7 +88,7 @@ def _blocks_by_structure(model: nn.Module) -> dict[str, nn.Module]:
     total = _total_numel(model)
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(name.startswith(f"{block}.") for block in found):
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or enclosing(name, found) not in (None, name):
             continue
         children = [(child_name, child) for child_name, child in module.named_children() if _has_params(child)]
         if len(children) < 2 or 10 * _total_numel(module) < total:
@@ -117,7 +123,7 @@ def build_blocks(
         sizes[holder] = sizes.get(holder, 0) + full_shape(member.param).numel()
     for member in members:
         holder = holders[id(member.param)]
-        block = next((name for name in specs if holder == name or holder.startswith(f"{name}.")), None)
+        block = enclosing(holder, specs)
         if block is None and holder and sizes[holder] >= large:
             module = model.get_submodule(holder)
             if not any(module.children()):  # an embedding or a head, not a container of other things
