@@ -26,6 +26,7 @@ from hf_zero.pipeline.plan import PipelinePlan, Placement
 from hf_zero.pipeline.schedules import FOLDED, check_schedule
 from hf_zero.pipeline.self_divided import DividesItself, equal_where_shared, schedule_of
 from hf_zero.pipeline.templates import Templates
+from hf_zero.system.planning import planning
 from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
 from hf_zero.tensor_parallel.split import equal_weights
 from hf_zero.tensor_parallel.trace import skeleton
@@ -110,7 +111,7 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
 def _agree(collectives: Collectives, model: nn.Module, stages: int, method: str) -> PipelinePlan:
     """The plan that the first rank makes, on every rank; an error in it is every rank's error."""
     made: tuple[str, Any] = ("", None)
-    if collectives.rank == 0:
+    if collectives.rank == 0 or planning():  # where the first rank is not there
         try:
             made = ("plan", make_plan(model, stages, method).to_dict())
         except (ConfigError, UnsupportedError) as error:

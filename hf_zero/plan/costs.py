@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
 from hf_zero.core.holdings import TIERS
-from hf_zero.plan.prediction import Prediction
+from hf_zero.plan.prediction import Prediction, bubble_of
 from hf_zero.plan.run import MicroStep
 
 _OWNED = ("masters", "moments")
@@ -49,6 +49,7 @@ class Costs:
         on_host: Bytes of masters and moments that rest on the host, away from the device.
         on_disk: Those that rest in files.
         file_parameters: Bytes of parameters in files.
+        bubble: How long a rank waits for other stages of a pipeline, as a share of its micro-steps.
     """
 
     device: float
@@ -59,21 +60,24 @@ class Costs:
     on_host: float
     on_disk: float
     file_parameters: float
+    bubble: float = 0.0
 
 
 def costs_of(prediction: Prediction) -> Costs:
-    """The numbers of a plan."""
-    seen, peaks = prediction.observation, prediction.peaks
+    """The numbers of a plan; of a pipeline each of the stage that has most of it."""
+    stages, peaks = prediction.stages, prediction.peaks
     host, disk = peaks["host"].alive, peaks["disk"].alive
     away = 0 if prediction.cluster.on_host else sum(host["host", kind] for kind in _OWNED)
     files = sum(disk["disk", kind] for kind in _OWNED)
     sizes = [peaks[tier].nbytes for tier in TIERS]
-    return Costs(sizes[0], sizes[1], sizes[2], _part(seen.accumulated()), _part(seen.update), away, files, disk["disk", "parameters"])
+    micro, update = _part([one.accumulated() for one in stages]), _part([one.update for one in stages])
+    return Costs(sizes[0], sizes[1], sizes[2], micro, update, away, files, disk["disk", "parameters"], bubble_of(stages))
 
 
-def _part(step: MicroStep) -> Part:
-    work, sent = step.work, step.sent
-    return Part(work.flops, work.read, work.moved, work.operations, sent.node, sent.network, sent.calls)
+def _part(steps: Iterable[MicroStep]) -> Part:
+    rows = [(*astuple(step.work), *astuple(step.sent)) for step in steps]
+    flops, read, moved, operations, node, network, calls = map(max, zip(*rows, strict=True))
+    return Part(flops, read, moved, operations, node, network, calls)
 
 
 def extrapolated(costs: Sequence[Costs], blocks: int) -> Costs | None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hf_zero.plan.models import ModelWish
     from hf_zero.plan.prediction import Hardware
     from hf_zero.plan.rates import Rates
-    from hf_zero.plan.run import Cluster
+    from hf_zero.plan.cluster import Cluster
     from hf_zero.plan.search import Answer, Fitting, Planner
 
 _RATES = ("memory", "host-link", "host-memory", "disk")
@@ -151,7 +151,7 @@ def _rates(options: argparse.Namespace, wish: Wish, base: Mapping[str, Any]) -> 
             raise ConfigError(f"--rate {text!r} is not NAME=RATE with one of {', '.join(_RATES)}; such as --rate memory=12Tbit")
         given[name] = bytes_per_second_of(value, f"--rate {name}")
     measured = measure(base, cluster.ranks_per_node, cluster.on_host) if options.measure else {}
-    return rates_of(given, measured, min(cluster.ranks, cluster.ranks_per_node), cluster.on_host)
+    return rates_of(given, measured, cluster.near, cluster.on_host)
 
 
 # -- what is said ---------------------------------------------------------------------------------------------------------

@@ -83,7 +83,8 @@ class Rates:
         update too, but not the one with the other. On CPUs the same processors do all of it, so everything is added up. What overlaps
         costs a hundredth on top, which orders what is else alike.
         """
-        together = self._part(costs.micro), self._part(costs.update) + self._away(costs)
+        micro = tuple(seconds * (1 + costs.bubble) for seconds in self._part(costs.micro))
+        together = micro, self._part(costs.update) + self._away(costs)
         return sum(sum(part) if self.on_host else max(part) + 0.01 * (sum(part) - max(part)) for part in together)
 
     def _part(self, part: Part) -> tuple[float, ...]:

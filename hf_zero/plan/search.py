@@ -21,13 +21,14 @@ from typing import Any
 
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.plan.candidates import STAGES, Candidate, Family, Layout, Space, Tier, families_of
+from hf_zero.plan.cluster import Cluster, Load
 from hf_zero.plan.costs import Costs, costs_of, extrapolated
 from hf_zero.plan.few_blocks import Blocks
 from hf_zero.plan.models import ModelWish, build_model
-from hf_zero.plan.prediction import Hardware, Prediction, predict
+from hf_zero.plan.prediction import Hardware, Prediction
 from hf_zero.plan.quantities import size_text
 from hf_zero.plan.rates import Rates
-from hf_zero.plan.run import Cluster, Load, observe_step
+from hf_zero.plan.stages import plan_step
 
 SHOWN = 5
 _REFUSED = "refused"
@@ -143,7 +144,7 @@ class Planner:
         self.planned += 1
         wish = ModelWish(wish.name, wish.settings, wish.attention, wish.trainable, candidate.family.recomputes)
         load = Load(candidate.micro_batch, self.sequence)
-        return predict(observe_step(build_model(wish), config, self.cluster, load, self.attention), self.cluster, self.hardware)
+        return plan_step(build_model(wish), config, self.cluster, load, self.hardware, self.attention)
 
     @property
     def main_tier(self) -> str:
@@ -152,7 +153,7 @@ class Planner:
 
     def excess(self, costs: Costs) -> float:
         """How many times what there is ``costs`` take of the memory where ranks compute."""
-        near, limits = min(self.cluster.ranks, self.cluster.ranks_per_node), self.hardware
+        near, limits = self.cluster.near, self.hardware
         if not self.cluster.on_host:
             return costs.device / limits.memory if limits.memory is not None else 0.0
         host = limits.host_memory if limits.host_memory is not None else limits.memory
@@ -160,7 +161,7 @@ class Planner:
 
     def fault(self, costs: Costs) -> tuple[str, str]:
         """The tier that is too small for ``costs``, and in words by how much; empty where all fits."""
-        near, limits, on_host = min(self.cluster.ranks, self.cluster.ranks_per_node), self.hardware, self.cluster.on_host
+        near, limits, on_host = self.cluster.near, self.hardware, self.cluster.on_host
         if limits.memory is not None and not on_host and costs.device > limits.memory:
             return "device", f"{size_text(costs.device)} of device memory at the peak, {size_text(limits.memory)} are there"
         host = limits.host_memory if limits.host_memory is not None or not on_host else limits.memory

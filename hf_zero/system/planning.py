@@ -5,14 +5,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 DEVICE = "planned"
 """torch's name of the accelerator that a plan pretends."""
 
+Told = dict[str, list[Any]]
+"""What ranks that were planned before have told others, by its name, in order."""
+
 _depth = 0
 _place = ""
+_told: Told | None = None
+_heard: Counter[str] = Counter()
 
 
 def planning() -> bool:
@@ -21,14 +28,37 @@ def planning() -> bool:
 
 
 @contextmanager
-def only_planning() -> Iterator[None]:
-    """Inside, this process only plans."""
-    global _depth
-    _depth += 1
+def only_planning(told: Told | None = None) -> Iterator[None]:
+    """Inside, this process only plans.
+
+    Args:
+        told: Of ranks of one world that are planned one after the other: gets what this one tells, and has what those before it told.
+    """
+    global _depth, _told, _heard
+    before = _told, _heard
+    _depth, _told, _heard = _depth + 1, told, Counter()
     try:
         yield
     finally:
-        _depth -= 1
+        _depth, (_told, _heard) = _depth - 1, before
+
+
+def told_by(own: bool, value: Any, name: str) -> Any:
+    """What everybody gets where one rank tells ``value``: what it told when it was planned; of a rank that was not, this one's own.
+
+    Args:
+        own: This rank is the one.
+        value: What it tells.
+        name: Of the message.
+    """
+    if _told is None:
+        return value
+    if own:
+        _told.setdefault(name, []).append(value)
+        return value
+    place, _heard[name] = _heard[name], _heard[name] + 1
+    known = _told.get(name, [])
+    return known[place] if place < len(known) else value
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from hf_zero.plan.measure import measure
 from hf_zero.plan.models import ModelWish
 from hf_zero.plan.prediction import Hardware
 from hf_zero.plan.rates import MEASURED, rates_of
-from hf_zero.plan.run import Cluster
+from hf_zero.plan.cluster import Cluster
 from hf_zero.plan.search import Planner, Search
 from hf_zero.plan.written import places, write_files
 from tests.support import accelerate_loop
