@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
 DEVICE = "planned"
 """torch's name of the accelerator that a plan pretends."""
 
@@ -41,6 +45,23 @@ def only_planning(told: Told | None = None) -> Iterator[None]:
         yield
     finally:
         _depth, (_told, _heard) = _depth - 1, before
+
+
+@contextmanager
+def looking_aside() -> Iterator[None]:
+    """Inside, new tensors are what they are without a plan: for traces of a model, which are to find what they find in a run."""
+    if not _depth:
+        yield
+        return
+    with _disable_current_modes():
+        yield
+
+
+def with_values(tree: Any) -> Any:
+    """``tree`` with zeros on the host in place of tensors that have no values in a plan; elsewhere as it is."""
+    if not _depth:
+        return tree
+    return tree_map_only(torch.Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"), tree)
 
 
 def told_by(own: bool, value: Any, name: str) -> Any:

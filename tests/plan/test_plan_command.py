@@ -57,7 +57,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
         "nan": [str(folder), *model, "--tflops", "nan"],
         "samples": [str(folder), "--config", json.dumps({**zero, "train_micro_batch_size_per_gpu": "1.5"})],
         "autocast": [str(folder), "--config", json.dumps({"torch_autocast": {"enabled": True}})],
-        "pipelines": [str(folder), "--config", json.dumps({"pipeline": {"stages": 2}}), "--ranks", "2"],
+        "pipelines": [str(folder), "--config", json.dumps({"pipeline": {"stages": 2}}), "--ranks", "3"],
     }
     found = dict(zip(lines, plans_of(list(lines.values())), strict=True))
     assert (folder / "plan.png").stat().st_size > 10_000
@@ -147,7 +147,7 @@ def test_a_model_of_python_code(answers: Any) -> None:
         ("nan", ["--tflops is nan"]),
         ("samples", ["train_micro_batch_size_per_gpu", '"1.5"', "a whole number"]),
         ("autocast", ["torch_autocast", "--device cpu"]),
-        ("pipelines", ["pipeline.stages is 2", "pipelines are not planned"]),
+        ("pipelines", ["pipeline.stages is 2", "3 ranks of --ranks"]),
     ],
 )
 def test_wrong_input_is_status_two_with_one_line(answers: Any, name: str, words: list[str]) -> None:

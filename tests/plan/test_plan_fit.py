@@ -187,7 +187,7 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["--fit", "--memory", "1GB"], ["--global-batch"]),
     (["--fit", "--global-batch", "8"], ["--memory"]),
     ([*FIT, "--global-batch", "7", "--ranks", "2", "--axes", "none"], ["--global-batch 7", "2 data-parallel"]),
-    ([*FIT, "--axes", "pipeline"], ["--axes", "pipeline", "tensor"]),
+    ([*FIT, "--axes", "pipelines"], ["--axes", "pipelines", "tensor"]),
     ([*FIT, "--axes", "experts"], ["--axes", "no experts"]),
     ([*FIT, "--rate", "ram=1Gbit"], ["--rate", "ram", "host-memory"]),
     ([*FIT, "--rate", "memory=1GB"], ["--rate memory", "1GB", "400Gbit"]),
