@@ -88,10 +88,11 @@ def _answer_fsdp(options: argparse.Namespace) -> int:
 
 def _wish(options: argparse.Namespace) -> fit.Wish:
     """What the flags say of the model and the machine."""
+    from hf_zero.plan.cluster import Cluster
     from hf_zero.plan.models import ModelWish
     from hf_zero.plan.prediction import Hardware
-    from hf_zero.plan.quantities import bytes_of, bytes_per_second_of
-    from hf_zero.plan.cluster import Cluster
+    from hf_zero.plan.quantities import bytes_per_second_of
+    from hf_zero.system.sizes import bytes_of
 
     for flag in ("ranks", "ranks_per_node", "micro_batch", "sequence", "tflops"):
         value = getattr(options, flag)

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from hf_zero.errors import ConfigError
 
 if TYPE_CHECKING:
+    from hf_zero.plan.cluster import Cluster
     from hf_zero.plan.models import ModelWish
     from hf_zero.plan.prediction import Hardware
     from hf_zero.plan.rates import Rates
-    from hf_zero.plan.cluster import Cluster
     from hf_zero.plan.search import Answer, Fitting, Planner
 
 _RATES = ("memory", "host-link", "host-memory", "disk")
@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("search", "with --fit; --config is then what all configurations have in common, and may be left out")
     group.add_argument("--fit", action="store_true", help="find what fits and is fastest: stage, micro batch, offload, recomputation, axes")
     group.add_argument("--global-batch", type=int, metavar="N", help="samples of an optimizer step, of all ranks and micro-steps together")
-    group.add_argument("--axes", metavar="LIST", help="ways to divide ranks: none, or of replicas,tensor,sequence,experts,pipeline (default all)")
+    group.add_argument(
+        "--axes", metavar="LIST", help="ways to divide ranks: none, or of replicas,tensor,sequence,experts,pipeline (default all)"
+    )
     group.add_argument("--nvme-path", default="", metavar="DIR", help="try offload to files in this folder of every node too")
     group.add_argument("--measure", action="store_true", help="time matrix products, memory and collectives on this machine first")
     group.add_argument("--rate", action="append", default=[], metavar="NAME=RATE", help="memory, host-link, host-memory or disk: 12Tbit")

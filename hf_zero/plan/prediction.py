@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from hf_zero.core.holdings import KINDS, TIERS
 from hf_zero.plan.books import Change, Storage
-from hf_zero.plan.quantities import size_text
 from hf_zero.plan.cluster import Cluster
+from hf_zero.plan.quantities import size_text
 from hf_zero.plan.run import Observation
 
 _SMALL = 1 << 20  # bytes of a host that nobody asks about
@@ -134,13 +134,15 @@ def predict(stages: Sequence[Observation], cluster: Cluster, hardware: Hardware)
     reasons = faults or _notes(peaks, cluster, hardware, stages[stage])
     if len(stages) > 1:
         others = ", ".join(f"stage {index} {size_text(nbytes)}" for index, nbytes in enumerate(mains) if index != stage)
-        reasons.append(f"told is stage {stage} of {len(stages)} (from 0), a rank of which holds {size_text(mains[stage])}, the most; {others}")
+        reasons.append(
+            f"told is stage {stage} of {len(stages)} (from 0), a rank of which holds {size_text(mains[stage])}, the most; {others}"
+        )
     reasons += dict.fromkeys(text for one in stages for text in one.assumptions)
     return Prediction(tuple(stages), stage, cluster, hardware, peaks, _seconds(stages, hardware), tuple(reasons), not faults)
 
 
 def bubble_of(stages: Sequence[Observation]) -> float:
-    """How long a stage waits for others, as a share of the time that it computes: all parts go forward, then all back (arXiv 1811.06965)."""
+    """How long a stage waits for others, as a share of its own time: all parts go forward, then all back (arXiv 1811.06965)."""
     return (len(stages) - 1) / stages[0].parts
 
 

@@ -35,7 +35,9 @@ _MOST_MICRO_STEPS = 3  # the first, those between, which are alike, and the last
 _MOVING = ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_in_order", "exchange", "exchange_parts", "broadcast", "largest_of")
 _DIRECT = ("exchange", "exchange_parts")  # go from each rank to each, whatever carries them
 _EVEN = "assumed: tokens spread evenly over experts; a rank whose experts get more holds, sends and computes more"
-_PARTS = "assumed: the losses of parts of a batch make up that of the batch, so that stages overlap; a line of the log says where they do not"
+_PARTS = (
+    "assumed: the losses of parts of a batch make up that of the batch, so that stages overlap; a line of the log says where they do not"
+)
 
 
 @dataclass

@@ -139,9 +139,9 @@ class Planner:
         counts = self.blocks.counts(config, self.cluster.ranks // layout.tensor)
         if counts is None or layout.pipeline > 1:  # whose stages have unequal numbers of blocks
             return None
-        counts = counts[:2] if candidate.family in self._on_a_line else counts
-        few = [costs_of(self.predict(candidate, config, self.blocks.few(count))) for count in counts]
-        found = extrapolated(few, self.blocks.count - counts[-1])
+        sizes = counts[:2] if candidate.family in self._on_a_line else counts
+        few = [costs_of(self.predict(candidate, config, self.blocks.few(count))) for count in sizes]
+        found = extrapolated(few, self.blocks.count - sizes[-1])
         self._on_a_line |= {candidate.family} if found is not None else set()
         return found
 
@@ -246,7 +246,9 @@ class Search:
             return True
         reached = self._reached()
         if least > reached:
-            self._drop(layout, f"at least {least:.4g} s per step (stage 1, memory aside), and {SHOWN} that fit take at most {reached:.4g} s")
+            self._drop(
+                layout, f"at least {least:.4g} s per step (stage 1, memory aside), and {SHOWN} that fit take at most {reached:.4g} s"
+            )
         return least > reached
 
     def _sound(self, layout: Layout, size: int) -> None:
@@ -266,7 +268,9 @@ class Search:
         """Whether ``family`` is slower than the best for what it computes and updates alone."""
         least, reached = self._least(family), self._reached()
         if least > reached:
-            self._drop(name, f"at least {least:.4g} s per step for computing and updating alone, and {SHOWN} that fit take at most {reached:.4g} s")
+            self._drop(
+                name, f"at least {least:.4g} s per step for computing and updating alone, and {SHOWN} that fit take at most {reached:.4g} s"
+            )
         return least > reached
 
     def _least(self, family: Family) -> float:

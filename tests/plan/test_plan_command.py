@@ -9,7 +9,8 @@ import pytest
 
 from hf_zero.errors import ConfigError
 from hf_zero.plan.command import settled
-from hf_zero.plan.quantities import bytes_of, bytes_per_second_of, size_text
+from hf_zero.plan.quantities import bytes_per_second_of, size_text
+from hf_zero.system.sizes import bytes_of
 from tests.support.planned import LLAMA, plans_of
 
 KEYS = ["fits", "peak_bytes_per_rank", "by_kind", "sent_bytes_per_step", "checkpoint_bytes", "seconds_per_step", "reasons"]
@@ -172,13 +173,15 @@ def test_samples_of_a_micro_step() -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("text", "nbytes"), [("80GiB", 80 * 2**30), ("80GB", 80 * 10**9), ("1.5 TB", 1_500_000_000_000), ("512B", 512)])
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("80GiB", 80 * 2**30), ("80GB", 80 * 10**9), ("1.5 TB", 1_500_000_000_000), ("512B", 512), ("80gb", 80 * 10**9)]
+)
 def test_sizes(text: str, nbytes: int) -> None:
     assert bytes_of(text, "--memory") == nbytes
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("text", ["80", "80G", "80gb", "-1GB", "0GB", "iB", "1iB", "GiB", "80Gbit"])
+@pytest.mark.parametrize("text", ["80", "80G", "", " ", "-1GB", "0GB", "iB", "1iB", "GiB", "80Gbit"])
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match="--memory"):
         bytes_of(text, "--memory")

@@ -11,9 +11,7 @@ BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 _SETTINGS = {"llama": planned.LLAMA, "gpt2": planned.GPT2, "mixtral": planned.MIXTRAL}
 
 
-def case(
-    model: str, stage: int, steps: int = 1, wish: dict[str, Any] | None = None, saves: bool = False, **config: Any
-) -> dict[str, Any]:
+def case(model: str, stage: int, steps: int = 1, wish: dict[str, Any] | None = None, saves: bool = False, **config: Any) -> dict[str, Any]:
     """Two samples of 16 tokens for a small model; every block is gathered anew in backward at stage 3."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 100, "stage3_max_reuse_distance": 0, **config.pop("zero", {})}
     whole = {"zero_optimization": zero, "optimizer": ADAM, "gradient_accumulation_steps": steps, "gradient_clipping": 1.0, **config}
