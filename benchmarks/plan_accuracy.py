@@ -5,7 +5,8 @@
 On the pretend accelerator (tests/pretend), whose allocator counts bytes, a plan of a device with torch's reference kernels is compared
 with the most that is allocated in the second optimizer step. On CPUs the bytes that a rank sends in an optimizer step are compared with
 those that the collectives count, and what it holds of parameters, masters and moments. Prints one row per combination and the worst;
-nothing is timed.
+nothing is timed. The pretend accelerator's network carries no messages between two ranks, so pipelines are compared on CPUs alone, in
+tests/plan.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from benchmarks.tables import ResultTable
 from tests.support import planned
 
 WORLD = 2
-_AXES = {"expert_parallel": f", experts over {WORLD}", "pipeline": f", pipeline of {WORLD}"}
 _AT_ONCE = 9  # combinations that share the start of their processes
 SMALL = {"vocab_size": 503, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LLAMA = {**SMALL, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 256}
@@ -40,7 +40,7 @@ FOREACH = {"type": "AdamW", "params": {"lr": 1e-3, "foreach": True}}  # the pret
 
 
 def combinations() -> list[dict[str, Any]]:
-    """Six models x stages x recomputation, offload of the optimizer or of all, experts and layers over both ranks; micro-batches in turn."""
+    """Six models x stages x recomputation, offload of the optimizer or of all, experts over both ranks; micro-batches in turn."""
     found = []
     dense = [model for model in MODELS if model != "mixtral"]
     for number, (model, stage) in enumerate(itertools.product(dense, (0, 1, 2, 3))):
@@ -51,8 +51,6 @@ def combinations() -> list[dict[str, Any]]:
             found.append(_case(model, stage, 2, False, {f"offload_{name}": {"device": "cpu"} for name in offload}))
     for stage, checkpointing in ((1, False), (3, True)):
         found.append(_case("mixtral", stage, 2, checkpointing, {}, expert_parallel={"enabled": True, "autoep_size": WORLD}))
-    for model, stage, checkpointing in (("llama", 1, False), ("gpt2", 2, True)):
-        found.append(_case(model, stage, 4, checkpointing, {}, pipeline={"stages": WORLD}))
     return found
 
 
@@ -79,16 +77,15 @@ def name_of(case: dict[str, Any]) -> str:
     zero = case["config"]["zero_optimization"]
     offload = "".join(f", {name} on the host" for name in ("optimizer", "param") if f"offload_{name}" in zero)
     recomputes = ", recomputes" if case["wish"]["checkpointing"] else ""
-    axes = "".join(words for section, words in _AXES.items() if section in case["config"])
-    return f"{case['model']}, stage {zero['stage']}, micro-batch {case['samples']}{recomputes}{offload}{axes}"
+    experts = f", experts over {WORLD}" if "expert_parallel" in case["config"] else ""
+    return f"{case['model']}, stage {zero['stage']}, micro-batch {case['samples']}{recomputes}{offload}{experts}"
 
 
 def differing_of(cases: list[dict[str, Any]]) -> list[str]:
     """Names of those whose bytes sent, or held of parameters, masters and moments, on CPUs are not the planned ones."""
     found = []
-    for case, *ranks in zip(cases, *planned.run_all(cases, WORLD), strict=True):
+    for case, held in zip(cases, planned.run_real(cases, WORLD), strict=True):
         told = planned.plan(case["model"], case["settings"], case["config"], WORLD, case["samples"], case["length"], **case["wish"])
-        held = ranks[told.stage]  # of a pipeline the stage that is told of; of ranks that are alike the first
         kinds, traffic = told.by_kind(), told.to_dict()["sent_bytes_per_step"]
         same = all(kinds[kind] == held[kind] for kind in ("parameters", "masters", "moments")) and traffic["node"] == held["sent"]
         found += [] if same else [name_of(case)]
