@@ -53,21 +53,22 @@ def config_of(case: dict[str, Any]) -> dict[str, Any]:
 
 def predicted(cases: Sequence[dict[str, Any]]) -> list[float]:
     """Seconds per step of each, by the roofline."""
+    from hf_zero.plan.cluster import Cluster, Load
     from hf_zero.plan.command import settled
     from hf_zero.plan.costs import costs_of
     from hf_zero.plan.measure import measure
     from hf_zero.plan.models import ModelWish, build_model
-    from hf_zero.plan.prediction import Hardware, predict
+    from hf_zero.plan.prediction import Hardware
     from hf_zero.plan.rates import rates_of
-    from hf_zero.plan.run import Cluster, Load, observe_step
+    from hf_zero.plan.stages import plan_step
 
     rates = rates_of({}, measure({}, WORLD, on_host=True), WORLD, on_host=True)
     cluster = Cluster(WORLD, WORLD, on_host=True)
     found = []
     for case in cases:
         model = build_model(ModelWish("llama", SETTINGS, checkpointing=case["recomputes"]))
-        seen = observe_step(model, settled(config_of(case)), cluster, Load(case["micro_batch"], LENGTH))
-        found.append(rates.seconds(costs_of(predict(seen, cluster, Hardware()))))
+        told = plan_step(model, settled(config_of(case)), cluster, Load(case["micro_batch"], LENGTH), Hardware())
+        found.append(rates.seconds(costs_of(told)))
     return found
 
 

@@ -121,10 +121,10 @@ def _source(text: str) -> tuple[str, Any]:
 
 
 def _size(text: str) -> int:
-    from hf_zero.checkpoint.model.model_files import bytes_of
+    from hf_zero.system.sizes import bytes_of
 
     try:
-        return bytes_of(text)
+        return bytes_of(text, "max_shard_size", bare=True)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -107,10 +107,11 @@ def init_distributed(
         log_rank0("process group: backend %s, %d rank(s), timeout %s", backend, dist.get_world_size(), timeout)
 
 
-def pretend_distributed(ranks: int, device: torch.device) -> None:
-    """Makes this process rank 0 of a default group whose other ranks are not there, for a plan.
+def pretend_distributed(rank: int, ranks: int, device: torch.device) -> None:
+    """Makes this process ``rank`` of a default group whose other ranks are not there, for a plan.
 
     Args:
+        rank: Which.
         ranks: Of the group.
         device: That collectives are asked for on, beside the CPU.
     """
@@ -118,4 +119,4 @@ def pretend_distributed(ranks: int, device: torch.device) -> None:
 
     kinds = dict.fromkeys(("cpu", device.type))
     dist.Backend.register_backend(FAKE, fake_pg._create_fake_pg, extended_api=True, devices=list(kinds))
-    dist.init_process_group(",".join(f"{kind}:{FAKE}" for kind in kinds), store=fake_pg.FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group(",".join(f"{kind}:{FAKE}" for kind in kinds), store=fake_pg.FakeStore(), rank=rank, world_size=ranks)

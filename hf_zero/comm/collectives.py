@@ -16,7 +16,7 @@ from hf_zero.comm.process_groups import host_device, serving_backend
 from hf_zero.comm.roll_call import call_roll
 from hf_zero.comm.topology import Topology
 from hf_zero.errors import CollectiveError
-from hf_zero.system.planning import planning
+from hf_zero.system.planning import planning, told_by
 
 TAGS = 1 << 16  # back ends number their own messages below
 _VOTE = TAGS + 1  # tag of votes
@@ -187,8 +187,10 @@ class Collectives(ABC):
     def broadcast_object(self, value: Any, source: int, unit: str) -> Any:
         """Returns rank ``source``'s ``value`` (built-in containers and scalars) on every rank."""
         label = observe.note("broadcast_object", unit)
-        if self.world == 1 or planning():
+        if self.world == 1:
             return value
+        if planning():
+            return told_by(self.rank == source, value, unit)
         box = [value]
         self.launch(label, lambda: dist.broadcast_object_list(box, group=self.topology.group, group_src=source))
         return box[0]

@@ -17,13 +17,16 @@ class Link:
 
     What is sent stays alive until ``settle``. A back end of the host that serves a device carries copies on the host.
 
-    Args:
+    Attributes:
         axis: The ranks.
+
+    Args:
+        axis: As the attribute.
     """
 
     def __init__(self, axis: Collectives) -> None:
         topology = axis.topology
-        self._axis = axis
+        self.axis = axis
         self._group = topology.group
         self._device = topology.device
         self._by_host = topology.device.type != "cpu" and serving_backend(topology.group, topology.device) == "gloo"
@@ -34,7 +37,8 @@ class Link:
         for tensor in tensors:
             value = tensor.detach().contiguous()
             value = value.cpu() if self._by_host else value
-            work = self._axis.launch(f"send {label}", partial(dist.isend, value, group=self._group, group_dst=target))
+            self.axis.sent_bytes += value.nbytes
+            work = self.axis.launch(f"send {label}", partial(dist.isend, value, group=self._group, group_dst=target))
             self._under_way.append((work, value))
 
     def receive(self, like: Sequence[torch.Tensor], source: int, label: str) -> list[torch.Tensor]:
@@ -43,8 +47,8 @@ class Link:
         for meta in like:
             place = torch.empty(meta.shape, dtype=meta.dtype, device="cpu" if self._by_host else self._device)
 
-            work = self._axis.launch(f"receive {label}", partial(dist.irecv, place, group=self._group, group_src=source))
-            self._axis.launch(f"receive {label}", work.wait)
+            work = self.axis.launch(f"receive {label}", partial(dist.irecv, place, group=self._group, group_src=source))
+            self.axis.launch(f"receive {label}", work.wait)
             found.append(place.to(self._device))
         return found
 
@@ -52,4 +56,4 @@ class Link:
         """Returns when all that was sent has left."""
         while self._under_way:
             work, _ = self._under_way.pop()
-            self._axis.launch(f"send {label}", work.wait)
+            self.axis.launch(f"send {label}", work.wait)

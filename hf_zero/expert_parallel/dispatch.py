@@ -14,6 +14,7 @@ import torch
 from hf_zero.comm.collectives import Collectives
 from hf_zero.expert_parallel.exchange import exchange, tie
 from hf_zero.expert_parallel.shared_tokens import SharedTokens
+from hf_zero.system.planning import planning
 
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(tokens (n, width), counts (ranks, experts here)) -> results (n, width). Tokens lie by rank of origin, and by expert within one."""
@@ -70,12 +71,21 @@ def send_to_experts(shares: Shares, rows: torch.Tensor, counts: torch.Tensor, tr
     if shares.watched and torch.is_grad_enabled():
         shares.seen = counts.clone() if shares.seen is None else shares.seen.add_(counts)
     coming = group.exchange(told.contiguous(), f"{label}: tokens for each expert").received()
-    sends, receives = torch.stack([told.sum(dim=1), coming.sum(dim=1)]).tolist()  # the one time that the host waits
+    if planning():
+        sends, receives = _evenly(len(rows), world, group.rank)
+    else:
+        sends, receives = torch.stack([told.sum(dim=1), coming.sum(dim=1)]).tolist()  # the one time that the host waits
     tokens = exchange(group, rows[: sum(sends)], sends, receives, f"{label}: tokens")
     results = compute(tokens, coming) if sum(receives) else torch.zeros_like(tokens)
     if torch.is_grad_enabled() and tokens.requires_grad:
         results = tie(results, tokens)
     return exchange(group, results, receives, sends, f"{label}: results", trained)
+
+
+def _evenly(rows: int, world: int, rank: int) -> tuple[list[int], list[int]]:
+    """What ``rank`` sends to and receives from each of ``world`` ranks that are alike, where tokens spread evenly."""
+    sends = [rows // world + (peer < rows % world) for peer in range(world)]
+    return sends, [sends[rank]] * world
 
 
 def combine(results: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from hf_zero.pipeline.plan import PipelinePlan, Placement
 from hf_zero.pipeline.schedules import FOLDED, check_schedule
 from hf_zero.pipeline.self_divided import DividesItself, equal_where_shared, schedule_of
 from hf_zero.pipeline.templates import Templates
+from hf_zero.system.planning import looking_aside, planning, with_values
 from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
 from hf_zero.tensor_parallel.split import equal_weights
 from hf_zero.tensor_parallel.trace import skeleton
@@ -98,7 +99,8 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
     if isinstance(model, DividesItself):
         return Pipeline(model.pipeline_plan(), Placement(pipe.world, pipe.world), model, pipe.ranks, None, schedule_of(settings))
     collectives = open_collectives(topology.model or pipe)
-    whole = skeleton(model)
+    with looking_aside():
+        whole = skeleton(model)
     each, schedule = settings.stages_per_rank, settings.schedule
     check_schedule(schedule, each)
     placement = Placement(each * pipe.world, pipe.world, schedule in FOLDED)
@@ -110,9 +112,10 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
 def _agree(collectives: Collectives, model: nn.Module, stages: int, method: str) -> PipelinePlan:
     """The plan that the first rank makes, on every rank; an error in it is every rank's error."""
     made: tuple[str, Any] = ("", None)
-    if collectives.rank == 0:
+    if collectives.rank == 0 or planning():  # where the first rank is not there
         try:
-            made = ("plan", make_plan(model, stages, method).to_dict())
+            with looking_aside():
+                made = ("plan", make_plan(model, stages, method).to_dict())
         except (ConfigError, UnsupportedError) as error:
             made = (type(error).__name__, str(error))
     kind, content = collectives.broadcast_object(made, 0, "pipeline plan")
@@ -164,7 +167,8 @@ def divide_layers(model: nn.Module, pipeline: Pipeline, topology: Topology) -> N
 
 def _plan_for(pipeline: Pipeline, given: Mapping[str, Any]) -> PipelinePlan:
     """The plan for a call with other arguments than the one that the model was divided by."""
-    return replan(pipeline.skeleton, pipeline.plan, given)
+    with looking_aside():
+        return replan(pipeline.skeleton, pipeline.plan, with_values(dict(given)))
 
 
 def _keep(param: nn.Parameter, holders: tuple[int, ...], pipe: Topology, tensor_ranks: int) -> None:

@@ -42,6 +42,7 @@ class PipelinedForward:
 
     Attributes:
         begin_backward: Called with the number of parts before gradients reach parameters; the engine's.
+        parts: Into how many the last batch was divided.
 
     Args:
         own: This rank's stages.
@@ -60,6 +61,7 @@ class PipelinedForward:
         plan_for: Callable[[Mapping[str, Any]], PipelinePlan],
     ) -> None:
         self.begin_backward: Callable[[int], None] = lambda parts: None
+        self.parts = 1
         self._own = own
         self._pipe = pipe
         self._link = Link(pipe)
@@ -92,8 +94,8 @@ class PipelinedForward:
         rows = micro_batches.rows_of(given)
         count = micro_batches.count_for(rows, self._wanted, self._pipe.world)
         kind = self._kind_of(given, count)
-        count = count if kind.weighs is not None else 1
-        parts = micro_batches.split(given, count)
+        self.parts = count if kind.weighs is not None else 1
+        parts = micro_batches.split(given, self.parts)
         passes = Passes(self._own, kind.plan, self._link, self.begin_backward)
         results = passes.forward(self._original, parts)
         weights = micro_batches.weights_of(parts, kind.weighs or "sum")

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_zero.errors import UnsupportedError
 from hf_zero.pipeline.trees import map_tensors, without_values
+from hf_zero.system.planning import looking_aside, with_values
 from hf_zero.tensor_parallel.call_arguments import tensors_in
 from hf_zero.tensor_parallel.trace import answer_function, plain_index, valueless
 
@@ -44,7 +45,8 @@ class Templates:
         own = {**dict(self._skeleton.named_parameters()), **dict(self._skeleton.named_buffers())}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name in own and own[name].dtype != tensor.dtype:
-                own[name].data = torch.empty(own[name].shape, dtype=tensor.dtype, device="meta")
+                with looking_aside():
+                    own[name].data = torch.empty(own[name].shape, dtype=tensor.dtype, device="meta")
                 self._known.clear()
 
     def result(self, path: str, args: Any, kwargs: Any) -> Any:
@@ -58,7 +60,8 @@ class Templates:
             return without_values(given[0])
         key = (path, *((tuple(tensor.shape), tensor.dtype) for tensor in given))
         if key not in self._known:
-            self._known[key] = found = self._run(path, args, kwargs)
+            with looking_aside():
+                self._known[key] = found = self._run(path, with_values(args), with_values(kwargs))
             alike = isinstance(found, torch.Tensor) and given and (found.shape, found.dtype) == (given[0].shape, given[0].dtype)
             if alike and given[0].dim() > 2:
                 self._keeps_shape.add(path)

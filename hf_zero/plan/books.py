@@ -159,7 +159,7 @@ class Books(TorchDispatchMode):
     def _see(self, tensor: FakeTensor) -> None:
         memory = tensor.untyped_storage()
         key = memory._cdata
-        if key in self._storages:
+        if key in self._storages or tensor.fake_device.type == "meta":
             return
         shape, dtype, nbytes = tuple(tensor.shape), tensor.dtype, memory.nbytes()
         tier = place() or ("device" if tensor.fake_device.type == self.device.type else "host")

@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_zero.config.mesh import requested_experts, requested_slices
+from hf_zero.config.mesh import requested_experts, requested_slices, requested_stages
 from hf_zero.errors import ConfigError
 
 STAGES = (0, 1, 2, 3)
-AXES = ("replicas", "tensor", "sequence", "experts")
+AXES = ("replicas", "tensor", "sequence", "experts", "pipeline")
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,28 @@ class Layout:
         tensor: Ranks that hold one model together.
         sequence: Ranks that share sequences.
         experts: Ranks that hold all experts between them.
+        pipeline: Ranks that hold the layers between them.
         shard_group: Ranks that hold everything once between them; 0 for all data-parallel ranks.
     """
 
     tensor: int = 1
     sequence: int = 1
     experts: int = 1
+    pipeline: int = 1
     shard_group: int = 0
 
+    @property
+    def sharing(self) -> int:
+        """Ranks that train on the same samples."""
+        return self.tensor * self.sequence * self.pipeline
+
     def __str__(self) -> str:
-        said = (("tensor parallel", self.tensor), ("sequence parallel", self.sequence), ("expert parallel", self.experts))
+        said = (
+            ("tensor parallel", self.tensor),
+            ("sequence parallel", self.sequence),
+            ("expert parallel", self.experts),
+            ("pipeline stages", self.pipeline),
+        )
         words = [f"{name} {size}" for name, size in said if size > 1]
         return ", ".join([*words, *([f"shard groups of {self.shard_group}"] if self.shard_group else [])])
 
@@ -126,7 +138,7 @@ class Space:
 
     def micro_batches(self, layout: Layout) -> list[int]:
         """Sizes of a micro-step that make the global batch, from the smallest; none where it does not divide."""
-        copies = self.ranks // (layout.tensor * layout.sequence)
+        copies = self.ranks // layout.sharing
         if self.global_batch % copies:
             return []
         each = self.global_batch // copies
@@ -134,7 +146,7 @@ class Space:
 
     def candidate(self, family: Family, micro_batch: int) -> Candidate:
         """``family`` with so many samples at a time."""
-        copies = self.ranks // (family.layout.tensor * family.layout.sequence)
+        copies = self.ranks // family.layout.sharing
         return Candidate(family, micro_batch, self.global_batch // copies // micro_batch)
 
     def config(self, candidate: Candidate) -> dict[str, Any]:
@@ -157,6 +169,8 @@ class Space:
             config["sequence_parallel_size"] = layout.sequence
         if layout.experts > 1:
             config["expert_parallel"] = {**config.get("expert_parallel", {}), "enabled": True, "autoep_size": layout.experts}
+        if layout.pipeline > 1:
+            config["pipeline"] = {**config.get("pipeline", {}), "stages": layout.pipeline}
         config["train_batch_size"] = self.global_batch
         config["train_micro_batch_size_per_gpu"] = candidate.micro_batch
         config["gradient_accumulation_steps"] = candidate.accumulation
@@ -169,7 +183,7 @@ def layouts_of(base: Mapping[str, Any], ranks: int, ranks_per_node: int, axes: C
     Args:
         base: The configuration.
         ranks: Of all nodes.
-        ranks_per_node: Of one; tensor-parallel, sequence-parallel and expert-parallel ranks stay in it.
+        ranks_per_node: Of one; tensor-parallel, sequence-parallel and expert-parallel ranks stay in it, stages need not.
         axes: Of ``AXES``, which to try.
     """
     zero, split = base.get("zero_optimization", {}), base.get("tensor_parallel", {})
@@ -177,13 +191,16 @@ def layouts_of(base: Mapping[str, Any], ranks: int, ranks_per_node: int, axes: C
         max(1, int(split.get("autotp_size") or 1)),
         requested_slices(base),
         requested_experts(base),
+        requested_stages(base),
         max(0, int(zero.get("mics_shard_size", 0))),
     )
     if given != Layout():
         return [given]
     sizes = [size for size in range(2, ranks_per_node + 1) if ranks_per_node % size == 0]
+    stages = [size for size in range(2, max(ranks_per_node, ranks // ranks_per_node) + 1) if ranks % size == 0]
     found = [Layout(), *([Layout(shard_group=ranks_per_node)] if "replicas" in axes and ranks > ranks_per_node > 1 else [])]
-    return found + [Layout(**{axis: size}) for axis in AXES if axis in axes and axis != "replicas" for size in sizes]
+    found += [Layout(**{axis: size}) for axis in ("tensor", "sequence", "experts") if axis in axes for size in sizes]
+    return found + [Layout(pipeline=size) for size in stages if "pipeline" in axes]
 
 
 def tiers_of(on_host: bool, nvme_path: str) -> list[Tier]:
@@ -216,7 +233,7 @@ def require_batch(space: Space) -> None:
     """
     if any(space.micro_batches(layout) for layout in space.layouts):
         return
-    copies = sorted({space.ranks // (layout.tensor * layout.sequence) for layout in space.layouts})
+    copies = sorted({space.ranks // layout.sharing for layout in space.layouts})
     wanted = f" in micro batches of {space.micro_batch}" if space.micro_batch else ""
     raise ConfigError(
         f"--global-batch {space.global_batch} cannot be made{wanted} by {' or '.join(map(str, copies))} data-parallel ranks: "

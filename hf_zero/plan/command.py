@@ -88,10 +88,11 @@ def _answer_fsdp(options: argparse.Namespace) -> int:
 
 def _wish(options: argparse.Namespace) -> fit.Wish:
     """What the flags say of the model and the machine."""
+    from hf_zero.plan.cluster import Cluster
     from hf_zero.plan.models import ModelWish
     from hf_zero.plan.prediction import Hardware
-    from hf_zero.plan.quantities import bytes_of, bytes_per_second_of
-    from hf_zero.plan.run import Cluster
+    from hf_zero.plan.quantities import bytes_per_second_of
+    from hf_zero.system.sizes import bytes_of
 
     for flag in ("ranks", "ranks_per_node", "micro_batch", "sequence", "tflops"):
         value = getattr(options, flag)
@@ -112,15 +113,15 @@ def _wish(options: argparse.Namespace) -> fit.Wish:
 
 
 def _predict(options: argparse.Namespace, wish: fit.Wish) -> Prediction:
+    from hf_zero.plan.cluster import Load
     from hf_zero.plan.models import build_model
-    from hf_zero.plan.prediction import predict
-    from hf_zero.plan.run import Load, observe_step
+    from hf_zero.plan.stages import plan_step
 
     if options.config is None:
         raise ConfigError("--config is missing: the configuration to plan, or --fit to search for one")
     config = settled(options.config, options.micro_batch)
     load = Load(config[_MICRO], options.sequence)
-    return predict(observe_step(build_model(wish.model), config, wish.cluster, load, options.attention), wish.cluster, wish.hardware)
+    return plan_step(build_model(wish.model), config, wish.cluster, load, wish.hardware, options.attention)
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
 from hf_zero.core.holdings import TIERS
-from hf_zero.plan.prediction import Prediction
+from hf_zero.plan.prediction import Prediction, bubble_of
 from hf_zero.plan.run import MicroStep
 
 _OWNED = ("masters", "moments")
@@ -49,6 +49,8 @@ class Costs:
         on_host: Bytes of masters and moments that rest on the host, away from the device.
         on_disk: Those that rest in files.
         file_parameters: Bytes of parameters in files.
+        bubble: How long a rank waits for other stages of a pipeline, as a share of its micro-steps.
+        owned: Bytes of masters and moments, wherever they rest.
     """
 
     device: float
@@ -59,43 +61,47 @@ class Costs:
     on_host: float
     on_disk: float
     file_parameters: float
+    bubble: float = 0.0
+    owned: float = 0.0
 
 
 def costs_of(prediction: Prediction) -> Costs:
-    """The numbers of a plan."""
-    seen, peaks = prediction.observation, prediction.peaks
+    """The numbers of a plan; of a pipeline each of the stage that has most of it."""
+    stages, peaks = prediction.stages, prediction.peaks
     host, disk = peaks["host"].alive, peaks["disk"].alive
     away = 0 if prediction.cluster.on_host else sum(host["host", kind] for kind in _OWNED)
     files = sum(disk["disk", kind] for kind in _OWNED)
+    owned = sum(prediction.by_kind()[kind] for kind in _OWNED)
     sizes = [peaks[tier].nbytes for tier in TIERS]
-    return Costs(sizes[0], sizes[1], sizes[2], _part(seen.accumulated()), _part(seen.update), away, files, disk["disk", "parameters"])
+    micro, update = _part([one.accumulated() for one in stages]), _part([one.update for one in stages])
+    return Costs(sizes[0], sizes[1], sizes[2], micro, update, away, files, disk["disk", "parameters"], bubble_of(stages), owned)
 
 
-def _part(step: MicroStep) -> Part:
-    work, sent = step.work, step.sent
-    return Part(work.flops, work.read, work.moved, work.operations, sent.node, sent.network, sent.calls)
+def _part(steps: Iterable[MicroStep]) -> Part:
+    rows = [(*astuple(step.work), *astuple(step.sent)) for step in steps]
+    flops, read, moved, operations, node, network, calls = map(max, zip(*rows, strict=True))
+    return Part(flops, read, moved, operations, node, network, calls)
 
 
 def extrapolated(costs: Sequence[Costs], blocks: int) -> Costs | None:
-    """What follows for ``blocks`` more blocks than in the last of three plans whose sizes differ by one block each.
+    """What follows for ``blocks`` more blocks than in the last of three plans (or two) whose sizes differ by one block each.
 
     [Note: few blocks] Blocks that are alike take alike bytes and operations, so what a moment of a step holds is a line over the number of
     blocks, and what is sent and computed is one too. A peak is the largest of such lines: convex. Where three sizes in a row lie
     on a line, the peak of a larger model is on that line or above it. So what is said not to fit does not; what is said to fit is
-    planned whole before it is shown.
+    planned whole before it is shown. Where three have lain on a line for some samples, two say it for others.
 
     Returns:
         None where the three do not lie on a line.
     """
-    first, second, third = (_flat(one) for one in costs)
     found = []
-    for a, b, c in zip(first, second, third, strict=True):
-        if not math.isclose(c - b, b - a, rel_tol=1e-9, abs_tol=1e-9 * max(1.0, abs(c))):
+    for *before, b, c in zip(*map(_flat, costs), strict=True):
+        if before and not math.isclose(c - b, b - before[0], rel_tol=1e-9, abs_tol=1e-9 * max(1.0, abs(c))):
             return None
         found.append(c + blocks * (c - b))
     width = len(Part.__dataclass_fields__)
     micro, update, away = Part(*found[3 : 3 + width]), Part(*found[3 + width : 3 + 2 * width]), found[3 + 2 * width :]
-    return Costs(found[0], found[1], found[2], micro, update, away[0], away[1], away[2])
+    return Costs(found[0], found[1], found[2], micro, update, *away)
 
 
 def _flat(costs: Costs) -> list[float]:

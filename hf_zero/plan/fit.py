@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from hf_zero.errors import ConfigError
 
 if TYPE_CHECKING:
+    from hf_zero.plan.cluster import Cluster
     from hf_zero.plan.models import ModelWish
     from hf_zero.plan.prediction import Hardware
     from hf_zero.plan.rates import Rates
-    from hf_zero.plan.run import Cluster
     from hf_zero.plan.search import Answer, Fitting, Planner
 
 _RATES = ("memory", "host-link", "host-memory", "disk")
@@ -45,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("search", "with --fit; --config is then what all configurations have in common, and may be left out")
     group.add_argument("--fit", action="store_true", help="find what fits and is fastest: stage, micro batch, offload, recomputation, axes")
     group.add_argument("--global-batch", type=int, metavar="N", help="samples of an optimizer step, of all ranks and micro-steps together")
-    group.add_argument("--axes", metavar="LIST", help="ways to divide ranks: none, or of replicas,tensor,sequence,experts (default all)")
+    group.add_argument(
+        "--axes", metavar="LIST", help="ways to divide ranks: none, or of replicas,tensor,sequence,experts,pipeline (default all)"
+    )
     group.add_argument("--nvme-path", default="", metavar="DIR", help="try offload to files in this folder of every node too")
     group.add_argument("--measure", action="store_true", help="time matrix products, memory and collectives on this machine first")
     group.add_argument("--rate", action="append", default=[], metavar="NAME=RATE", help="memory, host-link, host-memory or disk: 12Tbit")
@@ -79,7 +83,10 @@ def run(options: argparse.Namespace, wish: Wish) -> int:
     if options.write is not None:
         places(options.write)  # said before the search, which takes long
     rates = _rates(options, wish, planner.space.base)
-    answer = Search(planner, rates).run()
+    gc.collect()
+    gc.freeze()  # what is imported need not be looked at after each of many runs
+    with _shown(planner):
+        answer = Search(planner, rates).run()
     if options.json:
         print(json.dumps(_to_dict(answer, planner, rates), indent=2))
     else:
@@ -114,7 +121,7 @@ def _planner(options: argparse.Namespace, wish: Wish) -> Planner:
     tiers = tiers_of(cluster.on_host, options.nvme_path)
     space = Space(base, cluster.ranks, options.global_batch, layouts, tiers, options.micro_batch, options.nvme_path)
     require_batch(space)
-    return Planner(space, blocks, cluster, limits, options.sequence, options.attention, wish.settle, _teller())
+    return Planner(space, blocks, cluster, limits, options.sequence, options.attention, wish.settle)
 
 
 def _axes(text: str | None, experts: bool) -> list[str]:
@@ -131,11 +138,17 @@ def _axes(text: str | None, experts: bool) -> list[str]:
     return axes
 
 
-def _teller() -> Callable[[str], None]:
-    """Shows on a terminal what is being planned."""
-    if not sys.stderr.isatty():
-        return lambda text: None
-    return lambda text: print(f"\r\033[Kplanning {text}"[:150], end="\r", file=sys.stderr, flush=True)
+@contextmanager
+def _shown(planner: Planner) -> Iterator[None]:
+    """A context in which a terminal shows how far the search is."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(bar_width=30), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("", total=1.0)
+        planner.told = lambda text, done: progress.update(task, description=text, completed=done)
+        yield
 
 
 def _rates(options: argparse.Namespace, wish: Wish, base: Mapping[str, Any]) -> Rates:
@@ -151,7 +164,7 @@ def _rates(options: argparse.Namespace, wish: Wish, base: Mapping[str, Any]) -> 
             raise ConfigError(f"--rate {text!r} is not NAME=RATE with one of {', '.join(_RATES)}; such as --rate memory=12Tbit")
         given[name] = bytes_per_second_of(value, f"--rate {name}")
     measured = measure(base, cluster.ranks_per_node, cluster.on_host) if options.measure else {}
-    return rates_of(given, measured, min(cluster.ranks, cluster.ranks_per_node), cluster.on_host)
+    return rates_of(given, measured, cluster.near, cluster.on_host)
 
 
 # -- what is said ---------------------------------------------------------------------------------------------------------

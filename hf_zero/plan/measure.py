@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero import observe
@@ -20,7 +20,6 @@ from hf_zero.errors import ConfigError, StateError
 _SECONDS = 0.2  # that one thing is repeated for, at least
 _TIMES = 3
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_WAIT = 300.0
 
 
 def measure(config: Mapping[str, Any], ranks: int, on_host: bool) -> dict[str, float]:
@@ -35,54 +34,41 @@ def measure(config: Mapping[str, Any], ranks: int, on_host: bool) -> dict[str, f
 
     Raises:
         ConfigError: Without ``on_host`` and without a device.
-        StateError: A rank ended without an answer.
+        StateError: A rank failed.
     """
     if not on_host and not torch.cuda.is_available():
         raise ConfigError("--measure times the machine at hand, and it has no CUDA device: measure on one that has, or give --device cpu")
     count = max(1, min(ranks, (os.cpu_count() or 1) if on_host else torch.cuda.device_count()))
     dtype = next((name for name in _DTYPES if config.get(name, {}).get("enabled") is True), "")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    started = [_start(rank, count, dtype, on_host, port) for rank in range(count)]
-    found = []
+    settings = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id="hf_zero_measure",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="spawn",
+    )
     try:
-        for process, answers in started:
-            if not answers.poll(_WAIT):
-                raise StateError(f"--measure: a rank of {count} gave no answer within {_WAIT:.0f} s")
-            found.append(answers.recv())
-            process.join(_WAIT)
-    except EOFError:
-        raise StateError(f"--measure: a rank of {count} ended without an answer; what it printed is above") from None
-    finally:
-        for process, _ in started:
-            process.kill()
+        found = list(elastic_launch(settings, _rank)(dtype, on_host).values())
+    except ChildFailedError as error:
+        raise StateError(f"--measure: a rank of {count} failed; what it printed is above") from error
     worst: dict[str, Callable[..., float]] = {"latency": max, "operation": max}
     return {name: worst.get(name, min)(one[name] for one in found) for name in found[0]}
 
 
-def _start(rank: int, count: int, dtype: str, on_host: bool, port: int) -> tuple[Any, Any]:
-    context = multiprocessing.get_context("spawn")
-    answers, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_rank, args=(rank, count, dtype, on_host, port, theirs))
-    process.start()
-    theirs.close()  # so that the end of the process is the end of its answers
-    return process, answers
-
-
-def _rank(rank: int, count: int, dtype: str, on_host: bool, port: int, answers: Any) -> None:
-    """One rank: sends what it measured to ``answers``."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+def _rank(dtype: str, on_host: bool) -> dict[str, float]:
+    """What one rank measured."""
     observe.logger.setLevel("ERROR")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    count, place = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     if on_host:
         os.environ["ACCELERATE_USE_CPU"] = "true"
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
-    device = torch.device("cpu") if on_host else torch.device("cuda", rank)
+    device = torch.device("cpu") if on_host else torch.device("cuda", place)
     found = _alone(device, _DTYPES.get(dtype, torch.float32))
-    if count > 1:
-        found |= _together(count, device)
-    answers.send(found)
+    return found | (_together(count, device) if count > 1 else {})
 
 
 def _alone(device: torch.device, dtype: torch.dtype) -> dict[str, float]:

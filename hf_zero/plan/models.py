@@ -132,7 +132,7 @@ def _configuration(name: str, settings: dict[str, Any]) -> Any:
 def _require_known(kind: str, config_class: Any, settings: Mapping[str, Any]) -> None:
     """Configurations of transformers keep any name: one that they do not have would change nothing."""
     try:
-        known = {*dir(config_class()), *getattr(config_class, "attribute_map", {})}
+        known = {*dir(config_class()), *getattr(config_class, "attribute_map", {}), "experts_implementation"}
     except Exception:  # one that cannot be without its parts; what is wrong with them is said when it is built
         return
     for name in settings:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from hf_zero.core.holdings import KINDS, TIERS
 from hf_zero.plan.books import Change, Storage
+from hf_zero.plan.cluster import Cluster
 from hf_zero.plan.quantities import size_text
-from hf_zero.plan.run import Cluster, Observation
+from hf_zero.plan.run import Observation
 
 _SMALL = 1 << 20  # bytes of a host that nobody asks about
+COMPUTE, BUBBLE = "compute", "waiting for other stages"
 _SHOWN = 3  # largest things alive at the peak
 
 
@@ -58,22 +60,34 @@ class Prediction:
     """What a configuration will take.
 
     Attributes:
-        observation: What the engine did.
+        stages: What the engine did, on each stage of a pipeline; one where ranks are alike.
+        stage: Which of them holds most where ranks compute.
         cluster: The ranks.
         hardware: What there is.
-        peaks: By tier.
-        seconds: Of compute, sending inside the node and over the network; None where the hardware is not said.
+        peaks: By tier, of the stage with the most there.
+        seconds: Of compute, waiting for other stages, sending inside the node and over the network, of what the hardware is said of.
         reasons: Why it does not fit, or what the answer rests on.
         fits: Whether it fits into what is said of the hardware.
     """
 
-    observation: Observation
+    stages: tuple[Observation, ...]
+    stage: int
     cluster: Cluster
     hardware: Hardware
     peaks: dict[str, Peak]
     seconds: dict[str, float]
     reasons: tuple[str, ...]
     fits: bool
+
+    @property
+    def observation(self) -> Observation:
+        """Of the stage that holds most."""
+        return self.stages[self.stage]
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Of all ranks together."""
+        return sum(one.checkpoint_bytes for one in self.stages)
 
     @property
     def main(self) -> Peak:
@@ -85,8 +99,10 @@ class Prediction:
         return {kind: sum(self.main.alive[tier, kind] for tier in TIERS) for kind in KINDS}
 
     def seconds_per_step(self) -> float | None:
-        """Seconds of a step if all overlaps; None without operations per second."""
-        return max(self.seconds.values()) if "compute" in self.seconds else None
+        """Seconds of a step if all overlaps but waiting for other stages; None without operations per second."""
+        if COMPUTE not in self.seconds:
+            return None
+        return max(self.seconds[COMPUTE] + self.seconds.get(BUBBLE, 0.0), *(self.seconds.get(name, 0.0) for name in ("node", "network")))
 
     def to_dict(self) -> dict[str, object]:
         """What ``--json`` prints."""
@@ -96,24 +112,38 @@ class Prediction:
             "peak_bytes_per_rank": {tier: self.peaks[tier].nbytes for tier in TIERS},
             "by_kind": self.by_kind(),
             "sent_bytes_per_step": {"node": round(sent.node), "network": round(sent.network)},
-            "checkpoint_bytes": self.observation.checkpoint_bytes,
+            "checkpoint_bytes": self.checkpoint_bytes,
             "seconds_per_step": self.seconds_per_step(),
             "reasons": list(self.reasons),
         }
 
 
-def predict(observation: Observation, cluster: Cluster, hardware: Hardware) -> Prediction:
+def predict(stages: Sequence[Observation], cluster: Cluster, hardware: Hardware) -> Prediction:
     """Reads the books.
 
     Args:
-        observation: What the engine did.
+        stages: What the engine did, on each stage of a pipeline; one where ranks are alike.
         cluster: The ranks.
         hardware: What there is.
     """
-    peaks = {tier: _peak(observation, tier, cluster.on_host) for tier in TIERS}
+    found = {tier: [_peak(observation, tier, cluster.on_host) for observation in stages] for tier in TIERS}
+    mains = [peak.nbytes for peak in found["host" if cluster.on_host else "device"]]
+    stage = mains.index(max(mains))
+    peaks = {tier: max(ones, key=lambda peak: peak.nbytes) for tier, ones in found.items()}
     faults = _faults(peaks, cluster, hardware)
-    notes = _notes(peaks, cluster, hardware, observation) if not faults else []
-    return Prediction(observation, cluster, hardware, peaks, _seconds(observation, hardware), tuple(faults or notes), not faults)
+    reasons = faults or _notes(peaks, cluster, hardware, stages[stage])
+    if len(stages) > 1:
+        others = ", ".join(f"stage {index} {size_text(nbytes)}" for index, nbytes in enumerate(mains) if index != stage)
+        reasons.append(
+            f"told is stage {stage} of {len(stages)} (from 0), a rank of which holds {size_text(mains[stage])}, the most; {others}"
+        )
+    reasons += dict.fromkeys(text for one in stages for text in one.assumptions)
+    return Prediction(tuple(stages), stage, cluster, hardware, peaks, _seconds(stages, hardware), tuple(reasons), not faults)
+
+
+def bubble_of(stages: Sequence[Observation]) -> float:
+    """How long a stage waits for others, as a share of its own time: all parts go forward, then all back (arXiv 1811.06965)."""
+    return (len(stages) - 1) / stages[0].parts
 
 
 def tier_of(storage: Storage, on_host: bool) -> str:
@@ -168,7 +198,7 @@ def _faults(peaks: dict[str, Peak], cluster: Cluster, hardware: Hardware) -> lis
         kinds = Counter({kind: nbytes for (tier, kind), nbytes in device.alive.items() if tier == "device"}).most_common(3)
         most = ", ".join(f"{kind} {size_text(nbytes)}" for kind, nbytes in kinds)
         found.append(f"device memory: {size_text(device.nbytes)} at the peak ({device.label}) of {size_text(hardware.memory)}; {most}")
-    limit, near = host_limit(cluster, hardware), _near(cluster)
+    limit, near = host_limit(cluster, hardware), cluster.near
     if limit is not None and host.nbytes > limit:
         found.append(f"host memory: {near} ranks x {size_text(host.nbytes)} is more than the {size_text(near * limit)} of a node")
     return found
@@ -177,11 +207,7 @@ def _faults(peaks: dict[str, Peak], cluster: Cluster, hardware: Hardware) -> lis
 def host_limit(cluster: Cluster, hardware: Hardware) -> float | None:
     """Bytes of host memory that a rank may take: its share of the node's (``memory`` where ranks compute there); None is not said."""
     of_node = hardware.host_memory if hardware.host_memory is not None or not cluster.on_host else hardware.memory
-    return None if of_node is None else of_node / _near(cluster)
-
-
-def _near(cluster: Cluster) -> int:
-    return min(cluster.ranks, cluster.ranks_per_node)
+    return None if of_node is None else of_node / cluster.near
 
 
 def _notes(peaks: dict[str, Peak], cluster: Cluster, hardware: Hardware, observation: Observation) -> list[str]:
@@ -201,11 +227,14 @@ def _notes(peaks: dict[str, Peak], cluster: Cluster, hardware: Hardware, observa
     return notes
 
 
-def _seconds(observation: Observation, hardware: Hardware) -> dict[str, float]:
-    step = observation.per_step()
+def _seconds(stages: Sequence[Observation], hardware: Hardware) -> dict[str, float]:
+    """Of the stage with the most of each: all wait for the slowest."""
+    steps = [one.per_step() for one in stages]
+    most = max(step.work.flops for step in steps)
     rates: Sequence[tuple[str, float, float | None]] = (
-        ("compute", step.work.flops, hardware.flops),
-        ("node", step.sent.node, hardware.node_link),
-        ("network", step.sent.network, hardware.link),
+        (COMPUTE, most, hardware.flops),
+        *([(BUBBLE, most * bubble_of(stages), hardware.flops)] if len(stages) > 1 else []),
+        ("node", max(step.sent.node for step in steps), hardware.node_link),
+        ("network", max(step.sent.network for step in steps), hardware.link),
     )
     return {name: amount / rate for name, amount, rate in rates if rate is not None}

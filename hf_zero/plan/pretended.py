@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from hf_zero.comm.bootstrap import pretend_distributed
 from hf_zero.errors import StateError, UnsupportedError
-from hf_zero.system.planning import DEVICE, only_planning
+from hf_zero.plan.cluster import Cluster
+from hf_zero.system.planning import DEVICE, Told, only_planning
 
 
 class _Ordered:
@@ -123,28 +124,28 @@ def accelerator() -> torch.device:
 
 
 @contextmanager
-def pretended_world(ranks: int, ranks_per_node: int, on_host: bool) -> Iterator[torch.device]:
-    """This process as rank 0 of ``ranks``, on a device of its own; gives the device.
+def pretended_world(cluster: Cluster, rank: int = 0, told: Told | None = None) -> Iterator[torch.device]:
+    """This process as one of the ranks, on a device of its own; gives the device.
 
     Args:
-        ranks: Of all nodes.
-        ranks_per_node: Of one.
-        on_host: Ranks compute on the CPU.
+        cluster: The ranks.
+        rank: Which.
+        told: What the ranks of this world that were planned before have told.
 
     Raises:
         StateError: The process has a process group already.
     """
     if dist.is_initialized():
         raise StateError("a plan pretends a world of ranks, and this process has a process group already: plan in a process of its own")
-    device = torch.device("cpu") if on_host else accelerator()
-    settings = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(min(ranks, ranks_per_node)), "RANK": "0", "WORLD_SIZE": str(ranks)}
-    if on_host:
+    device = torch.device("cpu") if cluster.on_host else accelerator()
+    settings = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(cluster.near), "RANK": str(rank), "WORLD_SIZE": str(cluster.ranks)}
+    if cluster.on_host:
         settings["ACCELERATE_USE_CPU"] = "true"
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
-        with only_planning():
-            pretend_distributed(ranks, device)
+        with only_planning(told):
+            pretend_distributed(rank, cluster.ranks, device)
             try:
                 yield device
             finally:

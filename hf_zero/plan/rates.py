@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_zero.plan.costs import Costs, Part
 
@@ -83,8 +83,21 @@ class Rates:
         update too, but not the one with the other. On CPUs the same processors do all of it, so everything is added up. What overlaps
         costs a hundredth on top, which orders what is else alike.
         """
-        together = self._part(costs.micro), self._part(costs.update) + self._away(costs)
+        micro = tuple(seconds * (1 + costs.bubble) for seconds in self._part(costs.micro))
+        together = micro, self._part(costs.update) + self._away(costs)
         return sum(sum(part) if self.on_host else max(part) + 0.01 * (sum(part) - max(part)) for part in together)
+
+    def least(self, flops: float, bubble: float, on_host: float, on_disk: float) -> float:
+        """Seconds below which no optimizer step stays that computes and updates so much, whatever else it does.
+
+        Args:
+            flops: Operations of a rank.
+            bubble: As in ``Costs``.
+            on_host: Bytes of masters and moments of a rank that rest on the host, away from the device.
+            on_disk: Those that rest in files.
+        """
+        none = Part(0, 0, 0, 0, 0, 0, 0)
+        return self.seconds(Costs(0, 0, 0, replace(none, flops=flops), none, on_host, on_disk, 0, bubble))
 
     def _part(self, part: Part) -> tuple[float, ...]:
         compute = part.flops / (self["tflops"] * 1e12) + part.read / self["memory"]

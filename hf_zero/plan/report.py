@@ -53,7 +53,7 @@ def lines_of(prediction: Prediction) -> list[str]:
     lines.append(f"sent by a rank per step: {size_text(step.sent.node)} inside its node, {size_text(step.sent.network)} to other nodes")
     lines.append(f"computed by a rank per step: {step.work.flops / 1e12:.4g} TFLOP")
     lines += [f"  {name}: {seconds:.4g} s" for name, seconds in prediction.seconds.items()]
-    lines.append(f"a checkpoint: {size_text(observation.checkpoint_bytes)} on disk")
+    lines.append(f"a checkpoint: {size_text(prediction.checkpoint_bytes)} on disk")
     if observation.sharded:
         lines.append(f"generate() adds: {size_text(observation.whole_bytes)} where it gathers the whole model, and its cache")
         lines.append(f"saving adds: {size_text(observation.largest_unit_bytes)}, one unit at a time")

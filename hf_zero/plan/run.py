@@ -1,4 +1,4 @@
-"""One optimizer step of the real engine over tensors without values."""
+"""One optimizer step of one rank: the real engine over tensors without values."""
 
 from __future__ import annotations
 
@@ -15,47 +15,29 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from hf_zero import observe
 from hf_zero.comm.collectives import Collectives, Pending
+from hf_zero.comm.link import Link
 from hf_zero.comm.topology import Topology
-from hf_zero.config.mesh import requested_slices, requested_stages
+from hf_zero.config.mesh import requested_slices
 from hf_zero.core.holdings import holdings, loose_tensors
-from hf_zero.deepspeed.initialize import initialize
 from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
+from hf_zero.expert_parallel.apply import shares_of
+from hf_zero.integrations.attach import initialize
+from hf_zero.pipeline.forward import pipelined
 from hf_zero.plan.attention import device_attention
 from hf_zero.plan.books import NOWHERE, Books, Change, Work
+from hf_zero.plan.checkpoint_size import checkpoint_bytes
+from hf_zero.plan.cluster import Cluster, Load
 from hf_zero.plan.models import PlannedModel, give_memory, loss_of
 from hf_zero.plan.pretended import pretended_world
-from hf_zero.system.planning import placed
+from hf_zero.system.planning import Told, placed
 
 _MOST_MICRO_STEPS = 3  # the first, those between, which are alike, and the last
 _MOVING = ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_in_order", "exchange", "exchange_parts", "broadcast", "largest_of")
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """The ranks.
-
-    Attributes:
-        ranks: Of all nodes.
-        ranks_per_node: Of one node.
-        on_host: Ranks compute on CPUs.
-    """
-
-    ranks: int
-    ranks_per_node: int
-    on_host: bool = False
-
-
-@dataclass(frozen=True)
-class Load:
-    """What a rank trains on.
-
-    Attributes:
-        micro_batch: Samples of a micro-step.
-        sequence: Tokens of a sample.
-    """
-
-    micro_batch: int
-    sequence: int
+_DIRECT = ("exchange", "exchange_parts")  # go from each rank to each, whatever carries them
+_EVEN = "assumed: tokens spread evenly over experts; a rank whose experts get more holds, sends and computes more"
+_PARTS = (
+    "assumed: the losses of parts of a batch make up that of the batch, so that stages overlap; a line of the log says where they do not"
+)
 
 
 @dataclass
@@ -100,11 +82,13 @@ class Observation:
         micro_steps: Forwards with their backwards: the first, one of those between, the last; fewer where there are fewer.
         update: Bytes and operations of the update.
         accumulation: Micro-steps of an optimizer step.
-        checkpoint_bytes: Of all ranks together.
+        checkpoint_bytes: Of all ranks together, or of those of one stage of a pipeline.
         parameters: Elements of the model, and those that are trained.
         sharded: Parameters are gathered for use (stage 3).
         whole_bytes: Of parameters that a gather of the whole model would allocate.
         largest_unit_bytes: Of the largest unit.
+        parts: Into how many a batch is divided on its way through a pipeline.
+        assumptions: What the numbers rest on and no run of this model has shown, in sentences.
     """
 
     changes: list[Change]
@@ -117,6 +101,8 @@ class Observation:
     sharded: bool
     whole_bytes: int
     largest_unit_bytes: int
+    parts: int = 1
+    assumptions: tuple[str, ...] = ()
 
     def per_step(self) -> MicroStep:
         """Bytes and operations of one optimizer step."""
@@ -132,8 +118,16 @@ class Observation:
         return MicroStep(sent, work)
 
 
-def observe_step(model: PlannedModel, config: Mapping[str, Any], cluster: Cluster, load: Load, attention: str = "sdpa") -> Observation:
-    """Runs the engine for two optimizer steps and writes the second one down.
+def observe_step(
+    model: PlannedModel,
+    config: Mapping[str, Any],
+    cluster: Cluster,
+    load: Load,
+    attention: str = "sdpa",
+    rank: int = 0,
+    told: Told | None = None,
+) -> Observation:
+    """Runs the engine of one rank for two optimizer steps and writes the second one down.
 
     The first makes the moments and learns the order of blocks. Of an accumulation at most three micro-steps run.
 
@@ -143,13 +137,15 @@ def observe_step(model: PlannedModel, config: Mapping[str, Any], cluster: Cluste
         cluster: The ranks.
         load: What they train on.
         attention: sdpa, flash or eager; "reference" is torch's own choice for a device that it does not know.
+        rank: Which.
+        told: What the ranks of this world that were observed before have told.
 
     Raises:
         ConfigError: The engine refuses the configuration.
         UnsupportedError: The model does what needs values.
     """
     _require_plannable(config, cluster, load)
-    with pretended_world(cluster.ranks, cluster.ranks_per_node, cluster.on_host) as device:
+    with pretended_world(cluster, rank, told) as device:
         books = Books(device, model.vocabulary)
         kernels = nullcontext() if attention in ("eager", "reference") or cluster.on_host else device_attention(attention == "flash")
         with books.kept(), kernels, _quiet(), torch.autograd.set_multithreading_enabled(False):
@@ -173,12 +169,6 @@ def _require_plannable(config: Mapping[str, Any], cluster: Cluster, load: Load) 
     slices = requested_slices(config)
     if load.sequence % slices:
         raise ConfigError(f"--sequence {load.sequence} does not divide into the {slices} slices of sequence_parallel_size")
-    stages = requested_stages(config)
-    if stages > 1:
-        raise UnsupportedError(
-            f"pipeline.stages is {stages}: pipelines are not planned, because what a stage receives comes from ranks that a plan only "
-            "pretends. Plan without the section for the memory of the whole model; a stage holds its share of the layers"
-        )
     section = config.get("torch_autocast")
     if isinstance(section, Mapping) and section.get("enabled") and not cluster.on_host:
         raise UnsupportedError("torch_autocast is planned with --device cpu only: a pretended device has no rules of autocast")
@@ -206,6 +196,10 @@ class _Run:
                 param.register_post_accumulate_grad_hook(lambda param: self.books.mark([param.grad], "gradients"))
         with mock.patch.object(Collectives, "__init__", lambda network, topology: self.network(network, topology)):
             engine = initialize(model=self.model.module, config=self.config)[0]
+        with mock.patch.object(Link, "send", self._sending(Link.send)):
+            return self._watched(engine, counts)
+
+    def _watched(self, engine: Any, counts: list[tuple[int, bool]]) -> Observation:
         if engine.stepper is None:
             raise ConfigError("the configuration has no optimizer, so nothing is trained: give it an optimizer section")
         self._book(engine)
@@ -255,11 +249,20 @@ class _Run:
         """In place of ``Collectives.__init__``: lets a new network say what it sends and allocates."""
         network.topology, network.sent_bytes = topology, 0
         for name in _MOVING:
-            setattr(network, name, self._counting(network, getattr(network, name)))
+            share = _share_of_network(network, self.cluster.ranks_per_node, network.blocks_host or name in _DIRECT)
+            setattr(network, name, self._counting(network, getattr(network, name), share))
 
-    def _counting(self, network: Collectives, call: Any) -> Any:
-        share = _share_of_network(network, self.cluster.ranks_per_node)
+    def _sending(self, send: Any) -> Any:
+        """In place of ``Link.send``."""
 
+        def run(link: Link, tensors: Any, target: int, label: str) -> None:
+            ranks = [rank // self.cluster.ranks_per_node for rank in link.axis.topology.ranks]
+            far = ranks[target] != ranks[link.axis.rank]
+            self._counting(link.axis, send, float(far))(link, tensors, target, label)
+
+        return run
+
+    def _counting(self, network: Collectives, call: Any, share: float) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.books.purpose == "communication":  # a part of another call, which counts
                 return call(*args, **kwargs)
@@ -300,8 +303,7 @@ class _Run:
         accumulation: int,
         parameters: tuple[int, int],
     ) -> Observation:
-        topology = engine.collectives.topology
-        copies = topology.model.world if topology.model is not None else 1
+        forward = pipelined(engine.module)
         reshards = [unit.whole.nbytes for unit in engine.units if unit.reshards]
         return Observation(
             changes=self.books.changes,
@@ -309,39 +311,27 @@ class _Run:
             micro_steps=micro_steps,
             update=update,
             accumulation=accumulation,
-            checkpoint_bytes=_checkpoint_bytes(engine) * copies,
+            checkpoint_bytes=checkpoint_bytes(engine.checkpoints.state_of(engine)),
             parameters=parameters,
             sharded=bool(reshards),
             whole_bytes=sum(reshards),
             largest_unit_bytes=max(reshards, default=0),
+            parts=forward.parts if forward is not None else 1,
+            assumptions=(*([_EVEN] if shares_of(engine.module) else []), *([_PARTS] if forward is not None and forward.parts > 1 else [])),
         )
 
 
-def _checkpoint_bytes(engine: Any) -> int:
-    """Masters, else weights, optimizer states, and what lies in no unit: what ``save_checkpoint`` writes of them."""
-    states: dict[int, int] = {}
-    for segment in engine.optimizer.segments:
-        kept = sum(value.nbytes for _, value in segment.elementwise())
-        states[id(segment.unit)] = states.get(id(segment.unit), 0) + kept
-    units = 0
-    for unit in engine.units:
-        values = unit.master if unit.master is not None else unit.shard
-        units += (values.nbytes + states.get(id(unit), 0)) * unit.layout.world
-    loose = [param for param in engine.module.parameters() if not hasattr(param, "_hf_zero_owner")]
-    return units + sum(tensor.nbytes for tensor in [*loose, *engine.module.buffers()])
-
-
-def _share_of_network(network: Collectives, ranks_per_node: int) -> float:
+def _share_of_network(network: Collectives, ranks_per_node: int, direct: bool) -> float:
     """Which part of what a rank sends leaves its node.
 
     Where each rank sends to each peer directly: the peers elsewhere. In a ring, whose bytes nccl's other ways equal: one hop of those that
     pass through a node.
     """
-    ranks = network.topology.ranks
-    near = sum(rank // ranks_per_node == ranks[0] // ranks_per_node for rank in ranks)
+    ranks, own = network.topology.ranks, network.topology.ranks[network.rank]
+    near = sum(rank // ranks_per_node == own // ranks_per_node for rank in ranks)
     if near == len(ranks):
         return 0.0
-    return (len(ranks) - near) / (len(ranks) - 1) if network.blocks_host else 1.0 / near
+    return (len(ranks) - near) / (len(ranks) - 1) if direct else 1.0 / near
 
 
 @contextmanager

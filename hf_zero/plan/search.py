@@ -1,7 +1,7 @@
 """Looks for configurations that fit, and says of each other one why it fell out.
 
 [Note: what need not be planned] Families (candidates that differ in their samples at a time only) are looked at from the least that is
-moved and recomputed on. Three things are known of one that has not been planned:
+moved and recomputed on. Four things are known of one that has not been planned:
 
 - More samples at a time hold more, but for a step of one micro-step, which accumulates nothing. So that is tried, and of the others the
   largest that fits is found by halving; smaller ones only repeat gathers and reductions.
@@ -10,24 +10,28 @@ moved and recomputed on. Three things are known of one that has not been planned
 - Stages 0, 1 and 2 hold less of the optimizer's states from one to the next, and what is moved or recomputed is not held either. So what
   holds no less than a candidate that is clearly above the memory is above it too. (Stage 3 may hold more than 2: its gathered units.
   Clearly, because what recomputing keeps, such as states of generators, is not nothing.)
+- Ranks compute together what the model takes, however they are divided, recomputing adds to it, and a pipeline waits; masters and
+  moments that rest away from the device are read and written once. What takes longer by that alone than five that fit is not among
+  the best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.plan.candidates import STAGES, Candidate, Family, Layout, Space, Tier, families_of
+from hf_zero.plan.cluster import Cluster, Load
 from hf_zero.plan.costs import Costs, costs_of, extrapolated
 from hf_zero.plan.few_blocks import Blocks
 from hf_zero.plan.models import ModelWish, build_model
-from hf_zero.plan.prediction import Hardware, Prediction, predict
+from hf_zero.plan.prediction import Hardware, Prediction
 from hf_zero.plan.quantities import size_text
 from hf_zero.plan.rates import Rates
-from hf_zero.plan.run import Cluster, Load, observe_step
+from hf_zero.plan.stages import plan_step
 
 SHOWN = 5
 _REFUSED = "refused"
@@ -93,7 +97,7 @@ class Planner:
         sequence: Tokens of a sample.
         attention: sdpa, flash or eager.
         settle: Makes a configuration one that is planned, of it and the samples of a micro-step.
-        told: Hears what is being planned.
+        told: Hears what is being planned, and how much of the search is over, from 0 to 1.
         planned: How many times an engine ran.
     """
 
@@ -104,9 +108,10 @@ class Planner:
     sequence: int
     attention: str
     settle: Callable[[Mapping[str, Any], int], dict[str, Any]]
-    told: Callable[[str], None] = lambda text: None
+    told: Callable[[str, float], None] = lambda text, done: None
     planned: int = 0
     _costs: dict[tuple[Candidate, bool], Costs] = field(default_factory=dict)
+    _on_a_line: set[Family] = field(default_factory=set)
 
     def costs(self, candidate: Candidate, whole: bool = False) -> tuple[Costs, bool]:
         """What a candidate takes, and whether the whole model was planned for it.
@@ -132,18 +137,24 @@ class Planner:
     def _from_few(self, candidate: Candidate, config: Mapping[str, Any]) -> Costs | None:
         layout = candidate.family.layout
         counts = self.blocks.counts(config, self.cluster.ranks // layout.tensor)
-        if counts is None:
+        if counts is None or layout.pipeline > 1:  # whose stages have unequal numbers of blocks
             return None
-        few = [costs_of(self.predict(candidate, config, self.blocks.few(count))) for count in counts]
-        return extrapolated(few, self.blocks.count - counts[-1])
+        sizes = counts[:2] if candidate.family in self._on_a_line else counts
+        few = [costs_of(self.predict(candidate, config, self.blocks.few(count))) for count in sizes]
+        found = extrapolated(few, self.blocks.count - sizes[-1])
+        self._on_a_line |= {candidate.family} if found is not None else set()
+        return found
+
+    def known(self) -> Iterator[tuple[Candidate, Costs]]:
+        """What has been planned."""
+        return ((candidate, costs) for (candidate, _), costs in self._costs.items())
 
     def predict(self, candidate: Candidate, config: Mapping[str, Any], wish: ModelWish) -> Prediction:
         """One plan."""
-        self.told(str(candidate))
         self.planned += 1
         wish = ModelWish(wish.name, wish.settings, wish.attention, wish.trainable, candidate.family.recomputes)
         load = Load(candidate.micro_batch, self.sequence)
-        return predict(observe_step(build_model(wish), config, self.cluster, load, self.attention), self.cluster, self.hardware)
+        return plan_step(build_model(wish), config, self.cluster, load, self.hardware, self.attention)
 
     @property
     def main_tier(self) -> str:
@@ -152,7 +163,7 @@ class Planner:
 
     def excess(self, costs: Costs) -> float:
         """How many times what there is ``costs`` take of the memory where ranks compute."""
-        near, limits = min(self.cluster.ranks, self.cluster.ranks_per_node), self.hardware
+        near, limits = self.cluster.near, self.hardware
         if not self.cluster.on_host:
             return costs.device / limits.memory if limits.memory is not None else 0.0
         host = limits.host_memory if limits.host_memory is not None else limits.memory
@@ -160,7 +171,7 @@ class Planner:
 
     def fault(self, costs: Costs) -> tuple[str, str]:
         """The tier that is too small for ``costs``, and in words by how much; empty where all fits."""
-        near, limits, on_host = min(self.cluster.ranks, self.cluster.ranks_per_node), self.hardware, self.cluster.on_host
+        near, limits, on_host = self.cluster.near, self.hardware, self.cluster.on_host
         if limits.memory is not None and not on_host and costs.device > limits.memory:
             return "device", f"{size_text(costs.device)} of device memory at the peak, {size_text(limits.memory)} are there"
         host = limits.host_memory if limits.host_memory is not None or not on_host else limits.memory
@@ -191,17 +202,28 @@ class Search:
         Raises:
             ConfigError: The engine refuses all for one reason.
         """
-        space, count = self.planner.space, 0
+        space, count, done = self.planner.space, 0, 0
+        waiting: dict[Layout, list[Family]] = {}
         for layout in space.layouts:
-            sizes, families = space.micro_batches(layout), families_of(space, layout)
-            count += len(sizes) * len(families)
+            sizes, waiting[layout] = space.micro_batches(layout), families_of(space, layout)
+            count += len(sizes) * len(waiting[layout])
             if not sizes:
-                copies = space.ranks // (layout.tensor * layout.sequence)
+                copies = space.ranks // layout.sharing
                 self._drop(layout, f"{copies} data-parallel ranks cannot make {space.global_batch} samples of micro batches allowed")
-            elif not self._is_late(layout, sizes[-1]):
-                self._sound(layout, (sizes[-1], sizes[0]))
-                for family in families:
+                del waiting[layout]
+        families = sum(map(len, waiting.values()))
+        for moved in (False, True):  # offload last: by then five may fit that are faster
+            for layout in list(waiting):
+                sizes = space.micro_batches(layout)
+                if not moved and self._is_late(layout, sizes[-1]):
+                    done += len(waiting.pop(layout))
+                    continue
+                if not moved:
+                    self._sound(layout, sizes[0])
+                for family in (one for one in waiting[layout] if (one.tier != Tier()) == moved):
+                    self.planner.told(str(family), done / families)
                     self._look(family, sizes)
+                    done += 1
         refused = {one.reason for one in self._out if one.reason.startswith(_REFUSED)}
         if not self._fitting and len(refused) == len({one.reason for one in self._out}) == 1:
             raise ConfigError(f"--fit: every configuration is {refused.pop()}")
@@ -215,29 +237,60 @@ class Search:
         if layout == self.planner.space.layouts[0]:
             return False
         first = self.planner.space.candidate(Family(layout, 1, Tier(), False), micro_batch)
+        if self._is_slow(first.family, str(layout)):
+            return True
         try:
             least = self.rates.seconds(self.planner.costs(first)[0])
         except HfZeroError as error:
             self._drop(layout, f"{_REFUSED}: {_line(error)}")
             return True
-        reached = sorted(one.seconds for one in self._fitting)[:SHOWN]
-        if len(reached) < SHOWN or least <= reached[-1]:
-            return False
-        self._drop(
-            layout, f"at least {least:.4g} s per step (stage 1, memory aside), and {SHOWN} that fit take at most {reached[-1]:.4g} s"
-        )
-        return True
+        reached = self._reached()
+        if least > reached:
+            self._drop(
+                layout, f"at least {least:.4g} s per step (stage 1, memory aside), and {SHOWN} that fit take at most {reached:.4g} s"
+            )
+        return least > reached
 
-    def _sound(self, layout: Layout, sizes: Iterable[int]) -> None:
-        """Tries of each stage what holds least without offload: where that is above the memory, so is what does not recompute."""
+    def _sound(self, layout: Layout, size: int) -> None:
+        """Tries of each stage what holds least without offload: where that is above the memory, so is all else of the stage."""
         for stage in STAGES[bool(layout.shard_group) :]:
-            for size in sizes:
+            family = Family(layout, stage, Tier(), True)
+            if not self._least(family) > self._reached():
                 with suppress(HfZeroError):  # told when the family itself is looked at
-                    if self._try(self.planner.space.candidate(Family(layout, stage, Tier(), True), size)):
-                        break
+                    self._try(self.planner.space.candidate(family, size))
+
+    def _reached(self) -> float:
+        """Seconds of the slowest of the best so far; infinite while they are too few."""
+        reached = sorted(one.seconds for one in self._fitting)[:SHOWN]
+        return reached[-1] if len(reached) == SHOWN else float("inf")
+
+    def _is_slow(self, family: Family, name: str) -> bool:
+        """Whether ``family`` is slower than the best for what it computes and updates alone."""
+        least, reached = self._least(family), self._reached()
+        if least > reached:
+            self._drop(
+                name, f"at least {least:.4g} s per step for computing and updating alone, and {SHOWN} that fit take at most {reached:.4g} s"
+            )
+        return least > reached
+
+    def _least(self, family: Family) -> float:
+        """Seconds that every candidate of ``family`` takes, by what has been planned of others; 0 where nothing is known."""
+        known = list(self.planner.known())
+        flops = [costs.micro.flops + costs.update.flops for one, costs in known if one.family.recomputes <= family.recomputes]
+        again = [costs.micro.flops + costs.update.flops for one, costs in known if one.family.recomputes and family.recomputes]
+        if not flops:
+            return 0.0
+        stages, place = family.layout.pipeline, family.tier.optimizer
+        wanted = self.planner.space.base.get("pipeline", {}).get("micro_batches")
+        bubble = (stages - 1) / (wanted if isinstance(wanted, int) else 2 * stages)  # "auto" makes at most two parts a stage
+        owned = min((costs.owned for one, costs in known if one.family.stage), default=0.0)
+        on_host, on_disk = (owned * (place == name) for name in ("cpu", "nvme"))
+        return self.rates.least(min(again or flops), bubble, on_host, on_disk)
 
     def _look(self, family: Family, sizes: list[int]) -> None:
         """Finds the largest size of ``family`` that fits, where it can be of use."""
+        if self._is_slow(family, str(family)):
+            return
         within = max(((size, str(other)) for other, size in self._largest.items() if _only_adds(family, other)), default=(0, ""))
         left = [size for size in sizes if size > within[0]]
         if not left:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.errors import ConfigError
-from hf_zero.plan.run import Cluster
+from hf_zero.plan.cluster import Cluster
 
 _RECOMPUTES = "gradient_checkpointing=True of the training arguments, or model.gradient_checkpointing_enable()"
 

@@ -25,7 +25,8 @@ PEAK_TFLOPS: tuple[tuple[str, float, str], ...] = (
     ("MI300X", 1307.4, "AMD Instinct MI300X data sheet"),
     ("MI250X", 191.5, "AMD Instinct MI200 data sheet; torch shows each of its two dies as a device"),
 )
-_SMALLER = re.compile(r"laptop|max-q|mig|4090 d\b", re.IGNORECASE)  # devices with such names that are less than the one of the table
+# Devices with such names that are not the one of the table: smaller or larger ones, shares of one, and names of two.
+_OTHERS = re.compile(r"laptop|max-q|\bmig\b|4090 d\b|\bti\b|\bgrid\b|-\d+[abcq]\b|MI250X */ *MI250\b", re.IGNORECASE)
 
 
 def peak_tflops(device_name: str) -> float | None:
@@ -34,7 +35,7 @@ def peak_tflops(device_name: str) -> float | None:
     Args:
         device_name: As ``torch.cuda.get_device_name`` gives it, such as "NVIDIA H100 80GB HBM3".
     """
-    if _SMALLER.search(device_name):
+    if _OTHERS.search(device_name):
         return None
     for name, peak, _ in PEAK_TFLOPS:
         if re.search(rf"\b{re.escape(name)}\b", device_name, re.IGNORECASE):

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from hf_zero.system.planning import planning
 from hf_zero.tensor_parallel import rules
 from hf_zero.tensor_parallel.call_arguments import named_arguments, tensors_in
 from hf_zero.tensor_parallel.graph import BUFFER, CONSTANT, INPUT, PARAMETER, RESULT, UNIFORM, Call, FunctionCall, Graph, Op, Value
@@ -30,8 +31,9 @@ def skeleton(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for param in model.parameters():
         memo[id(param)] = nn.Parameter(torch.empty(full_shape(param), dtype=param.dtype, device="meta"), param.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    others = (value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
+    for tensor in (*model.buffers(), *(others if planning() else ())):  # in a plan nothing has values
+        memo[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return copy.deepcopy(model, memo)
 
 

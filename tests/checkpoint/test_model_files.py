@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hf_zero.checkpoint.model.host_copies import HostCopies
-from hf_zero.checkpoint.model.model_files import ModelFiles, PlannedTensor, bytes_of
+from hf_zero.checkpoint.model.model_files import ModelFiles, PlannedTensor
 from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.system.sizes import bytes_of
 from tests.support import ranks
 
 VALUES = {
@@ -105,13 +106,13 @@ def test_an_empty_tensor_is_never_written_for_a_whole_one(tmp_path: Path) -> Non
     ("text", "expected"), [(5, 5), ("10B", 10), ("2 KB", 2000), ("1.5MiB", 3 * 2**19), ("5GB", 5 * 10**9), ("700", 700)]
 )
 def test_sizes(text: int | str, expected: int) -> None:
-    assert bytes_of(text) == expected
+    assert bytes_of(text, "max_shard_size", bare=True) == expected
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, "much", "5 apples", 1.5])
 def test_wrong_sizes(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="max_shard_size"):
-        bytes_of(wrong)
+        bytes_of(wrong, "max_shard_size", bare=True)
 
 
 def test_copies_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

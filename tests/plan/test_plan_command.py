@@ -9,7 +9,8 @@ import pytest
 
 from hf_zero.errors import ConfigError
 from hf_zero.plan.command import settled
-from hf_zero.plan.quantities import bytes_of, bytes_per_second_of, size_text
+from hf_zero.plan.quantities import bytes_per_second_of, size_text
+from hf_zero.system.sizes import bytes_of
 from tests.support.planned import LLAMA, plans_of
 
 KEYS = ["fits", "peak_bytes_per_rank", "by_kind", "sent_bytes_per_step", "checkpoint_bytes", "seconds_per_step", "reasons"]
@@ -57,7 +58,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
         "nan": [str(folder), *model, "--tflops", "nan"],
         "samples": [str(folder), "--config", json.dumps({**zero, "train_micro_batch_size_per_gpu": "1.5"})],
         "autocast": [str(folder), "--config", json.dumps({"torch_autocast": {"enabled": True}})],
-        "pipelines": [str(folder), "--config", json.dumps({"pipeline": {"stages": 2}}), "--ranks", "2"],
+        "pipelines": [str(folder), "--config", json.dumps({"pipeline": {"stages": 2}}), "--ranks", "3"],
     }
     found = dict(zip(lines, plans_of(list(lines.values())), strict=True))
     assert (folder / "plan.png").stat().st_size > 10_000
@@ -147,7 +148,7 @@ def test_a_model_of_python_code(answers: Any) -> None:
         ("nan", ["--tflops is nan"]),
         ("samples", ["train_micro_batch_size_per_gpu", '"1.5"', "a whole number"]),
         ("autocast", ["torch_autocast", "--device cpu"]),
-        ("pipelines", ["pipeline.stages is 2", "pipelines are not planned"]),
+        ("pipelines", ["pipeline.stages is 2", "3 ranks of --ranks"]),
     ],
 )
 def test_wrong_input_is_status_two_with_one_line(answers: Any, name: str, words: list[str]) -> None:
@@ -172,13 +173,15 @@ def test_samples_of_a_micro_step() -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("text", "nbytes"), [("80GiB", 80 * 2**30), ("80GB", 80 * 10**9), ("1.5 TB", 1_500_000_000_000), ("512B", 512)])
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("80GiB", 80 * 2**30), ("80GB", 80 * 10**9), ("1.5 TB", 1_500_000_000_000), ("512B", 512), ("80gb", 80 * 10**9)]
+)
 def test_sizes(text: str, nbytes: int) -> None:
     assert bytes_of(text, "--memory") == nbytes
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("text", ["80", "80G", "80gb", "-1GB", "0GB", "iB", "1iB", "GiB", "80Gbit"])
+@pytest.mark.parametrize("text", ["80", "80G", "", " ", "-1GB", "0GB", "iB", "1iB", "GiB", "80Gbit"])
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match="--memory"):
         bytes_of(text, "--memory")

@@ -13,6 +13,7 @@ import pytest
 from hf_zero.cli import main
 from hf_zero.errors import ConfigError
 from hf_zero.plan.candidates import Candidate, Layout, Space, families_of, layouts_of, tiers_of
+from hf_zero.plan.cluster import Cluster
 from hf_zero.plan.command import settled
 from hf_zero.plan.costs import Costs, Part, costs_of, extrapolated
 from hf_zero.plan.few_blocks import blocks_of
@@ -20,7 +21,6 @@ from hf_zero.plan.measure import measure
 from hf_zero.plan.models import ModelWish
 from hf_zero.plan.prediction import Hardware
 from hf_zero.plan.rates import MEASURED, rates_of
-from hf_zero.plan.run import Cluster
 from hf_zero.plan.search import Planner, Search
 from hf_zero.plan.written import places, write_files
 from tests.support import accelerate_loop
@@ -187,7 +187,7 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["--fit", "--memory", "1GB"], ["--global-batch"]),
     (["--fit", "--global-batch", "8"], ["--memory"]),
     ([*FIT, "--global-batch", "7", "--ranks", "2", "--axes", "none"], ["--global-batch 7", "2 data-parallel"]),
-    ([*FIT, "--axes", "pipeline"], ["--axes", "pipeline", "tensor"]),
+    ([*FIT, "--axes", "pipelines"], ["--axes", "pipelines", "tensor"]),
     ([*FIT, "--axes", "experts"], ["--axes", "no experts"]),
     ([*FIT, "--rate", "ram=1Gbit"], ["--rate", "ram", "host-memory"]),
     ([*FIT, "--rate", "memory=1GB"], ["--rate memory", "1GB", "400Gbit"]),

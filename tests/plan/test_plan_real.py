@@ -7,18 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support import planned
+from tests.support.plan_cases import BF16, case
 
-ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
-
-
-def case(model: str, stage: int, steps: int = 1, wish: dict[str, Any] | None = None, **config: Any) -> dict[str, Any]:
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 100, "stage3_max_reuse_distance": 0, **config.pop("zero", {})}
-    whole = {"zero_optimization": zero, "optimizer": ADAM, "gradient_accumulation_steps": steps, "gradient_clipping": 1.0, **config}
-    settings = planned.LLAMA if model == "llama" else planned.GPT2
-    return {"model": model, "settings": settings, "config": whole, "samples": 2, "length": 16, "wish": wish or {}}
-
-
-BF16 = {"bf16": {"enabled": True}}
 FAST = [
     case("gpt2", 3),
     case("llama", 1, steps=2, **BF16),

@@ -197,6 +197,10 @@ def test_trainers_logs_and_so_its_trackers(trainer_models: Path, tmp_path: Path)
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
         ("NVIDIA A10G", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("GRID A100-10C", None),
+        ("AMD Instinct MI250X/MI250", None),
+        ("NVIDIA GH200 480GB", None),
         ("Pretend accelerator 0", None),
     ],
 )

@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ LLAMA = {
     "vocab_size": 211,
     "pad_token_id": 0,
 }
+MIXTRAL = {**LLAMA, "num_hidden_layers": 2, "num_local_experts": 4}
 GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 131, "n_positions": 64}
 
 
@@ -50,18 +54,51 @@ def plans_of(lines: list[list[str]]) -> list[tuple[int, str, str]]:
 
 def plan(model: str, settings: Mapping[str, Any], config: Mapping[str, Any], world: int, samples: int, length: int, **wish: Any) -> Any:
     """The prediction for ranks on CPUs."""
+    from hf_zero.plan.cluster import Cluster, Load
     from hf_zero.plan.command import settled
     from hf_zero.plan.models import ModelWish, build_model
-    from hf_zero.plan.prediction import Hardware, predict
-    from hf_zero.plan.run import Cluster, Load, observe_step
+    from hf_zero.plan.prediction import Hardware
+    from hf_zero.plan.stages import plan_step
 
     cluster = Cluster(world, world, on_host=True)
     built = build_model(ModelWish(model, settings, **wish))
-    return predict(observe_step(built, settled(dict(config), samples), cluster, Load(samples, length)), cluster, Hardware())
+    return plan_step(built, settled(dict(config), samples), cluster, Load(samples, length), Hardware())
 
 
-def trained(model: str, settings: Mapping[str, Any], config: Mapping[str, Any], samples: int, length: int, wish: Mapping[str, Any]) -> Any:
-    """Bytes that a rank holds after two optimizer steps, and those that it sent in the second; in a job of ranks."""
+def route_evenly(module: torch.nn.Module) -> None:
+    """Makes the routers of stacked experts choose each expert equally often, as plans assume."""
+
+    def spread(router: Any, _args: Any, result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        chosen = result[-1]
+        return *result[:-1], torch.arange(chosen.numel(), device=chosen.device).view(chosen.shape) % router.num_experts
+
+    for part in module.modules():
+        if type(part).__name__.endswith("TopKRouter"):
+            part.register_forward_hook(spread)
+
+
+def bytes_saved(engine: Any) -> int:
+    """Bytes of tensors in a checkpoint; collective."""
+    folder: list[Any] = [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(folder)
+    engine.save_checkpoint(folder[0], "saved")
+    files = [path.read_bytes() for path in Path(folder[0], "saved").glob("*.safetensors")]
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return sum(len(content) - 8 - int.from_bytes(content[:8], "little") for content in files)
+
+
+def trained(
+    model: str,
+    settings: Mapping[str, Any],
+    config: Mapping[str, Any],
+    samples: int,
+    length: int,
+    wish: Mapping[str, Any],
+    saves: bool = False,
+) -> Any:
+    """Bytes that a rank holds after two optimizer steps, those that it sent in the second, and those of a checkpoint; in a job of ranks."""
     import hf_zero
     from hf_zero.comm.collectives import Collectives
     from hf_zero.plan.command import settled
@@ -77,6 +114,7 @@ def trained(model: str, settings: Mapping[str, Any], config: Mapping[str, Any], 
                 tensor.normal_(std=0.02)
             else:
                 tensor.zero_()
+    route_evenly(module)
     engine = hf_zero.initialize(model=module, config=settled(dict(config), samples))[0]
     networks = [found for found in gc.get_objects() if isinstance(found, Collectives)]
     steps = engine.accumulation.steps
@@ -100,6 +138,7 @@ def trained(model: str, settings: Mapping[str, Any], config: Mapping[str, Any], 
     found["parameters"] += sum(unit.shard.nbytes for unit in engine.units if unit.reshards and unit.pinned)
     loose = [param for param in engine.module.parameters() if not hasattr(param, "_hf_zero_owner")]
     found["parameters"] += sum(param.nbytes for param in loose)
+    found["saved"] = bytes_saved(engine) if saves else 0
     engine.destroy()
     return found
 
@@ -111,7 +150,12 @@ def cases_on_ranks(cases: list[dict[str, Any]]) -> list[Any]:
 
 def run_real(cases: list[dict[str, Any]], world: int) -> list[Any]:
     """What rank 0 holds and sends, per case."""
-    answers: list[Any] = ranks.run_ranks(cases_on_ranks, world, cases, timeout=1200.0)[0]
+    return run_all(cases, world)[0]
+
+
+def run_all(cases: list[dict[str, Any]], world: int) -> list[list[Any]]:
+    """What each rank holds and sends, per case."""
+    answers: list[list[Any]] = ranks.run_ranks(cases_on_ranks, world, cases, timeout=1200.0)
     return answers
 
 
@@ -133,6 +177,7 @@ def peak_on_device(
     base = torch.accelerator.memory_allocated(device)
     built = build_model(ModelWish(model, settings, **wish))
     give_memory(built.module, device)
+    route_evenly(built.module)
     with torch.no_grad():
         for tensor in [*built.module.parameters(), *built.module.buffers()]:
             tensor.fill_(0.01) if tensor.is_floating_point() else tensor.zero_()
@@ -158,17 +203,19 @@ def peaks_on_ranks(cases: list[dict[str, Any]]) -> list[Any]:
 
 PLANNED_PEAKS = """
 import json, sys
+from hf_zero.plan.cluster import Cluster, Load
 from hf_zero.plan.command import settled
 from hf_zero.plan.models import ModelWish, build_model
-from hf_zero.plan.prediction import Hardware, predict
-from hf_zero.plan.run import Cluster, Load, observe_step
+from hf_zero.plan.prediction import Hardware
+from hf_zero.plan.stages import plan_step
 found = []
 cases, world = json.loads(sys.argv[1])
 for case in cases:
     model = build_model(ModelWish(case["model"], case["settings"], **case["wish"]))
     cluster = Cluster(world, world)
-    seen = observe_step(model, settled(case["config"], case["samples"]), cluster, Load(case["samples"], case["length"]), "reference")
-    found.append(predict(seen, cluster, Hardware()).peaks["device"].nbytes)
+    load = Load(case["samples"], case["length"])
+    told = plan_step(model, settled(case["config"], case["samples"]), cluster, load, Hardware(), "reference")
+    found.append(told.peaks["device"].nbytes)
 print(json.dumps(found))
 """
 

@@ -11,12 +11,13 @@ from torch import nn
 
 from hf_zero.checkpoint.commit import agreement
 from hf_zero.checkpoint.model.host_copies import HostCopies
-from hf_zero.checkpoint.model.model_files import MAX_SHARD_SIZE, ModelFiles, PlannedTensor, bytes_of
+from hf_zero.checkpoint.model.model_files import MAX_SHARD_SIZE, ModelFiles, PlannedTensor
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.tp_shard import TpShard, paste, tp_shard_of
 from hf_zero.core.units.unit import Unit, find_unit, full_shape
 from hf_zero.observe import warn_once
+from hf_zero.system.sizes import bytes_of
 
 
 def consolidated_state_dict(
@@ -195,7 +196,7 @@ def write_model_files(
     name = safetensors_name(filename)
     if name != filename:
         warn_once(f"save_16bit_model: the weights are written as {name}, in safetensors format, not as {filename}: no pickle is written")
-    limit = bytes_of(max_shard_size)
+    limit = bytes_of(max_shard_size, "max_shard_size", bare=True)
     names: dict[int, str] = {}  # the first name of each tensor
     values: list[torch.Tensor] = []
     for key, value in _entries(module, exclude_frozen_parameters).items():

@@ -13,12 +13,11 @@ from pathlib import Path
 import torch
 
 from hf_zero.checkpoint.files.header import D, header_of, in_file_order
-from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.errors import CheckpointError
 from hf_zero.system import own_files
 
 MAX_SHARD_SIZE = "50GB"  # transformers' own default
 _WINDOW_BYTES = 4 * 2**20
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @dataclass(frozen=True)
@@ -33,20 +32,6 @@ class PlannedTensor:
     def nbytes(self) -> int:
         """Bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-def bytes_of(size: int | str) -> int:
-    """The number of bytes in ``size``: a number, or text such as "5GB" or "200MiB".
-
-    Raises:
-        ConfigError: It is neither.
-    """
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?i?[bB])?\s*", size) if isinstance(size, str) else None
-    if found is None:
-        raise ConfigError(f'max_shard_size is {size!r}; a number of bytes or text like "5GB" or "200MiB" is allowed')
-    return max(1, int(float(found[1]) * _UNITS[(found[2] or "B").upper()]))
 
 
 class ModelFiles:
