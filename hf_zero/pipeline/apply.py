@@ -27,8 +27,8 @@ from hf_zero.pipeline.schedules import FOLDED, check_schedule
 from hf_zero.pipeline.self_divided import DividesItself, equal_where_shared, schedule_of
 from hf_zero.pipeline.templates import Templates
 from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
+from hf_zero.tensor_parallel.skeleton import skeleton
 from hf_zero.tensor_parallel.split import equal_weights
-from hf_zero.tensor_parallel.trace import skeleton
 
 _PIPELINE = "_hf_zero_pipeline"  # of a divided model
 
