@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.units.tp_shard import mark_whole_reader
+from hf_zero.core.units.tp_shard import Wholes, mark_whole_reader
 from hf_zero.tensor_parallel import functions
 from hf_zero.tensor_parallel.call_arguments import argument_names, convert_arguments, convert_inside
 from hf_zero.tensor_parallel.functions import ModelGroup, Part
@@ -91,13 +91,15 @@ class BoundaryCollectives:
         self._own = {name: Part(entry.dim, entry.ranges, entry.shape[entry.dim]) for name, entry in own.items()}
         mark_whole_reader(module, self._whole)
 
-    def _whole(self, name: str, part: torch.Tensor) -> torch.Tensor | None:
+    def _whole(self, name: str, part: torch.Tensor, kept: Wholes) -> torch.Tensor | None:
         if self._running or name not in self._own:
             return None
-        whole = functions.gather(part, self.group, self._own[name], f"{self.path}.{name}")
-        # What libraries have put on the parameter (DeepSpeed's ds_status and the like) they look for here too.
-        whole.__dict__.update({key: value for key, value in vars(part).items() if not key.startswith("_")})
-        return whole
+        key = (id(part), torch.is_grad_enabled())
+        if key not in kept:
+            kept[key] = whole = functions.gather(part, self.group, self._own[name], f"{self.path}.{name}")
+            # What libraries have put on the parameter (DeepSpeed's ds_status and the like) they look for here too.
+            whole.__dict__.update({known: value for known, value in vars(part).items() if not known.startswith("_")})
+        return kept[key]
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Converts arguments; takes the bias away where it comes after the sum; gives this rank random numbers of its own."""

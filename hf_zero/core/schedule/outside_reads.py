@@ -18,7 +18,7 @@ from hf_zero.core.schedule.forward_phase import ForwardPhase
 from hf_zero.core.schedule.torch_internals import in_backward, outside_compile, outside_transforms, replace_parameters
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.state import UnitState
-from hf_zero.core.units.tp_shard import WholeReader, whole_reader_of
+from hf_zero.core.units.tp_shard import WholeReader, Wholes, whole_reader_of
 from hf_zero.core.units.unit import OWNER, find_unit, is_sharded
 from hf_zero.core.units.unprepared import refuse_sharded
 from hf_zero.observe import note
@@ -52,7 +52,12 @@ class GuardedParameters(dict[str, Any]):
     ``module.weight`` looks the name up here; iteration (``named_parameters``, ``state_dict``) does not.
     """
 
-    def __init__(self, content: dict[str, Any], on_sharded: Callable[[nn.Parameter], None], show: WholeReader | None = None) -> None:
+    def __init__(
+        self,
+        content: dict[str, Any],
+        on_sharded: Callable[[nn.Parameter], None],
+        show: Callable[[str, nn.Parameter], torch.Tensor] | None = None,
+    ) -> None:
         super().__init__(content)
         self._on_sharded = on_sharded
         self._show = show
@@ -92,7 +97,7 @@ class OutsideReads:
         self._forward = forward
         self._backward = backward
         self._block_of_unit = {id(unit): block for block in (root, *blocks) for unit in block.units}
-        self._wholes: dict[tuple[int, bool], torch.Tensor] = {}  # of tensor-parallel shards, while a forward runs
+        self._wholes: Wholes = {}  # of tensor-parallel shards, while a forward runs
         self._handles: list[RemovableHandle] = []
 
     def attach(self, enter: Callable[[Block], None], leave: Callable[[Block, Any], None]) -> None:
@@ -174,12 +179,7 @@ class OutsideReads:
         """The tensor-parallel shard ``param``, or the whole where somebody computes with it outside of its module; collective then."""
         if is_sharded(param) or not self._wants_values():
             return param
-        key = (id(param), torch.is_grad_enabled())
-        if key in self._wholes:
-            return self._wholes[key]
-        whole = reader(name, param)
-        if whole is not None and self._forward.stack:
-            self._wholes[key] = whole
+        whole = reader(name, param, self._wholes if self._forward.stack else {})
         return param if whole is None else whole
 
     def _read(self, block: Block) -> None:

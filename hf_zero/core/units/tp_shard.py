@@ -13,7 +13,8 @@ from hf_zero.core.units.layout import Range
 _TP_SHARD = "_hf_zero_tp_shard"
 _WHOLE_READER = "_hf_zero_whole_reader"  # of a module
 
-WholeReader = Callable[[str, torch.Tensor], torch.Tensor | None]
+Wholes = dict[tuple[int, bool], torch.Tensor]
+WholeReader = Callable[[str, torch.Tensor, Wholes], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,10 @@ def tp_shard_of(param: torch.Tensor) -> TpShard | None:
 
 
 def mark_whole_reader(module: nn.Module, reader: WholeReader) -> None:
-    """Who reads a parameter of ``module`` outside of its forward gets ``reader(name, part)``: the whole, or None for the part."""
+    """Who reads a parameter of ``module`` outside of its forward gets ``reader(name, part, kept)``: the whole, or None for the part.
+
+    ``kept`` has what this forward of the model has read before.
+    """
     module.__dict__[_WHOLE_READER] = reader
 
 
