@@ -14,8 +14,9 @@ from torch import nn
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.state import UnitState
-from hf_zero.core.units.unit import Unit, find_unit
-from hf_zero.core.units.values import write_back
+from hf_zero.core.units.unit import Unit, find_unit, is_sharded
+from hf_zero.core.units.values import shard_changed, write_back
+from hf_zero.errors import StateError
 
 
 class ZeroParamStatus(Enum):
@@ -45,7 +46,7 @@ class ParamAttributes(ParamListener):
         param.ds_shape = shape
         param.ds_numel = shape.numel()
         param.ds_status = ZeroParamStatus.AVAILABLE
-        param.ds_tensor = part
+        param.ds_tensor = _own_part(param, part)
         param.ds_persist = True
         param.ds_process_group = collectives.topology.group
         param.ds_active_sub_modules = set()
@@ -69,6 +70,54 @@ class ParamAttributes(ParamListener):
 
 
 PARAM_ATTRIBUTES = ParamAttributes()
+
+
+class OwnPartOfParameter(torch.Tensor):
+    """``param.ds_tensor``: a view of this rank's shard, so that ``ds_tensor.data = value`` must write there, and to the master."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    parameter: ref[Any]
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The part as a plain tensor of the same memory."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Gives the part other values.
+
+        Raises:
+            StateError: The shapes differ, or the parameter is whole now.
+        """
+        param = self.parameter()
+        unit, index = (None, 0) if param is None else find_unit(param) or (None, 0)
+        fits = value.shape == self.shape
+        if not fits or (param is not None and unit is not None and not is_sharded(param)):
+            name = "a parameter" if unit is None else unit.layout.slots[index].name
+            raise StateError(
+                f"ds_tensor.data of {name} was given a tensor of shape {tuple(value.shape)}, and it "
+                f"{'is whole now' if fits else f'has {self.numel()} elements here'}. Give it what this rank holds, (elements,), while the "
+                "parameter is divided; or write to the whole inside `with deepspeed.zero.GatheredParameters([param], modifier_rank=0):`"
+            )
+        self.detach().copy_(value)
+        if unit is not None:
+            shard_changed(unit)
+            unit.own.refresh_master()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
+
+def _own_part(param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    if type(part) is not torch.Tensor:
+        return part
+    own: OwnPartOfParameter = part.detach().as_subclass(OwnPartOfParameter)
+    own.parameter = ref(param)
+    return own
 
 
 def _units_of(itself: ref[Any], params: Iterable[torch.Tensor] | None) -> list[Unit]:

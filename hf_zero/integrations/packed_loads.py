@@ -17,12 +17,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hf_zero.build.packed_weights import divide_loaded
 from hf_zero.deepspeed.zero_init import Init
+from hf_zero.memory import heap
 
 
 def load_packed(load: Callable[[], Any]) -> Any:
     """What ``load`` returns, which loads the weights of a quantized model; see [Note: packed as loaded]. Collective at stage 3."""
     from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
 
+    heap.return_large_blocks()  # whole weights, and what quantizing them takes, come and go between packed ones that stay
     if not is_deepspeed_zero3_enabled():
         return load()
     init = Init(config_dict_or_path=deepspeed_config()).inner

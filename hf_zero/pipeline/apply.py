@@ -28,8 +28,8 @@ from hf_zero.pipeline.self_divided import DividesItself, equal_where_shared, sch
 from hf_zero.pipeline.templates import Templates
 from hf_zero.system.planning import looking_aside, planning, with_values
 from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
+from hf_zero.tensor_parallel.skeleton import skeleton
 from hf_zero.tensor_parallel.split import equal_weights
-from hf_zero.tensor_parallel.trace import skeleton
 
 _PIPELINE = "_hf_zero_pipeline"  # of a divided model
 

@@ -20,7 +20,7 @@ from hf_zero.pipeline.flow_trace import trace_flow
 from hf_zero.pipeline.plan import Crossing, ItemCall, PipelinePlan
 from hf_zero.tensor_parallel.call_arguments import tensors_in
 from hf_zero.tensor_parallel.example_inputs import argument_names, example_inputs
-from hf_zero.tensor_parallel.trace import skeleton
+from hf_zero.tensor_parallel.skeleton import skeleton
 
 METHODS = ("parameters", "uniform", "operations", "type:REGEX")
 _LENGTHS = (16, 64, 512)

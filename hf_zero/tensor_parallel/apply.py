@@ -14,9 +14,10 @@ from hf_zero.core.units.unit import find_unit, full_shape
 from hf_zero.errors import ConfigError
 from hf_zero.tensor_parallel.boundary_collectives import BoundaryCollectives
 from hf_zero.tensor_parallel.functions import ModelGroup, Part
-from hf_zero.tensor_parallel.plan import VOCABULARY, SplitParameter, TpPlan
+from hf_zero.tensor_parallel.plan import GATHERED, SCATTERED, VOCABULARY, SplitParameter, TpPlan, starred
 from hf_zero.tensor_parallel.tracked_ints import set_attribute
 
+_BY_THEMSELVES = (GATHERED, SCATTERED, VOCABULARY)  # layers between whole tensors
 _PLAN, _RANKS = "_hf_zero_tp_plan", "_hf_zero_tp_ranks"
 
 
@@ -56,8 +57,13 @@ def apply_plan(model: nn.Module, plan: TpPlan, group: ModelGroup) -> nn.Module:
             set_attribute(modules[path], name, value)
     _set_features(plan, modules, group.rank)
     _sum_gradients(plan, params, group)
+    divided = {id(params[name]): entry for name, entry in plan.parameters.items()}
     for path in dict.fromkeys((*plan.borders, *plan.rows, *plan.random)):
-        BoundaryCollectives(modules[path], path, plan, group)
+        boundary = BoundaryCollectives(modules[path], path, plan, group)
+        # Heads and tables. Of layers in lists libraries read types (PEFT of every adapter, in every forward), which would gather them.
+        if path in plan.modules and plan.modules[path].split in _BY_THEMSELVES and starred(path) == path:
+            own = {name: divided[id(param)] for name, param in modules[path]._parameters.items() if id(param) in divided}
+            boundary.read_whole(modules[path], own)
     setattr(model, _PLAN, plan)
     setattr(model, _RANKS, group.global_ranks)
     return model

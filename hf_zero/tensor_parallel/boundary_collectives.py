@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_zero.core.units.tp_shard import Wholes, mark_whole_reader
 from hf_zero.tensor_parallel import functions
 from hf_zero.tensor_parallel.call_arguments import argument_names, convert_arguments, convert_inside
 from hf_zero.tensor_parallel.functions import ModelGroup, Part
 from hf_zero.tensor_parallel.logits import VocabularyLogits
 from hf_zero.tensor_parallel.own_random import own_random
-from hf_zero.tensor_parallel.plan import Boundary, TpPlan
+from hf_zero.tensor_parallel.plan import Boundary, SplitParameter, TpPlan
 from hf_zero.tensor_parallel.solve import COPY, GATHER, GATHER_BOTH, LOGITS, NORM, REDUCE, REDUCE_BOTH, SLICE
 
 _Convert = Callable[[torch.Tensor], torch.Tensor]
@@ -37,6 +38,8 @@ class BoundaryCollectives:
         self._bias: list[Any] = []
         self._random: list[Any] = []
         self._masks: list[torch.Tensor] = []
+        self._own: dict[str, Part] = {}
+        self._running = 0  # forwards of the module
         for boundary in plan.borders.get(path, ()):
             self._add(boundary)
         self._only_copies = all(boundary.kind == COPY for boundary in plan.borders.get(path, ()) if boundary.side == "in")
@@ -79,8 +82,29 @@ class BoundaryCollectives:
         elsewhere = self._masks.pop()
         return functions.reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group, self.path, both)
 
+    def read_whole(self, module: nn.Module, own: Mapping[str, SplitParameter]) -> None:
+        """Gives the whole of the parameters ``own`` (by their names in ``module``) to whoever reads them outside of its forward.
+
+        [Note: whole reads] Losses that never make the logits multiply with ``lm_head.weight`` instead of calling ``lm_head``, often only
+        where labels are given, which the trace does not see. What they work with besides is whole, and so then is the gradient of the
+        weight on every rank, of which each takes its part.
+        """
+        self._own = {name: Part(entry.dim, entry.ranges, entry.shape[entry.dim]) for name, entry in own.items()}
+        mark_whole_reader(module, self._whole)
+
+    def _whole(self, name: str, part: torch.Tensor, kept: Wholes) -> torch.Tensor | None:
+        if self._running or name not in self._own:
+            return None
+        key = (id(part), torch.is_grad_enabled())
+        if key not in kept:
+            kept[key] = whole = functions.gather(part, self.group, self._own[name], f"{self.path}.{name}")
+            # What libraries have put on the parameter (DeepSpeed's ds_status and the like) they look for here too.
+            whole.__dict__.update({known: value for known, value in vars(part).items() if not known.startswith("_")})
+        return kept[key]
+
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Converts arguments; takes the bias away where it comes after the sum; gives this rank random numbers of its own."""
+        self._running += 1
         if self._delays_bias:
             bias = module._parameters["bias"]
             self._bias.append(bias)
@@ -103,6 +127,7 @@ class BoundaryCollectives:
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Undoes what ``before`` has set, and converts results."""
+        self._running -= 1
         if self._random:
             self._random.pop()()
         bias = None

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from hf_zero.tensor_parallel.call_arguments import argument_names, convert_arguments, tensors_in
 from hf_zero.tensor_parallel.graph import FunctionCall, Graph, Value
+from hf_zero.tensor_parallel.skeleton import skeleton
 from hf_zero.tensor_parallel.solve import SLICE, SPLIT, Solution
 from hf_zero.tensor_parallel.symbolic_dims import SymbolicDim, leaves, local_size
 from hf_zero.tensor_parallel.trace import (
@@ -27,7 +28,6 @@ from hf_zero.tensor_parallel.trace import (
     answer_function,
     function_name,
     plain_index,
-    skeleton,
     valueless,
     without_values,
 )

@@ -37,6 +37,11 @@ def example_inputs(model: nn.Module, length: int = 16, values: bool = False) -> 
     return inputs
 
 
+def labelled(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The call with its tokens as labels."""
+    return {**inputs, "labels": inputs["input_ids"].clone()} if "input_ids" in inputs else inputs
+
+
 def _first(value: Any) -> Any:
     return value[0] if isinstance(value, (list, tuple)) and value else value
 

@@ -10,9 +10,10 @@ from torch import nn
 from hf_zero.tensor_parallel.dry_run import DryRun, dry_run
 from hf_zero.tensor_parallel.graph import PARAMETER, Graph, Op, Value
 from hf_zero.tensor_parallel.local_split import LocalSplit, split_locally
+from hf_zero.tensor_parallel.skeleton import skeleton
 from hf_zero.tensor_parallel.solve import Solution, is_linear, solve
 from hf_zero.tensor_parallel.symbolic_dims import block, leaves
-from hf_zero.tensor_parallel.trace import Inputs, skeleton, trace
+from hf_zero.tensor_parallel.trace import Inputs, trace
 
 _MOST_ROUNDS = 12
 

@@ -22,6 +22,8 @@ _PLAIN = {
     "clone", "detach",
 }  # fmt: skip
 
+READ_ELSEWHERE = "its weight is read by"
+
 # Layers smaller than this part of the largest are not worth a collective of their own (routers, gates of single heads).
 _WORTH = 1 / 16
 
@@ -124,7 +126,7 @@ def _judge(
     foreign += [op for op in uses if _touches_split(op, solution)]
     foreign += [op for op in _inside(graph, set(paths)) if op.name not in _PLAIN]
     if foreign:
-        return f"its weight is read by {foreign[0].name} in {foreign[0].place}", []
+        return f"{READ_ELSEWHERE} {foreign[0].name} in {foreign[0].place or type(modules['']).__name__}", []
     partial = any(output in solution.partial_gradients for op in uses for output in op.outputs)
     kinds = {type(modules[path]).__name__ == "Conv1D" for path in paths}
     if len(kinds) > 1:

@@ -8,15 +8,17 @@ import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError
-from hf_zero.tensor_parallel.example_inputs import example_inputs
+from hf_zero.tensor_parallel.example_inputs import argument_names, example_inputs, labelled
 from hf_zero.tensor_parallel.infer import Findings, infer, unread
+from hf_zero.tensor_parallel.local_split import READ_ELSEWHERE
 from hf_zero.tensor_parallel.model_plan import note_source, own_styles, preferences
 from hf_zero.tensor_parallel.named_layers import plan_named_layers
 from hf_zero.tensor_parallel.overrides import Overrides
 from hf_zero.tensor_parallel.plan import WHOLE, TpPlan
 from hf_zero.tensor_parallel.plan_writer import write_plan
+from hf_zero.tensor_parallel.skeleton import skeleton
 from hf_zero.tensor_parallel.solve import is_linear
-from hf_zero.tensor_parallel.trace import Inputs, have_values, skeleton
+from hf_zero.tensor_parallel.trace import Inputs, have_values
 
 _USABLE = range(2, 65)  # numbers of ranks that messages try
 _LENGTHS = (16, 64, 512)
@@ -87,11 +89,17 @@ def _note_undivided(plan: TpPlan, model: nn.Module, ranks: int) -> None:
 
 def _require(plan: TpPlan, overrides: Overrides, model: nn.Module, ranks: int) -> None:
     for path in overrides.unmet(plan):
+        reason, kind = plan.modules[path].reason, overrides.families[path]
+        if reason.startswith(READ_ELSEWHERE):
+            raise ConfigError(
+                f"{path} cannot be split by {kind}: {reason}, outside of it. Leave it out of {overrides.source}: it stays "
+                "whole on every rank then"
+            )
         weight = dict(model.named_parameters(remove_duplicate=False))[f"{path}.weight"]
         sizes = [number for number in _USABLE if all(size % number == 0 for size in weight.shape)]
         raise ConfigError(
-            f"{path} cannot be split by {overrides.families[path]} over {ranks} ranks: its weight is {tuple(weight.shape)} "
-            f"({plan.modules[path].reason}); usable numbers of ranks are {sizes}"
+            f"{path} cannot be split by {kind} over {ranks} ranks: its weight is {tuple(weight.shape)} "
+            f"({reason}); usable numbers of ranks are {sizes}"
         )
 
 
@@ -152,3 +160,5 @@ def _calls(copy: nn.Module, inputs: Inputs | None) -> Iterator[Inputs]:
             config.use_cache = False  # type: ignore[union-attr]
     for length in _LENGTHS:
         yield example_inputs(copy, length, values=True)
+    for values in (False, True):  # a forward that makes a loss and no logits
+        yield from (labelled(example_inputs(copy, length, values)) for length in _LENGTHS if "labels" in argument_names(copy))

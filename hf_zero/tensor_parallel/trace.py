@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from hf_zero.system.planning import planning
 from hf_zero.tensor_parallel import rules
 from hf_zero.tensor_parallel.call_arguments import named_arguments, tensors_in
 from hf_zero.tensor_parallel.graph import BUFFER, CONSTANT, INPUT, PARAMETER, RESULT, UNIFORM, Call, FunctionCall, Graph, Op, Value
@@ -24,22 +22,6 @@ _WHOLE_FUNCTIONS = {
     torch.nn.functional.linear: "linear",
     torch.nn.functional.scaled_dot_product_attention: "scaled_dot_product_attention",
 }
-
-
-def skeleton(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` whose parameters and buffers have shapes and no values; tied parameters stay tied."""
-    memo: dict[int, Any] = {}
-    for param in model.parameters():
-        memo[id(param)] = nn.Parameter(torch.empty(full_shape(param), dtype=param.dtype, device="meta"), param.requires_grad)
-    others = (value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
-    for tensor in (*model.buffers(), *(others if planning() else ())):  # in a plan nothing has values
-        memo[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return copy.deepcopy(model, memo)
-
-
-def full_shape(param: torch.Tensor) -> torch.Size:
-    """The shape of a parameter, also while ``zero.Init`` keeps it sharded."""
-    return torch.Size(getattr(param, "ds_shape", param.shape))
 
 
 class Tracer:
@@ -330,17 +312,21 @@ def watching(model: nn.Module, tracer: Tracer) -> Iterator[None]:
 
 @contextmanager
 def _autocast_without_values() -> Iterator[None]:
-    """Lets ``torch.autocast`` do nothing on the device "meta", which it refuses: transformers 4 switches it off around rotary tables."""
-    original = torch.autocast
+    """Lets ``torch.autocast`` do nothing on the device "meta", which it refuses: transformers 4 switches it off around rotary tables.
+
+    Fused losses ask whether it is on.
+    """
+    original, enabled = torch.autocast, torch.is_autocast_enabled
 
     def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
         return nullcontext() if device_type == "meta" else original(device_type, *args, **kwargs)
 
     torch.autocast = autocast  # type: ignore[assignment,misc]
+    torch.is_autocast_enabled = lambda *device: device != ("meta",) and enabled(*device)  # type: ignore[assignment]
     try:
         yield
     finally:
-        torch.autocast = original  # type: ignore[misc]
+        torch.autocast, torch.is_autocast_enabled = original, enabled  # type: ignore[misc]
 
 
 @contextmanager

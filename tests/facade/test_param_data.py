@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+import hf_zero
+from hf_zero.core.units.unit import find_unit
+from hf_zero.errors import StateError
 from tests.support import ranks
 from tests.support.models import CASES, class_loss
 from tests.support.parity import DTYPES, Run, cast_model, collect, initialize, prepare
@@ -68,6 +71,34 @@ def _refused() -> None:
     param.data = torch.ones(param.ds_shape)
     with pytest.raises(RuntimeError, match=r"was given data while it was divided .*modifier_rank=0"):
         engine(*[value for name, value in MLP.rows(1, 0, 0).items() if name != "labels"])
+
+
+def _parts(dtype: str) -> None:
+    run = Run(3, dtype, extra={"zero_optimization": {"stage3_param_persistence_threshold": 0}})
+    engine: Any = initialize(MLP.build(), run)
+    params = dict(engine.module.named_parameters())
+    values = {name: torch.randn(param.ds_shape, generator=torch.Generator().manual_seed(1)) for name, param in params.items()}
+    for name, param in params.items():
+        whole = values[name].to(param.dtype).flatten()
+        owned = find_unit(param)[0].layout.slots[find_unit(param)[1]].range.intersect(find_unit(param)[0].owned)
+        start = owned.start - find_unit(param)[0].layout.slots[find_unit(param)[1]].offset
+        param.ds_tensor.data = whole[start : start + owned.numel]
+        assert torch.equal(param.ds_tensor, whole[start : start + owned.numel])
+    for name, value in collect(engine, Trained()).masters.items():
+        torch.testing.assert_close(value, values[name].to(DTYPES[dtype]).float(), rtol=0, atol=0)
+    for name, param in params.items():
+        with hf_zero.zero.GatheredParameters([param]):
+            assert torch.equal(param, values[name].to(param.dtype))
+            with pytest.raises(StateError, match="is whole now"):
+                param.ds_tensor.data = param.ds_tensor.clone()
+        with pytest.raises(StateError, match=r"of .* was given a tensor of shape \(7, 7, 7\)"):
+            param.ds_tensor.data = torch.ones(7, 7, 7)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_parts_take_values(dtype: str) -> None:
+    ranks.run_ranks(_parts, 2, dtype)
 
 
 def test_a_divided_parameter_says_where_to_set_it() -> None:

@@ -50,10 +50,12 @@ def _hidden_and_targets(model: Any, labels: Tensor | None, shift_labels: Tensor 
 
 
 def liger(model: Any) -> None:
-    """As Liger's kernels are put on a model: a forward of the instance, which reads ``lm_head.weight`` outside of its module."""
+    """As Liger's kernels are put on a model: a forward of the instance, which for labels reads ``lm_head.weight`` outside its module."""
 
     @functools.wraps(type(model).forward)
     def forward(self: Any, labels: Tensor | None = None, shift_labels: Tensor | None = None, **given: Any) -> SimpleNamespace:
+        if labels is None and shift_labels is None:
+            return {"logits": self.lm_head(self.model(**given).last_hidden_state)}
         hidden, targets = _hidden_and_targets(self, labels, shift_labels, given)
         return SimpleNamespace(loss=FusedLinearCrossEntropy.apply(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten()))
 

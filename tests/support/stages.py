@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_zero.pipeline.own_stages import OwnStages, Run
 from hf_zero.pipeline.plan import PipelinePlan, Placement
 from hf_zero.pipeline.templates import Templates
-from hf_zero.tensor_parallel.trace import skeleton
+from hf_zero.tensor_parallel.skeleton import skeleton
 
 SEED = 3  # of every forward: some models draw numbers without dropout
 

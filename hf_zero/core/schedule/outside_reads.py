@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -17,7 +19,8 @@ from hf_zero.core.schedule.torch_internals import in_backward, outside_compile, 
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.grouping import enclosing
 from hf_zero.core.units.state import UnitState
-from hf_zero.core.units.unit import OWNER, find_unit
+from hf_zero.core.units.tp_shard import WholeReader, Wholes, whole_reader_of
+from hf_zero.core.units.unit import OWNER, find_unit, is_sharded
 from hf_zero.core.units.unprepared import refuse_sharded
 from hf_zero.observe import note
 
@@ -45,14 +48,20 @@ def hook_forward(module: nn.Module, before: Callable[[], None], after: Callable[
 
 
 class GuardedParameters(dict[str, Any]):
-    """A module's own parameters by name; calls back when a sharded one is read during a forward.
+    """A module's own parameters by name; calls back when a sharded one is read, and asks what to show of a tensor-parallel shard.
 
     ``module.weight`` looks the name up here; iteration (``named_parameters``, ``state_dict``) does not.
     """
 
-    def __init__(self, content: dict[str, Any], on_sharded: Callable[[nn.Parameter], None]) -> None:
+    def __init__(
+        self,
+        content: dict[str, Any],
+        on_sharded: Callable[[nn.Parameter], None],
+        show: Callable[[str, nn.Parameter], torch.Tensor] | None = None,
+    ) -> None:
         super().__init__(content)
         self._on_sharded = on_sharded
+        self._show = show
 
     def __getitem__(self, name: str) -> Any:
         param = super().__getitem__(name)
@@ -60,6 +69,8 @@ class GuardedParameters(dict[str, Any]):
         owner = None if param is None else getattr(param, OWNER, None)
         if owner is not None and owner[0].state is not UnitState.UNSHARDED and owner[1] not in owner[0].alone:
             self._on_sharded(param)
+        if self._show is not None and param is not None:
+            return self._show(name, param)
         return param
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
@@ -87,6 +98,7 @@ class OutsideReads:
         self._forward = forward
         self._backward = backward
         self._block_of_unit = {id(unit): block for block in (root, *blocks) for unit in block.units}
+        self._wholes: Wholes = {}  # of tensor-parallel shards, while a forward runs
         self._handles: list[RemovableHandle] = []
 
     def attach(self, enter: Callable[[Block], None], leave: Callable[[Block, Any], None]) -> None:
@@ -109,8 +121,23 @@ class OutsideReads:
             for block in {id(block): block for block in blocks}.values():
                 self._hook(module, block, enter, leave)
         for module in guarded:
-            replace_parameters(module, GuardedParameters(dict(module._parameters.items()), self._on_sharded_read))
+            self._guard(module)
         self._resolve_declared()
+
+    def guard_parts(self) -> None:
+        """Where nothing is sharded: guards parameters of which reads outside of their module's forward show more than is here."""
+        for module in self._module.modules():
+            if whole_reader_of(module) is not None:
+                self._guard(module)
+
+    def forget_wholes(self) -> None:
+        """The forward of the whole module has ended."""
+        self._wholes.clear()
+
+    def _guard(self, module: nn.Module) -> None:
+        reader = whole_reader_of(module)
+        show = None if reader is None else partial(self._shown, reader)
+        replace_parameters(module, GuardedParameters(dict(module._parameters.items()), self._on_sharded_read, show))
 
     def detach(self) -> None:
         """Takes hooks and guards out."""
@@ -140,8 +167,21 @@ class OutsideReads:
 
     def _on_sharded_read(self, param: nn.Parameter) -> None:
         block = self._block_of(param)
-        if block is not None and (self._forward.stack or (self._backward.begun and in_backward())):
+        if block is not None and self._wants_values():
             self._read(block)
+
+    def _wants_values(self) -> bool:
+        """Whether who reads a parameter now computes with it: in a forward, in its loss behind it, or in backward."""
+        if self._forward.stack or (self._backward.begun and in_backward()):
+            return True
+        return not self._backward.begun and self._backward.awaited and torch.is_grad_enabled()
+
+    def _shown(self, reader: WholeReader, name: str, param: nn.Parameter) -> torch.Tensor:
+        """The tensor-parallel shard ``param``, or the whole where somebody computes with it outside of its module; collective then."""
+        if is_sharded(param) or not self._wants_values():
+            return param
+        whole = reader(name, param, self._wholes if self._forward.stack else {})
+        return param if whole is None else whole
 
     def _read(self, block: Block) -> None:
         """Makes ``block``, which other modules read, whole, and remembers who reads it; collective."""

@@ -66,6 +66,8 @@ class Runtime:
             self._handles += hook_forward(block.module, partial(self.enter, block), partial(self.leave, block))
         if self.schedule is not None:
             self._outside_reads.attach(self.enter, self.leave)
+        else:
+            self._outside_reads.guard_parts()
         self.backward.attach()
 
     def detach(self) -> None:
@@ -102,6 +104,8 @@ class Runtime:
             if output is not None and not self.backward.begun:
                 self.backward.watch(block, output)
             self.forward.leave(block, output)
+        if block is self.root and not block.open:
+            self._outside_reads.forget_wholes()
 
     # -- what the engine asks and says --------------------------------------------------------------------------------
 

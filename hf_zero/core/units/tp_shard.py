@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from hf_zero.core.units.layout import Range
 
 _TP_SHARD = "_hf_zero_tp_shard"
+_WHOLE_READER = "_hf_zero_whole_reader"  # of a module
+
+Wholes = dict[tuple[int, bool], torch.Tensor]
+WholeReader = Callable[[str, torch.Tensor, Wholes], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,19 @@ def mark_tp_shard(param: torch.Tensor, part: TpShard) -> None:
 def tp_shard_of(param: torch.Tensor) -> TpShard | None:
     """The part that ``param`` is; None for a parameter of which each rank has the same, whole copy."""
     return getattr(param, _TP_SHARD, None)
+
+
+def mark_whole_reader(module: nn.Module, reader: WholeReader) -> None:
+    """Who reads a parameter of ``module`` outside of its forward gets ``reader(name, part, kept)``: the whole, or None for the part.
+
+    ``kept`` has what this forward of the model has read before.
+    """
+    module.__dict__[_WHOLE_READER] = reader
+
+
+def whole_reader_of(module: nn.Module) -> WholeReader | None:
+    """What ``mark_whole_reader`` has said of ``module``."""
+    return module.__dict__.get(_WHOLE_READER)
 
 
 def is_expert(param: torch.Tensor) -> bool:
