@@ -86,7 +86,8 @@ def _cuts_of(model: Any) -> _Cuts | None:
         settings = Settings.model_validate(source.get("pipeline") or {})
         placement = placement_of(settings, ranks)
         tied = skeleton(model)  # transformers ties weights after it has read them
-        tied.tie_weights(recompute_mapping=False)
+        tie: Any = tied.tie_weights
+        tie(recompute_mapping=False)
         plan = make_plan(tied, placement.stages, settings.partition_method)
     except (HfZeroError, ValueError) as error:  # said by initialize: this may be another model than the one to be trained
         log_rank0("from_pretrained reads all of %s, because it cannot be cut beforehand: %s", type(model).__name__, error)

@@ -16,11 +16,12 @@ from hf_zero.errors import UnsupportedError
 from hf_zero.observe import log_rank0
 from hf_zero.pipeline import micro_batches
 from hf_zero.pipeline.micro_batches import IGNORED
+from hf_zero.pipeline.model_stages import Border, ModelStage
 from hf_zero.pipeline.own_stages import OwnStages
 from hf_zero.pipeline.passes import Attached, Passes
 from hf_zero.pipeline.pending import PendingTensor
 from hf_zero.pipeline.plan import PipelinePlan
-from hf_zero.pipeline.schedules import ScheduledSteps, Work
+from hf_zero.pipeline.schedules import Scheduler
 from hf_zero.pipeline.trees import map_tensors, without_values
 from hf_zero.tensor_parallel.call_arguments import tensors_in
 
@@ -64,7 +65,8 @@ class PipelinedForward:
         self._pipe = pipe
         self._link = Link(pipe)
         self._wanted = wanted
-        self._steps = ScheduledSteps(own, pipe, schedule)
+        self._scheduler = Scheduler(own.placement, pipe, schedule)
+        self._borders: dict[Any, Border] = {}
         self._plan_for = plan_for
         self._kinds: dict[Any, _Kind] = {}
         self._original = own.model.forward
@@ -105,12 +107,17 @@ class PipelinedForward:
         """Forward and backward of several calls as the schedule has them; the mean of their losses, on every rank. Collective.
 
         Args:
-            calls: Arguments of each; all of one kind, with tensors of the same shapes.
+            calls: Arguments of each; all of one kind, with tensors of any sizes.
             scale: Of each loss before backward.
         """
         given = [self._arguments((), kwargs) for kwargs in calls]
         kind = self._kind_of(given[0], 1)
-        losses = self._steps.step(Work(kind.plan, self._original, given, scale))
+        own, losses = self._own, list[torch.Tensor]()
+        works = {
+            index: ModelStage(own, index, kind.plan, self._original, given, self._borders, losses)
+            for index in own.placement.stages_of(own.rank)
+        }
+        self._scheduler.train(works, len(given), scale)
         mean = torch.stack(losses).float().mean() if self._last else torch.zeros((), device=self._own.device)
         self._pipe.broadcast(mean, self._source, "loss")
         return mean
