@@ -172,9 +172,16 @@ def divide_layers(model: nn.Module, pipeline: Pipeline, topology: Topology) -> N
         topology: The engine's axes.
     """
     pipe, everyone = topology.pipe, topology.model
-    if pipe is None or everyone is None or pipeline_of(model) is not None:
+    if pipe is None or everyone is None:
         return
-    collectives = open_collectives(everyone)
+    if pipeline_of(model) is None:
+        _keep_own(model, pipeline, topology, pipe, open_collectives(everyone))
+    if not isinstance(model, DividesItself) and pipelined(model) is None:
+        _put_forward(model, pipeline, topology, pipe, open_collectives(everyone))
+
+
+def _keep_own(model: nn.Module, pipeline: Pipeline, topology: Topology, pipe: Topology, collectives: Collectives) -> None:
+    """Keeps what this rank's stage holds."""
     held_by = pipeline.held_by
     if isinstance(model, DividesItself) or pipeline.by_stage:
         equal_where_shared(model, held_by, open_collectives(pipe))
@@ -192,8 +199,10 @@ def divide_layers(model: nn.Module, pipeline: Pipeline, topology: Topology) -> N
     for module in model.modules():
         guard_state_dict(module)
     setattr(model, _PIPELINE, pipeline)
-    if isinstance(model, DividesItself):
-        return
+
+
+def _put_forward(model: nn.Module, pipeline: Pipeline, topology: Topology, pipe: Topology, collectives: Collectives) -> None:
+    """Puts the pipeline in the place of the model's forward."""
     paths = list(dict.fromkeys(call.path for call in pipeline.plan.calls))
     own = OwnStages(model, pipeline.placement, pipe.rank, paths, Templates(pipeline.skeleton), topology.device)
     model.forward = PipelinedForward(

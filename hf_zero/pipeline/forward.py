@@ -17,7 +17,7 @@ from hf_zero.observe import log_rank0
 from hf_zero.pipeline import micro_batches
 from hf_zero.pipeline.micro_batches import IGNORED
 from hf_zero.pipeline.model_stages import Border, ModelStage
-from hf_zero.pipeline.own_stages import OwnStages
+from hf_zero.pipeline.own_stages import OwnStages, give_back
 from hf_zero.pipeline.passes import Attached, Passes
 from hf_zero.pipeline.pending import PendingTensor
 from hf_zero.pipeline.plan import PipelinePlan
@@ -69,10 +69,22 @@ class PipelinedForward:
         self._borders: dict[Any, Border] = {}
         self._plan_for = plan_for
         self._kinds: dict[Any, _Kind] = {}
+        self._engines = 0
         self._original = own.model.forward
         self._signature = self.__signature__ = inspect.signature(self._original)  # libraries look at the model's arguments
         self._source = own.placement.rank_of(own.placement.stages - 1)
         self._last = self._source == own.rank
+
+    def attach(self) -> None:
+        """Another engine runs the model; ``remove`` is called when it is destroyed."""
+        self._engines += 1
+
+    def remove(self) -> None:
+        """Gives the model its own forwards back when no engine is left."""
+        self._engines -= 1
+        if not self._engines and self._own.model.__dict__.get("forward") is self:
+            self._own.remove()
+            give_back(self._own.model, self._original)
 
     @property
     def whole(self) -> bool:

@@ -37,6 +37,29 @@ def refusals() -> None:
         elsewhere(batch["input_ids"])
 
 
+def after_destroy() -> None:
+    """The model has its own forwards again, refuses what it has not, and another engine trains it."""
+    case = zoo_case("LlamaForCausalLM", {"num_hidden_layers": 2})
+    model, batch = case.build(), parity.prepare(case.rows(0, 0, 0), parity.DTYPES["fp32"])
+    names = [name for name, module in model.named_modules() if "forward" in module.__dict__]
+    engine = parity.initialize(model, with_stages(Run(1), 2))
+    expected = float(case.forward(engine, batch))
+    second = parity.initialize(model, with_stages(Run(0), 2))  # takes the model over
+    engine.destroy()
+    assert float(case.forward(second, batch)) == expected
+    second.destroy()
+    assert [name for name, module in model.named_modules() if "forward" in module.__dict__] == names
+    with pytest.raises(hf_zero.errors.StateError, match="without an engine, and another stage of the pipeline holds it"):
+        case.forward(model, batch)
+    third = parity.initialize(model, with_stages(Run(1), 2))
+    assert float(case.forward(third, batch)) == expected
+    third.destroy()
+
+
+def test_a_destroyed_engine_leaves_nothing_on_the_model() -> None:
+    ranks.run_ranks(after_destroy, 2, ordered=False)  # the first layer is one stage's
+
+
 def test_what_does_not_fit_is_refused() -> None:
     ranks.run_ranks(refusals, 2, ordered=False)  # errors end forwards in the middle
 
