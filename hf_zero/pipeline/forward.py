@@ -21,8 +21,9 @@ from hf_zero.pipeline.own_stages import OwnStages, give_back
 from hf_zero.pipeline.passes import Attached, Passes
 from hf_zero.pipeline.pending import PendingTensor
 from hf_zero.pipeline.plan import PipelinePlan
+from hf_zero.pipeline.result_shapes import ResultShapes
 from hf_zero.pipeline.schedules import Scheduler
-from hf_zero.pipeline.trees import map_tensors, without_values
+from hf_zero.pipeline.trees import map_tensors
 from hf_zero.tensor_parallel.call_arguments import tensors_in
 
 _NOT_KEPT = ("output_hidden_states", "output_attentions")
@@ -74,6 +75,7 @@ class PipelinedForward:
         self._signature = self.__signature__ = inspect.signature(self._original)  # libraries look at the model's arguments
         self._source = own.placement.rank_of(own.placement.stages - 1)
         self._last = self._source == own.rank
+        self._shapes = ResultShapes(pipe, self._source)
 
     def attach(self) -> None:
         """Another engine runs the model; ``remove`` is called when it is destroyed."""
@@ -112,8 +114,8 @@ class PipelinedForward:
         results = passes.forward(self._original, parts)
         weights = micro_batches.weights_of(parts, kind.weighs or "sum")
         if torch.is_grad_enabled():
-            return self._for_training(passes, results, weights)
-        return self._everywhere(micro_batches.merge(results, weights) if self._last else None)
+            return self._for_training(given, passes, results, weights)
+        return self._everywhere(given, micro_batches.merge(results, weights) if self._last else None)
 
     def train(self, calls: Sequence[Mapping[str, Any]], scale: float) -> torch.Tensor:
         """Forward and backward of several calls as the schedule has them; the mean of their losses, on every rank. Collective.
@@ -217,9 +219,9 @@ class PipelinedForward:
 
     # -- results on every stage -----------------------------------------------------------------------------------------
 
-    def _everywhere(self, result: Any) -> Any:
+    def _everywhere(self, given: Mapping[str, Any], result: Any) -> Any:
         """The result of the last stage on every rank."""
-        template = self._pipe.broadcast_object(map_tensors(result, without_values), self._source, "shape of the result")
+        template, _ = self._shapes.agree(given, result)
         values = iter([tensor for _, tensor in tensors_in(result)])
         return map_tensors(template, lambda meta: self._broadcast(next(values) if self._last else meta))
 
@@ -229,7 +231,7 @@ class PipelinedForward:
         self._pipe.broadcast(value, self._source, "result")
         return value
 
-    def _for_training(self, passes: Passes, results: Sequence[Any], weights: Any) -> Any:
+    def _for_training(self, given: Mapping[str, Any], passes: Passes, results: Sequence[Any], weights: Any) -> Any:
         """The result with a graph: the loss at once, the rest when somebody looks."""
         by_part, token = passes.joined(results)
         merged = None
@@ -246,7 +248,7 @@ class PipelinedForward:
         loss = micro_batches.loss_of(merged)
         flat = [tensor for _, tensor in tensors_in(merged)]
         place = next((index for index, tensor in enumerate(flat) if tensor is loss), None)
-        template, place = self._pipe.broadcast_object((map_tensors(merged, without_values), place), self._source, "shape of the result")
+        template, place = self._shapes.agree(given, merged, place)
         counted = iter(range(len(list(tensors_in(template)))))
 
         def give(meta: torch.Tensor) -> torch.Tensor:
