@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from hf_zero.comm.collectives import Collectives
 from hf_zero.pipeline.trees import map_tensors, without_values
 
