@@ -15,6 +15,7 @@ from hf_zero.comm.link import Link
 from hf_zero.errors import UnsupportedError
 from hf_zero.observe import log_rank0
 from hf_zero.pipeline import micro_batches
+from hf_zero.pipeline.border_types import BorderTypes
 from hf_zero.pipeline.micro_batches import IGNORED
 from hf_zero.pipeline.model_stages import Border, ModelStage
 from hf_zero.pipeline.own_stages import OwnStages, give_back
@@ -33,10 +34,11 @@ _CLOSE = 1e-3  # relative: how far the loss of parts may be from that of the who
 
 @dataclass(frozen=True)
 class _Kind:
-    """What is known of calls with arguments of one kind: what runs when, and how losses of parts add up (None: one part only)."""
+    """What is known of calls with arguments of one kind: what runs when, how losses of parts add up (None: one part only), types."""
 
     plan: PipelinePlan
     weighs: str | None
+    types: BorderTypes
 
 
 class PipelinedForward:
@@ -110,7 +112,7 @@ class PipelinedForward:
         kind = self._kind_of(given, count)
         count = count if kind.weighs is not None else 1
         parts = micro_batches.split(given, count)
-        passes = Passes(self._own, kind.plan, self._link, self.begin_backward)
+        passes = Passes(self._own, kind.plan, self._link, self.begin_backward, kind.types)
         results = passes.forward(self._original, parts)
         weights = micro_batches.weights_of(parts, kind.weighs or "sum")
         if torch.is_grad_enabled():
@@ -126,6 +128,11 @@ class PipelinedForward:
         """
         given = [self._arguments((), kwargs) for kwargs in calls]
         kind = self._kind_of(given[0], 1)
+        if kind.types.sent:
+            raise UnsupportedError(
+                "pipeline: train_batch and torch_autocast cannot be combined: a schedule has to know before what types go over borders. "
+                'Train with forward, backward and step, or write "bf16": {"enabled": true}'
+            )
         own, losses = self._own, list[torch.Tensor]()
         works = {
             index: ModelStage(own, index, kind.plan, self._original, given, self._borders, losses)
@@ -165,14 +172,17 @@ class PipelinedForward:
         others = tuple(
             sorted((name, repr(value)) for name, value in given.items() if not isinstance(value, torch.Tensor) and name != _COUNT)
         )
-        key = (repr((shapes, others)), self._own.model.training, count > 1)
+        device = self._own.device.type
+        autocast = torch.is_autocast_enabled(device)
+        key = (repr((shapes, others, autocast and torch.get_autocast_dtype(device))), self._own.model.training, count > 1)
         if key not in self._kinds:
             self._own.templates.follow(self._own.model)
             plan = self._plan_for(micro_batches.split(given, count)[0])
-            self._kinds[key] = _Kind(plan, self._find_weights(plan, given, count) if count > 1 else "sum")
+            types = BorderTypes(autocast)
+            self._kinds[key] = _Kind(plan, self._find_weights(plan, given, count, types) if count > 1 else "sum", types)
         return self._kinds[key]
 
-    def _find_weights(self, plan: PipelinePlan, given: Mapping[str, Any], count: int) -> str | None:
+    def _find_weights(self, plan: PipelinePlan, given: Mapping[str, Any], count: int, types: BorderTypes) -> str | None:
         """How the losses of parts add up, tried with this batch and no dropout; None where they do not.
 
         [Note: losses of parts] Some losses are means over tokens, others over samples, and some (a mixture's load balance) are no
@@ -185,7 +195,7 @@ class PipelinedForward:
         model.eval()
         try:
             with torch.no_grad():
-                whole, parts = ([self._once(plan, part) for part in micro_batches.split(given, pieces)] for pieces in (1, count))
+                whole, parts = ([self._once(plan, part, types) for part in micro_batches.split(given, pieces)] for pieces in (1, count))
         finally:
             for module in training:  # a script may have left some of them in evaluation
                 module.training = True
@@ -202,8 +212,8 @@ class PipelinedForward:
             )
         return found
 
-    def _once(self, plan: PipelinePlan, part: Mapping[str, Any]) -> Any:
-        return Passes(self._own, plan, self._link, self.begin_backward).forward(self._original, [part])[0]
+    def _once(self, plan: PipelinePlan, part: Mapping[str, Any], types: BorderTypes) -> Any:
+        return Passes(self._own, plan, self._link, self.begin_backward, types).forward(self._original, [part])[0]
 
     @staticmethod
     def _agreeing(whole: Any, results: Sequence[Any], parts: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> str | None:

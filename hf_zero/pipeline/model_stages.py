@@ -82,7 +82,5 @@ class ModelStage:
 
 
 def _kind_of(call: Mapping[str, Any]) -> str:
-    """What shapes and types at the borders depend on, beside the plan: those of the arguments, and autocast."""
-    device = next((value.device.type for value in call.values() if isinstance(value, torch.Tensor)), "cpu")
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    return repr((sorted((name, tuple(v.shape), str(v.dtype)) for name, v in call.items() if isinstance(v, torch.Tensor)), autocast))
+    """What shapes and types at the borders depend on, beside the plan: those of the arguments."""
+    return repr(sorted((name, tuple(value.shape), str(value.dtype)) for name, value in call.items() if isinstance(value, torch.Tensor)))

@@ -30,7 +30,7 @@ def backward_of(engine: Engine, calls: Sequence[Mapping[str, Any]]) -> torch.Ten
     forward = pipelined(engine.module)
     if forward is None:
         raise StateError("a schedule of a pipeline needs an engine that trains a module over pipeline.stages")
-    with whole_step(engine):
+    with whole_step(engine), engine.autocast():
         loss = forward.train(calls, engine.scaler.scale / len(calls))
     engine.progress.last_loss = loss
     return loss

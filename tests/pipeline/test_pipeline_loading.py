@@ -67,3 +67,32 @@ def _check_engine(name: str, model: nn.Module, config: dict[str, Any]) -> None:
         expected = wanted.state_dict()
         assert whole.keys() == expected.keys() and all(torch.equal(value, expected[key]) for key, value in whole.items())
     engine.destroy()
+
+
+def test_a_distributed_config_and_adapters(tmp_path: Path) -> None:
+    saved_sizes(pp_breadth.build("LlamaForCausalLM", 4), tmp_path)
+    ranks.run_ranks(check_noted, 2, str(tmp_path))
+
+
+def check_noted(folder: str) -> None:
+    """``DistributedConfig(pp_size)`` says it, adapters come in between; an engine that the load was not for is refused."""
+    from peft import LoraConfig, get_peft_model
+
+    plain, config = Run(1).config(), with_stages(Run(1), 2).config()
+    kind = type(pp_breadth.build("LlamaForCausalLM", 4))
+    model, _ = loaded_under(plain, kind, folder, distributed_config={"pp_size": 2})
+    held = [name for name, param in model.named_parameters() if any(param.stride())]
+    assert 0 < len(held) < len(list(model.parameters()))
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "gate_proj"]))
+    engine = hf_zero.initialize(model=model, config=config, model_parameters=[p for p in model.parameters() if p.requires_grad])[0]
+    batch = zoo.batch("LlamaForCausalLM", torch.Generator().manual_seed(0))
+    wanted = zoo.loss(pp_breadth.build("LlamaForCausalLM", 4).eval(), batch)
+    assert torch.allclose(zoo.loss(engine.eval(), batch), wanted, rtol=1e-5)  # adapters begin with nothing
+    engine.destroy()
+    model, _ = loaded_under(config, kind, folder)
+    with pytest.raises(StateError, match="loaded by the stages of a pipeline, and here there is none"):
+        hf_zero.initialize(model=model, config=plain, model_parameters=model.parameters())
+    if ranks.rank() == 0:
+        model = pp_breadth.build("LlamaForCausalLM", 4)
+    with pytest.raises(StateError, match="call from_pretrained on every rank"):
+        hf_zero.initialize(model=model, config=config, model_parameters=model.parameters())

@@ -64,7 +64,7 @@ class PipelineEngine(Engine):
         if interval > 0:
             module.set_checkpoint_interval(interval)
         self._scheduler = Scheduler(Placement(self.num_stages, self.num_stages), self._pipe, schedule_of(self.settings.pipeline))
-        self._borders = Borders(module, self._pipe, self._autocast)
+        self._borders = Borders(module, self._pipe, self.autocast)
 
     # -- batches ----------------------------------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class PipelineEngine(Engine):
         parts = self.feed.take(data_iter, count, device) if reads else [MicroBatch()] * count
         if self.precision.casts_inputs and self.precision.param_dtype is not None:
             parts = [MicroBatch(cast_floating(part.inputs, self.precision.param_dtype), part.labels) for part in parts]
-        return BatchWork(module, self.stage_id, parts, self._borders.of(parts), self._autocast, computes_loss)
+        return BatchWork(module, self.stage_id, parts, self._borders.of(parts), self.autocast, computes_loss)
 
     def _everywhere(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """The mean of the last stage's ``losses`` over data-parallel ranks too, on every rank; collective."""
