@@ -75,7 +75,9 @@ def check_autocast() -> None:
         if weights is not None:
             expected = parity.reference(case.build(), case.rows, forward, run, 1)
             plain = parity.reference(case.build(), case.rows, case.forward, run, 1)
-            compare_trained(expected, losses, norms, weights, run)
+            compare_trained(replace(expected, weights={}), losses, norms, weights, run)
+            for name, value in expected.weights.items():  # 16-bit rounding of small gradients, after two steps of Adam
+                assert (weights[name] - value).abs().max() < 5e-3 * value.abs().max().clamp(min=0.01), name
             assert abs(plain.norms[0] - norms[0]) > 1e-5 * norms[0], "autocast changed nothing"
 
 
