@@ -77,7 +77,7 @@ class ScheduledStage:
         if self.is_first:
             return []
         with self._own_errors() as work:
-            self._arriving[part] = [self._place(meta) for meta in work.expected(part)]
+            self._arriving[part] = [_place(meta, self._transport) for meta in work.expected(part)]
         return [self._operation(dist.irecv, place, -1) for place in self._arriving[part]]
 
     def forward_one_chunk(self, part: int, *_args: Any, **_kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ class ScheduledStage:
         if self.is_last:
             return []
         tensors = self._sent[part] if self.has_backward else self._sent.pop(part)
-        return [self._operation(dist.isend, self._carried(tensor), 1) for tensor in tensors]
+        return [self._operation(dist.isend, _carried(tensor, self._transport), 1) for tensor in tensors]
 
     def set_local_fwd_input(self, outputs: Sequence[torch.Tensor], part: int) -> None:
         """``part`` comes from a stage of this rank."""
@@ -110,7 +110,7 @@ class ScheduledStage:
         """What is received before the backward of ``part``."""
         if self.is_last or not self.has_backward:  # of which GPipe's schedule takes no notice
             return []
-        self._gradients[part] = [self._place(tensor) for tensor in self._sent[part] if tensor.is_floating_point()]
+        self._gradients[part] = [_place(tensor, self._transport) for tensor in self._sent[part] if tensor.is_floating_point()]
         return [self._operation(dist.irecv, place, 1) for place in self._gradients[part]]
 
     def backward_one_chunk(self, part: int, loss: torch.Tensor | None = None, full_backward: bool = True, **_kwargs: Any) -> None:
@@ -147,7 +147,7 @@ class ScheduledStage:
 
     def get_bwd_send_ops(self, part: int) -> list[dist.P2POp]:
         """What goes back after the backward of ``part``."""
-        return [self._operation(dist.isend, self._carried(gradient), -1) for gradient in self._returned.pop(part, ())]
+        return [self._operation(dist.isend, _carried(gradient, self._transport), -1) for gradient in self._returned.pop(part, ())]
 
     def get_local_bwd_output(self, part: int) -> list[torch.Tensor]:
         """What goes back to a stage of this rank."""
@@ -196,11 +196,13 @@ class ScheduledStage:
         peer = self.stage_index_to_group_rank[self.stage_index + step]
         return dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
 
-    def _place(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(like.shape, dtype=like.dtype, device=self._transport)
 
-    def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self._transport).contiguous()
+def _place(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=device)
+
+
+def _carried(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.detach().to(device).contiguous()
 
 
 def _backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
