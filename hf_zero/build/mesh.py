@@ -78,11 +78,20 @@ def expert_ranks(source: Mapping[str, Any], claims: Iterable[Claim] = ()) -> tup
     Raises:
         ConfigError: Sources contradict each other, or do not fit the ranks.
     """
+    mesh = _mesh_of_load(source, claims, EXPERT)
+    return (mesh.ep, dist.get_rank() % mesh.ep) if mesh is not None else (1, 0)
+
+
+def pipeline_ranks(source: Mapping[str, Any], claims: Iterable[Claim] = ()) -> tuple[int, int]:
+    """How many ranks hold all layers between them, and which of these this one is; otherwise as ``expert_ranks``."""
+    mesh = _mesh_of_load(source, claims, "pp")
+    return (mesh.pp, dist.get_rank() // (mesh.ranks // mesh.pp)) if mesh is not None else (1, 0)
+
+
+def _mesh_of_load(source: Mapping[str, Any], claims: Iterable[Claim], axis: str) -> Mesh | None:
+    """The mesh before there is a model; None where nobody says anything of ``axis``."""
     said = [*_claims_around(source), *claims]
-    if not any(claim.axis == EXPERT for claim in said):
-        return 1, 0
-    size = solve(said, dist.get_world_size()).ep
-    return size, dist.get_rank() % size
+    return solve(said, dist.get_world_size()) if any(claim.axis == axis for claim in said) else None
 
 
 def shards(source: Mapping[str, Any]) -> bool:

@@ -173,18 +173,21 @@ class PartsBuilder:
         zero = self.config.zero_optimization
         stays = {id(unit) for block in blocks if block.name in kept for unit in block.units}
         persist_and_reshard(units, stays, zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold)
-        runtime.attach()
         stages = pipelined(self.module)
+        if stages is not None:
+            stages.attach()  # before an engine that had the module lets go of it
+        runtime.attach()
         if stages is not None:
             stages.begin_backward = partial(begin_inside, runtime.backward)
             generates = WholeGeneration(stages, self.module, open_collectives(self.topology.pipe or self.topology))
-            generates.attach()
+            generates.attach(self.module)
             runtime.keep(generates)
+            runtime.keep(stages)
         heap.keep_large_blocks(on_host=self.topology.device.type == "cpu")
         synced = self.topology.expert is not None
         if schedule is not None or synced:
             generation = Generation(runtime, units, self.collectives.data, self.config.hf_zero.gather_for_generation, synced)
-            generation.attach()
+            generation.attach(self.module)
             runtime.keep(generation)
         return parts
 

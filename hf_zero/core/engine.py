@@ -167,14 +167,15 @@ class Engine(nn.Module):
             raise StateError(f"a forward for training on an engine that was destroyed{self._after_destroy}")
         if self.precision.casts_inputs and self.precision.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self.precision.param_dtype)
-        with self.clock.phase("forward"), self._autocast():
+        with self.clock.phase("forward"), self.autocast():
             try:
                 return self.module(*args, **kwargs)
             except Exception as error:
                 self._explain(self, error, "forward")
                 raise
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of a forward: ``torch_autocast``, or none."""
         device_type = self.collectives.topology.device.type
         if self.precision.autocast_dtype is not None:
             return torch.autocast(device_type, dtype=self.precision.autocast_dtype)

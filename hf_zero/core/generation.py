@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import nn
 
@@ -20,7 +21,38 @@ from hf_zero.observe import log_rank0
 SHARE_OF_FREE_MEMORY = 0.6
 
 
-class Generation:
+class StandsBefore(ABC):
+    """Stands in front of the ``generate`` methods inside a module.
+
+    Attributes:
+        synced: Ranks run their forwards together.
+    """
+
+    synced = False
+
+    def __init__(self) -> None:
+        self._modules: list[nn.Module] = []
+
+    def attach(self, module: nn.Module) -> None:
+        """Puts a stand-in before the ``generate`` of every module inside ``module`` that has one. ``remove`` takes them away."""
+        for inner in module.modules():
+            if callable(getattr(type(inner), "generate", None)):
+                inner.__dict__["generate"] = GenerateMethod(self, inner)
+                self._modules.append(inner)
+
+    def remove(self) -> None:
+        """Takes the stand-ins away; the runtime calls it with its hooks."""
+        for module in self._modules:
+            if isinstance(module.__dict__.get("generate"), GenerateMethod):
+                del module.__dict__["generate"]
+        self._modules = []
+
+    @abstractmethod
+    def run(self, module: nn.Module, generate: Callable[[], Any]) -> Any:
+        """Calls ``generate``, which runs ``module``; collective."""
+
+
+class Generation(StandsBefore):
     """Stands in front of the ``generate`` methods inside a module whose parameters stage 3 reshards between uses.
 
     [Note: generation] A model is asked for one token at a time, so unsharding block by block moves the whole model per token.
@@ -41,27 +73,13 @@ class Generation:
     def __init__(
         self, runtime: Runtime, units: Sequence[Unit], collectives: Collectives, gather: bool | Literal["auto"], synced: bool = False
     ) -> None:
+        super().__init__()
         self.gather = gather
         self.synced = synced
         self._runtime = runtime
         self._units = [unit for unit in units if unit.reshards]
         self._collectives = collectives
-        self._modules: list[nn.Module] = []
         self._told: set[bool] = set()
-
-    def attach(self) -> None:
-        """Puts a stand-in before the ``generate`` of every module that has one. ``remove`` takes them away."""
-        for module in self._runtime.module.modules():
-            if callable(getattr(type(module), "generate", None)):
-                module.__dict__["generate"] = GenerateMethod(self, module)
-                self._modules.append(module)
-
-    def remove(self) -> None:
-        """Takes the stand-ins away; the runtime calls it with its hooks."""
-        for module in self._modules:
-            if isinstance(module.__dict__.get("generate"), GenerateMethod):
-                del module.__dict__["generate"]
-        self._modules = []
 
     def run(self, module: nn.Module, generate: Callable[[], Any]) -> Any:
         """Calls ``generate``, which runs ``module``; collective."""
@@ -126,19 +144,10 @@ class Generation:
         return result
 
 
-class Generates(Protocol):
-    """What stands in front of a ``generate``: whether ranks run their forwards together, and who calls it."""
-
-    synced: bool
-
-    def run(self, module: nn.Module, generate: Callable[[], Any]) -> Any:
-        """Calls ``generate``, which runs ``module``; collective."""
-
-
 class GenerateMethod:
     """The ``generate`` attribute of one module; a copy of the module gets a plain bound method instead."""
 
-    def __init__(self, generation: Generates, module: nn.Module) -> None:
+    def __init__(self, generation: StandsBefore, module: nn.Module) -> None:
         self._generation = generation
         self._module = module
         self.__wrapped__ = MethodType(getattr(type(module), "generate"), module)  # noqa: B009 - a Module has no such name for the type checker

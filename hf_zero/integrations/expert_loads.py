@@ -23,9 +23,9 @@ from hf_zero.build.mesh import expert_ranks
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.expert_parallel.find import ExpertLayer, StackedExperts, present_experts
 from hf_zero.expert_parallel.held import Held, Place, hold, make_room
+from hf_zero.integrations.checkpoint_slices import Sources, are_mapped, converters_of, divided_later, open_slices, sources_of
 from hf_zero.integrations.distributed_config import claims_of_load
 
-_SAFETENSORS = ".safetensors"
 _MERGE, _TRANSPOSE = "MergeModulelist", "Transpose"
 _ALONG_ONE = ("Concatenate", "Chunk", "Interleave")
 
@@ -48,10 +48,6 @@ class _Part:
     def get_dtype(self) -> str:
         """As the file's slice."""
         return str(self._whole.get_dtype())
-
-
-_Sources = dict[str, list[str]]
-"""Of one parameter: names in the files, by the pattern of the converter that they match; "" where they are only renamed."""
 
 
 @dataclass
@@ -81,10 +77,10 @@ def load_weights_of_rank(
     """
     whole = partial(method, model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     layers, place = _to_divide(model, load_config)
-    if not layers or state_dict is not None or not _are_mapped(checkpoint_files, load_config):
+    if not layers or state_dict is not None or not are_mapped(checkpoint_files, load_config):
         return whole()
     with ExitStack() as files:
-        slices = _open(files, checkpoint_files)
+        slices = open_slices(files, checkpoint_files)
         share = _share(model, layers, place, slices, load_config)
         if not share.held:
             return whole()
@@ -107,8 +103,7 @@ def _to_divide(model: nn.Module, load_config: Any) -> tuple[list[ExpertLayer], P
     from transformers.integrations.deepspeed import deepspeed_config
 
     nobody = Place(1, 0)
-    divided_elsewhere = load_config.is_quantized or load_config.device_map is not None or load_config.device_mesh is not None
-    if divided_elsewhere or not dist.is_initialized():
+    if not divided_later(load_config):
         return [], nobody
     ranks, index = expert_ranks(deepspeed_config(), claims_of_load())
     if ranks == 1:
@@ -118,25 +113,6 @@ def _to_divide(model: nn.Module, load_config: Any) -> tuple[list[ExpertLayer], P
     except UnsupportedError:  # said by initialize: this may be another model than the one to be trained
         return [], nobody
     return [layer for layer in layers if layer.count % ranks == 0], Place(ranks, index)
-
-
-def _are_mapped(files: Any, load_config: Any) -> bool:
-    from transformers import modeling_utils
-
-    on_mount = getattr(modeling_utils, "_is_on_hf_mount", lambda path: False)
-    named = files is not None and all(str(file).endswith(_SAFETENSORS) for file in files)
-    return named and not load_config.disable_mmap and not any(on_mount(file) for file in files)
-
-
-def _open(stack: ExitStack, files: Iterable[Any]) -> dict[str, Any]:
-    """Slices of every tensor in the files, of which nothing has been read."""
-    from safetensors import safe_open
-
-    found = {}
-    for file in files:
-        opened = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-        found.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118  # not a dict
-    return found
 
 
 def _sharded_already() -> bool:
@@ -150,7 +126,7 @@ def _sharded_already() -> bool:
 
 def _share(model: Any, layers: Iterable[ExpertLayer], place: Place, slices: dict[str, Any], load_config: Any) -> _Share:
     """Layers whose tensors in the files can be told apart by expert, with room for this rank's made in ``model``."""
-    share, sources, converters = _Share(), _sources(model, slices, load_config), _converters(load_config)
+    share, sources, converters = _Share(), sources_of(model, slices, load_config), converters_of(load_config)
     paths = {id(param): name for name, param in model.named_parameters()}
     for layer in layers:
         found = [(paths[id(param)], number) for number, param in _params(layer)]
@@ -174,34 +150,8 @@ def _params(layer: ExpertLayer) -> Iterator[tuple[int | None, nn.Parameter]]:
         yield from ((number, param) for param in expert.parameters())
 
 
-def _converters(load_config: Any) -> dict[str, Any]:
-    """Those of transformers that compute something, by the patterns of what they take."""
-    from transformers.core_model_loading import WeightConverter
-
-    found = [entry for entry in load_config.weight_mapping or () if isinstance(entry, WeightConverter)]
-    return {pattern: converter for converter in found for pattern in converter.source_patterns}
-
-
-def _sources(model: Any, slices: dict[str, Any], load_config: Any) -> dict[str, _Sources]:
-    """Parameter -> what the files have for it, in the order in which transformers takes it."""
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-
-    mapping = load_config.weight_mapping or ()
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    prefix, known = model.base_model_prefix, model.state_dict()
-    found: dict[str, _Sources] = {}
-    for key in sorted(slices, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, known)
-        if name not in known and key in known:
-            name, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=known)
-        if name in known:
-            found.setdefault(name, {}).setdefault(pattern or "", []).append(key)
-    return found
-
-
 def _wanted(
-    source: _Sources | None, number: int | None, count: int, place: Place, slices: dict[str, Any], converters: dict[str, Any]
+    source: Sources | None, number: int | None, count: int, place: Place, slices: dict[str, Any], converters: dict[str, Any]
 ) -> dict[str, Any] | None:
     """What this rank reads for one parameter; None where that cannot be told.
 

@@ -34,7 +34,7 @@ def from_pretrained(method: Callable[..., Any], model_class: Any, *args: Any, **
 def load_weights(
     method: Callable[..., Any], model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """``PreTrainedModel._load_pretrained_model``; a rank keeps its share of quantized weights, and reads its own experts alone."""
+    """``PreTrainedModel._load_pretrained_model``; a rank keeps its share of quantized weights, and reads its own experts or layers."""
     load = partial(method, model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     if not _configuration_in_use():
         return load()
@@ -43,8 +43,9 @@ def load_weights(
 
         return load_packed(load)
     from hf_zero.integrations.expert_loads import load_weights_of_rank
+    from hf_zero.integrations.stage_loads import load_weights_of_stage
 
-    return load_weights_of_rank(method, model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+    return load_weights_of_rank(partial(load_weights_of_stage, method), model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
 
 def _configuration_in_use() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from hf_zero.core.units.unit import find_unit
 from hf_zero.errors import ConfigError, HfZeroError, StateError, UnsupportedError
 from hf_zero.observe import log_rank0
 from hf_zero.pipeline.forward import PipelinedForward, pipelined
+from hf_zero.pipeline.held import Held, is_held, let_go
 from hf_zero.pipeline.own_stages import OwnStages
 from hf_zero.pipeline.partition import make_plan, replan
 from hf_zero.pipeline.plan import PipelinePlan, Placement
@@ -45,6 +46,7 @@ class Pipeline:
         ranks: The ranks of the pipeline, as the default group counts them.
         micro_batches: Parts of a batch; None takes what divides it.
         schedule: Of ``train_batch``.
+        by_stage: The model was loaded so: ranks have what they hold, and nothing of the rest.
     """
 
     plan: PipelinePlan
@@ -53,12 +55,17 @@ class Pipeline:
     ranks: tuple[int, ...]
     micro_batches: int | None
     schedule: str
+    by_stage: bool = False
+
+    @property
+    def held_by(self) -> dict[str, tuple[int, ...]]:
+        """Name of each parameter -> the ranks that hold it."""
+        return {name: self.placement.ranks_of(stages) for name, stages in self.plan.holders.items()}
 
     @property
     def tied(self) -> list[tuple[int, ...]]:
         """The different sets of ranks that hold a parameter together, in an order that is the same everywhere."""
-        found = {self.placement.ranks_of(holders) for holders in self.plan.holders.values()}
-        return sorted(ranks for ranks in found if len(ranks) > 1)
+        return sorted({ranks for ranks in self.held_by.values() if len(ranks) > 1})
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
@@ -78,7 +85,7 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
     Raises:
         ConfigError: More stages than blocks, or a ``partition_method`` that is none.
         UnsupportedError: The model's forward cannot be cut.
-        StateError: It is divided already, over other ranks.
+        StateError: It is divided already, over other ranks; or it was loaded by stages for other ones, or not so on every rank.
     """
     present, pipe = pipeline_of(model), topology.pipe
     if present is not None:
@@ -89,6 +96,11 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
             )
         return present
     if pipe is None:
+        if is_held(model):
+            raise StateError(
+                f"{type(model).__name__} was loaded by the stages of a pipeline, and here there is none: pipeline.stages has to be what it "
+                "was for from_pretrained, or the model is loaded before that configuration"
+            )
         return None
     if any(find_unit(param) is not None for param in model.parameters()):
         raise UnsupportedError(
@@ -101,21 +113,50 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
     collectives = open_collectives(topology.model or pipe)
     with looking_aside():
         whole = skeleton(model)
-    each, schedule = settings.stages_per_rank, settings.schedule
-    check_schedule(schedule, each)
-    placement = Placement(each * pipe.world, pipe.world, schedule in FOLDED)
-    plan = _agree(collectives, whole, placement.stages, settings.partition_method)
+    placement, held = placement_of(settings, pipe.world), let_go(whole)
+    starts = held.starts if held is not None else None
+    if any(other != starts for other in collectives.gather_objects(starts, "loaded by stages")):
+        raise StateError(
+            f"the ranks of a pipeline have loaded other stages of {type(model).__name__}, or some of them all of it: call from_pretrained "
+            "on every rank, under the same configuration"
+        )
+    plan = _agree(collectives, whole, placement.stages, settings.partition_method, starts)
     wanted = settings.micro_batches
-    return Pipeline(plan, placement, whole, pipe.ranks, None if wanted == "auto" else wanted, schedule)
+    found = Pipeline(plan, placement, whole, pipe.ranks, None if wanted == "auto" else wanted, settings.schedule, held is not None)
+    if held is not None:
+        _require_values(type(model).__name__, held, found, pipe.rank, collectives)
+        let_go(model)
+    return found
 
 
-def _agree(collectives: Collectives, model: nn.Module, stages: int, method: str) -> PipelinePlan:
+def placement_of(settings: Settings, ranks: int) -> Placement:
+    """Which rank of a pipeline runs which stage.
+
+    Raises:
+        ConfigError: The schedule is none, or wants another number of stages on each rank.
+    """
+    check_schedule(settings.schedule, settings.stages_per_rank)
+    return Placement(settings.stages_per_rank * ranks, ranks, settings.schedule in FOLDED)
+
+
+def _require_values(model: str, held: Held, pipeline: Pipeline, rank: int, collectives: Collectives) -> None:
+    """Refuses a plan by which a rank holds what it has not loaded: the model has changed since; collective."""
+    here = [name for name, ranks in pipeline.held_by.items() if name in held.missing and rank in ranks]
+    wanted = next((names[0] for names in collectives.gather_objects(here, "parameters without values") if names), None)
+    if wanted is not None:
+        raise StateError(
+            f"{model} needs {wanted} on a stage that has not loaded it: the model has been changed since from_pretrained, which read the "
+            "layers of each stage alone. Load it before the configuration is in use; then every rank reads all"
+        )
+
+
+def _agree(collectives: Collectives, model: nn.Module, stages: int, method: str, starts: Sequence[tuple[str, int]] | None) -> PipelinePlan:
     """The plan that the first rank makes, on every rank; an error in it is every rank's error."""
     made: tuple[str, Any] = ("", None)
     if collectives.rank == 0 or planning():  # where the first rank is not there
         try:
             with looking_aside():
-                made = ("plan", make_plan(model, stages, method).to_dict())
+                made = ("plan", make_plan(model, stages, method, starts=starts).to_dict())
         except (ConfigError, UnsupportedError) as error:
             made = (type(error).__name__, str(error))
     kind, content = collectives.broadcast_object(made, 0, "pipeline plan")
@@ -134,11 +175,19 @@ def divide_layers(model: nn.Module, pipeline: Pipeline, topology: Topology) -> N
         topology: The engine's axes.
     """
     pipe, everyone = topology.pipe, topology.model
-    if pipe is None or everyone is None or pipeline_of(model) is not None:
+    if pipe is None or everyone is None:
         return
-    collectives = open_collectives(everyone)
-    if isinstance(model, DividesItself):
-        equal_where_shared(model, pipeline.plan, open_collectives(pipe))
+    if pipeline_of(model) is None:
+        _keep_own(model, pipeline, topology, pipe, open_collectives(everyone))
+    if not isinstance(model, DividesItself) and pipelined(model) is None:
+        _put_forward(model, pipeline, topology, pipe, open_collectives(everyone))
+
+
+def _keep_own(model: nn.Module, pipeline: Pipeline, topology: Topology, pipe: Topology, collectives: Collectives) -> None:
+    """Keeps what this rank's stage holds."""
+    held_by = pipeline.held_by
+    if isinstance(model, DividesItself) or pipeline.by_stage:
+        equal_where_shared(model, held_by, open_collectives(pipe))
     elif topology.tensor is None:
         equal_weights(model, collectives, "a pipeline")
     tensor_ranks = topology.tensor.world if topology.tensor is not None else 1
@@ -149,12 +198,14 @@ def divide_layers(model: nn.Module, pipeline: Pipeline, topology: Topology) -> N
             "(1,), freeze it, or leave pipeline.stages out"
         )
     for name, param in model.named_parameters():
-        _keep(param, pipeline.placement.ranks_of(pipeline.plan.holders[name]), pipe, tensor_ranks)
+        _keep(param, held_by[name], pipe, tensor_ranks)
     for module in model.modules():
         guard_state_dict(module)
     setattr(model, _PIPELINE, pipeline)
-    if isinstance(model, DividesItself):
-        return
+
+
+def _put_forward(model: nn.Module, pipeline: Pipeline, topology: Topology, pipe: Topology, collectives: Collectives) -> None:
+    """Puts the pipeline in the place of the model's forward."""
     paths = list(dict.fromkeys(call.path for call in pipeline.plan.calls))
     own = OwnStages(model, pipeline.placement, pipe.rank, paths, Templates(pipeline.skeleton), topology.device)
     model.forward = PipelinedForward(

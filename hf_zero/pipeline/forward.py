@@ -15,13 +15,16 @@ from hf_zero.comm.link import Link
 from hf_zero.errors import UnsupportedError
 from hf_zero.observe import log_rank0
 from hf_zero.pipeline import micro_batches
+from hf_zero.pipeline.border_types import BorderTypes
 from hf_zero.pipeline.micro_batches import IGNORED
-from hf_zero.pipeline.own_stages import OwnStages
+from hf_zero.pipeline.model_stages import Border, ModelStage
+from hf_zero.pipeline.own_stages import OwnStages, give_back
 from hf_zero.pipeline.passes import Attached, Passes
 from hf_zero.pipeline.pending import PendingTensor
 from hf_zero.pipeline.plan import PipelinePlan
-from hf_zero.pipeline.schedules import ScheduledSteps, Work
-from hf_zero.pipeline.trees import map_tensors, without_values
+from hf_zero.pipeline.result_shapes import ResultShapes
+from hf_zero.pipeline.schedules import Scheduler
+from hf_zero.pipeline.trees import map_tensors
 from hf_zero.tensor_parallel.call_arguments import tensors_in
 
 _NOT_KEPT = ("output_hidden_states", "output_attentions")
@@ -31,10 +34,11 @@ _CLOSE = 1e-3  # relative: how far the loss of parts may be from that of the who
 
 @dataclass(frozen=True)
 class _Kind:
-    """What is known of calls with arguments of one kind: what runs when, and how losses of parts add up (None: one part only)."""
+    """What is known of calls with arguments of one kind: what runs when, how losses of parts add up (None: one part only), types."""
 
     plan: PipelinePlan
     weighs: str | None
+    types: BorderTypes
 
 
 class PipelinedForward:
@@ -66,13 +70,27 @@ class PipelinedForward:
         self._pipe = pipe
         self._link = Link(pipe)
         self._wanted = wanted
-        self._steps = ScheduledSteps(own, pipe, schedule)
+        self._scheduler = Scheduler(own.placement, pipe, schedule)
+        self._borders: dict[Any, Border] = {}
         self._plan_for = plan_for
         self._kinds: dict[Any, _Kind] = {}
+        self._engines = 0
         self._original = own.model.forward
         self._signature = self.__signature__ = inspect.signature(self._original)  # libraries look at the model's arguments
         self._source = own.placement.rank_of(own.placement.stages - 1)
         self._last = self._source == own.rank
+        self._shapes = ResultShapes(pipe, self._source)
+
+    def attach(self) -> None:
+        """Another engine runs the model; ``remove`` is called when it is destroyed."""
+        self._engines += 1
+
+    def remove(self) -> None:
+        """Gives the model its own forwards back when no engine is left."""
+        self._engines -= 1
+        if not self._engines and self._own.model.__dict__.get("forward") is self:
+            self._own.remove()
+            give_back(self._own.model, self._original)
 
     @property
     def whole(self) -> bool:
@@ -96,23 +114,33 @@ class PipelinedForward:
         kind = self._kind_of(given, count)
         self.parts = count if kind.weighs is not None else 1
         parts = micro_batches.split(given, self.parts)
-        passes = Passes(self._own, kind.plan, self._link, self.begin_backward)
+        passes = Passes(self._own, kind.plan, self._link, self.begin_backward, kind.types)
         results = passes.forward(self._original, parts)
         weights = micro_batches.weights_of(parts, kind.weighs or "sum")
         if torch.is_grad_enabled():
-            return self._for_training(passes, results, weights)
-        return self._everywhere(micro_batches.merge(results, weights) if self._last else None)
+            return self._for_training(given, passes, results, weights)
+        return self._everywhere(given, micro_batches.merge(results, weights) if self._last else None)
 
     def train(self, calls: Sequence[Mapping[str, Any]], scale: float) -> torch.Tensor:
         """Forward and backward of several calls as the schedule has them; the mean of their losses, on every rank. Collective.
 
         Args:
-            calls: Arguments of each; all of one kind, with tensors of the same shapes.
+            calls: Arguments of each; all of one kind, with tensors of any sizes.
             scale: Of each loss before backward.
         """
         given = [self._arguments((), kwargs) for kwargs in calls]
         kind = self._kind_of(given[0], 1)
-        losses = self._steps.step(Work(kind.plan, self._original, given, scale))
+        if kind.types.sent:
+            raise UnsupportedError(
+                "pipeline: train_batch and torch_autocast cannot be combined: a schedule has to know before what types go over borders. "
+                'Train with forward, backward and step, or write "bf16": {"enabled": true}'
+            )
+        own, losses = self._own, list[torch.Tensor]()
+        works = {
+            index: ModelStage(own, index, kind.plan, self._original, given, self._borders, losses)
+            for index in own.placement.stages_of(own.rank)
+        }
+        self._scheduler.train(works, len(given), scale)
         mean = torch.stack(losses).float().mean() if self._last else torch.zeros((), device=self._own.device)
         self._pipe.broadcast(mean, self._source, "loss")
         return mean
@@ -146,14 +174,17 @@ class PipelinedForward:
         others = tuple(
             sorted((name, repr(value)) for name, value in given.items() if not isinstance(value, torch.Tensor) and name != _COUNT)
         )
-        key = (repr((shapes, others)), self._own.model.training, count > 1)
+        device = self._own.device.type
+        autocast = torch.is_autocast_enabled(device)
+        key = (repr((shapes, others, autocast and torch.get_autocast_dtype(device))), self._own.model.training, count > 1)
         if key not in self._kinds:
             self._own.templates.follow(self._own.model)
             plan = self._plan_for(micro_batches.split(given, count)[0])
-            self._kinds[key] = _Kind(plan, self._find_weights(plan, given, count) if count > 1 else "sum")
+            types = BorderTypes(autocast)
+            self._kinds[key] = _Kind(plan, self._find_weights(plan, given, count, types) if count > 1 else "sum", types)
         return self._kinds[key]
 
-    def _find_weights(self, plan: PipelinePlan, given: Mapping[str, Any], count: int) -> str | None:
+    def _find_weights(self, plan: PipelinePlan, given: Mapping[str, Any], count: int, types: BorderTypes) -> str | None:
         """How the losses of parts add up, tried with this batch and no dropout; None where they do not.
 
         [Note: losses of parts] Some losses are means over tokens, others over samples, and some (a mixture's load balance) are no
@@ -166,7 +197,7 @@ class PipelinedForward:
         model.eval()
         try:
             with torch.no_grad():
-                whole, parts = ([self._once(plan, part) for part in micro_batches.split(given, pieces)] for pieces in (1, count))
+                whole, parts = ([self._once(plan, part, types) for part in micro_batches.split(given, pieces)] for pieces in (1, count))
         finally:
             for module in training:  # a script may have left some of them in evaluation
                 module.training = True
@@ -183,8 +214,8 @@ class PipelinedForward:
             )
         return found
 
-    def _once(self, plan: PipelinePlan, part: Mapping[str, Any]) -> Any:
-        return Passes(self._own, plan, self._link, self.begin_backward).forward(self._original, [part])[0]
+    def _once(self, plan: PipelinePlan, part: Mapping[str, Any], types: BorderTypes) -> Any:
+        return Passes(self._own, plan, self._link, self.begin_backward, types).forward(self._original, [part])[0]
 
     @staticmethod
     def _agreeing(whole: Any, results: Sequence[Any], parts: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> str | None:
@@ -200,9 +231,9 @@ class PipelinedForward:
 
     # -- results on every stage -----------------------------------------------------------------------------------------
 
-    def _everywhere(self, result: Any) -> Any:
+    def _everywhere(self, given: Mapping[str, Any], result: Any) -> Any:
         """The result of the last stage on every rank."""
-        template = self._pipe.broadcast_object(map_tensors(result, without_values), self._source, "shape of the result")
+        template, _ = self._shapes.agree(given, result)
         values = iter([tensor for _, tensor in tensors_in(result)])
         return map_tensors(template, lambda meta: self._broadcast(next(values) if self._last else meta))
 
@@ -212,7 +243,7 @@ class PipelinedForward:
         self._pipe.broadcast(value, self._source, "result")
         return value
 
-    def _for_training(self, passes: Passes, results: Sequence[Any], weights: Any) -> Any:
+    def _for_training(self, given: Mapping[str, Any], passes: Passes, results: Sequence[Any], weights: Any) -> Any:
         """The result with a graph: the loss at once, the rest when somebody looks."""
         by_part, token = passes.joined(results)
         merged = None
@@ -229,7 +260,7 @@ class PipelinedForward:
         loss = micro_batches.loss_of(merged)
         flat = [tensor for _, tensor in tensors_in(merged)]
         place = next((index for index, tensor in enumerate(flat) if tensor is loss), None)
-        template, place = self._pipe.broadcast_object((map_tensors(merged, without_values), place), self._source, "shape of the result")
+        template, place = self._shapes.agree(given, merged, place)
         counted = iter(range(len(list(tensors_in(template)))))
 
         def give(meta: torch.Tensor) -> torch.Tensor:

@@ -10,21 +10,18 @@ import torch
 from torch import nn
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.generation import GenerateMethod
+from hf_zero.core.generation import StandsBefore
 from hf_zero.core.units.tp_shard import is_elsewhere
 from hf_zero.observe import warn_once
 from hf_zero.pipeline.forward import PipelinedForward
 
 
-class WholeGeneration:
+class WholeGeneration(StandsBefore):
     """Stands in front of the ``generate`` methods inside a divided module.
 
     [Note: generation in a pipeline] A token passes all stages before the next one can begin, so a pipeline would leave all but one of
     its ranks waiting. The whole model on each rank generates as fast as that rank can, with keys and values kept; it takes the memory
     of the other stages' parameters during the call.
-
-    Attributes:
-        synced: Ranks need not run their forwards together.
 
     Args:
         forward: The pipeline in the place of the module's forward.
@@ -32,28 +29,12 @@ class WholeGeneration:
         pipe: The ranks of the pipeline.
     """
 
-    synced = False
-
     def __init__(self, forward: PipelinedForward, module: nn.Module, pipe: Collectives) -> None:
+        super().__init__()
         self._forward = forward
         self._module = module
         self._pipe = pipe
-        self._modules: list[nn.Module] = []
         self._here = False
-
-    def attach(self) -> None:
-        """Puts a stand-in before the ``generate`` of every module that has one. ``remove`` takes them away."""
-        for module in self._module.modules():
-            if callable(getattr(type(module), "generate", None)):
-                module.__dict__["generate"] = GenerateMethod(self, module)
-                self._modules.append(module)
-
-    def remove(self) -> None:
-        """Takes the stand-ins away; the runtime calls it with its hooks."""
-        for module in self._modules:
-            if isinstance(module.__dict__.get("generate"), GenerateMethod):
-                del module.__dict__["generate"]
-        self._modules = []
 
     def run(self, module: nn.Module, generate: Callable[[], Any]) -> Any:
         """Calls ``generate``, which runs ``module``; collective over the pipeline."""

@@ -13,11 +13,6 @@ def require_served(config: ZeroConfig) -> None:
         UnsupportedError: Stage 3, quantized collectives, parameters off the device.
     """
     refuse_sharded_parameters(config)
-    if config.torch_autocast.enabled:
-        raise UnsupportedError(
-            "pipeline.stages and torch_autocast cannot be combined: the types of what goes from stage to stage would depend on "
-            'operations of other stages. Write "bf16": {"enabled": true} instead, which keeps fp32 masters too'
-        )
     zero = config.zero_optimization
     if zero.zero_quantized_gradients or zero.zero_quantized_weights:
         raise UnsupportedError(

@@ -60,7 +60,11 @@ class OwnStages:
         self._elsewhere: tuple[PipelinePlan, list[dict[str, Any]]] | None = None  # attributes of the modules that others run
         self._originals: dict[str, Callable[..., Any]] = {}
         for path in paths:
-            self._stand_before(path, model.get_submodule(path))
+            module = model.get_submodule(path)
+            for key, hook in list(module._forward_pre_hooks.items()):
+                if hook is refuse:  # of an engine that was destroyed
+                    del module._forward_pre_hooks[key]
+            self._stand_before(path, module)
 
     def _stand_before(self, path: str, module: nn.Module) -> None:
         original = module.forward
@@ -77,16 +81,17 @@ class OwnStages:
 
     def _require_here(self, path: str) -> None:
         """Refuses a call of a module that other stages hold, outside of a forward of the whole model."""
-        if any(is_elsewhere(param) for param in self.model.get_submodule(path).parameters()):
-            raise StateError(
-                f"{path} was called by itself, and another stage of the pipeline holds it. Call the whole model, on every rank; or bring "
-                "all weights together with engine.save_16bit_model"
-            )
+        module = self.model.get_submodule(path)
+        if _is_other(module):
+            refuse(module)
 
     def remove(self) -> None:
-        """Gives modules their own forwards back."""
-        for path in self._originals:
-            self.model.get_submodule(path).__dict__.pop("forward", None)
+        """Gives modules their own forwards back; those of other stages refuse to be called."""
+        for path, original in self._originals.items():
+            module = self.model.get_submodule(path)
+            give_back(module, original)
+            if _is_other(module):
+                module.register_forward_pre_hook(refuse, prepend=True)
         self._originals.clear()
 
     def run(self, plan: PipelinePlan, index: int, receive: Receive, forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Run:
@@ -242,3 +247,27 @@ def _by_call(crossings: Sequence[Crossing]) -> dict[int, list[Crossing]]:
     for crossing in crossings:
         found.setdefault(crossing.call, []).append(crossing)
     return found
+
+
+def give_back(module: nn.Module, original: Callable[..., Any]) -> None:
+    """Takes the stand-in before ``module`` away: ``original`` is what was there, the class's own or another's."""
+    if getattr(original, "__func__", None) is type(module).forward and getattr(original, "__self__", None) is module:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = original
+
+
+def _is_other(module: nn.Module) -> bool:
+    return any(is_elsewhere(param) for param in module.parameters())
+
+
+def refuse(module: nn.Module, *_: Any) -> None:
+    """The forward pre-hook of a module that another stage holds.
+
+    Raises:
+        StateError: Always.
+    """
+    raise StateError(
+        f"{type(module).__name__} was called by itself, or without an engine, and another stage of the pipeline holds it. Call the whole "
+        "model, prepared by an engine, on every rank; or bring all weights together with engine.save_16bit_model"
+    )

@@ -26,7 +26,13 @@ METHODS = ("parameters", "uniform", "operations", "type:REGEX")
 _LENGTHS = (16, 64, 512)
 
 
-def make_plan(model: nn.Module, stages: int, method: str = "parameters", inputs: Mapping[str, Any] | None = None) -> PipelinePlan:
+def make_plan(
+    model: nn.Module,
+    stages: int,
+    method: str = "parameters",
+    inputs: Mapping[str, Any] | None = None,
+    starts: Sequence[tuple[str, int]] | None = None,
+) -> PipelinePlan:
     """How to divide ``model`` over ``stages``.
 
     Args:
@@ -36,6 +42,7 @@ def make_plan(model: nn.Module, stages: int, method: str = "parameters", inputs:
             ``operations`` (of products of matrices), or ``type:REGEX`` (calls of modules whose class name the expression is found in, upper
             and lower case alike).
         inputs: A call that runs the model; None makes one up for transformers' models.
+        starts: Path and number of the call that each stage but the first begins with; None finds them.
 
     Raises:
         ConfigError: More stages than calls of blocks, an unknown method, or a model for which no call is known or that does not run
@@ -44,6 +51,8 @@ def make_plan(model: nn.Module, stages: int, method: str = "parameters", inputs:
     """
     copy = _bare(skeleton(model).train())
     flow = _first_flow(copy, inputs)
+    if starts is not None:
+        return _laid_out(flow, stages, _from_starts(flow, starts, inputs or {}))
     atoms = _atoms(flow, stages)
     weights = _weights(flow, method)
     runs = balanced_runs([sum(weights[place] for place in atom) for atom in atoms], stages)
@@ -64,19 +73,8 @@ def replan(skeleton: nn.Module, plan: PipelinePlan, inputs: Mapping[str, Any]) -
             keeps from block to block cannot go over a border.
     """
     flow = _first_flow(_bare(skeleton), inputs)
-    places = {(call.path, call.nth): place for place, call in enumerate(flow.calls)}
     firsts = [plan.calls[plan.span(stage).start] for stage in range(1, plan.stages)]
-    starts = [places.get((call.path, call.nth), -1) for call in firsts]
-    if starts != sorted(set(starts)) or any(start <= 0 for start in starts):
-        missing = next((f"{call.path}" for call, start in zip(firsts, starts, strict=True) if start <= 0), "them in this order")
-        raise UnsupportedError(
-            f"this call of {flow.model} ({', '.join(inputs)}) cannot run on {plan.stages} stages: they begin with "
-            f"{', '.join(call.path for call in firsts)}, and it does not call {missing}"
-        )
-    of_stage = [sum(start <= place for start in starts) for place in range(len(flow.calls))]
-    for constraint in _constraints(flow):
-        if of_stage[constraint.first] != of_stage[constraint.last]:
-            raise UnsupportedError(f"this call of {flow.model} cannot run on {plan.stages} stages: {constraint.reason}")
+    of_stage = _from_starts(flow, [(call.path, call.nth) for call in firsts], inputs)
     found = _laid_out(flow, plan.stages, of_stage)
     for name, stage in _used(flow, of_stage):
         if stage not in plan.holders.get(name, ()):
@@ -86,6 +84,23 @@ def replan(skeleton: nn.Module, plan: PipelinePlan, inputs: Mapping[str, Any]) -
                 "the plan with such a call (inputs=)"
             )
     return replace(found, holders=plan.holders)
+
+
+def _from_starts(flow: Flow, starts: Sequence[tuple[str, int]], inputs: Mapping[str, Any]) -> list[int]:
+    """The stage of each call where stages begin with ``starts``."""
+    places = {(call.path, call.nth): place for place, call in enumerate(flow.calls)}
+    found, stages = [places.get(start, -1) for start in starts], len(starts) + 1
+    what = f"this call of {flow.model} ({', '.join(inputs)})" if inputs else flow.model
+    if found != sorted(set(found)) or any(place <= 0 for place in found):
+        missing = next((path for (path, _), place in zip(starts, found, strict=True) if place <= 0), "them in this order")
+        raise UnsupportedError(
+            f"{what} cannot run on {stages} stages: they begin with {', '.join(path for path, _ in starts)}, and it does not call {missing}"
+        )
+    of_stage = [sum(start <= place for start in found) for place in range(len(flow.calls))]
+    for constraint in _constraints(flow):
+        if of_stage[constraint.first] != of_stage[constraint.last]:
+            raise UnsupportedError(f"{what} cannot run on {stages} stages: {constraint.reason}")
+    return of_stage
 
 
 def _bare(copy: nn.Module) -> nn.Module:

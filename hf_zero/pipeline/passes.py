@@ -16,6 +16,7 @@ import torch
 
 from hf_zero.comm.link import Link
 from hf_zero.errors import StateError
+from hf_zero.pipeline.border_types import BorderTypes
 from hf_zero.pipeline.own_stages import OwnStages, Run
 from hf_zero.pipeline.plan import PipelinePlan
 from hf_zero.tensor_parallel.call_arguments import tensors_in
@@ -32,9 +33,11 @@ class Passes:
         plan: For calls of this kind.
         link: Between the ranks of the pipeline.
         begin_backward: Called with the number of parts before the first gradient reaches a parameter.
+        types: Of what goes over borders.
     """
 
-    def __init__(self, own: OwnStages, plan: PipelinePlan, link: Link, begin_backward: Callable[[int], None]) -> None:
+    def __init__(self, own: OwnStages, plan: PipelinePlan, link: Link, begin_backward: Callable[[int], None], types: BorderTypes) -> None:
+        self._types = types
         self._own = own
         self._plan = plan
         self._link = link
@@ -69,6 +72,7 @@ class Passes:
             waiting = self._here[at]
             found = [waiting.pop(0).detach() for _ in metas]
         else:
+            metas = self._types.hear(at[0] - 1, metas, self._link, source)
             found = self._link.receive(metas, source, "activations of the stage before")
         return [tensor.requires_grad_(grad and tensor.is_floating_point()) for tensor in found]
 
@@ -79,6 +83,7 @@ class Passes:
         if target == self._own.rank:
             self._here[to] = list(tensors)
         else:
+            self._types.tell(to[0] - 1, tensors, self._link, target)
             self._link.send(tensors, target, "activations to the next stage")
 
     def joined(self, results: Sequence[Any]) -> tuple[list[dict[int, torch.Tensor]], torch.Tensor]:

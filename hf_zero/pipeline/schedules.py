@@ -1,30 +1,23 @@
-"""Forwards and backwards of several parts of a batch in the order of one of torch's schedules.
-
-The schedules, and what is sent when, are ``torch.distributed.pipelining``'s; each of its stages is a module whose forward is the model's
-own, as ``own_stages`` runs it.
-"""
+"""The schedules of ``torch.distributed.pipelining`` over the stages of this rank: in which order forwards and backwards run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.errors import ConfigError, StateError, UnsupportedError
-from hf_zero.pipeline.micro_batches import loss_of
-from hf_zero.pipeline.own_stages import OwnStages
-from hf_zero.pipeline.plan import PipelinePlan
-from hf_zero.pipeline.trees import without_values
+from hf_zero.errors import CollectiveError, ConfigError
+from hf_zero.pipeline.plan import Placement
+from hf_zero.pipeline.scheduled import ScheduledStage, StageWork
 
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
 FOLDED = ("ZBVZeroBubble",)
 SINGLE = ("1F1B", "GPipe")
+_WITH_FEW = "GPipe"  # which takes fewer parts than there are stages
 
 
 def check_schedule(name: str, stages_each: int) -> None:
@@ -45,179 +38,67 @@ def check_schedule(name: str, stages_each: int) -> None:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one step of a schedule computes.
+class _Order:
+    """A schedule of torch for some number of parts, with the stages that it runs."""
 
-    Attributes:
-        plan: For calls of this kind.
-        forward: The model's own.
-        parts: Arguments of each part.
-        scale: Of each part's loss before backward.
-    """
-
-    plan: PipelinePlan
-    forward: Callable[..., Any]
-    parts: Sequence[Mapping[str, Any]]
-    scale: float
-
-
-@dataclass
-class _Now:
-    """What the modules of a kept schedule run in this step."""
-
-    work: Work
-    losses: list[torch.Tensor]
-
-
-class _StageModule(nn.Module):
-    """One stage as torch's schedules call it: with what came over the border, and the number of the part."""
-
-    def __init__(self, own: OwnStages, index: int, now: _Now) -> None:
-        super().__init__()
-        self._own_stages = [own]  # in a list: no submodule
-        self._index = index
-        self._now = now
-
-    def forward(self, *received: torch.Tensor, part: torch.Tensor) -> Any:
-        work, waiting = self._now.work, iter(received)
-        kwargs = work.parts[int(part)]
-        run = self._own_stages[0].run(work.plan, self._index, lambda metas: [next(waiting) for _ in metas], work.forward, kwargs)
-        if self._index < work.plan.stages - 1:
-            return tuple(run.sent)
-        loss = loss_of(run.result)
-        if loss is None:
-            raise UnsupportedError("pipeline: train_batch needs a model that returns its loss: give it labels, or a loss_fn")
-        self._now.losses.append(loss.detach())
-        return loss.float() * work.scale
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Of the whole model; other ranks' are empty, and no graph of this one has them."""
-        return self._own_stages[0].model.parameters(recurse)
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A schedule of torch, and what it is for.
-
-    [Note: kept schedules] A new schedule votes over the pipeline, allocates what it receives into, and needs the shapes at the borders, for
-    which the model's code runs. So the last one is kept, while batches are of its kind.
-    """
-
-    plan: PipelinePlan
-    key: str
-    now: _Now
-    stages: list[PipelineStage]
     schedule: Any
+    stages: list[ScheduledStage]
 
 
-class ScheduledSteps:
-    """Runs the parts of a batch forward and backward in the order of a schedule.
+class Scheduler:
+    """Runs the parts of a batch through the stages in the order of a schedule; collective over the pipeline.
+
+    With 1F1B (arXiv 2104.04473) a stage keeps activations of no more parts than there are stages behind it; with fewer parts than stages,
+    which it does not take, GPipe runs. Gradients are added up in the order of the parts in both.
 
     Args:
-        own: This rank's stages.
-        pipe: The ranks of the pipeline.
+        placement: Who runs which stage.
+        pipe: The ranks.
         name: One of ``SCHEDULES``.
     """
 
-    def __init__(self, own: OwnStages, pipe: Collectives, name: str) -> None:
-        self._own = own
+    def __init__(self, placement: Placement, pipe: Collectives, name: str) -> None:
+        self._placement = placement
         self._pipe = pipe
         self._name = name
-        self._kept: _Kept | None = None
+        self._orders: dict[tuple[str, int], _Order] = {}  # one is found once: that of many parts takes time
 
-    def step(self, work: Work) -> list[torch.Tensor]:
-        """Computes all gradients into ``param.grad``, or where hooks of parameters take them; collective over the pipeline.
+    def train(self, works: Mapping[int, StageWork], parts: int, scale: float = 1.0) -> None:
+        """Forward and backward of all ``parts``; gradients come into ``param.grad``, or where hooks of parameters take them.
 
-        Returns:
-            The loss of each part, without the scale, where the last stage is; [] elsewhere.
+        Args:
+            works: What each stage of this rank does.
+            parts: How many.
+            scale: Factor of the gradient of each part's loss.
         """
-        own, count = self._own, len(work.parts)
-        kept, self._kept = self._kept_for(work), None  # one that an error has interrupted is not used again
-        losses = kept.now.losses = []
-        kept.now.work = work
-        numbers = torch.arange(count)
-        first = own.placement.rank_of(0) == own.rank
-        ends_here = own.placement.rank_of(work.plan.stages - 1) == own.rank
-        target = numbers if ends_here else None
-        self._pipe.launch(
-            f"schedule {self._name}",
-            lambda: kept.schedule.step(*((numbers,) if first else ()), target=target, part=numbers, return_outputs=False),
-        )
-        for stage in kept.stages:
-            stage.clear_runtime_states()  # gradients of what was received: not beside the optimizer's step
-        kept.now.work, kept.now.losses = replace(work, parts=()), []
-        self._kept = kept
-        return losses
+        few = self._name == "1F1B" and parts < self._placement.stages
+        self._run(_WITH_FEW if few else self._name, works, parts, True, scale)
 
-    def _kept_for(self, work: Work) -> _Kept:
-        """The schedule of the step before, if this work is of its kind, else a new one: the same decision on every rank."""
-        key = _key(work)
-        kept = self._kept
-        if kept is not None and kept.plan is work.plan and kept.key == key:
-            return kept
-        own, now = self._own, _Now(work, [])
-        shapes = _Shapes(own, work)
-        stages = [
-            PipelineStage(
-                _StageModule(own, index, now),
-                index,
-                work.plan.stages,
-                own.device,
-                input_args=shapes.given(index),
-                output_args=shapes.made(index),
-                group=self._pipe.topology.group,
-            )
-            for index in own.placement.stages_of(own.rank)
-        ]
-        kind = get_schedule_class(self._name)
-        several = issubclass(kind, PipelineScheduleMulti)
-        schedule = kind(stages if several else stages[0], n_microbatches=len(work.parts), loss_fn=_own_loss, scale_grads=False)
-        return _Kept(work.plan, key, now, stages, schedule)
+    def look(self, works: Mapping[int, StageWork], parts: int) -> None:
+        """Forward of all ``parts`` alone, one stage on each rank."""
+        self._run(_WITH_FEW, works, parts, False, 1.0)
 
+    def _run(self, name: str, works: Mapping[int, StageWork], parts: int, trains: bool, scale: float) -> None:
+        order = self._orders.pop((name, parts), None) or self._order(name, parts)  # one that an error has interrupted is not used again
+        for stage in order.stages:
+            stage.work, stage.scale = works[stage.stage_index], scale
+        numbers = torch.arange(parts)
+        run = order.schedule.step if trains else order.schedule.eval
+        try:
+            self._pipe.launch(f"schedule {name}", lambda: run(target=numbers))
+        except CollectiveError:
+            failed = next((stage.failed for stage in order.stages if stage.failed is not None), None)
+            if failed is not None:
+                raise failed from None
+            raise
+        for stage in order.stages:
+            stage.clear_runtime_states()
+            stage.work = None
+        self._orders[name, parts] = order
 
-def _key(work: Work) -> str:
-    """What shapes and types at the borders depend on, beside the plan: those of the arguments, and autocast."""
-    device = next((value.device.type for value in work.parts[0].values() if isinstance(value, torch.Tensor)), "cpu")
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    tensors = sorted(
-        (name, tuple(value.shape), str(value.dtype)) for name, value in work.parts[0].items() if isinstance(value, torch.Tensor)
-    )
-    return repr((len(work.parts), tensors, autocast))
-
-
-def _own_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return output
-
-
-class _Shapes:
-    """What goes over each border next to this rank's stages, without values: found by forwards that run no item of this rank."""
-
-    def __init__(self, own: OwnStages, work: Work) -> None:
-        self._own = own
-        self._work = work
-        self._over: dict[int, tuple[torch.Tensor, ...]] = {}
-
-    def given(self, index: int) -> tuple[torch.Tensor, ...]:
-        """Arguments of a stage as torch counts them: the number of the part for the first, else what comes over the border."""
-        return (torch.empty(1, dtype=torch.long, device="meta"),) if index == 0 else self._border(index - 1)
-
-    def made(self, index: int) -> tuple[torch.Tensor, ...]:
-        """Results of a stage: what goes over the border, or the loss."""
-        if index == self._work.plan.stages - 1:
-            return (torch.empty((), device="meta", requires_grad=True),)
-        return self._border(index)
-
-    def _border(self, border: int) -> tuple[torch.Tensor, ...]:
-        if border not in self._over:
-            found: list[torch.Tensor] = []
-
-            def note(metas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-                found.extend(without_values(meta).requires_grad_(meta.is_floating_point()) for meta in metas)
-                return [torch.zeros(meta.shape, dtype=meta.dtype, device=self._own.device) for meta in metas]
-
-            with torch.no_grad():
-                self._own.look(self._work.plan, border + 1, note, self._work.forward, self._work.parts[0])
-            if len(found) != len(self._work.plan.crossings[border]):
-                raise StateError(f"pipeline: {len(found)} of the {len(self._work.plan.crossings[border])} tensors of a border were seen")
-            self._over[border] = tuple(found)
-        return self._over[border]
+    def _order(self, name: str, parts: int) -> _Order:
+        stages = [ScheduledStage(index, self._placement, self._pipe.topology) for index in self._placement.stages_of(self._pipe.rank)]
+        kind: Any = get_schedule_class(name)
+        # The loss is the work's own; torch computes one of the output where it is given a function, and wants a target for it.
+        loss = {"loss_fn": lambda output, target: output, "scale_grads": False}
+        return _Order(kind(stages if issubclass(kind, PipelineScheduleMulti) else stages[0], parts, **loss), stages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.config.schema.parallel import Pipeline
-from hf_zero.core.units.tp_shard import whole_shape
+from hf_zero.core.units.tp_shard import is_elsewhere, whole_shape
 from hf_zero.errors import ConfigError
 from hf_zero.pipeline.plan import PipelinePlan
 from hf_zero.pipeline.schedules import SINGLE
@@ -38,13 +39,19 @@ def schedule_of(settings: Pipeline) -> str:
     return name
 
 
-def equal_where_shared(model: nn.Module, plan: PipelinePlan, pipe: Collectives) -> None:
-    """Parameters that several stages hold get the values of the first of them; collective over the stages."""
+def equal_where_shared(model: nn.Module, held_by: Mapping[str, tuple[int, ...]], pipe: Collectives) -> None:
+    """Parameters that several ranks of a pipeline hold get the values of the first of them; collective over the pipeline.
+
+    Args:
+        model: Its parameters are whole on the ranks that hold them.
+        held_by: Name -> these ranks, rising.
+        pipe: The ranks.
+    """
     for name, param in model.named_parameters():
-        holders = plan.holders[name]
+        holders = held_by[name]
         if len(holders) == 1:
             continue
-        whole = whole_shape(param) or param.shape
+        whole = (whole_shape(param) if is_elsewhere(param) else None) or param.shape
         values = param.data if pipe.rank in holders else torch.empty(whole, dtype=param.dtype)
         values = values.to(pipe.topology.device).contiguous()
         pipe.broadcast(values, holders[0], name)

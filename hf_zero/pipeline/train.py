@@ -19,7 +19,7 @@ def backward_of(engine: Engine, calls: Sequence[Mapping[str, Any]]) -> torch.Ten
 
     Args:
         engine: Its module is divided over stages.
-        calls: Arguments of the module for each micro-batch, tensors of the same shapes.
+        calls: Arguments of the module for each micro-batch, of one kind.
 
     Returns:
         The mean of the losses on this rank's samples, 0-dim fp32, on every rank of the pipeline.
@@ -30,7 +30,7 @@ def backward_of(engine: Engine, calls: Sequence[Mapping[str, Any]]) -> torch.Ten
     forward = pipelined(engine.module)
     if forward is None:
         raise StateError("a schedule of a pipeline needs an engine that trains a module over pipeline.stages")
-    with whole_step(engine):
+    with whole_step(engine), engine.autocast():
         loss = forward.train(calls, engine.scaler.scale / len(calls))
     engine.progress.last_loss = loss
     return loss

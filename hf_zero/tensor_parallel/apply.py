@@ -88,7 +88,9 @@ def cut_parameter(param: nn.Parameter, entry: SplitParameter, rank: int) -> None
     """Replaces the values of ``param`` by what ``rank`` holds, and notes which part that is; collective after ``zero.Init``."""
     owner = find_unit(param)
     if owner is None:
-        param.data = _part(entry).take(param.data, rank).clone(memory_format=torch.contiguous_format)
+        values = _part(entry).take(param.data, rank)
+        # A placeholder ([Note: held stages]) stays one.
+        param.data = values.clone(memory_format=torch.contiguous_format) if any(values.stride()) else values
     else:  # made by zero.Init, over all ranks
         with owner[0].unsharded():
             part = _part(entry).take(param.detach(), rank).clone(memory_format=torch.contiguous_format)

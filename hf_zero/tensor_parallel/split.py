@@ -145,6 +145,8 @@ def equal_weights(module: nn.Module, collectives: Collectives, group: str = "a t
     warn_once(f"the ranks of {group} start with different weights: rank 0's are used")
     with torch.no_grad():
         for name, tensor in tensors.items():
+            if _has_no_values(tensor):
+                continue
             values = tensor.detach().to(collectives.topology.device).contiguous()
             collectives.broadcast(values, 0, name)
             tensor.data.copy_(values)
@@ -157,12 +159,17 @@ def _mark(tensor: torch.Tensor, in_file: bool) -> float:
     few windows are looked at, so that a rank reads its own shards and little more.
     """
     values = tensor.detach().reshape(-1)
-    if values.numel() == 0 or tensor.is_meta:
+    if values.numel() == 0 or tensor.is_meta or _has_no_values(tensor):
         return 0.0
     if in_file and values.numel() > _WINDOWS * _WINDOW:
         step = (values.numel() - _WINDOW) // (_WINDOWS - 1)
         values = values.as_strided((_WINDOWS, _WINDOW), (step, 1))
     return float(values.sum(dtype=torch.float64))
+
+
+def _has_no_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for values that other stages of a pipeline have ([Note: held stages])."""
+    return tensor.dim() > 0 and not any(tensor.stride())
 
 
 def summary(module: nn.Module, plan: TpPlan) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import nn
 
 import hf_zero
@@ -17,21 +16,13 @@ from hf_zero.errors import StateError
 from tests.support import ranks, zoo
 from tests.support.experts import build
 from tests.support.parity import Run
-from tests.support.reads import counted_reads
+from tests.support.reads import Reads, loaded_under, saved_sizes
 
 ONE_BY_ONE, STACKED, LISTED = "MixtralForCausalLM", "GptOssForCausalLM", "NllbMoeForConditionalGeneration"
 
 
-def _saved(folder: Path, name: str) -> dict[str, int]:
-    """Writes the model into several files; bytes of every tensor in them."""
-    build(name).save_pretrained(folder, max_shard_size="20KB")
-    files = sorted(folder.glob("*.safetensors"))
-    assert len(files) > 2
-    found = {}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            found.update({key: opened.get_tensor(key).nbytes for key in opened.keys()})  # noqa: SIM118
-    return found
+def _saved(folder: Path, name: str) -> Reads:
+    return saved_sizes(build(name), folder)
 
 
 @pytest.mark.parametrize("name", [ONE_BY_ONE, STACKED, LISTED])
@@ -62,15 +53,8 @@ def check_reads(name: str, folder: str, sizes: dict[str, int], experts: set[str]
         _check_engine(name, model, config)
 
 
-def _load(name: str, folder: str | None, settings: dict[str, Any], **arguments: Any) -> tuple[Any, dict[str, int]]:
-    from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
-
-    holder = HfDeepSpeedConfig(settings)
-    with counted_reads() as reads:
-        model = type(build(name)).from_pretrained(folder, **arguments)
-    unset_hf_deepspeed_config()
-    del holder
-    return model, reads
+def _load(name: str, folder: str | None, settings: dict[str, Any], **arguments: Any) -> tuple[Any, Reads]:
+    return loaded_under(settings, type(build(name)), folder, **arguments)
 
 
 def _check_engine(name: str, model: nn.Module, config: dict[str, Any]) -> None:

@@ -25,7 +25,8 @@ def refusals() -> None:
     refused(ConfigError, "has one stage on each rank, and pipeline.stages_per_rank is 2", with_stages(Run(1), 2, stages_per_rank=2))
     refused(ConfigError, "pipeline.schedule is 'sideways'", with_stages(Run(1), 2, schedule="sideways"))
     refused(ConfigError, "stages|blocks", with_stages(Run(1), 2, schedule="Interleaved1F1B", stages_per_rank=4))
-    refused(UnsupportedError, "torch_autocast", with_stages(Run(1, extra={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}), 2))
+    quantized = {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}
+    refused(UnsupportedError, "pipeline.stages and ZeRO", with_stages(Run(2, extra=quantized), 2))
     engine = parity.initialize(case.build(), with_stages(Run(1), 2, micro_batches=3))
     batch = parity.prepare(case.rows(0, 0, 0), parity.DTYPES["fp32"])
     with pytest.raises(ConfigError, match="pipeline.micro_batches is 3, which does not divide a batch of 2"):
@@ -35,6 +36,29 @@ def refusals() -> None:
     elsewhere = engine.module.model.layers[1 - ranks.rank()]
     with pytest.raises(hf_zero.errors.StateError, match="another stage of the pipeline holds it"):
         elsewhere(batch["input_ids"])
+
+
+def after_destroy() -> None:
+    """The model has its own forwards again, refuses what it has not, and another engine trains it."""
+    case = zoo_case("LlamaForCausalLM", {"num_hidden_layers": 2})
+    model, batch = case.build(), parity.prepare(case.rows(0, 0, 0), parity.DTYPES["fp32"])
+    names = [name for name, module in model.named_modules() if "forward" in module.__dict__]
+    engine = parity.initialize(model, with_stages(Run(1), 2))
+    expected = float(case.forward(engine, batch))
+    second = parity.initialize(model, with_stages(Run(0), 2))  # takes the model over
+    engine.destroy()
+    assert float(case.forward(second, batch)) == expected
+    second.destroy()
+    assert [name for name, module in model.named_modules() if "forward" in module.__dict__] == names
+    with pytest.raises(hf_zero.errors.StateError, match="without an engine, and another stage of the pipeline holds it"):
+        case.forward(model, batch)
+    third = parity.initialize(model, with_stages(Run(1), 2))
+    assert float(case.forward(third, batch)) == expected
+    third.destroy()
+
+
+def test_a_destroyed_engine_leaves_nothing_on_the_model() -> None:
+    ranks.run_ranks(after_destroy, 2, ordered=False)  # the first layer is one stage's
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from tests.support import ranks
-from tests.support.models import CASES, ModelCase
+from tests.support import parity, ranks
+from tests.support.models import CASES, Batch, ModelCase
 from tests.support.parity import Run
-from tests.support.pipelines import check
-from tests.support.tp_training import zoo_case
+from tests.support.pipelines import check, train
+from tests.support.tp_training import compare_trained, zoo_case
 
 
 def check_stages(name: str, stages: int, zero: list[int]) -> None:
@@ -57,6 +58,31 @@ def recomputed(case: ModelCase) -> ModelCase:
 
 def test_settings() -> None:
     ranks.run_ranks(check_settings, 2)
+
+
+def check_autocast() -> None:
+    """fp32 parameters, 16-bit arithmetic: what goes over a border has the type that ``torch.autocast`` gives it."""
+    extra = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+
+    def forward(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return case.forward(model, batch)
+
+    for case in (CASES["gpt2"], zoo_case("LlamaForCausalLM", {}), zoo_case("BertForMaskedLM", {})):
+        run = Run(1, accumulation=2, clip=0.1, extra=extra)
+        losses, norms, weights, engine = train(case, run, 2, micro_batches=1)
+        engine.destroy()
+        if weights is not None:
+            expected = parity.reference(case.build(), case.rows, forward, run, 1)
+            plain = parity.reference(case.build(), case.rows, case.forward, run, 1)
+            compare_trained(replace(expected, weights={}), losses, norms, weights, run)
+            for name, value in expected.weights.items():  # 16-bit rounding of small gradients, after two steps of Adam
+                assert (weights[name] - value).abs().max() < 5e-3 * value.abs().max().clamp(min=0.01), name
+            assert abs(plain.norms[0] - norms[0]) > 1e-5 * norms[0], "autocast changed nothing"
+
+
+def test_autocast() -> None:
+    ranks.run_ranks(check_autocast, 2)
 
 
 def check_kinds() -> None:

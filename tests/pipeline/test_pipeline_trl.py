@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support import ranks, trainers, trl_runs
-from tests.support.models import CASES
 from tests.support.pipeline_trainer import config
-from tests.support.tp_trainer import rows
+from tests.support.tp_trainer import generated
 
 LOGGED = ("loss", "grad_norm", "mean_token_accuracy", "rewards/margins", "logps/chosen")
 
@@ -35,32 +33,7 @@ def test_two_stages_of_two_ranks(kind: str, trainer_models: Path, tmp_path: Path
         trainers.assert_close(expected, logged, f"{kind} over two stages", rel=1e-3)
 
 
-def generated(folder: str) -> tuple[int, Any]:
-    """How many rows a sequence-to-sequence Trainer counts, and what it generates."""
-    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
-
-    args = Seq2SeqTrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=3,
-        max_steps=1,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-        predict_with_generate=True,
-        generation_max_length=4,
-        deepspeed=config(1, 2),
-    )
-    trainer = Seq2SeqTrainer(
-        model=CASES["t5"].build(), args=args, train_dataset=rows(), compute_metrics=lambda found: {"rows": len(found[0])}
-    )
-    trainer.train()
-    found = trainer.predict(rows(6))
-    return found.metrics["test_rows"], found.predictions
-
-
 def test_generated_predictions_come_once(tmp_path: Path) -> None:
-    found = ranks.run_ranks(generated, 4, str(tmp_path), group=False)
+    found = ranks.run_ranks(generated, 4, str(tmp_path), config(1, 2), group=False)
     assert [count for count, _ in found] == [6] * 4
     assert all((predictions == found[0][1]).all() for _, predictions in found)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from torch import Tensor
 
 from hf_zero.pipeline.train import backward_of
 from tests.support import parity, ranks
 from tests.support.models import Batch, ModelCase
 from tests.support.parity import Run
-
-LOSS, NORM, WEIGHT = 1e-5, 1e-4, 2e-4
+from tests.support.tp_training import compare_trained, reference_of
 
 
 def with_stages(run: Run, stages: int, tp: int = 1, **section: Any) -> Run:
@@ -58,16 +56,7 @@ def check(case: ModelCase, run: Run, stages: int, tp: int = 1, **section: Any) -
     if ranks.rank() != 0:
         assert weights is None
         return
-    expected = parity.concatenated_reference(case, run, world) if run.dtype == "fp32" else parity.reference_case(case.name, run, world)
-    factor = 1 if run.dtype == "fp32" else 2e3
-    assert losses == pytest.approx(expected.losses, rel=LOSS * factor), (run, losses, expected.losses)
-    assert norms == pytest.approx(expected.norms, rel=NORM * factor), (run, norms, expected.norms)
-    assert weights is not None
-    assert set(expected.weights) <= set(weights)
-    for key, value in expected.weights.items():
-        assert weights[key].shape == value.shape, key
-        worst = (weights[key].float() - value.float()).abs().max() / value.float().abs().max().clamp(min=0.01)
-        assert worst < WEIGHT * factor, (run, key, float(worst))
+    compare_trained(reference_of(case, run, world), losses, norms, weights, run)
 
 
 def check_schedule(case: ModelCase, run: Run, stages: int, name: str, each: int = 1) -> None:
@@ -86,9 +75,4 @@ def check_schedule(case: ModelCase, run: Run, stages: int, name: str, each: int 
     weights = engine._consolidated_16bit_state_dict()
     engine.destroy()
     if weights is not None:
-        expected = parity.concatenated_reference(case, run, world)
-        assert losses == pytest.approx(expected.losses, rel=LOSS), (name, losses, expected.losses)
-        assert norms == pytest.approx(expected.norms, rel=NORM), (name, norms, expected.norms)
-        for key, value in expected.weights.items():
-            worst = (weights[key].float() - value.float()).abs().max() / value.float().abs().max().clamp(min=0.01)
-            assert worst < WEIGHT, (name, key, float(worst))
+        compare_trained(reference_of(case, run, world), losses, norms, weights, run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import safetensors
@@ -62,3 +63,27 @@ def counted_reads() -> Iterator[Reads]:
         yield reads
     finally:
         safetensors.safe_open = modeling_utils.safe_open = real  # type: ignore[misc]
+
+
+def saved_sizes(model: Any, folder: Path) -> Reads:
+    """Writes ``model`` into several small files; the bytes of every tensor in them."""
+    model.save_pretrained(folder, max_shard_size="20KB")
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > 2
+    found = {}
+    for file in files:
+        with safetensors.safe_open(file, framework="pt") as opened:
+            found.update({key: opened.get_tensor(key).nbytes for key in opened.keys()})  # noqa: SIM118  # not a dict
+    return found
+
+
+def loaded_under(settings: dict[str, Any], model_class: Any, folder: str | None, **arguments: Any) -> tuple[Any, Reads]:
+    """What ``from_pretrained`` gives while ``settings`` are the configuration in use, and what it has read."""
+    from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    holder = HfDeepSpeedConfig(settings)
+    with counted_reads() as reads:
+        model = model_class.from_pretrained(folder, **arguments)
+    unset_hf_deepspeed_config()
+    del holder
+    return model, reads

@@ -110,3 +110,28 @@ def resume(stage: int, tp: int, saved_with: int, folder: str) -> tuple[list[floa
     again = trainer(tp, 9)
     again.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2"))
     return losses(whole), losses(again)
+
+
+def generated(folder: str, config: dict[str, Any]) -> tuple[int, Any]:
+    """How many rows a sequence-to-sequence Trainer counts, and what it generates."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    args = Seq2SeqTrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=3,
+        max_steps=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        predict_with_generate=True,
+        generation_max_length=4,
+        deepspeed=config,
+    )
+    trainer = Seq2SeqTrainer(
+        model=CASES["t5"].build(), args=args, train_dataset=rows(), compute_metrics=lambda found: {"rows": len(found[0])}
+    )
+    trainer.train()
+    found = trainer.predict(rows(6))
+    return found.metrics["test_rows"], found.predictions

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.support import parity, ranks, zoo
 from tests.support.models import Batch, ModelCase
-from tests.support.parity import Run
+from tests.support.parity import Run, Trace
 
 LOSS, NORM, WEIGHT = 1e-5, 1e-4, 2e-4
 
@@ -43,15 +43,25 @@ def check_against_one_rank(case: ModelCase, tp: int, runs: list[Run]) -> None:
         if ranks.rank() != 0:
             assert weights is None
             continue
-        expected = parity.concatenated_reference(case, run, world) if run.dtype == "fp32" else parity.reference_case(case.name, run, world)
-        factor = 1 if run.dtype == "fp32" else 2e3
-        assert losses == pytest.approx(expected.losses, rel=LOSS * factor), (run, losses, expected.losses)
-        assert norms == pytest.approx(expected.norms, rel=NORM * factor), (run, norms, expected.norms)
-        assert weights is not None
-        assert set(expected.weights) <= set(weights)
-        for key, value in expected.weights.items():
-            worst = (weights[key].float() - value.float()).abs().max() / value.float().abs().max().clamp(min=0.01)
-            assert worst < WEIGHT * factor, (run, key, float(worst))
+        compare_trained(reference_of(case, run, world), losses, norms, weights, run)
+
+
+def reference_of(case: ModelCase, run: Run, replicas: int) -> Trace:
+    """Plain PyTorch on the samples of all replicas."""
+    return parity.concatenated_reference(case, run, replicas) if run.dtype == "fp32" else parity.reference_case(case.name, run, replicas)
+
+
+def compare_trained(expected: Trace, losses: list[float], norms: list[float], weights: dict[str, Tensor] | None, run: Run) -> None:
+    """Losses, gradient norms and weights are those of ``expected``, to the rounding of the type that ``run`` trains in."""
+    factor = 1 if run.dtype == "fp32" else 2e3
+    assert losses == pytest.approx(expected.losses, rel=LOSS * factor), (run, losses, expected.losses)
+    assert norms == pytest.approx(expected.norms, rel=NORM * factor), (run, norms, expected.norms)
+    assert weights is not None
+    assert set(expected.weights) <= set(weights)
+    for key, value in expected.weights.items():
+        assert weights[key].shape == value.shape, key
+        worst = (weights[key].float() - value.float()).abs().max() / value.float().abs().max().clamp(min=0.01)
+        assert worst < WEIGHT * factor, (run, key, float(worst))
 
 
 def zoo_case(name: str, changes: dict[str, Any]) -> ModelCase:

@@ -10,7 +10,7 @@ import torch
 
 from tests.support import ranks
 from tests.support.models import CASES
-from tests.support.tp_trainer import EVALUATED, arguments, losses, norms, resume, rows, train_and_save, zero_config
+from tests.support.tp_trainer import EVALUATED, arguments, generated, losses, norms, resume, rows, train_and_save, zero_config
 
 
 def one_rank(folder: str, batch: int) -> tuple[list[float], list[float], float, dict[str, torch.Tensor], Any]:
@@ -55,32 +55,7 @@ def test_resuming_at_another_size_goes_on_as_if_nothing_had_happened(tp: int, sa
         assert again == pytest.approx(whole, rel=1e-4)
 
 
-def generated(folder: str) -> tuple[int, Any]:
-    """How many rows a sequence-to-sequence Trainer counts, and what it generates."""
-    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
-
-    args = Seq2SeqTrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=3,
-        max_steps=1,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-        predict_with_generate=True,
-        generation_max_length=4,
-        deepspeed=zero_config(1, 2),
-    )
-    trainer = Seq2SeqTrainer(
-        model=CASES["t5"].build(), args=args, train_dataset=rows(), compute_metrics=lambda found: {"rows": len(found[0])}
-    )
-    trainer.train()
-    found = trainer.predict(rows(6))
-    return found.metrics["test_rows"], found.predictions
-
-
 def test_generated_predictions_come_once(tmp_path: Path) -> None:
-    found = ranks.run_ranks(generated, 4, str(tmp_path), group=False)
+    found = ranks.run_ranks(generated, 4, str(tmp_path), zero_config(1, 2), group=False)
     assert [count for count, _ in found] == [6] * 4
     assert all((predictions == found[0][1]).all() for _, predictions in found)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from hf_zero.core.units.packed import is_packed
-from hf_zero.core.units.tp_shard import is_expert, whole_shape
+from hf_zero.core.units.tp_shard import is_elsewhere, is_expert, whole_shape
 from hf_zero.core.units.unit import find_unit, full_shape, is_sharded
 from hf_zero.errors import StateError
 
@@ -17,10 +17,11 @@ from hf_zero.errors import StateError
 def refusal(name: str) -> StateError:
     """The error for an attempt to read or write the values of the sharded parameter ``name``."""
     return StateError(
-        f"parameter {name} is divided over the ranks (ZeRO stage 3, or experts): this rank's state dict has no values of it, and a file "
-        "would be empty. Save with save_model(folder) of the class that trains; or, called by all ranks, engine.save_16bit_model(folder) "
-        "or model.save_pretrained(folder, state_dict=accelerator.get_state_dict(engine), is_main_process=accelerator.is_main_process); or "
-        "inside `with hf_zero.zero.GatheredParameters(model.parameters()):`, entered by all ranks (not for experts)"
+        f"parameter {name} is divided over the ranks (ZeRO stage 3, experts, a pipeline): this rank's state dict has no values of it, and "
+        "a file would be empty. Save with save_model(folder) of the class that trains; or, called by all ranks, "
+        "engine.save_16bit_model(folder) or model.save_pretrained(folder, state_dict=accelerator.get_state_dict(engine), "
+        "is_main_process=accelerator.is_main_process); or inside `with hf_zero.zero.GatheredParameters(model.parameters()):`, entered by "
+        "all ranks (not for experts and pipelines)"
     )
 
 
@@ -106,15 +107,15 @@ def guard_state_dict(module: nn.Module) -> None:
 
 
 def _is_apart(param: nn.Parameter) -> bool:
-    """Whether this rank has not all values of ``param`` now: they are sharded, or experts of other ranks."""
-    return is_sharded(param) or is_expert(param)
+    """Whether this rank has not all values of ``param`` now: they are sharded, experts of other ranks, or another stage's."""
+    return is_sharded(param) or is_expert(param) or is_elsewhere(param)
 
 
 def _stand_in(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
     for leaf, param in module._parameters.items():
         entry = state.get(name := f"{prefix}{leaf}")
         if param is not None and isinstance(entry, torch.Tensor) and not isinstance(entry, nn.Parameter) and _is_apart(param):
-            shape = whole_shape(param) if is_expert(param) else full_shape(param)
+            shape = whole_shape(param) if is_expert(param) or is_elsewhere(param) else full_shape(param)
             state[name] = UnsavedTensor.of(name, shape or full_shape(param), param.dtype, param.device)
         if param is not None and is_packed(param) and is_sharded(param):
             _stand_in_for_scales(param, name, state)

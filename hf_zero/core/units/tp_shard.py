@@ -44,6 +44,11 @@ def mark_tp_shard(param: torch.Tensor, part: TpShard) -> None:
     setattr(param, _TP_SHARD, part)
 
 
+def unmark_tp_shard(param: torch.Tensor) -> None:
+    """Takes what ``mark_tp_shard`` said back."""
+    vars(param).pop(_TP_SHARD, None)
+
+
 def tp_shard_of(param: torch.Tensor) -> TpShard | None:
     """The part that ``param`` is; None for a parameter of which each rank has the same, whole copy."""
     return getattr(param, _TP_SHARD, None)

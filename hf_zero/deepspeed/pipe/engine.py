@@ -17,7 +17,8 @@ from hf_zero.deepspeed.pipe.work import BatchWork, Borders, share_buffers
 from hf_zero.deepspeed.served.helpers import RepeatingLoader
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.pipeline.limits import refuse_sharded_parameters
-from hf_zero.pipeline.scheduled import run_schedule
+from hf_zero.pipeline.plan import Placement
+from hf_zero.pipeline.schedules import Scheduler
 from hf_zero.pipeline.self_divided import schedule_of
 from hf_zero.pipeline.train import whole_step
 
@@ -64,8 +65,8 @@ class PipelineEngine(Engine):
         interval = self.settings.pipeline.activation_checkpoint_interval
         if interval > 0:
             module.set_checkpoint_interval(interval)
-        self._schedule = schedule_of(self.settings.pipeline)
-        self._borders = Borders(module, self._pipe, self._autocast)
+        self._scheduler = Scheduler(Placement(self.num_stages, self.num_stages), self._pipe, schedule_of(self.settings.pipeline))
+        self._borders = Borders(module, self._pipe, self.autocast)
 
     # -- batches ----------------------------------------------------------------------------------------------------------
 
@@ -88,7 +89,7 @@ class PipelineEngine(Engine):
         self.module.train()
         work = self._work(data_iter, self.accumulation.steps, computes_loss=True)
         with whole_step(self):
-            run_schedule(work, self.grid.pipe, len(work.parts), self._schedule, scale=self.scaler.scale)
+            self._scheduler.train({self.stage_id: work}, len(work.parts), self.scaler.scale)
         loss = self._everywhere(work.losses)
         self.progress.last_loss = loss
         super().step()
@@ -130,7 +131,7 @@ class PipelineEngine(Engine):
             work = self._work(data_iter, num_micro_batches or self.accumulation.steps, compute_loss)
             work.trains, work.keeps_outputs = False, return_logits
             with torch.no_grad():
-                run_schedule(work, self.grid.pipe, len(work.parts), None)
+                self._scheduler.look({self.stage_id: work}, len(work.parts))
         finally:
             self.module.train(training)
         result = self._result(work, reduce_output, bcast_loss)
@@ -218,7 +219,7 @@ class PipelineEngine(Engine):
         parts, kinds = agree(self._pipe, lambda: self.feed.take(data_iter, count, device) if reads else [MicroBatch()] * count)
         if self.precision.casts_inputs and self.precision.param_dtype is not None:
             parts = [MicroBatch(cast_floating(part.inputs, self.precision.param_dtype), part.labels) for part in parts]
-        return BatchWork(module, self.stage_id, parts, self._borders.of(parts, kinds), self._autocast, computes_loss)
+        return BatchWork(module, self.stage_id, parts, self._borders.of(parts, kinds), self.autocast, computes_loss)
 
     def _everywhere(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """The mean of the last stage's ``losses`` over data-parallel ranks too, on every rank; collective."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -152,6 +152,10 @@ class BatchWork:
             if not last:
                 return [tensor for _, tensor in tensors_in(require_tensors(outputs, self.stage))]
             return self._end(part, outputs)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of the whole model; those of other stages are empty."""
+        return self.module.parameters()
 
     def _end(self, part: int, outputs: Any) -> list[torch.Tensor]:
         if self.keeps_outputs or not self.computes_loss:

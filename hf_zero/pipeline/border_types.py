@@ -1,0 +1,55 @@
+"""Element types of what goes over borders under ``torch.autocast``, where operations decide about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_zero.comm.link import Link
+
+_TYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+_LABEL = "types of activations"
+
+
+class BorderTypes:
+    """The types of the tensors of each border, for calls of one kind.
+
+    [Note: types under autocast] A stage that does not run a module finds the shape of its result by a copy without values, where no
+    autocast works. So with the first part of a kind the types go ahead, as numbers, from the stage that has the tensors.
+
+    Attributes:
+        sent: Whether calls of this kind run under autocast: nothing is sent else.
+    """
+
+    def __init__(self, sent: bool) -> None:
+        self.sent = sent
+        self._known: dict[int, list[torch.dtype]] = {}  # by border
+
+    def tell(self, border: int, tensors: Sequence[torch.Tensor], link: Link, target: int) -> None:
+        """Sends the types of ``tensors`` ahead of them, once."""
+        if not self.sent or border in self._known:
+            return
+        self._known[border] = [tensor.dtype for tensor in tensors]
+        numbers = torch.tensor([_TYPES.index(tensor.dtype) for tensor in tensors], device=tensors[0].device)
+        link.send([numbers], target, _LABEL)
+
+    def hear(self, border: int, metas: Sequence[torch.Tensor], link: Link, source: int) -> list[torch.Tensor]:
+        """``metas`` with the types in which the rank ``source`` sends them."""
+        if not self.sent:
+            return list(metas)
+        if border not in self._known:
+            numbers = link.receive([torch.empty(len(metas), dtype=torch.int64, device="meta")], source, _LABEL)[0]
+            self._known[border] = [_TYPES[number] for number in numbers.tolist()]
+        return [torch.empty(meta.shape, dtype=dtype, device="meta") for meta, dtype in zip(metas, self._known[border], strict=True)]

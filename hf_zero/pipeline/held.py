@@ -1,0 +1,116 @@
+"""Models that were loaded with the layers of this rank's stages alone, until an engine divides them.
+
+[Note: held stages] Who reads a checkpoint finds the cuts from the model without values, before there is an engine and its groups. What
+other stages hold becomes a placeholder: its shape, and one NaN in place of all values. Which calls begin a stage is noted on the
+modules themselves, because the engine may get the model inside of another one (an adapter, a class of the script), or a copy of it: its
+plan begins the stages with the same calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.core.units.empty_values import guard_state_dict
+from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, unmark_tp_shard
+from hf_zero.errors import StateError
+from hf_zero.pipeline.plan import PipelinePlan
+from hf_zero.pipeline.templates import placeholder
+
+_NOTE = "_hf_zero_held_stages"  # of a module
+
+
+@dataclass
+class _Note:
+    """What is known of one module: the stages that begin with a call of it (stage, which call), and its parameters of other stages."""
+
+    begins: tuple[tuple[int, int], ...] = ()
+    elsewhere: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank has of a model.
+
+    Attributes:
+        starts: Path and number of the call that each stage but the first begins with.
+        missing: Names of parameters without values here.
+    """
+
+    starts: tuple[tuple[str, int], ...]
+    missing: frozenset[str]
+
+
+def make_room(model: nn.Module, names: Mapping[str, torch.dtype]) -> None:
+    """Replaces parameters of ``model`` by placeholders of these types; local."""
+    for name, dtype in names.items():
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        param = owner.get_parameter(leaf)
+        empty = placeholder(torch.empty(param.shape, dtype=dtype, device="meta"), torch.device("cpu"))
+        owner._parameters[leaf] = room = nn.Parameter(empty, param.requires_grad)
+        room._is_hf_initialized = True  # type: ignore[attr-defined]  # there is nothing to give values to
+
+
+def hold(model: nn.Module, plan: PipelinePlan, names: Iterable[str]) -> None:
+    """Notes on ``model``, loaded for ``plan``, that the parameters ``names`` are other stages', and guards it until an engine is made."""
+    for stage in range(1, plan.stages):
+        first = plan.calls[plan.span(stage).start]
+        note = _note(model.get_submodule(first.path))
+        note.begins = (*note.begins, (stage, first.nth))
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        note = _note(owner)
+        note.elsewhere = (*note.elsewhere, leaf)
+        if _refuse not in owner._forward_pre_hooks.values():
+            owner.register_forward_pre_hook(_refuse, prepend=True)
+        param = owner.get_parameter(leaf)
+        mark_tp_shard(param, TpShard(param.shape, 0, ()))
+    for module in model.modules():
+        guard_state_dict(module)
+
+
+def is_held(model: nn.Module) -> bool:
+    """Whether ``model`` was loaded so, and no engine has divided it."""
+    return any(_NOTE in module.__dict__ for module in model.modules())
+
+
+def let_go(model: nn.Module) -> Held | None:
+    """Takes notes, marks and guards off: the model is an engine's now. None where it was loaded whole."""
+    starts: list[tuple[int, str, int]] = []
+    missing: set[str] = set()
+    for path, module in model.named_modules():
+        note = module.__dict__.pop(_NOTE, None)
+        if note is None:
+            continue
+        starts += [(stage, path, nth) for stage, nth in note.begins]
+        for leaf in note.elsewhere:
+            missing.add(f"{path}.{leaf}".lstrip("."))
+            unmark_tp_shard(module.get_parameter(leaf))
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is _refuse:
+                del module._forward_pre_hooks[key]
+    return Held(tuple((path, nth) for _, path, nth in sorted(starts)), frozenset(missing)) if starts else None
+
+
+def _note(module: nn.Module) -> _Note:
+    found: _Note = module.__dict__.setdefault(_NOTE, _Note())
+    return found
+
+
+def _refuse(module: nn.Module, *_: Any) -> None:
+    """The forward pre-hook of a module whose parameters are other stages'.
+
+    Raises:
+        StateError: Always.
+    """
+    raise StateError(
+        f"{type(module).__name__} was called, and this rank has loaded the layers of its own stage of the pipeline alone. Call the model "
+        "that accelerator.prepare(model) or initialize(model=model, ...) has prepared, on all ranks; a model that is to stay whole (a "
+        "teacher, say) is loaded before the configuration"
+    )

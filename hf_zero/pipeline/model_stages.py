@@ -1,0 +1,86 @@
+"""What the stages of a divided model do with the calls of one optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.errors import StateError, UnsupportedError
+from hf_zero.pipeline.micro_batches import loss_of
+from hf_zero.pipeline.own_stages import OwnStages
+from hf_zero.pipeline.plan import PipelinePlan
+from hf_zero.pipeline.trees import without_values
+
+Border = tuple[torch.Tensor, ...]
+
+
+@dataclass
+class ModelStage:
+    """One stage in one step.
+
+    Attributes:
+        own: The stages of this rank.
+        index: Which of them.
+        plan: For calls of this kind.
+        calls: The model's own forward, and arguments of each part.
+        borders: What is known of borders, by kind of call; grows.
+        losses: Of each part, where the last stage is.
+    """
+
+    own: OwnStages
+    index: int
+    plan: PipelinePlan
+    forward_of_model: Callable[..., Any]
+    calls: Sequence[Mapping[str, Any]]
+    borders: dict[Any, Border]
+    losses: list[torch.Tensor] = field(default_factory=list)
+
+    def expected(self, part: int) -> Border:
+        """What the stage before sends: found by a forward that runs no item, once for calls of a kind."""
+        key = (id(self.plan), self.index, _kind_of(self.calls[part]))
+        if key not in self.borders:
+            self.borders[key] = self._border(part)
+        return self.borders[key]
+
+    def forward(self, part: int, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Runs the stage; returns what goes to the next one, or the loss.
+
+        Raises:
+            UnsupportedError: The model returns no loss.
+        """
+        waiting = iter(received)
+        run = self.own.run(self.plan, self.index, lambda metas: [next(waiting) for _ in metas], self.forward_of_model, self.calls[part])
+        if self.index < self.plan.stages - 1:
+            return run.sent
+        loss = loss_of(run.result)
+        if loss is None:
+            raise UnsupportedError("pipeline: train_batch needs a model that returns its loss: give it labels, or a loss_fn")
+        self.losses.append(loss.detach())
+        return [loss]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of the whole model; other ranks' are empty, and no graph of this one has them."""
+        return self.own.model.parameters()
+
+    def _border(self, part: int) -> Border:
+        found: list[torch.Tensor] = []
+
+        def note(metas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            found.extend(map(without_values, metas))
+            return [torch.zeros(meta.shape, dtype=meta.dtype, device=self.own.device) for meta in metas]
+
+        with torch.no_grad():
+            self.own.look(self.plan, self.index, note, self.forward_of_model, self.calls[part])
+        wanted = len(self.plan.crossings[self.index - 1])
+        if len(found) != wanted:
+            raise StateError(f"pipeline: {len(found)} of the {wanted} tensors of a border were seen")
+        return tuple(found)
+
+
+def _kind_of(call: Mapping[str, Any]) -> str:
+    """What shapes and types at the borders depend on, beside the plan: those of the arguments."""
+    return repr(sorted((name, tuple(value.shape), str(value.dtype)) for name, value in call.items() if isinstance(value, torch.Tensor)))
