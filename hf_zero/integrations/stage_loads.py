@@ -28,7 +28,7 @@ from hf_zero.pipeline.apply import placement_of
 from hf_zero.pipeline.held import hold, make_room
 from hf_zero.pipeline.partition import make_plan
 from hf_zero.pipeline.plan import PipelinePlan
-from hf_zero.tensor_parallel.trace import skeleton
+from hf_zero.tensor_parallel.skeleton import skeleton
 
 
 @dataclass(frozen=True)
