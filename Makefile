@@ -13,12 +13,12 @@ SCANNED := hf_zero build_backend _hf_zero_startup.py examples benchmarks tests d
 
 DEMO_ARGS ?=
 TEST_ARGS ?=
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 BENCH_ARGS ?=
 GPU_ARGS ?= --out results-gpu
 GPU_PYTHON ?=
 
-# Ranks wait for each other about as long as they compute, so two processes of tests share two cores well. A file stays in one of them.
+# Ranks wait for each other about as long as they compute, so three processes of tests keep two cores busy. A file stays in one of them.
 # TEST_WORKERS=0: one process, as a debugger wants it.
 SIDE_BY_SIDE = -n $(TEST_WORKERS) --dist loadfile
 

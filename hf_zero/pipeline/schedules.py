@@ -14,8 +14,8 @@ from hf_zero.errors import CollectiveError, ConfigError
 from hf_zero.pipeline.plan import Placement
 from hf_zero.pipeline.scheduled import ScheduledStage, StageWork
 
-SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
-FOLDED = ("ZBVZeroBubble",)
+SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+FOLDED = ("ZBVZeroBubble", "DualPipeV")
 SINGLE = ("1F1B", "GPipe")
 _WITH_FEW = "GPipe"  # which takes fewer parts than there are stages
 
@@ -70,6 +70,9 @@ class Scheduler:
             works: What each stage of this rank does.
             parts: How many.
             scale: Factor of the gradient of each part's loss.
+
+        Raises:
+            ConfigError: The schedule wants more parts.
         """
         few = self._name == "1F1B" and parts < self._placement.stages
         self._run(_WITH_FEW if few else self._name, works, parts, True, scale)
@@ -101,4 +104,7 @@ class Scheduler:
         kind: Any = get_schedule_class(name)
         # The loss is the work's own; torch computes one of the output where it is given a function, and wants a target for it.
         loss = {"loss_fn": lambda output, target: output, "scale_grads": False}
-        return _Order(kind(stages if issubclass(kind, PipelineScheduleMulti) else stages[0], parts, **loss), stages)
+        try:
+            return _Order(kind(stages if issubclass(kind, PipelineScheduleMulti) else stages[0], parts, **loss), stages)
+        except ValueError as error:  # too few parts for the order
+            raise ConfigError(f"pipeline.schedule {name} of {parts} part(s), which are gradient_accumulation_steps: {error}") from None

@@ -60,9 +60,8 @@ def _norm_over_two_axes() -> None:
     shard = torch.randn(100, generator=torch.Generator().manual_seed(100 + rank))
     for part in parts:
         shard[part.start : part.stop] = copied[part.start : part.stop]
-    norm = global_norm(
-        [shard], build_collectives(topology), True, ModelAxis(build_collectives(topology.model), (tuple((part, 2) for part in parts),))
-    )
+    model = ModelAxis(build_collectives(topology.model), (tuple((part, 2) for part in parts),), (1,))
+    norm = global_norm([shard], build_collectives(topology), True, model)
 
     once = torch.ones(100, dtype=torch.bool)
     if topology.model.rank == 1:

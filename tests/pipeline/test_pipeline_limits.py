@@ -26,7 +26,7 @@ def refusals() -> None:
     refused(ConfigError, "pipeline.schedule is 'sideways'", with_stages(Run(1), 2, schedule="sideways"))
     refused(ConfigError, "stages|blocks", with_stages(Run(1), 2, schedule="Interleaved1F1B", stages_per_rank=4))
     quantized = {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}
-    refused(UnsupportedError, "pipeline.stages and ZeRO", with_stages(Run(2, extra=quantized), 2))
+    refused(UnsupportedError, "pipeline.stages and ZeRO", with_stages(Run(2, dtype="bf16", extra=quantized), 2))
     engine = parity.initialize(case.build(), with_stages(Run(1), 2, micro_batches=3))
     batch = parity.prepare(case.rows(0, 0, 0), parity.DTYPES["fp32"])
     with pytest.raises(ConfigError, match="pipeline.micro_batches is 3, which does not divide a batch of 2"):

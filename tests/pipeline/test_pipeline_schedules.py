@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from hf_zero.errors import ConfigError
 from tests.support import ranks
 from tests.support.parity import Run
 from tests.support.pipelines import check, check_schedule
@@ -18,8 +21,10 @@ def check_single(zero: int) -> None:
 
 def check_several(zero: int) -> None:
     case = zoo_case("LlamaForCausalLM", FOUR)
-    for name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"):
+    for name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
         check_schedule(case, Run(zero, accumulation=4, clip=0.1), 2, name, each=2)
+    with pytest.raises(ConfigError, match="DualPipeV of 2 part.* gradient_accumulation_steps"):
+        check_schedule(case, Run(zero, accumulation=2), 2, "DualPipeV", each=2)
     check(case, Run(zero, clip=0.1), 2, schedule="ZBVZeroBubble", stages_per_rank=2)
 
 

@@ -97,7 +97,8 @@ class Pipeline(FreeSection):
     )
     schedule: str = used(
         "1F1B",
-        "Of train_batch: 1F1B, GPipe, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble or ZBVZeroBubble (torch.distributed.pipelining)",
+        "Of train_batch: 1F1B, GPipe, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV, "
+        "all of torch.distributed.pipelining",
     )
     stages_per_rank: Count = used(1, "Stages that each rank runs in turn (interleaved schedules)")
     partition: str = accepted("best", "Balance of stages", "partition_method says it")
