@@ -34,19 +34,24 @@ def trained(run: Run, stages: int, layers: Layers) -> tuple[list[float], dict[st
     return losses, weights
 
 
-def check_whole_tensors() -> None:
-    """Optimizers that need whole parameters: a stage has those of its layers, and whoever shares one updates it alike."""
-    for kind, zero, layers in (("Muon", 0, tied_layers), ("Lamb", 1, half_frozen_layers), ("Adafactor", 2, tied_layers)):
-        run = Run(zero, accumulation=2, clip=0.1, extra={"optimizer": {"type": kind, "params": {"lr": 1e-2}}})
+def check_against_one_stage() -> None:
+    """Optimizers that need whole parameters (a stage has those of its layers, and whoever shares one updates it alike), and autocast."""
+    for zero, layers, extra in (
+        (0, tied_layers, {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}),
+        (1, half_frozen_layers, {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}}),
+        (2, tied_layers, {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2}}}),
+        (1, tied_layers, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+    ):
+        run = Run(zero, accumulation=2, clip=0.1, extra=extra)
         (plain, whole), (losses, weights) = trained(run, 1, layers), trained(run, 2, layers)
-        torch.testing.assert_close(losses, plain, rtol=1e-6, atol=0, msg=lambda text, kind=kind: f"{kind}: {text}")
+        torch.testing.assert_close(losses, plain, rtol=1e-6, atol=0, msg=lambda text, extra=extra: f"{extra}: {text}")
         if whole is not None and weights is not None:  # rank 0
-            torch.testing.assert_close(weights, whole, rtol=1e-5, atol=1e-5, msg=lambda text, kind=kind: f"{kind}: {text}")
+            torch.testing.assert_close(weights, whole, rtol=1e-5, atol=1e-5, msg=lambda text, extra=extra: f"{extra}: {text}")
 
 
 def test_two_stages() -> None:
     ranks.run_ranks(check_two_stages, 2)
-    ranks.run_ranks(check_whole_tensors, 2)
+    ranks.run_ranks(check_against_one_stage, 2)
 
 
 def check_four_ranks() -> None:
