@@ -1,4 +1,4 @@
-"""``deepspeed.tp_model_init``: splits a model before ``initialize``, and leaves experts that will be divided whole."""
+"""``deepspeed.tp_model_init``: splits a model before ``initialize``; what is divided in another way too is left to that."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.build.mesh import claims_of_model
+from hf_zero.build.mesh import claims_of_model, pipeline_ranks
 from hf_zero.config.mesh import EXPERT, requested_experts
 from hf_zero.config.read import read_config
 from hf_zero.expert_parallel.find import modules_of_experts
@@ -15,6 +15,8 @@ from hf_zero.tensor_parallel import split
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: Any = None, config: Any = None, **kwargs: Any) -> nn.Module:
     """As ``hf_zero.tensor_parallel.split.tp_model_init``, which this calls; collective.
+
+    Where ``config`` has a pipeline nothing is done: stages are found from whole layers, so ``initialize`` finds them and splits then.
 
     Args:
         model: Any model, the same on every rank.
@@ -30,6 +32,9 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: Any = None, config: Any
         ConfigError: ``tp_size`` does not fit the ranks, or the model does not divide.
         UnsupportedError: Another library has divided the model over ranks, or its experts cannot be divided, and shall be.
     """
-    wanted = config is not None and requested_experts(read_config(config)) > 1
+    source = read_config(config) if config is not None else {}
+    if pipeline_ranks(source, claims_of_model(model))[0] > 1:
+        return model
+    wanted = requested_experts(source) > 1
     divides = wanted or any(claim.axis == EXPERT for claim in claims_of_model(model))
     return split.tp_model_init(model, tp_size, dtype, config, keeps=modules_of_experts(model) if divides else (), **kwargs)

@@ -28,7 +28,7 @@ def one_rank(folder: str, batch: int) -> tuple[list[float], list[float], float, 
     return losses(trainer), norms(trainer), evaluated, predicted, written.tolist(), weights
 
 
-@pytest.mark.parametrize(("world", "stages", "tp"), [(2, 2, 1), (4, 2, 1), pytest.param(4, 2, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("world", "stages", "tp"), [(2, 2, 1), pytest.param(4, 2, 1, marks=pytest.mark.slow), (4, 2, 2)])
 def test_trainer_trains_like_one_rank_and_saves_the_whole_model(world: int, stages: int, tp: int, tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
     found = ranks.run_ranks(train_and_save, world, 1, stages, tp, saved, group=False)
