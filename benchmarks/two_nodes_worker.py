@@ -118,7 +118,7 @@ def engine(package: str, part: dict[str, Any], size: dict[str, int]) -> Step:
     }
     with model_context(package, config):
         model = Model(size)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, fused=True)  # type: ignore[arg-type]
     built = module.initialize(model=model, optimizer=optimizer, model_parameters=list(model.parameters()), config=config)[0]
 
     def step(batch: Tensor) -> float:
