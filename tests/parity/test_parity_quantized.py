@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -341,6 +342,27 @@ def _same_codes(found: Any, wanted: Any) -> None:
 def test_each_rank_keeps_its_share_of_torchao_weights(base: Path, tmp_path: Path, loaded: bool) -> None:
     pytest.importorskip("torchao")
     ranks.run_ranks(_torchao_divided, 2, base, tmp_path, loaded)
+
+
+def _merges(base: Path, kinds: tuple[str, ...]) -> None:
+    """A copy made inside a gather merges into the very codes that a model in one process gets."""
+    for kind in kinds:
+        build = partial(_weight_only, base, torch.float32) if kind == "torchao" else partial(quantized, base, kind)
+        wanted = dict(build().merge_and_unload().named_parameters())
+        engine = initialize(build(), Run(3))
+        with hf_zero.zero.GatheredParameters(list(engine.module.parameters())):
+            merged = dict(copy.deepcopy(engine.module).merge_and_unload().named_parameters())
+        engine.destroy()
+        assert merged.keys() == wanted.keys()
+        for name, value in wanted.items():
+            if kind == "torchao" and hasattr(value, "qdata"):
+                _same_codes(merged[name], value)
+            else:
+                assert torch.equal(value_of(merged[name]), value_of(value)), (kind, name)
+
+
+def test_adapters_merge_inside_a_gather(base: Path) -> None:
+    ranks.run_ranks(_merges, 2, base, ("nf4", "torchao") if importlib.util.find_spec("torchao") else ("nf4",))
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
