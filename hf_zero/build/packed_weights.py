@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.build.wrapped_weights import keep_divided
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.model_init import ModelInit
 from hf_zero.core.units.construct import NamedParam
 from hf_zero.core.units.layout import FROZEN
-from hf_zero.core.units.packed import is_packed, is_wrapped, mark_packed
+from hf_zero.core.units.packed import inner_tensors, is_packed, is_wrapped, mark_inner, mark_packed
 from hf_zero.core.units.unit import find_unit, full_shape
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.observe import log_rank0
@@ -80,39 +81,6 @@ def packed_weights(model: nn.Module) -> list[PackedWeight]:
     return list(found.values())
 
 
-def check_wrapped(model: nn.Module, sharded: bool) -> None:
-    """Looks at weights that are tensors of a library's own class, torchao's: no unit holds them; local.
-
-    Args:
-        model: The user's module.
-        sharded: Parameters are sharded (stage 3), and people expect it of these.
-
-    Raises:
-        StateError: One is trainable.
-    """
-    found = [(name, param) for name, param in model.named_parameters() if is_wrapped(param)]
-    for name, param in found:
-        if param.requires_grad:
-            raise StateError(
-                f"{name} is a {type(param).__name__} and requires a gradient: quantized weights are not trained here. Freeze it "
-                "(model.requires_grad_(False) before get_peft_model), and train adapters on it"
-            )
-    if found and sharded:
-        kinds = sorted({type(param).__name__ for _, param in found})
-        nbytes = sum(_bytes_inside(param) for _, param in found)
-        log_rank0(
-            "%d weights are %s: %.1f MiB, whole on every rank, which stage 3 does not divide; bitsandbytes' are divided",
-            *(len(found), " and ".join(kinds), nbytes / 2**20),
-        )
-
-
-def _bytes_inside(tensor: Any) -> int:
-    if not is_wrapped(tensor):
-        return int(tensor.nbytes)
-    names, _ = tensor.__tensor_flatten__()
-    return sum(_bytes_inside(getattr(tensor, name)) for name in names)
-
-
 def refuse_packed(model: nn.Module, axis: str) -> None:
     """Returns when no weight of ``model`` is quantized.
 
@@ -174,26 +142,35 @@ def divide_loaded(module: nn.Module, leaf: str, param: Any, init: ModelInit) -> 
         param: Any parameter.
         init: What divides.
     """
-    if not _is_quantized(param) or param.is_meta or find_unit(param) is not None:
+    if param is None or param.is_meta or find_unit(param) is not None:
         return
-    mark_packed(param)
-    if (scales := _scales(param)) is not None:
-        mark_packed(scales)
+    if _is_quantized(param):
+        mark_packed(param)
+        if (scales := _scales(param)) is not None:
+            mark_packed(scales)
+    elif is_wrapped(param) and mark_inner(param):
+        keep_divided(module)
+    else:
+        return
     label = f"{type(module).__name__}.{leaf}"
-    member = NamedParam(label, param, FROZEN)
-    init.divide(module, label, [member, *scales_beside(member)], param.dtype)
+    pieces = pieces_of(NamedParam(label, param, FROZEN))
+    init.divide(module, label, pieces, pieces[0].param.dtype)
     if getattr(param, "CB", None) is not None:
         param.CB = param.data  # a second reference to the same bytes
 
 
-def scales_beside(member: NamedParam) -> list[NamedParam]:
-    """The scales of a packed 4-bit weight, which lie in its unit; nothing for other parameters.
+def pieces_of(member: NamedParam) -> list[NamedParam]:
+    """What lies in a unit for a parameter: itself, and behind a packed 4-bit weight its scales; for a wrapped one what is in it.
 
-    What is left of its statistics (scales of the scales, tables), and an 8-bit weight's one number per row, are about a thousandth of its
-    bytes and stay whole.
+    What is left of the statistics of 4 bit (scales of the scales, tables), and an 8-bit weight's one number per row, are about a
+    thousandth of its bytes and stay whole.
     """
+    if is_wrapped(member.param):
+        inner = inner_tensors(member.param).items()
+        names = (member.name if index == 0 else f"{member.name}.{name}" for index, (name, _) in enumerate(inner))
+        return [NamedParam(name, tensor, FROZEN) for name, (_, tensor) in zip(names, inner, strict=True)]  # type: ignore[arg-type]
     scales = _scales(member.param) if is_packed(member.param) else None
-    return [NamedParam(f"{member.name}.absmax", scales, FROZEN)] if scales is not None else []
+    return [member] if scales is None else [member, NamedParam(f"{member.name}.absmax", scales, FROZEN)]
 
 
 def _scales(param: Any) -> Any:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_zero.build.packed_weights import check_wrapped, packed_weights, prepare_packed, scales_beside
+from hf_zero.build.packed_weights import packed_weights, pieces_of, prepare_packed
 from hf_zero.build.policies import QuantizedWeights
+from hf_zero.build.wrapped_weights import prepare_wrapped
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.param_groups import group_of_params
 from hf_zero.core.schedule.block import Block
@@ -68,13 +69,13 @@ class UnitBuilder:
         """
         device = self.collectives.topology.device
         packed = packed_weights(self.module)
-        check_wrapped(self.module, self.stage.parameters_sharded)
+        divided = prepare_wrapped(self.module, self.stage.parameters_sharded, self.collectives.world)
         members = self._members(inner)
         extent = "whole tensors" if whole_tensors else "flat shards"
         notes = [f"an optimizer that updates {extent}"] if inner is not None else ["no optimizer"]
         require_same_model(self.module, members, self.collectives.data, notes)
         prepare_packed(packed, self.stage.parameters_sharded, self.collectives)
-        in_units = [member for member in members if self._belongs_in_unit(member)]
+        in_units = [member for member in members if self._belongs_in_unit(member) or id(member.param) in divided]
         specs = build_blocks(self.module, in_units, self.leaves)
         sizes = [sum(map(self._numel, spec.members)) for spec in specs]
         trained = sum(self._numel(member) for member in in_units if member.group != FROZEN)
@@ -116,9 +117,10 @@ class UnitBuilder:
         """One unit per element type and kind; the block's own name when there is just one."""
         kinds: dict[tuple[bool, bool, bool, torch.dtype, tuple[int, ...]], list[NamedParam]] = {}
         for member in spec.members:
-            param = member.param
-            kind = is_expert(param), member.group == FROZEN, is_packed(param), self.precision.unit_dtype(param), stages_of(param)
-            kinds.setdefault(kind, []).extend([member, *scales_beside(member)])
+            param, pieces = member.param, pieces_of(member)
+            kept = pieces[0].param
+            kind = is_expert(param), member.group == FROZEN, is_packed(kept), self.precision.unit_dtype(kept), stages_of(param)
+            kinds.setdefault(kind, []).extend(pieces)
         units = []
         for (expert, frozen, packed, dtype, stages), members in kinds.items():
             of = f"{'expert ' if expert else ''}{'frozen ' if frozen else ''}{'packed ' if packed else ''}{'tied ' if stages else ''}"

@@ -21,7 +21,7 @@ from hf_zero.checkpoint.state.training_state import Holders, TrainingState, valu
 from hf_zero.core.optimizer.owners import share_out
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.layout import ALIGNMENT, round_up
-from hf_zero.core.units.packed import is_packed, is_wrapped
+from hf_zero.core.units.packed import is_packed, is_wrapped, with_outer
 from hf_zero.core.units.tp_shard import is_expert
 from hf_zero.core.units.unit import Unit
 
@@ -82,7 +82,7 @@ def contents_of(state: TrainingState, exclude_frozen: bool) -> Contents:
     records, buffers = _add_loose(files, state, loose)
     left = (unit for unit in state.units if unit not in kept)
     members = (pair for unit in left for pair in zip(unit.layout.slots, unit.params, strict=True))
-    dropped = [slot.name for slot, param in members if isinstance(param, nn.Parameter)]
+    dropped = [slot.name for slot, param in members if any(isinstance(shown, nn.Parameter) for shown in _shown(param))]
     dropped += [name for name, param in frozen if exclude_frozen or is_packed(param) or is_wrapped(param)]
     units = tuple(_unit_record(state, unit) for unit in kept)
     return Contents(files, units, records, buffers, scalars, states, params, tuple(dropped))
@@ -90,6 +90,10 @@ def contents_of(state: TrainingState, exclude_frozen: bool) -> Contents:
 
 def _own_file(holders: Holders, kind: str) -> str:
     return shard_file(kind, holders.rank, holders.world, holders.part, holders.parts)
+
+
+def _shown(param: torch.Tensor | None) -> Iterable[torch.Tensor]:
+    return () if param is None else with_outer(param)
 
 
 def _is_packed_unit(unit: Unit) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.listener import ParamListener
+from hf_zero.core.units.packed import with_outer
 from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.unit import Unit, find_unit, is_sharded
 from hf_zero.core.units.values import shard_changed, write_back
@@ -59,14 +60,16 @@ class ParamAttributes(ParamListener):
 
     def state_changed(self, params: Iterable[nn.Parameter | None], state: UnitState) -> None:
         status = _STATUS[state]
-        for param in params:
-            if param is not None:
-                param.ds_status = status  # type: ignore[attr-defined]
+        for shown in _shown(params):
+            shown.ds_status = status
 
     def stays_unsharded(self, params: Iterable[nn.Parameter | None], stays: bool) -> None:
-        for param in params:
-            if param is not None:
-                param.ds_persist = stays  # type: ignore[attr-defined]
+        for shown in _shown(params):
+            shown.ds_persist = stays
+
+
+def _shown(params: Iterable[nn.Parameter | None]) -> Iterable[Any]:
+    return (shown for param in params if param is not None for shown in with_outer(param))
 
 
 PARAM_ATTRIBUTES = ParamAttributes()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint.model.stream import Piece
-from hf_zero.core.units.packed import is_packed
+from hf_zero.core.units.packed import is_packed, is_wrapped
 from hf_zero.errors import UnsupportedError
 
 _PREFIX = "base_model.model."  # of the model inside a PeftModel
@@ -81,12 +81,17 @@ def _take_layer(name: str, layer: Any, taken: dict[int, Piece | None], split: bo
         taken[id(param)] = None
     named = [(key, param) for key, param in base.named_parameters() if id(param) in owned]
     for key, param in named:
-        if is_packed(param) or not (param.is_floating_point() or param.is_complex()):
-            raise UnsupportedError(f"{name}.{key} is {param.dtype}: adapters on quantized layers are not merged; pass merge_adapters=False")
+        if is_packed(param) or is_wrapped(param) or not (param.is_floating_point() or param.is_complex()):
+            kind = _kind(param)
+            raise UnsupportedError(f"{name}.{key} is {kind}: adapters on quantized layers are not merged; pass merge_adapters=False")
     names = tuple(f"{name}.{key}".removeprefix(_PREFIX) for key, _ in named)
     params = tuple(param for _, param in named)
     if params:
         taken[id(params[0])] = Piece(names, params, tuple(owned.values()), partial(_merge, layer, params))
+
+
+def _kind(param: nn.Parameter) -> str:
+    return type(param).__name__ if is_wrapped(param) else str(param.dtype)
 
 
 def _merge(layer: Any, params: Sequence[nn.Parameter]) -> list[torch.Tensor]:

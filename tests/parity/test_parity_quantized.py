@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import hf_zero
 from hf_zero.checkpoint.format.index import Index
 from hf_zero.checkpoint.format.names import INDEX_FILE
 from hf_zero.errors import CheckpointError, StateError, UnsupportedError
+from hf_zero.utils import iter_full_params
 from tests.support import ranks
 from tests.support.models import CASES, Batch
 from tests.support.parity import DTYPES, Masters, Run, Trace, check, check_training, full_masters, initialize, reference, train, value_of
@@ -257,12 +259,110 @@ def _torchao(base: Path, folder: Path, run: Run) -> None:
         check(trace, expected, run, "torchao")
 
 
+def _torchao_at(base: Path, folder: Path, runs: list[Run]) -> None:
+    for run in runs:
+        _torchao(base, folder, run)
+
+
+def test_torchao_at_stage_three(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    ranks.run_ranks(_torchao_at, 2, base, tmp_path, [Run(3, accumulation=2)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_torchao_weights_stay_whole(base: Path, tmp_path: Path, stage: int, dtype: str) -> None:
+def test_torchao_at_every_stage(base: Path, tmp_path: Path, dtype: str) -> None:
     pytest.importorskip("torchao")
-    ranks.run_ranks(_torchao, 2, base, tmp_path, Run(stage, dtype, accumulation=2))
+    ranks.run_ranks(_torchao_at, 4, base, tmp_path, [Run(stage, dtype, accumulation=2) for stage in STAGES])
+
+
+def _torchao_divided(base: Path, folder: Path, loaded: bool) -> None:
+    """Between uses a rank has its share of codes and scales; what reads them finds the whole, or one error."""
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+    plain = _weight_only(base, torch.float32)
+    originals = {name: param for name, param in plain.named_parameters() if hasattr(param, "qdata")}
+    run = Run(3, extra={"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}})
+    settings = HfDeepSpeedConfig(run.config()) if loaded else None  # as TrainingArguments make it
+    model = _weight_only(base, torch.float32)
+    del settings
+    assert all(hasattr(model.get_parameter(name), "ds_id") is loaded for name in originals)
+    engine = initialize(model, run)
+    engine.module.to("cpu")
+    found = {name: engine.module.get_parameter(name) for name in originals}
+    assert len(found) == 14
+    held = {id(unit): unit for unit, _ in (param._hf_zero_owner for param in found.values())}
+    whole = sum(value.nbytes for param in originals.values() for value in (param.qdata, param.scale, param.zero_point))
+    assert whole <= ranks.world() * sum(unit.shard.nbytes for unit in held.values()) <= whole * 1.05
+    for name, param in found.items():
+        assert param.qdata.numel() == param.scale.numel() == param.zero_point.numel() == 0
+        assert param.ds_status.name == "NOT_AVAILABLE" and param.ds_shape == param.shape == originals[name].shape
+    with pytest.raises(StateError, match="this rank's state dict has no values of it"):
+        engine.module.state_dict()[next(iter(found))].numpy()
+    with pytest.raises(StateError, match="this rank's state dict has no values of it"):
+        torch.save(next(iter(found.values())), folder / "parameter.pt")
+    copied = copy.deepcopy(engine.module)
+    with hf_zero.zero.GatheredParameters(list(found.values())):
+        for name, param in found.items():
+            assert param.ds_status.name == "AVAILABLE"
+            _same_codes(param, originals[name])
+        inside = copy.deepcopy(next(iter(found.values())))
+    _same_codes(inside, next(iter(originals.values())))
+    assert isinstance(inside, nn.Parameter) and not inside.requires_grad
+    streamed = dict(iter_full_params(engine, merge_adapters=False))
+    for name, original in originals.items():
+        _same_codes(streamed[name], original)
+    with pytest.raises(UnsupportedError, match="is Int8Tensor: adapters on quantized layers are not merged"):
+        dict(iter_full_params(engine))
+    with pytest.raises(UnsupportedError, match="is of class Int8Tensor, whose file format is its library's own"):
+        engine.save_16bit_model(str(folder))
+    state = engine._zero3_consolidated_16bit_state_dict()
+    if ranks.rank() == 0:
+        for name, original in originals.items():
+            _same_codes(state[name], original)
+    batch = feed(0, 0, ranks.rank())
+    with torch.no_grad():
+        wanted, outputs = plain(**batch).logits, engine(**batch).logits
+    assert torch.equal(outputs, wanted)
+    engine.destroy()
+    again = initialize(copied, Run(3))
+    assert all(again.module.get_parameter(name).qdata.numel() == 0 for name in originals)
+    with torch.no_grad():
+        assert torch.equal(again(**batch).logits, wanted)
+    again.destroy()
+
+
+def _same_codes(found: Any, wanted: Any) -> None:
+    assert type(found).__name__ == type(wanted).__name__ == "Int8Tensor"
+    for name in ("qdata", "scale", "zero_point"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+
+
+@pytest.mark.parametrize("loaded", [True, False], ids=["loaded divided", "loaded whole"])
+def test_each_rank_keeps_its_share_of_torchao_weights(base: Path, tmp_path: Path, loaded: bool) -> None:
+    pytest.importorskip("torchao")
+    ranks.run_ranks(_torchao_divided, 2, base, tmp_path, loaded)
+
+
+def _merges(base: Path, kinds: tuple[str, ...]) -> None:
+    """A copy made inside a gather merges into the very codes that a model in one process gets."""
+    for kind in kinds:
+        build = partial(_weight_only, base, torch.float32) if kind == "torchao" else partial(quantized, base, kind)
+        wanted = dict(build().merge_and_unload().named_parameters())
+        engine = initialize(build(), Run(3))
+        with hf_zero.zero.GatheredParameters(list(engine.module.parameters())):
+            merged = dict(copy.deepcopy(engine.module).merge_and_unload().named_parameters())
+        engine.destroy()
+        assert merged.keys() == wanted.keys()
+        for name, value in wanted.items():
+            if kind == "torchao" and hasattr(value, "qdata"):
+                _same_codes(merged[name], value)
+            else:
+                assert torch.equal(value_of(merged[name]), value_of(value)), (kind, name)
+
+
+def test_adapters_merge_inside_a_gather(base: Path) -> None:
+    ranks.run_ranks(_merges, 2, base, ("nf4", "torchao") if importlib.util.find_spec("torchao") else ("nf4",))
 
 
 # ------------------------------------------------------------------------------------------------ what is refused

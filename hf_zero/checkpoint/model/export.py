@@ -14,8 +14,10 @@ from hf_zero.checkpoint.model.host_copies import HostCopies
 from hf_zero.checkpoint.model.model_files import MAX_SHARD_SIZE, ModelFiles, PlannedTensor
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
+from hf_zero.core.units.packed import is_wrapped
 from hf_zero.core.units.tp_shard import TpShard, paste, tp_shard_of
 from hf_zero.core.units.unit import Unit, find_unit, full_shape
+from hf_zero.errors import UnsupportedError
 from hf_zero.observe import warn_once
 from hf_zero.system.sizes import bytes_of
 
@@ -192,6 +194,7 @@ def write_model_files(
     Raises:
         CheckpointError: On every rank, when a file cannot be written; earlier files are left as they were.
         ConfigError: ``max_shard_size`` is no size.
+        UnsupportedError: A weight is of a class that safetensors does not know (torchao).
     """
     name = safetensors_name(filename)
     if name != filename:
@@ -200,6 +203,11 @@ def write_model_files(
     names: dict[int, str] = {}  # the first name of each tensor
     values: list[torch.Tensor] = []
     for key, value in _entries(module, exclude_frozen_parameters).items():
+        if is_wrapped(value):
+            raise UnsupportedError(
+                f"{key} is of class {type(value).__name__}, whose file format is its library's own: save the adapter (save_model, or "
+                "save_pretrained of a PeftModel), or pass exclude_frozen_parameters=True"
+            )
         if id(value) not in names:
             names[id(value)] = key
             values.append(value)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+from weakref import ref
+
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _PACKED = "_hf_zero_packed"
+OUTER = "_hf_zero_outer"
 
 
 def mark_packed(param: torch.Tensor) -> None:
@@ -19,12 +24,42 @@ def is_packed(param: torch.Tensor) -> bool:
 
 
 def is_wrapped(param: torch.Tensor) -> bool:
-    """Whether ``param`` is a tensor of a class of a library's own around other tensors (torchao): it has no row of elements to divide."""
+    """Whether ``param`` is a tensor of a class of a library's own around other tensors (torchao): it has no row of elements to divide.
+
+    [Note: inner tensors] What it stands around can be divided: codes and scales are plain tensors, which lie in a unit of packed weights
+    one after the other. They come and go; the outer parameter keeps its shape, belongs to the unit of its first inner tensor, and
+    is whole when they are.
+    """
     if not is_traceable_wrapper_subclass(param):
         return False
     from torch.distributed.tensor import DTensor  # half a second, for those who have such tensors
 
     return not isinstance(param, DTensor)
+
+
+def inner_tensors(outer: Any) -> dict[str, torch.Tensor]:
+    """The tensors that a wrapped one stands around, by the names of its attributes."""
+    names, _ = outer.__tensor_flatten__()
+    return {name: getattr(outer, name) for name in names}
+
+
+def mark_inner(outer: torch.Tensor) -> bool:
+    """Lets a wrapped parameter be divided, see [Note: inner tensors]; returns whether it can be: all that it stands around are plain."""
+    inner = list(inner_tensors(outer).values())
+    if not inner or any(type(tensor) is not torch.Tensor or tensor.is_meta for tensor in inner):
+        return False
+    for tensor in inner:
+        mark_packed(tensor)
+    setattr(inner[0], OUTER, ref(outer))  # weak: the outer one holds it
+    return True
+
+
+def with_outer(param: torch.Tensor) -> Iterator[Any]:
+    """``param``, and the wrapped parameter whose first inner tensor it is, if it is one."""
+    yield param
+    outer = getattr(param, OUTER, None)
+    if outer is not None and (found := outer()) is not None:
+        yield found
 
 
 def bytes_as(part: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:

@@ -10,8 +10,8 @@ from weakref import ref
 import torch
 
 from hf_zero.core.units.empty_values import refusal
-from hf_zero.core.units.packed import is_packed
-from hf_zero.core.units.unit import OWNER, Unit, find_unit, is_sharded
+from hf_zero.core.units.packed import OUTER, inner_tensors, is_packed, is_wrapped, mark_inner, with_outer
+from hf_zero.core.units.unit import OWNER, Unit, find_unit, full_shape, is_sharded
 from hf_zero.core.units.unit_copy import copy_unit
 
 _ATTRIBUTES = (OWNER, "__getstate__", "__deepcopy__")
@@ -19,18 +19,22 @@ _ATTRIBUTES = (OWNER, "__getstate__", "__deepcopy__")
 
 def register(unit: Unit) -> None:
     """Makes ``unit`` the owner of its parameters, which leave the units that they belonged to; local."""
-    for index, (param, slot) in enumerate(zip(unit.params, unit.layout.slots, strict=True)):
-        if param is None:
-            continue
-        unregister(param)
-        setattr(param, OWNER, (unit, index))
-        # torch.save of a parameter itself (`param.cpu()` is one, on a CPU) writes its attributes too, process groups with them.
-        vars(param)["__getstate__"] = partial(_foreign_state, ref(param))
-        if unit.reshards:
-            vars(param)["__deepcopy__"] = partial(_deep_copy, ref(param))
-        unit.listener.registered(param, slot.shape, unit.shard_part(index, unit.shard), unit.collectives)
+    for index, param in enumerate(unit.params):
+        if param is not None:
+            unregister(param)
+            for shown in with_outer(param):
+                _own(unit, index, shown)
     unit.listener.state_changed(unit.params, unit.state)
     unit.listener.stays_unsharded(unit.params, not unit.reshards)
+
+
+def _own(unit: Unit, index: int, param: Any) -> None:
+    setattr(param, OWNER, (unit, index))
+    # torch.save of a parameter itself (`param.cpu()` is one, on a CPU) writes its attributes too, process groups with them.
+    vars(param)["__getstate__"] = partial(_foreign_state, ref(param))
+    if unit.reshards:
+        vars(param)["__deepcopy__"] = partial(_deep_copy, ref(param))
+    unit.listener.registered(param, full_shape(param), unit.shard_part(index, unit.shard), unit.collectives)
 
 
 def unregister(param: torch.Tensor) -> None:
@@ -40,7 +44,8 @@ def unregister(param: torch.Tensor) -> None:
         unit, index = owner
         unit.params[index] = None
         for name in (*_ATTRIBUTES, *unit.listener.attributes):
-            vars(param).pop(name, None)
+            for shown in with_outer(param):
+                vars(shown).pop(name, None)
 
 
 def _foreign_state(itself: ref[Any]) -> dict[str, Any] | None:
@@ -60,7 +65,7 @@ def _foreign_state(itself: ref[Any]) -> dict[str, Any] | None:
 
 def _of_others(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
     owner = find_unit(param)
-    ours = (*_ATTRIBUTES, *(owner[0].listener.attributes if owner is not None else ()))
+    ours = (*_ATTRIBUTES, OUTER, *(owner[0].listener.attributes if owner is not None else ()))
     return {name: value for name, value in state.items() if name not in ours}
 
 
@@ -73,6 +78,8 @@ def _deep_copy(itself: ref[Any], memo: dict[int, Any]) -> Any:
     ``initialize``.
     """
     param: Any = itself()
+    if is_wrapped(param):
+        return _copy_of_wrapped(param, memo)
     owner = find_unit(param)
     if owner is not None and not is_sharded(param) and not isinstance(param, torch.nn.Parameter):
         return param.detach().clone()  # scales of a packed weight; torch would copy our attributes along
@@ -88,3 +95,18 @@ def _deep_copy(itself: ref[Any], memo: dict[int, Any]) -> Any:
         if original is not None and is_packed(original):  # what its bytes mean
             vars(copied_param).update(deepcopy(_of_others(original, vars(original)), memo))
     return copied.params[index]
+
+
+def _copy_of_wrapped(param: Any, memo: dict[int, Any]) -> Any:
+    """A parameter of the same class around copies of its inner tensors, of the unit that they are in, if any."""
+    _, context = param.__tensor_flatten__()
+    inner = {name: deepcopy(tensor, memo) for name, tensor in inner_tensors(param).items()}
+    copied = type(param).__tensor_unflatten__(inner, context, param.size(), param.stride())
+    copied._is_param = True  # as nn.Parameter marks tensors of other classes; itself it would detach, and lose the inner tensors
+    owner = find_unit(next(iter(inner.values())))
+    if owner is not None:
+        mark_inner(copied)
+        _own(*owner, copied)
+        owner[0].listener.state_changed([copied], owner[0].state)
+        owner[0].listener.stays_unsharded([copied], not owner[0].reshards)
+    return copied

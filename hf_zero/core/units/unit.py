@@ -19,6 +19,7 @@ from hf_zero.core.units.alone import AloneParams
 from hf_zero.core.units.layout import FROZEN, UnitLayout
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.own_part import OwnPart, require_memory
+from hf_zero.core.units.packed import is_wrapped
 from hf_zero.core.units.pins import Pins
 from hf_zero.core.units.secondary import SecondaryCopy
 from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
@@ -316,4 +317,4 @@ def is_sharded(param: torch.Tensor) -> bool:
 def full_shape(param: torch.Tensor) -> torch.Size:
     """The shape of the whole parameter, sharded or not."""
     owner = find_unit(param)
-    return owner[0].layout.slots[owner[1]].shape if owner is not None else param.shape
+    return owner[0].layout.slots[owner[1]].shape if owner is not None and not is_wrapped(param) else param.shape

@@ -1,0 +1,67 @@
+"""Weights that are tensors of a library's own class, torchao's: what is in them is divided, see [Note: inner tensors]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from hf_zero.core.units.packed import inner_tensors, is_wrapped, mark_inner
+from hf_zero.core.units.unit import find_unit, full_shape
+from hf_zero.errors import StateError
+from hf_zero.observe import log_rank0
+
+
+def prepare_wrapped(model: nn.Module, sharded: bool, world: int) -> set[int]:
+    """Marks those that units will hold, and says how many bytes they take; local.
+
+    Args:
+        model: The user's module.
+        sharded: Parameters are sharded (stage 3).
+        world: Ranks that share them.
+
+    Returns:
+        The ids of parameters that belong in units: at stage 3 those that can be divided, else those that come divided.
+
+    Raises:
+        StateError: One is trainable.
+    """
+    found = [(name, param) for name, param in model.named_parameters() if is_wrapped(param)]
+    for name, param in found:
+        if param.requires_grad:
+            raise StateError(
+                f"{name} is a {type(param).__name__} and requires a gradient: quantized weights are not trained here. Freeze it "
+                "(model.requires_grad_(False) before get_peft_model), and train adapters on it"
+            )
+    divided = [param for _, param in found if find_unit(param) is not None or (sharded and mark_inner(param))]
+    _log([param for param in divided if sharded], f"sharded over {world} rank(s) and gathered packed")
+    taken = {id(param) for param in divided}
+    for module in model.modules():
+        if any(id(param) in taken for param in module._parameters.values()):
+            keep_divided(module)
+    _log([param for _, param in found if sharded and id(param) not in taken], "whole on every rank, because of what is in them")
+    return taken
+
+
+def keep_divided(module: nn.Module) -> None:
+    """Lets ``module.to`` and its like leave divided weights as they are: torch would put others, around no values, in their place."""
+    module.__dict__["_apply"] = MethodType(_apply, module)
+
+
+def _apply(module: Any, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+    divided = {name: param for name, param in module._parameters.items() if param is not None and is_wrapped(param) and find_unit(param)}
+    module._parameters.update(dict.fromkeys(divided))
+    try:
+        return type(module)._apply(module, fn, recurse)  # type: ignore[no-any-return]
+    finally:
+        module._parameters.update(divided)
+
+
+def _log(params: list[nn.Parameter], where: str) -> None:
+    if params:
+        kinds = sorted({type(param).__name__ for param in params})
+        inner = [tensor for param in params for tensor in inner_tensors(param).values()]
+        nbytes = sum(full_shape(tensor).numel() * tensor.element_size() for tensor in inner)
+        log_rank0("%d weights are %s: %.1f MiB, %s", len(params), " and ".join(kinds), nbytes / 2**20, where)
