@@ -2,6 +2,8 @@
 
     python -m benchmarks.experts --peer-python /path/to/venv-with-deepspeed/bin/python --json benchmarks/results/experts.json
     python -m benchmarks.experts --kinds mixtral --ranks 4
+    python -m benchmarks.experts --kinds qwen3_moe --ranks 2 --json FILE                    # one piece: other rows of the file stay
+    python -m benchmarks.experts --untimed --json FILE                                      # on a busy machine: bytes and memory alone
     python -m benchmarks.experts --rounds 1 --steps 1                                       # does it run?
 
 Every contender keeps its processes; a round times each in turn, and ratios are taken within a round. Several Pythons for the peer are
@@ -11,6 +13,7 @@ several contenders: AutoEP runs with some versions of transformers only.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
@@ -33,9 +36,12 @@ TEXT = (
     "rank, by torch's own record, on top of those that rest between steps. Sent: what a rank writes to its connections in a step. "
     "Medians of {rounds} interleaved rounds of {steps} steps; ratios "
     "are to hf_zero at the same stage (FSDP2: stage 3), above 1 is slower or more. Theory: weights, moments and gradients as the "
-    "stage divides them, experts over all ranks, and what autograd saves for backward in plain PyTorch. "
+    "stage divides them, experts over all ranks, and what autograd saves for backward in plain PyTorch; empty where it was not taken. "
     "Loss: the last one, the mean of all ranks."
 )
+NAME, SECONDS, RATIO = "", "s per step", "ratio (lowest-highest)"
+COLUMNS = [NAME, SECONDS, RATIO, "MiB sent", "MiB held", "ratio", "of theory", "loss"]
+Row = dict[str, str]
 
 
 @dataclass
@@ -87,10 +93,14 @@ class Contender:
 
     def time(self, steps: int) -> None:
         """Adds the seconds per step of the slowest rank."""
+        self.seconds.append(max(answer["seconds"] for answer in self.train(steps)))
+
+    def train(self, steps: int) -> list[dict[str, Any]]:
+        """What the ranks answer, noted but for the time."""
         answers = self.ask(steps=steps)
-        self.seconds.append(max(answer["seconds"] for answer in answers))
         self.sent = max(answer["sent"] for answer in answers)
         self.loss = statistics.mean(answer["loss"] for answer in answers)
+        return answers
 
     def stop(self) -> None:
         """Ends its processes."""
@@ -113,7 +123,7 @@ def contenders(world: int, peers_found: list[str]) -> list[Contender]:
 
 
 def measure(kind: str, world: int, arguments: argparse.Namespace) -> list[Contender]:
-    """Times the contenders of one model in rotating order."""
+    """Times the contenders of one model in rotating order; one after the other where there are no times to compare."""
     size = {**KINDS[kind], **{name: getattr(arguments, name) for name in ("layers", "width", "vocab", "length")}}
     found = contenders(world, arguments.peer_python)
     try:
@@ -123,8 +133,11 @@ def measure(kind: str, world: int, arguments: argparse.Namespace) -> list[Conten
                 continue
             print(f"building {kind}, {world} ranks: {one.title}", file=sys.stderr)
             one.start(world, size)
+            if arguments.untimed and not one.failed:
+                one.train(arguments.rounds * arguments.steps)
+                one.stop()
         running = [one for one in found if not one.failed]
-        for index in range(arguments.rounds):
+        for index in range(0 if arguments.untimed else arguments.rounds):
             shift = index % len(running)
             for one in running[shift:] + running[:shift]:
                 one.time(arguments.steps)
@@ -134,23 +147,46 @@ def measure(kind: str, world: int, arguments: argparse.Namespace) -> list[Conten
     return found
 
 
-def rows(kind: str, world: int, found: list[Contender]) -> list[list[str]]:
-    """Cells of the table."""
+def rows(kind: str, world: int, found: list[Contender]) -> list[Row]:
+    """Cells of the table, by column; without those of times where none were taken."""
     with_experts = {one.stage: one for one in found if one.package == "hf_zero" and one.experts > 1}
-    cells = []
+    lines = []
     for one in found:
         first = with_experts[one.stage]
-        name = f"{kind}, {world} ranks: {one.title}"
+        name = {NAME: f"{kind}, {world} ranks: {one.title}"}
         if one.failed:
-            cells.append([name, "does not run", one.failed, "", "", "", "", ""])
+            lines.append({**dict.fromkeys(COLUMNS, ""), **name, SECONDS: "does not run", RATIO: one.failed})
             continue
-        ratios = [mine / ours for mine, ours in zip(one.seconds, first.seconds, strict=True)]
-        spread = "" if one is first else f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-        memory = "" if one is first else f"{one.memory / first.memory:.2f}"
+        ratio = "" if one is first else f"{one.memory / first.memory:.2f}"
         of_least = f"{one.memory / (one.least or first.least):.2f}"
-        numbers = f"{statistics.median(one.seconds):.3f}", spread, f"{one.sent / 2**20:.1f}", f"{one.memory / 2**20:.1f}", memory, of_least
-        cells.append([name, *numbers, f"{one.loss:.5f}"])
-    return cells
+        numbers = [f"{one.sent / 2**20:.1f}", f"{one.memory / 2**20:.1f}", ratio, of_least, f"{one.loss:.5f}"]
+        lines.append({**name, **dict(zip(COLUMNS[3:], numbers, strict=True)), **_times(one, first)})
+    return lines
+
+
+def _times(one: Contender, first: Contender) -> Row:
+    if not one.seconds:
+        return {}
+    ratios = [mine / ours for mine, ours in zip(one.seconds, first.seconds, strict=True)]
+    spread = "" if one is first else f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+    return {SECONDS: f"{statistics.median(one.seconds):.3f}", RATIO: spread}
+
+
+def joined(path: Path | None, measured: list[Row]) -> list[list[str]]:
+    """The rows of a file, with what was measured over them, model by model."""
+    stored: dict[str, Row] = {}
+    if path is not None and path.exists():
+        table = json.loads(path.read_text())
+        stored = {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["rows"]}
+    for line in measured:
+        stored[line[NAME]] = {**stored.get(line[NAME], {}), **line}
+    names = sorted(stored, key=_place)
+    return [[stored[name].get(column, "") for column in COLUMNS] for name in names]
+
+
+def _place(name: str) -> tuple[int, int]:
+    kind, ranks = name.split(": ")[0].split(", ")
+    return list(KINDS).index(kind), int(ranks.removesuffix(" ranks"))
 
 
 def parse() -> argparse.Namespace:
@@ -164,23 +200,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=512)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--peer-python", nargs="+", default=[], help="Python of a venv with DeepSpeed and transformers")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--untimed", action="store_true", help="bytes, memory and losses alone; times of the file of --json stay")
+    parser.add_argument("--json", type=Path, help="keep the table there; rows that are not measured now stay")
     return parser.parse_args()
 
 
 def main() -> int:
     """Measures and prints."""
     arguments = parse()
-    cells: list[list[str]] = []
+    measured: list[Row] = []
     for kind in arguments.kinds:
         for world in arguments.ranks:
-            cells += rows(kind, world, measure(kind, world, arguments))
-    ranks = " and ".join(map(str, arguments.ranks))
+            measured += rows(kind, world, measure(kind, world, arguments))
+    cells = joined(arguments.json, measured)
+    worlds = sorted({_place(row[0])[1] for row in cells})
+    peers = " --peer-python PYTHON" if any("DeepSpeed" in row[0] for row in cells) else ""
     result = ResultTable(
         title="Expert parallelism",
-        command="python -m benchmarks.experts" + (" --peer-python PYTHON" if arguments.peer_python else ""),
-        text=TEXT.format(**{**vars(arguments), "ranks": ranks}),
-        columns=["", "s per step", "ratio (lowest-highest)", "MiB sent", "MiB held", "ratio", "of theory", "loss"],
+        command="python -m benchmarks.experts" + peers,
+        text=TEXT.format(**{**vars(arguments), "ranks": " and ".join(map(str, worlds))}),
+        columns=COLUMNS,
         rows=cells,
     )
     result.print()

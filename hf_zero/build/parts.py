@@ -137,7 +137,7 @@ class PartsBuilder:
             warn_if_built_whole(self.module)
         kept = modules_kept_unsharded(self.module)
         leaves = self._leaves(kept)
-        quantized = policies.quantized_weights(self.config)
+        quantized = policies.quantized_units(self.config)
         builder = UnitBuilder(
             self.module,
             self.stage,

@@ -95,17 +95,23 @@ def gradient_policy(config: ZeroConfig, precision: PrecisionPolicy, stage: Stage
 
 
 @dataclass(frozen=True)
-class QuantizedWeights:
-    """Which units' all-gathers carry codes at stage 3: those that are trained, those that are frozen."""
+class QuantizedUnits:
+    """Whose messages carry codes: all-gathers (at stage 3) of units that are trained, or frozen; gradients of those that are trained."""
 
     trained: bool = False
     frozen: bool = False
+    gradients: bool = False
+
+    def any(self, frozen: bool) -> bool:
+        """Whether some message of a unit does."""
+        return self.frozen if frozen else self.trained or self.gradients
 
 
-def quantized_weights(config: ZeroConfig) -> QuantizedWeights:
-    """What ``zero_quantized_weights`` (all) and ``zero_quantized_nontrainable_weights`` (frozen ones) ask for."""
+def quantized_units(config: ZeroConfig) -> QuantizedUnits:
+    """What ``zero_quantized_weights`` (all), ``zero_quantized_nontrainable_weights`` (frozen ones) and ``..._gradients`` ask for."""
     zero = config.zero_optimization
-    return QuantizedWeights(zero.zero_quantized_weights, zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights)
+    frozen = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
+    return QuantizedUnits(zero.zero_quantized_weights, frozen, zero.zero_quantized_gradients)
 
 
 def error_feedback(config: ZeroConfig) -> ErrorFeedback | None:

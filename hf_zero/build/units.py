@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_zero.build.packed_weights import packed_weights, pieces_of, prepare_packed
-from hf_zero.build.policies import QuantizedWeights
+from hf_zero.build.policies import QuantizedUnits
 from hf_zero.build.wrapped_weights import prepare_wrapped
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.param_groups import group_of_params
@@ -23,8 +23,9 @@ from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.packed import is_packed, is_wrapped
 from hf_zero.core.units.shard_storage import ShardStorage
-from hf_zero.core.units.tp_shard import is_elsewhere, is_expert, stages_of
+from hf_zero.core.units.tp_shard import is_elsewhere, is_expert, stages_of, tp_shard_of
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
+from hf_zero.errors import UnsupportedError
 from hf_zero.native.quantize import can_quantize
 from hf_zero.offload.policy import Offloading
 
@@ -41,7 +42,7 @@ class UnitBuilder:
         offloading: Where shards rest.
         leaves: Names of modules that are one block each.
         listener: Is told what happens to the parameters at stage 3.
-        quantized: Whose all-gathers carry codes.
+        quantized: Whose messages carry codes.
         node: Network of the ranks that keep secondary copies, if any do.
         experts: The ranks that hold the same experts, which shard those among them; None where all hold all.
     """
@@ -53,7 +54,7 @@ class UnitBuilder:
     offloading: Offloading
     leaves: set[str]
     listener: ParamListener
-    quantized: QuantizedWeights
+    quantized: QuantizedUnits
     node: Collectives | None = None
     experts: Collectives | None = None
 
@@ -115,20 +116,39 @@ class UnitBuilder:
 
     def _block(self, spec: BlockSpec) -> Block:
         """One unit per element type and kind; the block's own name when there is just one."""
-        kinds: dict[tuple[bool, bool, bool, torch.dtype, tuple[int, ...]], list[NamedParam]] = {}
+        kinds: dict[tuple[bool, bool, bool, bool, torch.dtype, tuple[int, ...]], list[NamedParam]] = {}
         for member in spec.members:
-            param, pieces = member.param, pieces_of(member)
+            param, pieces, frozen = member.param, pieces_of(member), member.group == FROZEN
             kept = pieces[0].param
-            kind = is_expert(param), member.group == FROZEN, is_packed(kept), self.precision.unit_dtype(kept), stages_of(param)
+            split = self.quantized.any(frozen) and self._is_split(param)
+            kind = is_expert(param), frozen, is_packed(kept), split, self.precision.unit_dtype(kept), stages_of(param)
             kinds.setdefault(kind, []).extend(pieces)
         units = []
-        for (expert, frozen, packed, dtype, stages), members in kinds.items():
+        for (expert, frozen, packed, split, dtype, stages), members in kinds.items():
             of = f"{'expert ' if expert else ''}{'frozen ' if frozen else ''}{'packed ' if packed else ''}{'tied ' if stages else ''}"
+            of += "split " if split else ""
             suffix = "" if len(kinds) == 1 and not stages else f" [{of}{str(dtype).removeprefix('torch.')}]"
             shard_storage = self.offloading.shard_storage(sum(full_shape(member.param).numel() for member in members), not frozen)
             units.append(build_unit(spec.name + suffix, members, dtype, self._unit_spec(dtype, shard_storage, frozen, expert, packed)))
             self.offloading.take(units[-1])
         return Block(spec.name, spec.module, units, spec.read_in_backward)
+
+    def _is_split(self, param: nn.Parameter) -> bool:
+        """Whether each rank of the model axis has another part of ``param``, where messages carry codes.
+
+        [Note: codes beside split layers] A scale belongs to neighbours in a unit. What the ranks of a model axis hold alike has a unit of
+        its own, whose codes are alike too: beside parts that differ, the copies would be shown and updated differently, and drift apart.
+        """
+        part = tp_shard_of(param)
+        if part is None or part.expert or part.stages:
+            return False
+        if part.copies:
+            raise UnsupportedError(
+                "ZeRO++ (zero_quantized_weights, zero_quantized_gradients) with tensor parallelism over more ranks than a layer has heads "
+                "for keys and values is not provided: copies of a head would be coded differently. Set tensor_parallel.autotp_size to a "
+                "divisor of their number, or the keys to false"
+            )
+        return True
 
     def _unit_spec(self, dtype: torch.dtype, shard_storage: ShardStorage, frozen: bool, expert: bool, packed: bool) -> UnitSpec:
         of_experts = expert and self.experts is not None
