@@ -10,7 +10,8 @@ from typing import Any
 from hf_zero.config.mesh import requested_experts, requested_slices, requested_stages
 from hf_zero.errors import ConfigError
 
-STAGES = (0, 1, 2, 3)
+STAGES = (2, 1, 0, 3)
+"""As they are looked at: what does not fit with stage 2 does not with 1 and 0."""
 AXES = ("replicas", "tensor", "sequence", "experts", "pipeline")
 
 

@@ -13,7 +13,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.plan.models import ModelWish, build_model
 
 _LEAST = 4  # below, the first and the last block are neighbours of too few
-_WORTH = 4  # times a small model: three of them are planned in place of a whole one
+_WORTH = 2.5  # times the larger of two small models, which are mostly planned in place of a whole one
 _SETTING = "num_hidden_layers"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as transformers' configurations name them
 # Limits of a configuration that count elements, and the values they have where nothing is said.
@@ -53,7 +53,7 @@ class Blocks:
         kinds = {"layer_types": [self.kind] * count} if self.kind else {}
         return replace(self.wish, settings={**self.wish.settings, _SETTING: count, **kinds})
 
-    def counts(self, config: Mapping[str, Any], ranks: int) -> tuple[int, int, int] | None:
+    def counts(self, config: Mapping[str, Any], tensor: int, shards: int) -> tuple[int, int, int] | None:
         """Three sizes in a row that [Note: few blocks] holds for; None where the whole model has to be planned.
 
         Every limit of the configuration that counts elements must be out of reach of the whole model, or be passed by the smallest of
@@ -61,7 +61,8 @@ class Blocks:
 
         Args:
             config: The DeepSpeed configuration.
-            ranks: That parameters are divided over.
+            tensor: Ranks that hold one model together.
+            shards: Ranks that share what each of them holds.
         """
         if not self.alike:
             return None
@@ -69,12 +70,12 @@ class Blocks:
         offloads = any(name in zero for name in ("offload_optimizer", "offload_param"))
         gathered = _GATHERED if zero.get("stage") == 3 else {}
         # a gathered block is passed in forward and in backward
-        for table, most, share in ((gathered, 2 * self.total, 1), (_OWNED if offloads else {}, self.total, ranks)):
+        for table, times, share in ((gathered, 2, tensor), (_OWNED if offloads else {}, 1, tensor * shards)):
             for name, default in table.items():
                 said = zero.get(name)
                 limit = share * (said if isinstance(said, (int, float)) else default)
-                if most > limit:
-                    least = max(least, math.ceil(limit / self.numel) + 1)
+                if times * self.total > limit:
+                    least = max(least, math.ceil(limit / (times * self.numel)) + 1)
         return (least, least + 1, least + 2) if _WORTH * (least + 1) < self.count else None
 
 

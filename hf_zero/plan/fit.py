@@ -7,7 +7,7 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,10 @@ from hf_zero.errors import ConfigError
 if TYPE_CHECKING:
     from hf_zero.plan.cluster import Cluster
     from hf_zero.plan.models import ModelWish
+    from hf_zero.plan.planner import Planner
     from hf_zero.plan.prediction import Hardware
     from hf_zero.plan.rates import Rates
-    from hf_zero.plan.search import Answer, Fitting, Planner
+    from hf_zero.plan.search import Answer, Fitting
 
 _RATES = ("memory", "host-link", "host-memory", "disk")
 Settle = Callable[[Mapping[str, Any], int], dict[str, Any]]
@@ -85,7 +86,7 @@ def run(options: argparse.Namespace, wish: Wish) -> int:
     rates = _rates(options, wish, planner.space.base)
     gc.collect()
     gc.freeze()  # what is imported need not be looked at after each of many runs
-    with _shown(planner):
+    with _shown(planner), closing(planner.workers):
         answer = Search(planner, rates).run()
     if options.json:
         print(json.dumps(_to_dict(answer, planner, rates), indent=2))
@@ -102,7 +103,9 @@ def _planner(options: argparse.Namespace, wish: Wish) -> Planner:
     from hf_zero.config.read import read_config
     from hf_zero.plan.candidates import Space, layouts_of, require_batch, tiers_of
     from hf_zero.plan.few_blocks import blocks_of
-    from hf_zero.plan.search import Planner
+    from hf_zero.plan.planner import Planner
+    from hf_zero.plan.search import SHOWN
+    from hf_zero.plan.workers import Workers, processors
 
     if options.global_batch is None or options.global_batch < 1:
         raise ConfigError(
@@ -121,7 +124,8 @@ def _planner(options: argparse.Namespace, wish: Wish) -> Planner:
     tiers = tiers_of(cluster.on_host, options.nvme_path)
     space = Space(base, cluster.ranks, options.global_batch, layouts, tiers, options.micro_batch, options.nvme_path)
     require_batch(space)
-    return Planner(space, blocks, cluster, limits, options.sequence, options.attention, wish.settle)
+    workers = Workers(min(processors(), SHOWN))  # no more plans are ever waited for at once
+    return Planner(space, blocks, cluster, limits, options.sequence, options.attention, wish.settle, workers=workers)
 
 
 def _axes(text: str | None, experts: bool) -> list[str]:

@@ -4,12 +4,13 @@
 moved and recomputed on. Four things are known of one that has not been planned:
 
 - More samples at a time hold more, but for a step of one micro-step, which accumulates nothing. So that is tried, and of the others the
-  largest that fits is found by halving; smaller ones only repeat gathers and reductions.
+  largest that fits is looked for; smaller ones only repeat gathers and reductions. What a moment of a step holds is a line over the
+  samples, and a peak the largest of such lines: a size is clearly above the memory where the line through two smaller ones is.
 - What recomputes, or moves states and parameters off the device, computes or sends more for the same samples. Where a family fits with a
   size, one that only adds such things is of use with larger sizes only.
 - Stages 0, 1 and 2 hold less of the optimizer's states from one to the next, and what is moved or recomputed is not held either. So what
-  holds no less than a candidate that is clearly above the memory is above it too. (Stage 3 may hold more than 2: its gathered units.
-  Clearly, because what recomputing keeps, such as states of generators, is not nothing.)
+  holds no less than a candidate that is clearly above the memory is above it too: stage 2 goes first. (Stage 3 may hold more than 2: its
+  gathered units. Clearly, because what recomputing keeps, such as states of generators, is not nothing.)
 - Ranks compute together what the model takes, however they are divided, recomputing adds to it, and a pipeline waits; masters and
   moments that rest away from the device are read and written once. What takes longer by that alone than five that fit is not among
   the best.
@@ -17,21 +18,14 @@ moved and recomputed on. Four things are known of one that has not been planned:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from hf_zero.errors import ConfigError, HfZeroError
-from hf_zero.plan.candidates import STAGES, Candidate, Family, Layout, Space, Tier, families_of
-from hf_zero.plan.cluster import Cluster, Load
-from hf_zero.plan.costs import Costs, costs_of, extrapolated
-from hf_zero.plan.few_blocks import Blocks
-from hf_zero.plan.models import ModelWish, build_model
-from hf_zero.plan.prediction import Hardware, Prediction
-from hf_zero.plan.quantities import size_text
+from hf_zero.plan.candidates import STAGES, Candidate, Family, Layout, Tier, families_of
+from hf_zero.plan.costs import Costs
+from hf_zero.plan.planner import Planner
 from hf_zero.plan.rates import Rates
-from hf_zero.plan.stages import plan_step
 
 SHOWN = 5
 _REFUSED = "refused"
@@ -86,101 +80,6 @@ class Answer:
 
 
 @dataclass
-class Planner:
-    """Plans candidates, each once.
-
-    Attributes:
-        space: What they are.
-        blocks: The model's.
-        cluster: The ranks.
-        hardware: What there is.
-        sequence: Tokens of a sample.
-        attention: sdpa, flash or eager.
-        settle: Makes a configuration one that is planned, of it and the samples of a micro-step.
-        told: Hears what is being planned, and how much of the search is over, from 0 to 1.
-        planned: How many times an engine ran.
-    """
-
-    space: Space
-    blocks: Blocks
-    cluster: Cluster
-    hardware: Hardware
-    sequence: int
-    attention: str
-    settle: Callable[[Mapping[str, Any], int], dict[str, Any]]
-    told: Callable[[str, float], None] = lambda text, done: None
-    planned: int = 0
-    _costs: dict[tuple[Candidate, bool], Costs] = field(default_factory=dict)
-    _on_a_line: set[Family] = field(default_factory=set)
-
-    def costs(self, candidate: Candidate, whole: bool = False) -> tuple[Costs, bool]:
-        """What a candidate takes, and whether the whole model was planned for it.
-
-        Args:
-            candidate: Which.
-            whole: Plan all blocks, whatever a few of them say.
-
-        Raises:
-            HfZeroError: The engine refuses it.
-        """
-        for known in (True, *(() if whole else (False,))):
-            if (candidate, known) in self._costs:
-                return self._costs[candidate, known], known
-        config = self.settle(self.space.config(candidate), candidate.micro_batch)
-        found = None if whole else self._from_few(candidate, config)
-        known = found is None
-        if found is None:
-            found = costs_of(self.predict(candidate, config, self.blocks.wish))
-        self._costs[candidate, known] = found
-        return found, known
-
-    def _from_few(self, candidate: Candidate, config: Mapping[str, Any]) -> Costs | None:
-        layout = candidate.family.layout
-        counts = self.blocks.counts(config, self.cluster.ranks // layout.tensor)
-        if counts is None or layout.pipeline > 1:  # whose stages have unequal numbers of blocks
-            return None
-        sizes = counts[:2] if candidate.family in self._on_a_line else counts
-        few = [costs_of(self.predict(candidate, config, self.blocks.few(count))) for count in sizes]
-        found = extrapolated(few, self.blocks.count - sizes[-1])
-        self._on_a_line |= {candidate.family} if found is not None else set()
-        return found
-
-    def known(self) -> Iterator[tuple[Candidate, Costs]]:
-        """What has been planned."""
-        return ((candidate, costs) for (candidate, _), costs in self._costs.items())
-
-    def predict(self, candidate: Candidate, config: Mapping[str, Any], wish: ModelWish) -> Prediction:
-        """One plan."""
-        self.planned += 1
-        wish = ModelWish(wish.name, wish.settings, wish.attention, wish.trainable, candidate.family.recomputes)
-        load = Load(candidate.micro_batch, self.sequence)
-        return plan_step(build_model(wish), config, self.cluster, load, self.hardware, self.attention)
-
-    @property
-    def main_tier(self) -> str:
-        """Where ranks compute."""
-        return "host" if self.cluster.on_host else "device"
-
-    def excess(self, costs: Costs) -> float:
-        """How many times what there is ``costs`` take of the memory where ranks compute."""
-        near, limits = self.cluster.near, self.hardware
-        if not self.cluster.on_host:
-            return costs.device / limits.memory if limits.memory is not None else 0.0
-        host = limits.host_memory if limits.host_memory is not None else limits.memory
-        return costs.host * near / host if host is not None else 0.0
-
-    def fault(self, costs: Costs) -> tuple[str, str]:
-        """The tier that is too small for ``costs``, and in words by how much; empty where all fits."""
-        near, limits, on_host = self.cluster.near, self.hardware, self.cluster.on_host
-        if limits.memory is not None and not on_host and costs.device > limits.memory:
-            return "device", f"{size_text(costs.device)} of device memory at the peak, {size_text(limits.memory)} are there"
-        host = limits.host_memory if limits.host_memory is not None or not on_host else limits.memory
-        if host is not None and costs.host * near > host:
-            return "host", f"{near} x {size_text(costs.host)} of host memory at the peak, a node has {size_text(host)}"
-        return "", ""
-
-
-@dataclass
 class Search:
     """One search.
 
@@ -228,7 +127,7 @@ class Search:
         if not self._fitting and len(refused) == len({one.reason for one in self._out}) == 1:
             raise ConfigError(f"--fit: every configuration is {refused.pop()}")
         best = self._best()
-        return Answer(tuple(best), tuple(self._out), self.planner.planned, count)
+        return Answer(tuple(best), tuple(self._out), self.planner.workers.planned, count)
 
     # -- a layout, a family -----------------------------------------------------------------------------------------------
 
@@ -253,11 +152,12 @@ class Search:
 
     def _sound(self, layout: Layout, size: int) -> None:
         """Tries of each stage what holds least without offload: where that is above the memory, so is all else of the stage."""
-        for stage in STAGES[bool(layout.shard_group) :]:
-            family = Family(layout, stage, Tier(), True)
-            if not self._least(family) > self._reached():
-                with suppress(HfZeroError):  # told when the family itself is looked at
-                    self._try(self.planner.space.candidate(family, size))
+        families = [Family(layout, stage, Tier(), True) for stage in STAGES if stage or not layout.shard_group]
+        candidates = [self.planner.space.candidate(one, size) for one in families if self._least(one) <= self._reached()]
+        self.planner.prepare([one for one in candidates if one.family.stage >= 2])
+        for candidate in candidates:
+            with suppress(HfZeroError):  # told when the family itself is looked at
+                self._try(candidate)
 
     def _reached(self) -> float:
         """Seconds of the slowest of the best so far; infinite while they are too few."""
@@ -311,7 +211,7 @@ class Search:
             self._keep(found, left)
 
     def _halve(self, family: Family, sizes: list[int]) -> Fitting | None:
-        """The largest size that fits: that of a step without accumulation is tried, the smallest, the largest, then those between."""
+        """The largest size that fits: that of a step without accumulation is tried, the smallest, then those between."""
         if sizes and self.planner.space.candidate(family, sizes[-1]).accumulation == 1:
             alone = self._try(self.planner.space.candidate(family, sizes[-1]))
             if alone is not None:
@@ -319,10 +219,20 @@ class Search:
             sizes = sizes[:-1]
         low, high, found = 0, len(sizes), None
         while low < high:
-            middle = 0 if low == 0 else high - 1 if high == len(sizes) else (low + high) // 2
+            middle = self._guess(family, sizes[low:high]) + low if low else 0
             one = self._try(self.planner.space.candidate(family, sizes[middle]))
             low, high, found = (middle + 1, high, one) if one is not None else (low, middle, found)
         return found
+
+    def _guess(self, family: Family, sizes: list[int]) -> int:
+        """The place of the size to try: the last that fits by the line from what fits to what does not, else the largest."""
+        known = sorted((one.micro_batch, self.planner.excess(costs)) for one, costs in self.planner.known() if one.family == family)
+        fits, above = [one for one in known if one[1] <= 1], [one for one in known if one[1] > 1]
+        if not fits or not above:
+            return len(sizes) - 1
+        (size, share), (larger, excess) = fits[-1], above[0]
+        reached = size + (1 - share) * (larger - size) / (excess - share)
+        return max(0, sum(one <= reached for one in sizes) - 1)
 
     def _try(self, candidate: Candidate, whole: bool = False) -> Fitting | None:
         """``candidate`` where it fits."""
@@ -336,7 +246,17 @@ class Search:
 
     def _implied(self, candidate: Candidate) -> str:
         """Why ``candidate`` is known not to fit without being planned; empty where it is not known."""
-        return next((f"{other} holds no more, and takes {words}" for other, words in self._above if _holds(candidate, other)), "")
+        held = (f"{other} holds no more, and takes {words}" for other, words in self._above if _holds(candidate, other))
+        return next(held, "") or self._beyond(candidate)
+
+    def _beyond(self, candidate: Candidate) -> str:
+        """Whether ``candidate`` is above the memory by the line through two smaller sizes of its family."""
+        shares = {one.micro_batch: self.planner.excess(costs) for one, costs in self.planner.known() if _is_smaller(one, candidate)}
+        if len(shares) < 2:
+            return ""
+        (small, low), (large, high) = sorted(shares.items())[-2:]
+        told = high + (high - low) / (large - small) * (candidate.micro_batch - large)
+        return f"by micro batches {small} and {large} it takes at least {told:.3g} times the memory" if told > _CLEARLY else ""
 
     def _why(self, family: Family, size: int) -> str:
         candidate = self.planner.space.candidate(family, size)
@@ -363,6 +283,7 @@ class Search:
         """The fastest, each planned whole; where that says it does not fit after all, smaller sizes take its place."""
         waiting = sorted(self._fitting, key=_order)
         while not all(one.whole for one in waiting[:SHOWN]):
+            self.planner.prepare([one.candidate for one in waiting[:SHOWN] if not one.whole], whole=True)
             one = next(one for one in waiting[:SHOWN] if not one.whole)
             waiting.remove(one)
             exact = self._try(one.candidate, whole=True)
@@ -400,6 +321,11 @@ def _holds(candidate: Candidate, other: Candidate) -> bool:
     accumulates = candidate.accumulation > 1 or other.accumulation == 1
     kept = mine.recomputes <= theirs.recomputes and candidate.micro_batch >= other.micro_batch and accumulates
     return mine.layout == theirs.layout and stages and kept and mine.tier.within(theirs.tier)
+
+
+def _is_smaller(one: Candidate, candidate: Candidate) -> bool:
+    """Whether ``one`` is ``candidate`` with fewer samples at a time; both accumulate."""
+    return one.family == candidate.family and one.micro_batch < candidate.micro_batch and candidate.accumulation > 1
 
 
 def _line(error: BaseException) -> str:

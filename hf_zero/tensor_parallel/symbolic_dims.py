@@ -289,26 +289,26 @@ def indices(dim: SymbolicDim, shares: dict[SymbolicDim, tuple[int, int]]) -> lis
         dim: Any dim.
         shares: For each leaf that is split: (this rank's part, number of parts).
     """
-    import torch
 
-    def walk(dim: SymbolicDim) -> torch.Tensor:
+    def walk(dim: SymbolicDim) -> list[int]:  # without tensors: in a plan they have no values
         dim = dim.find()
         if dim.kind is None:
             part, parts = shares.get(dim, (0, 1))
             width = dim.size // parts
-            return torch.arange(part * width, (part + 1) * width)
+            return list(range(part * width, (part + 1) * width))
         if dim.kind == SUM:
             found, offset = [], 0
             for segment in dim.parts:
-                found.append(walk(segment) + offset)
+                found += [index + offset for index in walk(segment)]
                 offset += segment.size
-            return torch.cat(found)
-        result = torch.zeros(1, dtype=torch.long)
+            return found
+        result = [0]
         for factor in dim.parts:
-            result = (result[:, None] * factor.size + walk(factor)[None, :]).reshape(-1)
+            inner = walk(factor)
+            result = [outer * factor.size + index for outer in result for index in inner]
         return result
 
-    return [int(index) for index in walk(dim)]
+    return walk(dim)
 
 
 def local_size(dim: SymbolicDim, shares: dict[SymbolicDim, int]) -> int:

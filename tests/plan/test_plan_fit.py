@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import json
-from dataclasses import astuple
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_zero.cli import main
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.plan.candidates import Candidate, Layout, Space, families_of, layouts_of, tiers_of
-from hf_zero.plan.cluster import Cluster
+from hf_zero.plan.cluster import Cluster, Load
 from hf_zero.plan.command import settled
-from hf_zero.plan.costs import Costs, Part, costs_of, extrapolated
+from hf_zero.plan.costs import Costs, Part, extrapolated
 from hf_zero.plan.few_blocks import blocks_of
 from hf_zero.plan.measure import measure
 from hf_zero.plan.models import ModelWish
+from hf_zero.plan.planner import Planner
 from hf_zero.plan.prediction import Hardware
 from hf_zero.plan.rates import MEASURED, rates_of
-from hf_zero.plan.search import Planner, Search
+from hf_zero.plan.search import Search
+from hf_zero.plan.workers import Task, Workers
 from hf_zero.plan.written import places, write_files
+from hf_zero.tensor_parallel.plan import ranges_of
+from hf_zero.tensor_parallel.symbolic_dims import SymbolicDim, indices
 from tests.support import accelerate_loop
 from tests.support.launches import launch_on_ranks, report_of
 from tests.support.planned import LLAMA, plans_of
@@ -94,8 +101,10 @@ def test_few_blocks_say_what_all_do(stage: int) -> None:
     assert whole.blocks.alike
     one = next(one for one in candidates(whole.space) if (one.family.stage, one.family.recomputes, one.micro_batch) == (stage, False, 1))
     config = settled(whole.space.config(one), 1)
-    few = [costs_of(whole.predict(one, config, whole.blocks.few(count))) for count in (4, 5, 6)]
+    tasks = [Task(whole.blocks.few(count), config, whole.cluster, Load(1, LENGTH)) for count in (4, 5, 6)]
+    few = [found for found in Workers().costs(tasks) if isinstance(found, Costs)]
     told, real = extrapolated(few, 2), whole.costs(one, whole=True)[0]
+    assert told == extrapolated(few[:2], 3)
     assert told is not None
     assert (told.device, told.disk, told.on_host) == (real.device, real.disk, real.on_host)
     assert told.host == real.host
@@ -105,13 +114,53 @@ def test_few_blocks_say_what_all_do(stage: int) -> None:
 
 def test_few_blocks_stand_for_all_only_where_no_limit_lies_between() -> None:
     blocks = blocks_of(ModelWish("llama", {**LLAMA, "num_hidden_layers": 40}))
-    assert blocks.alike and blocks.counts({}, 2) == (4, 5, 6)
-    zero = {"stage": 3, "stage3_max_reuse_distance": 5 * blocks.numel}
-    assert blocks.counts({"zero_optimization": zero}, 2) == (6, 7, 8)
-    assert blocks.counts({"zero_optimization": {**zero, "stage3_max_reuse_distance": 30 * blocks.numel}}, 2) is None
-    assert blocks.counts({"zero_optimization": {**zero, "stage": 2}}, 2) == (4, 5, 6)
+    assert blocks.alike and blocks.counts({}, 1, 2) == (4, 5, 6)
+    zero = {"stage": 3, "stage3_max_reuse_distance": 10 * blocks.numel}
+    assert blocks.counts({"zero_optimization": zero}, 1, 2) == (6, 7, 8)
+    assert blocks.counts({"zero_optimization": zero}, 2, 1) == (11, 12, 13)  # each of two ranks has half of a block
+    assert blocks.counts({"zero_optimization": {**zero, "stage3_max_reuse_distance": 60 * blocks.numel}}, 1, 2) is None
+    assert blocks.counts({"zero_optimization": {**zero, "stage": 2}}, 1, 2) == (4, 5, 6)
     matched = blocks_of(ModelWish("llama", {**LLAMA, "num_hidden_layers": 40}, trainable="match:layers.7"))
-    assert matched.counts({}, 2) is None
+    assert matched.counts({}, 1, 2) is None
+
+
+class MadeUp(Workers):
+    """Tells made-up costs of what it is to plan."""
+
+    def costs(self, tasks: Sequence[Task]) -> list[Costs | HfZeroError]:
+        self.planned += len(tasks)
+        return [self._told(task) for task in tasks]
+
+    def _told(self, task: Task) -> Costs:
+        zero, accumulation = task.config["zero_optimization"], task.config["gradient_accumulation_steps"]
+        blocks, stage, again = task.model.settings["num_hidden_layers"], zero["stage"], task.model.checkpointing
+        held = (18, 9, 8, 5)[stage] * (1 if "offload_optimizer" not in zero else 0.5) + task.load.micro_batch * (2 if again else 8)
+        work = Part(1e15 * (4 if again else 3) * blocks, 0, 0, blocks * accumulation, 1e9 * blocks * (1 + stage), 0, 0)
+        return Costs(blocks * held, blocks, 0, work, replace(work, flops=0.0), 0, 0, 0)
+
+
+@pytest.mark.parametrize(("memory", "most", "best"), [(2000, 54, "stage 0"), (700, 68, "stage 1"), (300, 56, "stage 1")])
+def test_a_search_runs_the_engine_no_more_often_than_it_did(memory: int, most: int, best: str) -> None:
+    space = Space({}, 8, 64, [Layout()], tiers_of(False, ""))
+    blocks = replace(blocks_of(ModelWish("llama", {**LLAMA, "num_hidden_layers": 40})), count=40)
+    workers = MadeUp()
+    searching = Planner(space, blocks, Cluster(8, 8), Hardware(memory=memory), LENGTH, "sdpa", settled, workers=workers)
+    answer = Search(searching, rates_of({}, {}, 8, on_host=False)).run()
+    assert str(answer.best[0].candidate).startswith(best)
+    assert all(one.whole for one in answer.best)
+    assert workers.planned == answer.planned <= most
+
+
+@pytest.mark.slow
+def test_processes_beside_this_one_tell_the_same() -> None:
+    config = settled({"zero_optimization": {"stage": 1}})
+    tasks = [Task(ModelWish("llama", {**TOY, "num_hidden_layers": count}), config, Cluster(2, 2, True), Load(1, 8)) for count in (1, 2)]
+    alone, several = Workers(), Workers(2, _seconds=60.0)
+    with closing(several):
+        assert several.costs(tasks) == alone.costs(tasks)
+        refused = several.costs([tasks[0], replace(tasks[1], config={**config, "zero_optimization": {"stage": 7}})])[1]
+    assert isinstance(refused, ConfigError)
+    assert "stage" in str(refused)
 
 
 @pytest.mark.quick
@@ -121,7 +170,7 @@ def test_layouts_keep_to_what_the_configuration_says() -> None:
     space = Space({}, 8, 48, [Layout()], tiers_of(False, "/disk"), nvme_path="/disk")
     assert space.micro_batches(Layout(tensor=2)) == [1, 2, 3, 4, 6, 12]
     assert space.micro_batches(Layout()) == [1, 2, 3, 6]
-    disk = next(family for family in families_of(space, Layout(tensor=2)) if family.tier.optimizer == "nvme")
+    disk = next(family for family in families_of(space, Layout(tensor=2)) if (family.stage, family.tier.optimizer) == (1, "nvme"))
     config = space.config(space.candidate(disk, 6))
     assert config["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}
     assert (config["train_batch_size"], config["gradient_accumulation_steps"], config["tensor_parallel"]["autotp_size"]) == (48, 2, 2)
@@ -205,3 +254,10 @@ def test_wrong_input_is_status_two(refusals: list[tuple[int, str, str]], index: 
     assert status == 2 and len(lines) == 1, error
     for word in WRONG[index][1]:
         assert word in lines[0]
+
+
+@pytest.mark.quick
+def test_what_a_rank_holds_of_a_dimension_is_known_without_values() -> None:
+    with FakeTensorMode():
+        dim = SymbolicDim(4096)
+        assert ranges_of(indices(dim, {dim.find(): (1, 2)})) == [(2048, 4096)]

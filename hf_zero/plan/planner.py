@@ -1,0 +1,140 @@
+"""Plans candidates, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hf_zero.errors import HfZeroError
+from hf_zero.plan.candidates import Candidate, Space, Tier
+from hf_zero.plan.cluster import Cluster, Load
+from hf_zero.plan.costs import Costs, extrapolated
+from hf_zero.plan.few_blocks import Blocks
+from hf_zero.plan.prediction import Hardware
+from hf_zero.plan.quantities import size_text
+from hf_zero.plan.workers import Task, Workers
+
+
+@dataclass
+class Planner:
+    """Plans candidates, each once.
+
+    Attributes:
+        space: What they are.
+        blocks: The model's.
+        cluster: The ranks.
+        hardware: What there is.
+        sequence: Tokens of a sample.
+        attention: sdpa, flash or eager.
+        settle: Makes a configuration one that is planned, of it and the samples of a micro-step.
+        told: Hears what is being planned, and how much of the search is over, from 0 to 1.
+        workers: Run the engine.
+    """
+
+    space: Space
+    blocks: Blocks
+    cluster: Cluster
+    hardware: Hardware
+    sequence: int
+    attention: str
+    settle: Callable[[Mapping[str, Any], int], dict[str, Any]]
+    told: Callable[[str, float], None] = lambda text, done: None
+    workers: Workers = field(default_factory=Workers)
+    _costs: dict[tuple[Candidate, bool], Costs] = field(default_factory=dict)
+    _plans: dict[tuple[Candidate, int], Costs | HfZeroError] = field(default_factory=dict)  # by the number of blocks
+    _on_a_line: set[tuple[int, Tier]] = field(default_factory=set)
+
+    def costs(self, candidate: Candidate, whole: bool = False) -> tuple[Costs, bool]:
+        """What a candidate takes, and whether the whole model was planned for it.
+
+        Args:
+            candidate: Which.
+            whole: Plan all blocks, whatever a few of them say.
+
+        Raises:
+            HfZeroError: The engine refuses it.
+        """
+        for known in (True, *(() if whole else (False,))):
+            if (candidate, known) in self._costs:
+                return self._costs[candidate, known], known
+        self.prepare([candidate], whole)
+        sizes = self._sizes(candidate, whole)
+        plans = [self._plans[candidate, count] for count in sizes]
+        refused = next((plan for plan in plans if isinstance(plan, HfZeroError)), None)
+        if refused is not None:
+            raise refused
+        costs = [plan for plan in plans if isinstance(plan, Costs)]
+        known = sizes == (self.blocks.count,)
+        found = costs[0] if known else extrapolated(costs, self.blocks.count - sizes[-1])
+        if found is None:
+            return self.costs(candidate, whole=True)
+        if not known:
+            self._on_a_line.add(_sort(candidate))
+        self._costs[candidate, known] = found
+        return found, known
+
+    def prepare(self, candidates: Sequence[Candidate], whole: bool = False) -> None:
+        """Plans all that is not known of ``candidates``, side by side; what the engine refuses is told by ``costs``.
+
+        Args:
+            candidates: Which.
+            whole: As in ``costs``.
+        """
+        wanted = [(one, count) for one in candidates if not self._is_known(one, whole) for count in self._sizes(one, whole)]
+        wanted = sorted((plan for plan in dict.fromkeys(wanted) if plan not in self._plans), key=lambda plan: plan[1])
+        if wanted:
+            self._plans.update(zip(wanted, self.workers.costs([self._task(*plan) for plan in wanted]), strict=True))
+
+    def known(self) -> Iterator[tuple[Candidate, Costs]]:
+        """What has been planned."""
+        return ((candidate, costs) for (candidate, _), costs in self._costs.items())
+
+    def _is_known(self, candidate: Candidate, whole: bool) -> bool:
+        return (candidate, True) in self._costs or (not whole and (candidate, False) in self._costs)
+
+    def _sizes(self, candidate: Candidate, whole: bool) -> tuple[int, ...]:
+        """Numbers of blocks of the models that are planned for ``candidate``."""
+        layout, counts = candidate.family.layout, None
+        if not whole and layout.pipeline == 1:  # else stages have unequal numbers of blocks
+            shards = layout.shard_group or self.cluster.ranks // layout.tensor
+            counts = self.blocks.counts(self._config(candidate), layout.tensor, shards)
+        if counts is None:
+            return (self.blocks.count,)
+        return counts[:2] if _sort(candidate) in self._on_a_line else counts
+
+    def _config(self, candidate: Candidate) -> dict[str, Any]:
+        return self.settle(self.space.config(candidate), candidate.micro_batch)
+
+    def _task(self, candidate: Candidate, count: int) -> Task:
+        wish = self.blocks.wish if count == self.blocks.count else self.blocks.few(count)
+        wish = replace(wish, checkpointing=candidate.family.recomputes)
+        return Task(wish, self._config(candidate), self.cluster, Load(candidate.micro_batch, self.sequence), self.attention)
+
+    @property
+    def main_tier(self) -> str:
+        """Where ranks compute."""
+        return "host" if self.cluster.on_host else "device"
+
+    def excess(self, costs: Costs) -> float:
+        """How many times what there is ``costs`` take of the memory where ranks compute."""
+        near, limits = self.cluster.near, self.hardware
+        if not self.cluster.on_host:
+            return costs.device / limits.memory if limits.memory is not None else 0.0
+        host = limits.host_memory if limits.host_memory is not None else limits.memory
+        return costs.host * near / host if host is not None else 0.0
+
+    def fault(self, costs: Costs) -> tuple[str, str]:
+        """The tier that is too small for ``costs``, and in words by how much; empty where all fits."""
+        near, limits, on_host = self.cluster.near, self.hardware, self.cluster.on_host
+        if limits.memory is not None and not on_host and costs.device > limits.memory:
+            return "device", f"{size_text(costs.device)} of device memory at the peak, {size_text(limits.memory)} are there"
+        host = limits.host_memory if limits.host_memory is not None or not on_host else limits.memory
+        if host is not None and costs.host * near > host:
+            return "host", f"{near} x {size_text(costs.host)} of host memory at the peak, a node has {size_text(host)}"
+        return "", ""
+
+
+def _sort(candidate: Candidate) -> tuple[int, Tier]:
+    """What a candidate has in common with others whose plans lie on a line where its own do."""
+    return candidate.family.stage, candidate.family.tier
