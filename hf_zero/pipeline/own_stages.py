@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -112,9 +113,8 @@ class OwnStages:
         self._recompute_own_alone(plan)
         self._run = run = Run(self, plan, index, receive)
         try:
-            run.result = forward(**kwargs)
-        except _StageIsOver:
-            pass
+            with suppress(_StageIsOver):
+                run.result = forward(**kwargs)
         finally:
             self._run = None
         run.check()
@@ -124,9 +124,8 @@ class OwnStages:
         """A forward of any stage up to its first call, for the shapes of what it is given."""
         self._run = Run(self, plan, index, receive, only_before=True)
         try:
-            forward(**kwargs)
-        except _StageIsOver:
-            pass
+            with suppress(_StageIsOver):
+                forward(**kwargs)
         finally:
             self._run = None
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_zero.observe import logger
 from tests.support import parity, ranks, zoo
-from tests.support.experts import build, build_listed, check_experts, check_listed, lopsided, mixed, with_adapters, with_experts
+from tests.support.experts import Records, build, build_listed, check_experts, check_listed, lopsided, mixed, with_adapters, with_experts
 from tests.support.parity import Run, check_bitwise
 
 MIXTRAL, QWEN = "MixtralForCausalLM", "Qwen3MoeForCausalLM"
@@ -182,16 +182,3 @@ class _Lines(logging.Handler):
 
 def _add_chosen(counts: torch.Tensor, output: Any) -> None:
     counts += torch.bincount(output[2].flatten(), minlength=4)
-
-
-class Records:
-    """A monitor that keeps what it is told."""
-
-    def __init__(self, records: list[dict[str, float]]) -> None:
-        self._records = records
-
-    def write(self, record: dict[str, float], samples: int) -> None:
-        self._records.append(record)
-
-    def close(self) -> None:
-        pass

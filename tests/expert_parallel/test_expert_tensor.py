@@ -16,7 +16,18 @@ from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.tensor_parallel.split import tp_model_init
 from hf_zero.utils import iter_full_params
 from tests.support import parity, ranks, zoo
-from tests.support.experts import alike, build, build_listed, check_experts, lopsided, mixed, with_adapters, with_experts, with_split_layers
+from tests.support.experts import (
+    Records,
+    alike,
+    build,
+    build_listed,
+    check_experts,
+    lopsided,
+    mixed,
+    with_adapters,
+    with_experts,
+    with_split_layers,
+)
 from tests.support.parity import Difference, Run, Trace, check_bitwise, check_training
 from tests.support.reads import counted_reads
 from tests.support.tp_trainer import EVALUATED, arguments, losses, norms, rows, zero_config
@@ -126,7 +137,7 @@ def check_shares(folder: str) -> None:
         for found in (streamed, whole) if ranks.rank() == 0 else (streamed,):
             assert all(torch.equal(value, wanted[name]) for name, value in found.items()) and len(found) >= len(wanted) - 1
         records: list[dict[str, float]] = []
-        engine.reports.sinks.append(_Records(records))
+        engine.reports.sinks.append(Records(records))
         batch = mixed(MIXTRAL)(0, 0, ranks.rank() // 2)
         parity.micro_step(engine, batch, zoo.loss, 0)
         told = [value for key, value in records[0].items() if key.startswith("Train/Experts/model.layers.0.mlp.experts/tokens/")]
@@ -135,19 +146,6 @@ def check_shares(folder: str) -> None:
         assert generated.shape == (1, 6)
         engine.destroy()
         del holder
-
-
-class _Records:
-    """A monitor that keeps what it is told."""
-
-    def __init__(self, records: list[dict[str, float]]) -> None:
-        self._records = records
-
-    def write(self, record: dict[str, float], samples: int) -> None:
-        self._records.append(record)
-
-    def close(self) -> None:
-        pass
 
 
 def test_trainer(tmp_path: Path) -> None:

@@ -152,3 +152,16 @@ def check_listed(run: Run, size: int, feed: Feed | None = None) -> Trace:
     """Trains the model above with experts over ``size`` ranks; rank 0 compares with plain PyTorch."""
     forward = lambda model, batch: model(**batch)  # noqa: E731
     return check_training(build_listed, feed or mixed("MixtralForCausalLM"), forward, with_experts(run, size), label="a list of experts")
+
+
+class Records:
+    """A monitor that keeps what it is told."""
+
+    def __init__(self, records: list[dict[str, float]]) -> None:
+        self._records = records
+
+    def write(self, record: dict[str, float], samples: int) -> None:
+        self._records.append(record)
+
+    def close(self) -> None:
+        pass
