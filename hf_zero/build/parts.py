@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -16,7 +15,7 @@ from hf_zero.activation_checkpointing import configure
 from hf_zero.activation_checkpointing.settings import checkpoint_settings
 from hf_zero.build import policies
 from hf_zero.build.axes import Axes
-from hf_zero.build.mesh import require_fit
+from hf_zero.build.networks import Networks
 from hf_zero.build.optimizers import scheduler_of, sharded_optimizer
 from hf_zero.build.out_of_memory import OutOfMemory
 from hf_zero.build.units import UnitBuilder, persist_and_reshard
@@ -24,10 +23,6 @@ from hf_zero.checkpoint.engine_checkpoints import EngineCheckpoints
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.hops import TwoHops
-from hf_zero.comm.nodes import nodes_of
-from hf_zero.comm.own_groups import borrow, give_back, own_topology
-from hf_zero.comm.pipeline_axes import stages_together
-from hf_zero.comm.topology import Topology, divide_replicas, lines_of, require_divisor
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.engine import EngineParts
 from hf_zero.core.generation import Generation
@@ -54,12 +49,12 @@ from hf_zero.core.units.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.tp_shard import stages_of
 from hf_zero.core.units.unit import Unit
-from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.errors import UnsupportedError
 from hf_zero.expert_parallel.apply import shares_of
 from hf_zero.expert_parallel.load import ExpertLoad
 from hf_zero.memory import heap
 from hf_zero.metrics import build_sinks
-from hf_zero.observe import global_rank, warn_once
+from hf_zero.observe import global_rank
 from hf_zero.offload.policy import Offloading
 from hf_zero.onebit.exchange import OneBitExchange
 from hf_zero.onebit.step import OneBitStepper, max_norm_of
@@ -88,7 +83,7 @@ class PartsBuilder:
         stage: The ZeRO stage.
         precision: Element types.
         collectives: Network of the data-parallel axis.
-        nodes: What the ranks know of their nodes.
+        networks: Networks of all axes.
         offload: What rests off the device.
     """
 
@@ -106,24 +101,16 @@ class PartsBuilder:
         self.axes = axes
         self.topology = axes.topology
         self.precision = policies.precision_policy(self.config, sequence_parallel=axes.sequence is not None)
-        self.collectives: Collectives = open_collectives(own_topology(self.topology))
-        self.collectives.connect()
-        self.model_collectives = open_collectives(self.topology.model) if self.topology.model is not None else None
-        self.nodes = nodes_of([self.collectives.data, *([self.model_collectives] if self.model_collectives is not None else [])])
-        self._per_node = self._ranks_in_each_node()
-        self.collectives.lie_in_nodes(self._per_node)
-        self._inside = self._ranks_inside()
-        groups = {"shard groups (mics_shard_size, dp_replicate)": self.topology.world} if self.topology.replicate is not None else {}
-        require_fit(axes.mesh, self.nodes, {**groups, "copies in the node (zero_hpz_partition_size, param_shard_size)": self._inside})
+        self.networks = Networks(axes, self.config)
+        self.collectives = self.networks.collectives
         self.stage = stage_policy(
-            self.config.zero_optimization.stage, self.config.hf_zero.param_shard_size is not None and self._inside < self.topology.world
+            self.config.zero_optimization.stage,
+            self.config.hf_zero.param_shard_size is not None and self.networks.inside < self.topology.world,
         )
-        self.expert_collectives = self._open_experts()
         self.offload = policies.offload_settings(self.config)
         self.offloading = Offloading(self.offload, self.precision, self.collectives, self.stage)
         self._scaler_kind = scaler_kind
         self._listener = listener or ParamListener()
-        self._borrowed: list[Topology] = []  # the groups for reductions
 
     def build(self, inner: torch.optim.Optimizer | None, lr_scheduler: Any) -> EngineParts:
         """Makes units of the model's parameters, the step over them and all else; collective.
@@ -136,21 +123,7 @@ class PartsBuilder:
         if self.stage.parameters_sharded and self.topology.world > 1:
             warn_if_built_whole(self.module)
         kept = modules_kept_unsharded(self.module)
-        leaves = self._leaves(kept)
-        quantized = policies.quantized_units(self.config)
-        builder = UnitBuilder(
-            self.module,
-            self.stage,
-            self.precision,
-            self.collectives,
-            self.offloading,
-            leaves,
-            self._listener,
-            quantized,
-            self._node(),
-            self.expert_collectives,
-        )
-        root, blocks = builder.build(inner, whole_tensors)
+        root, blocks = self._unit_builder(kept).build(inner, whole_tensors)
         units = [unit for block in (root, *blocks) for unit in block.units]
         trained = [unit for unit in units if unit.trainable]
         schedule = self._schedule(root, blocks)
@@ -159,20 +132,50 @@ class PartsBuilder:
         scaler = policies.loss_scaler(self.config, self._scaler_kind) if inner is not None else self._scaler_kind(loss_scale=1.0)
         optimizer, stepper = None, None
         if inner is not None and reducer is not None:
-            together = open_collectives(self.topology.expert) if self.topology.expert is not None else None
-            store = self.offloading.state_store
-            optimizer = sharded_optimizer(inner, trained, self.stage, self.collectives, store, whole_tensors, together)
-            if isinstance(reducer.exchange, QuantizedExchange):
-                optimizer.memory = reducer.exchange
+            optimizer = self._optimizer(inner, trained, reducer, whole_tensors)
             stepper = self._stepper(runtime, reducer, optimizer, scaler)
-        if self.config.activation_checkpointing is not None:
-            layers = self.topology.layers.model
-            together = self.model_collectives if layers is self.topology.model or layers is None else open_collectives(layers)
-            configure(checkpoint_settings(self.config.activation_checkpointing), together, by_script=False)
+        self._configure_checkpointing()
         parts = self._parts(runtime, units, scaler, optimizer, stepper, scheduler_of(self.resolved, lr_scheduler, optimizer))
         zero = self.config.zero_optimization
         stays = {id(unit) for block in blocks if block.name in kept for unit in block.units}
         persist_and_reshard(units, stays, zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold)
+        self._attach(runtime)
+        if schedule is not None or self.topology.expert is not None:
+            self._attach_generation(runtime, units)
+        return parts
+
+    def _unit_builder(self, kept: Iterable[str]) -> UnitBuilder:
+        return UnitBuilder(
+            self.module,
+            self.stage,
+            self.precision,
+            self.collectives,
+            self.offloading,
+            self._leaves(kept),
+            self._listener,
+            policies.quantized_units(self.config),
+            self.networks.node() if self.stage.parameters_sharded and self.networks.inside < self.topology.world else None,
+            self.networks.experts,
+        )
+
+    def _optimizer(self, inner: torch.optim.Optimizer, trained: list[Unit], reducer: Reducer, whole_tensors: bool) -> ShardedOptimizer:
+        together = open_collectives(self.topology.expert) if self.topology.expert is not None else None
+        store = self.offloading.state_store
+        optimizer = sharded_optimizer(inner, trained, self.stage, self.collectives, store, whole_tensors, together)
+        if isinstance(reducer.exchange, QuantizedExchange):
+            optimizer.memory = reducer.exchange
+        return optimizer
+
+    def _configure_checkpointing(self) -> None:
+        """The settings of activation checkpointing, which belong to the process."""
+        if self.config.activation_checkpointing is None:
+            return
+        layers = self.topology.layers.model
+        together = self.networks.model if layers is self.topology.model or layers is None else open_collectives(layers)
+        configure(checkpoint_settings(self.config.activation_checkpointing), together, by_script=False)
+
+    def _attach(self, runtime: Runtime) -> None:
+        """Hooks on the module: the stages of a pipeline, and the schedule."""
         stages = pipelined(self.module)
         if stages is not None:
             stages.attach()  # before an engine that had the module lets go of it
@@ -184,12 +187,13 @@ class PartsBuilder:
             runtime.keep(generates)
             runtime.keep(stages)
         heap.keep_large_blocks(on_host=self.topology.device.type == "cpu")
+
+    def _attach_generation(self, runtime: Runtime, units: list[Unit]) -> None:
+        """`generate` over sharded parameters, or over experts that other ranks hold."""
         synced = self.topology.expert is not None
-        if schedule is not None or synced:
-            generation = Generation(runtime, units, self.collectives.data, self.config.hf_zero.gather_for_generation, synced)
-            generation.attach(self.module)
-            runtime.keep(generation)
-        return parts
+        generation = Generation(runtime, units, self.collectives.data, self.config.hf_zero.gather_for_generation, synced)
+        generation.attach(self.module)
+        runtime.keep(generation)
 
     def _parts(
         self,
@@ -221,7 +225,7 @@ class PartsBuilder:
             optimizer=optimizer,
             stepper=stepper,
             scheduler=scheduler,
-            give_back=partial(_give_back_all, self._borrowed),
+            give_back=self.networks.give_back,
             explain=OutOfMemory(self.resolved, held, self.topology.device).explain,
         )
 
@@ -229,7 +233,7 @@ class PartsBuilder:
         own, layers, device = self.config.hf_zero, shares_of(self.module), self.topology.device
         found: list[Measure] = []
         if own.expert_load and layers:
-            networks = [self.collectives.data, *([self.model_collectives] if self.model_collectives is not None else [])]
+            networks = [self.collectives.data, *([self.networks.model] if self.networks.model is not None else [])]
             found.append(ExpertLoad(layers, networks, own.expert_load, own.expert_load_each).measure)
         if own.step_metrics:
             settings = policies.metrics_settings(self.config, self.topology.model.world if self.topology.model is not None else 1)
@@ -241,14 +245,6 @@ class PartsBuilder:
         if own.trace_folder is not None:
             clock.watchers.append(RecordedStep(Path(own.trace_folder), own.trace_step, global_rank(), self.module, device).phase)
         return found
-
-    def _open_experts(self) -> Collectives | None:
-        """The ranks that hold the same experts; None where all hold all. Collective."""
-        if self.topology.expert_data is None:
-            return None
-        collectives = open_collectives(own_topology(self.topology.expert_data))
-        collectives.connect()
-        return collectives
 
     def _needs_whole_tensors(self, inner: torch.optim.Optimizer) -> bool:
         experts = self.topology.expert is not None  # which nobody has all of
@@ -272,17 +268,18 @@ class PartsBuilder:
 
     def _reducer(self, units: list[Unit], one_bit: bool) -> Reducer:
         self._check_quantized(one_bit)
-        collectives, topology, hops = self.collectives, self.topology, self._hops()
+        collectives, topology, hops = self.collectives, self.topology, self.networks.hops(in_node=self.stage.parameters_in_node)
         if self.stage.parameters_sharded and topology.world > 1 and hops is None:
-            collectives = self._borrow(topology)
-        replicas = self._borrow(topology.replicate) if topology.replicate is not None else None
+            collectives = self.networks.borrow(topology)
+        replicas = self.networks.borrow(topology.replicate) if topology.replicate is not None else None
         sharers = self.axes.sequence.axis.world if self.axes.sequence is not None else 1
         policy = policies.gradient_policy(self.config, self.precision, self.stage, topology.data.world, sharers)
         exchange = self._exchange(collectives, policy, one_bit, hops)
         overlap = self.config.zero_optimization.overlap_comm is not False
         pool, place = BufferPool(), self.offloading.gradient_place
         of_experts = self._expert_exchange(policy)
-        tied = self._tied()
+        pipeline = pipeline_of(self.module)
+        tied = self.networks.stages(pipeline.tied if pipeline is not None else [])
 
         def entry_of(unit: Unit) -> UnitGradients:
             own = of_experts if of_experts is not None and unit.collectives.topology.of_experts else exchange
@@ -294,59 +291,14 @@ class PartsBuilder:
         entries = [entry_of(unit) for unit in units]
         return Reducer(entries, exchange, overlap, partial(self.collectives.data.any_of, unit="late gradients"))
 
-    def _ranks_in_each_node(self) -> int:
-        """How many ranks of the axis each node has; 0 where that is not known or not the same. Collective."""
-        ranks = self.topology.data.world * (self.topology.model.world if self.topology.model is not None else 1)
-        if self.nodes.sizes and self.nodes.sizes[-1] >= ranks:
-            return self.topology.world  # one node
-        return self.nodes.ranks_in_each(lines_of(self.topology)) if self.nodes.sizes else 0
-
-    def _ranks_inside(self) -> int:
-        """How many ranks keep all parameters between them; all of the axis where nobody asks for fewer."""
-        topology = self.topology
-        size, key = self.config.hf_zero.param_shard_size, "hf_zero.param_shard_size"
-        if size is None:
-            size, key = self.config.zero_optimization.zero_hpz_partition_size, "zero_optimization.zero_hpz_partition_size"
-            if size == 1 or self.config.zero_optimization.stage != 3:
-                return topology.world
-        if size == "node":
-            size = self._per_node
-            if not size:
-                raise ConfigError(f"{key} is node, and {self.nodes} cannot be told apart evenly: set it to a number of ranks")
-        require_divisor(int(size), topology.world, key, "ranks that parameters are sharded over")
-        return int(size)
-
-    def _tied(self) -> dict[tuple[int, ...], Collectives]:
-        """The networks of the stages that hold a parameter together, which add up its gradients, by these stages; collective."""
-        pipeline = pipeline_of(self.module)
-        sets = pipeline.tied if pipeline is not None else []
-        return {ranks: open_collectives(stages_together(self.topology, ranks)) for ranks in sets}
-
     def _expert_exchange(self, policy: GradientPolicy) -> GradientExchange | None:
         """How gradients of experts become one: tokens of all ranks are in them, so the mean is over all, the sum over the holders."""
-        collectives, axis = self.expert_collectives, self.topology.expert_data
+        collectives, axis = self.networks.experts, self.topology.expert_data
         if collectives is None or axis is None:
             return None
         if self.stage.parameters_sharded and axis.world > 1:
-            collectives = self._borrow(axis)
+            collectives = self.networks.borrow(axis)
         return GradientExchange(collectives, policy)
-
-    def _node(self) -> Collectives | None:
-        """The ranks that keep secondary copies between them; None where nobody does. Collective."""
-        if not self.stage.parameters_sharded or self._inside == self.topology.world:
-            return None  # the shards are that copy
-        node = replace(divide_replicas(self.topology, self.topology.world // self._inside), replicate=None)
-        collectives = open_collectives(own_topology(node))
-        collectives.connect()
-        return collectives
-
-    def _borrow(self, topology: Topology) -> Collectives:
-        """The ranks of ``topology`` in another group for reductions, until the engine is destroyed; collective."""
-        collectives = open_collectives(own_topology(topology, "reductions"))
-        collectives.connect()
-        borrow(collectives.topology)
-        self._borrowed.append(collectives.topology)
-        return collectives
 
     def _check_quantized(self, one_bit: bool) -> None:
         """Refuses what does not go with quantized gradients; before any process group is made."""
@@ -365,34 +317,14 @@ class PartsBuilder:
             return OneBitExchange(collectives, policy, averages=self.config.gradient_allreduce_op != "sum")
         return GradientExchange(collectives, policy)
 
-    def _hops(self) -> TwoHops | None:
-        """Networks inside and over the nodes, where gradients take two hops; collective."""
-        world, size = self.topology.world, self._inside
-        if not self.stage.parameters_in_node:
-            if world == 1 or not self.config.zero_optimization.zero_quantized_gradients:
-                return None
-            if self.nodes.uneven:
-                warn_once(f"zero_optimization.zero_quantized_gradients takes one hop over {self.nodes}: two need as many ranks in each")
-            size = self._per_node
-        axes = divide_replicas(self.topology, world // size) if 1 < size < world else self.topology
-        if axes is self.topology or axes.replicate is None:
-            return None  # a node, or one rank of each
-        return TwoHops(self._borrow(replace(axes, replicate=None)), self._borrow(axes.replicate))
-
     def _stepper(self, runtime: Runtime, reducer: Reducer, optimizer: ShardedOptimizer, scaler: LossScaler) -> Stepper:
         max_norm = max_norm_of(optimizer.inner, self.config.gradient_clipping)
         settings = policies.step_settings(self.config, self.precision, self.stage, max_norm)
         kind = OneBitStepper if isinstance(optimizer.inner, OneBitAdam) else Stepper
         # Where every rank has all of a unit, nobody has the squares of other ranks' experts.
         experts = open_collectives(self.topology.expert) if self.topology.expert and not self.stage.optimizer_sharded else None
-        return kind(runtime, reducer, optimizer, scaler, self.collectives, settings, self.model_collectives, experts)
+        return kind(runtime, reducer, optimizer, scaler, self.collectives, settings, self.networks.model, experts)
 
 
 def _stages_of(unit: Unit) -> tuple[int, ...]:
     return next((stages_of(param) for param in unit.params if param is not None), ())
-
-
-def _give_back_all(borrowed: list[Topology]) -> None:
-    """Lets go of process groups; every rank must come here."""
-    while borrowed:
-        give_back(borrowed.pop())

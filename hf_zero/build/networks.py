@@ -1,0 +1,115 @@
+"""The networks of one engine: who shards with whom, in nodes, over experts and over the stages of a pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hf_zero.build.axes import Axes
+from hf_zero.build.mesh import require_fit
+from hf_zero.comm.back_end import open_collectives
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.hops import TwoHops
+from hf_zero.comm.nodes import nodes_of
+from hf_zero.comm.own_groups import Purpose, borrow, give_back, own_topology
+from hf_zero.comm.pipeline_axes import stages_together
+from hf_zero.comm.topology import Topology, divide_replicas, lines_of, require_divisor
+from hf_zero.config.schema.root import ZeroConfig
+from hf_zero.errors import ConfigError
+from hf_zero.observe import warn_once
+
+
+class Networks:
+    """The collectives of an engine's axes. Making one is collective, and so is every method that opens a network.
+
+    Args:
+        axes: Where the ranks stand.
+        config: The configuration; what it says of nodes is held against the nodes.
+
+    Attributes:
+        collectives: Of the axis that shards.
+        model: Of the model axis (tensor parallelism, pipelines); None without.
+        experts: Of the ranks that hold the same experts; None where all hold all.
+        nodes: What the ranks know of their nodes.
+        inside: How many ranks keep all parameters between them; the whole axis where nobody asks for fewer.
+
+    Raises:
+        ConfigError: Sizes that do not fit the ranks or their nodes.
+    """
+
+    def __init__(self, axes: Axes, config: ZeroConfig) -> None:
+        self.topology = axes.topology
+        self._config = config
+        self._borrowed: list[Topology] = []  # the groups for reductions
+        self.collectives: Collectives = self._open(self.topology)
+        self.model = open_collectives(self.topology.model) if self.topology.model is not None else None
+        self.nodes = nodes_of([self.collectives.data, *([self.model] if self.model is not None else [])])
+        self._per_node = self._ranks_in_each_node()
+        self.collectives.lie_in_nodes(self._per_node)
+        self.inside = self._ranks_inside()
+        groups = {"shard groups (mics_shard_size, dp_replicate)": self.topology.world} if self.topology.replicate is not None else {}
+        require_fit(axes.mesh, self.nodes, {**groups, "copies in the node (zero_hpz_partition_size, param_shard_size)": self.inside})
+        self.experts = self._open(self.topology.expert_data) if self.topology.expert_data is not None else None
+
+    def node(self) -> Collectives:
+        """The ranks that keep all parameters between them, in a network of their own."""
+        return self._open(replace(divide_replicas(self.topology, self.topology.world // self.inside), replicate=None))
+
+    def borrow(self, topology: Topology) -> Collectives:
+        """The ranks of ``topology`` in another group for reductions, until ``give_back``."""
+        collectives = self._open(topology, "reductions")
+        borrow(collectives.topology)
+        self._borrowed.append(collectives.topology)
+        return collectives
+
+    def give_back(self) -> None:
+        """Lets go of what was borrowed."""
+        while self._borrowed:
+            give_back(self._borrowed.pop())
+
+    def hops(self, *, in_node: bool) -> TwoHops | None:
+        """Networks inside and over the nodes, where gradients take two hops.
+
+        Args:
+            in_node: Do parameters stay inside a group of ranks, while gradients are sharded over all?
+        """
+        world, size = self.topology.world, self.inside
+        if not in_node:
+            if world == 1 or not self._config.zero_optimization.zero_quantized_gradients:
+                return None
+            if self.nodes.uneven:
+                warn_once(f"zero_optimization.zero_quantized_gradients takes one hop over {self.nodes}: two need as many ranks in each")
+            size = self._per_node
+        axes = divide_replicas(self.topology, world // size) if 1 < size < world else self.topology
+        if axes is self.topology or axes.replicate is None:
+            return None  # a node, or one rank of each
+        return TwoHops(self.borrow(replace(axes, replicate=None)), self.borrow(axes.replicate))
+
+    def stages(self, sets: list[tuple[int, ...]]) -> dict[tuple[int, ...], Collectives]:
+        """Networks of the stages of a pipeline that hold a parameter together, by these stages."""
+        return {stages: open_collectives(stages_together(self.topology, stages)) for stages in sets}
+
+    def _open(self, topology: Topology, purpose: Purpose = "gathers") -> Collectives:
+        collectives = open_collectives(own_topology(topology, purpose))
+        collectives.connect()
+        return collectives
+
+    def _ranks_in_each_node(self) -> int:
+        """How many ranks of the axis each node has; 0 where that is not known or not the same."""
+        ranks = self.topology.data.world * (self.topology.model.world if self.topology.model is not None else 1)
+        if self.nodes.sizes and self.nodes.sizes[-1] >= ranks:
+            return self.topology.world  # one node
+        return self.nodes.ranks_in_each(lines_of(self.topology)) if self.nodes.sizes else 0
+
+    def _ranks_inside(self) -> int:
+        topology = self.topology
+        size, key = self._config.hf_zero.param_shard_size, "hf_zero.param_shard_size"
+        if size is None:
+            size, key = self._config.zero_optimization.zero_hpz_partition_size, "zero_optimization.zero_hpz_partition_size"
+            if size == 1 or self._config.zero_optimization.stage != 3:
+                return topology.world
+        if size == "node":
+            size = self._per_node
+            if not size:
+                raise ConfigError(f"{key} is node, and {self.nodes} cannot be told apart evenly: set it to a number of ranks")
+        require_divisor(int(size), topology.world, key, "ranks that parameters are sharded over")
+        return int(size)
