@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from hf_zero.core.optimizer.param_groups import learning_rates
-from hf_zero.core.optimizer.segments import master_of
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.deepspeed.offload_handle import OffloadHandle
@@ -98,7 +97,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         Where it updates whole tensors, which it is given for a step only: one for each unit.
         """
         self.state_store.settle()
-        return [segment.tensor for segment in self.segments] or [master_of(unit) for unit in self.units]
+        return [segment.tensor for segment in self.segments] or [unit.master for unit in self.units if unit.master is not None]
 
     single_partition_of_fp32_groups = fp32_groups_flat = fp32_partitioned_groups_flat
 
