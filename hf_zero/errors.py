@@ -7,8 +7,11 @@ class HfZeroError(Exception):
     """Base of every error that hf_zero raises on purpose."""
 
 
-class ConfigError(HfZeroError, ValueError):
-    """A value of the configuration is wrong. Names the dotted key, the value, what is allowed and the nearest known key."""
+class ConfigError(HfZeroError, ValueError, AssertionError):
+    """A value of the configuration, or an argument, is wrong. Names the dotted key, the value, what is allowed and the nearest known key.
+
+    An ``AssertionError`` too, like ``StateError``: scripts that were written for engines which assert such things catch that.
+    """
 
 
 class CollectiveError(HfZeroError, RuntimeError):
@@ -23,7 +26,7 @@ class CheckpointError(HfZeroError, RuntimeError):
     """A checkpoint cannot be written or read. Names the file, what was expected and what was found."""
 
 
-class StateError(HfZeroError, RuntimeError):
+class StateError(HfZeroError, RuntimeError, AssertionError):
     """A call came at a moment when it cannot be served (a released parameter, a destroyed engine, a step inside no_sync)."""
 
 

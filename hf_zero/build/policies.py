@@ -196,6 +196,7 @@ def saved_how(config: ZeroConfig) -> CheckpointSettings:
         in_background=(writer is not None and writer.decoupled) or cache is not None,
         copy_bytes=None if gigabytes is None else int(gigabytes * 2**30),
         masters_from_fp32=config.zero_optimization.load_from_fp32_weights,
+        tag_validation=config.checkpoint.tag_validation,
     )
 
 

@@ -34,6 +34,7 @@ class CheckpointSettings:
         node_local: Every node has a disk of its own.
         in_background: A save returns when the state is copied, and the copy is written while training goes on.
         copy_bytes: The most host memory that such a copy may take; None is no limit.
+        tag_validation: What different tags on different ranks are: "fail", "warn" or "ignore".
         masters_from_fp32: Without optimizer states, take masters from the saved fp32 values; else from the training type.
     """
 
@@ -42,6 +43,7 @@ class CheckpointSettings:
     in_background: bool = False
     copy_bytes: int | None = None
     masters_from_fp32: bool = True
+    tag_validation: str = "warn"
 
 
 class EngineCheckpoints:
@@ -81,7 +83,9 @@ class EngineCheckpoints:
             warn_once("save_checkpoint() between backward and step: the gradients accumulated so far are not part of a checkpoint")
         start = time.monotonic()
         settings = self._settings
-        request = SaveRequest(os.fspath(save_dir), name, client_state, latest, trained, settings.direct, settings.node_local)
+        request = SaveRequest(
+            os.fspath(save_dir), name, client_state, latest, trained, settings.direct, settings.node_local, settings.tag_validation
+        )
         folder = save_checkpoint(self.state_of(engine), request, self.background)
         how = "saved to"
         if self.background is not None:

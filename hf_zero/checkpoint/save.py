@@ -27,8 +27,8 @@ from hf_zero.checkpoint.format.records import FileRecord, OptimizerRecord
 from hf_zero.checkpoint.format.values import Encoder
 from hf_zero.checkpoint.state import optimizer_state
 from hf_zero.checkpoint.state.training_state import TrainingState
-from hf_zero.errors import CheckpointError
-from hf_zero.observe import note, span
+from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.observe import note, span, warn_once
 from hf_zero.system import own_files
 from hf_zero.system.process import Process
 
@@ -45,6 +45,7 @@ class SaveRequest:
         exclude_frozen: Leave frozen parameters out.
         direct: Bypass the page cache where the file system lets that be.
         node_local: Every node has a disk of its own, and ``save_dir`` is this rank's.
+        tag_validation: What it is when ranks give different tags: an error ("fail"), a warning ("warn") or nothing ("ignore").
         number: Of this save.
     """
 
@@ -55,6 +56,7 @@ class SaveRequest:
     exclude_frozen: bool = False
     direct: bool = True
     node_local: bool = False
+    tag_validation: str = "warn"
     number: str = field(default_factory=staging.save_number)
 
 
@@ -73,6 +75,7 @@ def save_checkpoint(state: TrainingState, request: SaveRequest, background: Back
 
     Raises:
         CheckpointError: On every rank, with the same text, naming path and cause; also for the previous save in the background.
+        ConfigError: On every rank: they give different tags, which ``tag_validation`` forbids.
     """
     net = state.everyone
     if background is not None:
@@ -125,6 +128,7 @@ def _agree(state: TrainingState, save: _Save, request: SaveRequest) -> list[dict
     net = state.everyone
     told = agreement.on_all(net, _what(request), lambda: save.prepare(request))
     asked = told[0]["request"]
+    _compare_tags([rank_told["request"]["tag"] for rank_told in told], request.tag_validation)
     if any(rank_told["request"]["exclude_frozen"] != asked["exclude_frozen"] for rank_told in told):  # one has prepared another checkpoint
         mended = replace(request, exclude_frozen=asked["exclude_frozen"])
         told = agreement.on_all(net, _what(request), lambda: save.prepare(mended))
@@ -132,6 +136,16 @@ def _agree(state: TrainingState, save: _Save, request: SaveRequest) -> list[dict
         asked = {**asked, "save_dir": request.save_dir}
     save.settle(replace(request, **asked), differs=told[net.rank]["digest"] != told[0]["digest"])
     return told
+
+
+def _compare_tags(tags: list[str], validation: str) -> None:
+    if validation == "ignore" or len(set(tags)) == 1:
+        return
+    other = next(rank for rank, tag in enumerate(tags) if tag != tags[0])
+    text = f"save_checkpoint(tag=...): rank {other} gives the tag {tags[other]!r}, rank 0 {tags[0]!r}"
+    if validation == "fail":
+        raise ConfigError(f"{text}; checkpoint.tag_validation is fail, so nothing is saved. Give every rank the same tag")
+    warn_once(f"{text}; every rank writes to rank 0's")
 
 
 # -- before a byte is written -------------------------------------------------------------------------------------------

@@ -88,6 +88,7 @@ class Engine(ConfiguredEngine):
     # -- whole weights ----------------------------------------------------------------------------------------------------
 
     module_state_dict = requests.module_state_dict
+    _get_optimizer_ckpt_name = requests.optimizer_file
     load_module_state_dict = requests.load_module_state_dict
 
     def save_16bit_model(

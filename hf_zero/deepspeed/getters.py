@@ -212,6 +212,7 @@ VALUES: dict[str, Getter] = {
     "pipeline_parallelism": lambda engine: engine.collectives.topology.pipe is not None,
     "data_parallel_group": lambda engine: engine.collectives.data.topology.public_group,
     "seq_data_parallel_group": lambda engine: engine.collectives.topology.public_group,
+    "sparse_tensor_module_names": lambda engine: set(),  # embeddings whose gradients travel sparse
     "basic_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),
     "client_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),
     "tput_timer": lambda engine: engine.clock,

@@ -8,6 +8,7 @@ import torch
 
 from hf_zero.core.optimizer.param_groups import learning_rates
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.units.layout import FROZEN
 from hf_zero.deepspeed.offload_handle import OffloadHandle
 from hf_zero.errors import StateError
 
@@ -82,6 +83,54 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         if self.engine is None:
             raise StateError("this optimizer belongs to no engine any more (destroy() was called)")
         return self.engine
+
+    @property
+    def low_precision_dtype(self) -> torch.dtype:
+        """The type that parameters are trained in."""
+        dtype: torch.dtype | None = self._engine().precision.param_dtype
+        return dtype if dtype is not None else torch.float32
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """This rank's fp32 masters, live, (elements,) each: what the inner optimizer updates, in its order.
+
+        Where it updates whole tensors, which it is given for a step only: one for each unit.
+        """
+        self.state_store.settle()
+        return [segment.tensor for segment in self.segments] or [unit.master for unit in self.units if unit.master is not None]
+
+    single_partition_of_fp32_groups = fp32_groups_flat = fp32_partitioned_groups_flat
+
+    @property
+    def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
+        """By param group, this rank's part of each parameter's gradient, live, (elements,), maybe empty, times ``loss_scale``.
+
+        Without entries when no gradients wait for ``step``.
+        """
+        parts: dict[int, list[torch.Tensor]] = {}
+        for gradients in self._engine().stepper.reducer.gradients:
+            held = gradients.held()
+            for index, slot in enumerate(gradients.unit.layout.slots if held is not None else ()):
+                if slot.group != FROZEN:
+                    parts.setdefault(slot.group, []).append(gradients.unit.shard_part(index, held))
+        return parts
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
+        """As ``averaged_gradients``, in fp32, each by its place in the group."""
+        return {group: {place: part.float() for place, part in enumerate(parts)} for group, parts in self.averaged_gradients.items()}
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's part of the state, and a loss scale that changes; checkpoints are written by ``engine.save_checkpoint``."""
+        state = super().state_dict()
+        return {**state, "loss_scaler": self.scaler.state_dict()} if self.dynamic_loss_scale else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Restores what ``state_dict`` of the same rank and world size returned."""
+        state = dict(state_dict)
+        scale = state.pop("loss_scaler", None)
+        super().load_state_dict(state)
+        if scale is not None:
+            self.scaler.load_state_dict(scale)
 
     def refresh_fp32_params(self) -> None:
         """Takes the masters from the 16-bit weights, after a script wrote to the module (``load_state_dict``) at stages 0 to 2; local."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from hf_zero.checkpoint.format.names import MASTER, shard_file
 from hf_zero.core.offloaded_states import KINDS
 from hf_zero.core.schedule.gathered_parameters import GatheredParameters
 from hf_zero.deepspeed.configured import ConfiguredEngine
@@ -82,6 +84,20 @@ def coalesce_grad_reduction(engine: ConfiguredEngine) -> Iterator[None]:
         yield
     if engine.accumulation.completed() and engine.policy.allows_deferral:
         engine.stepper.reducer.reduce_deferred()
+
+
+def optimizer_file(engine: ConfiguredEngine, checkpoints_path: str | os.PathLike[str], tag: Any, expp_rank: int = 0) -> str:
+    """The file of a checkpoint that holds this rank's masters; the optimizer's states lie beside it.
+
+    Args:
+        engine: The engine.
+        checkpoints_path: Folder of all checkpoints of a run.
+        tag: Name of the checkpoint.
+        expp_rank: Has no effect: what a rank holds of experts is in its file too.
+    """
+    data, model = engine.collectives.data, engine.collectives.topology.model
+    parts = (model.rank, model.world) if model is not None else (0, 1)
+    return os.path.join(checkpoints_path, str(tag), shard_file(MASTER, data.rank, data.world, *parts))
 
 
 def set_train_batch_size(engine: ConfiguredEngine, train_batch_size: int) -> None:

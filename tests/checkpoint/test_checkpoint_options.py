@@ -369,3 +369,23 @@ def test_saved_model_loads_with_from_pretrained(tmp_path: Path, stage: int) -> N
     expected = CASES["gpt2"].build().to(torch.bfloat16).state_dict()
     for name, value in model.state_dict().items():
         assert torch.equal(value.to(torch.bfloat16), expected[name]), name
+
+
+def _different_tags(folder: str, validation: str) -> None:
+    engine = start(2, checkpoint={"tag_validation": validation})
+    own = f"tag-{ranks.rank()}"
+    if validation == "fail":
+        with pytest.raises(ValueError, match="rank 1 gives the tag 'tag-1', rank 0 'tag-0'"):
+            engine.save_checkpoint(folder, own)
+        assert not Path(folder, "tag-0").exists()
+        engine.save_checkpoint(folder, "same")
+        assert Path(engine._get_optimizer_ckpt_name(folder, "same", 0)).is_file()
+    else:
+        engine.save_checkpoint(folder, own)
+        assert Path(folder, "tag-0").is_dir() and not Path(folder, "tag-1").exists()
+
+
+@pytest.mark.parametrize("validation", ["FAIL", "warn"])
+def test_different_tags_on_different_ranks(tmp_path: Path, validation: str) -> None:
+    # Not ordered: labels name the tag, which is what differs here.
+    ranks.run_ranks(_different_tags, 2, str(tmp_path), validation.lower(), ordered=False)

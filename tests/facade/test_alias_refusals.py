@@ -40,7 +40,7 @@ def test_refused_name_says_what_to_use_instead(ask: Callable[[], object], also: 
 
 def test_probing_is_answered_not_raised() -> None:
     assert not hasattr(deepspeed, "init_inference")
-    assert getattr(deepspeed, "moe", None) is None
+    assert getattr(deepspeed, "inference", None) is None
     assert not hasattr(deepspeed.utils, "__wrapped__")
     assert importlib.util.find_spec("deepspeed.no_such_module") is None
     try:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import hf_zero
 from hf_zero.config.resolve import resolve
 from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam
 from hf_zero.deepspeed.served.monitors import MonitorMaster, TensorBoardMonitor, TrackioMonitor, csvMonitor
@@ -19,9 +20,11 @@ from hf_zero.deepspeed.served.settings import (
     DeepSpeedMonitorConfig,
     DeepSpeedZeroConfig,
     OffloadStateTypeEnum,
+    get_bfloat16_config,
+    get_float16_config,
     get_monitor_config,
 )
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, StateError
 
 pytestmark = pytest.mark.quick
 
@@ -94,8 +97,9 @@ def test_enums_compare_with_their_texts() -> None:
 def test_monitors_write_a_scripts_own_events(tmp_path: Path) -> None:
     sections = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}, "train_batch_size": 3}
     master = MonitorMaster(get_monitor_config(sections))
-    assert master.enabled
-    master.write_events([("loss", 0.5, 1), ("loss", 0.25, 2)])
+    assert master.enabled and master.tb_monitor is None and master.csv_monitor.job_name == "job"
+    master.write_events([("loss", 0.5, 1)])
+    master.csv_monitor.write_events([("loss", 0.25, 2)])
     assert (tmp_path / "job" / "loss.csv").read_text().split() == ["step,loss", "1,0.5", "2,0.25"]
     alone = csvMonitor(get_monitor_config(sections).csv_monitor)
     assert (alone.enabled, alone.output_path, alone.job_name) == (True, str(tmp_path), "job")
@@ -124,3 +128,15 @@ def test_trackio_is_a_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_script_arguments_of_schedules() -> None:
     args = add_tuning_arguments(argparse.ArgumentParser()).parse_args(["--lr_schedule", "WarmupLR", "--warmup_num_steps", "7"])
     assert (args.lr_schedule, args.warmup_num_steps, args.warmup_type, args.lr_range_test_staircase) == ("WarmupLR", 7, "log", False)
+
+
+def test_sections_of_number_formats_alone() -> None:
+    assert get_bfloat16_config({"bfloat16": {"enabled": True}, "unread": 1}).enabled and not get_bfloat16_config({}).enabled
+    assert get_float16_config({"fp16": {"enabled": True, "loss_scale": 8}}).loss_scale == 8
+
+
+def test_misuse_is_caught_as_an_assertion_too() -> None:
+    for kind in (ConfigError, StateError):
+        assert issubclass(kind, AssertionError)
+    with pytest.raises(AssertionError, match="needs model="):
+        hf_zero.initialize(model=None, config={"train_batch_size": 1})

@@ -275,3 +275,37 @@ def _star() -> None:
 
 def test_star_imports_bring_the_names() -> None:
     ranks.run_ranks(_star, 1)
+
+
+def _parts_of_the_optimizer(stage: int) -> None:
+    import hf_zero
+
+    engine = initialize(MLP.build(), Run(stage, "fp16", scale_power=4))
+    optimizer = engine.optimizer
+    assert optimizer.low_precision_dtype is torch.float16 and engine.sparse_tensor_module_names == set()
+    assert optimizer.averaged_gradients == {}
+    batch = {name: value.half() if value.is_floating_point() else value for name, value in MLP.rows(0, 0, ranks.rank()).items()}
+    engine.backward(MLP.forward(engine, batch))
+    parts, exact = optimizer.averaged_gradients, optimizer.get_fp32_grad_partitions()
+    assert set(parts) == set(exact) == set(range(len(optimizer.param_groups)))
+    own = [hf_zero.utils.safe_get_local_grad(param) * optimizer.loss_scale for param in engine.module.parameters()]
+    squares = sum(float(part.double().square().sum()) for group in parts.values() for part in group)
+    assert squares == pytest.approx(sum(float(part.double().square().sum()) for part in own), rel=1e-6) and squares > 0
+    assert all(exact[group][place].dtype is torch.float32 for group in exact for place in exact[group])
+    for group in parts.values():  # live: what is written there is what the step uses
+        for part in group:
+            part.zero_()
+    engine.step()
+    assert engine.get_global_grad_norm() == 0.0 and optimizer.averaged_gradients == {}
+    masters = optimizer.fp32_partitioned_groups_flat
+    assert sum(master.numel() for master in masters) and all(master.dtype is torch.float32 for master in masters)
+    assert all("exp_avg" in optimizer.optimizer.state[master] for master in masters)
+    micro_step(engine, float("inf"))
+    again = initialize(MLP.build(), Run(stage, "fp16", scale_power=4))
+    again.optimizer.load_state_dict(optimizer.state_dict())
+    assert again.loss_scale() == engine.loss_scale() == 8.0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_masters_gradients_and_loss_scale_of_the_optimizer(stage: int) -> None:
+    ranks.run_ranks(_parts_of_the_optimizer, 2, stage)

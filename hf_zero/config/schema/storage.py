@@ -63,8 +63,8 @@ class Writer(Section):
 class Checkpoint(Section):
     """`checkpoint`. Options of save and load."""
 
-    tag_validation: Annotated[Literal["ignore", "warn", "fail"], ANY_CASE] = accepted(
-        "warn", "ignore warn or fail when ranks disagree on the tag", "rank 0 names the folder and every rank writes to that one"
+    tag_validation: Annotated[Literal["ignore", "warn", "fail"], ANY_CASE] = used(
+        "warn", "ignore, warn or fail when ranks give different tags; without fail, every rank writes to rank 0's folder"
     )
     load_universal: Bool = accepted(False, "Load the universal format", "every checkpoint loads on any number of ranks")
     use_node_local_storage: Bool = used(

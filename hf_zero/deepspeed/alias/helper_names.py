@@ -76,6 +76,26 @@ _SCALERS = (
 )
 _LAUNCHER = ("get_local_rank_from_launcher", "get_world_rank_from_launcher", "get_world_size_from_launcher")
 _LEAVES = ("set_z3_leaf_module", "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix")
+_CKPT_FILES = ("get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank", "get_layer_ckpt_name_for_rank")
+_CKPT_KEYS = (
+    "BASE_OPTIMIZER_STATE",
+    "BASE_OPTIMIZER_STATE_STEP",
+    "BUFFER_NAMES",
+    "DS_VERSION",
+    "FP32_FLAT_GROUPS",
+    "FROZEN_PARAM_FRAGMENTS",
+    "FROZEN_PARAM_SHAPES",
+    "GROUP_PADDINGS",
+    "LOSS_SCALER",
+    "OPTIMIZER_STATE_DICT",
+    "PARAM",
+    "PARAM_GROUPS",
+    "PARAM_SHAPES",
+    "PARTITION_COUNT",
+    "SINGLE_PARTITION_OF_FP32_GROUPS",
+    "UNIVERSAL_CHECKPOINT_INFO",
+    "ZERO_STAGE",
+)
 _BUILDERS = (
     "OpBuilder",
     "ALL_OPS",
@@ -137,6 +157,17 @@ HELPERS: Final[dict[str, str]] = {
     },
     "deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT": "hf_zero.deepspeed.served.settings:TORCH_DISTRIBUTED_DEFAULT_PORT",
     "deepspeed.constants.default_pg_timeout": "torch.distributed.constants:default_pg_timeout",
+    **_rows("runtime.precision_config", "deepspeed.served.settings", ("get_bfloat16_config", "get_float16_config")),
+    "deepspeed.runtime.precision_config.DeepSpeedBF16Config": "hf_zero.config.schema.precision:Bf16",
+    "deepspeed.runtime.precision_config.DeepSpeedFP16Config": "hf_zero.config.schema.precision:Fp16",
+    # Files of DeepSpeed's own checkpoints, for scripts that look into them.
+    **_rows("checkpoint.utils", "deepspeed.served.checkpoint_names", _CKPT_FILES),
+    **_rows("checkpoint.constants", "deepspeed.served.checkpoint_names", _CKPT_KEYS),
+    # Experts: what scripts ask about any model.
+    **_rows(
+        "moe.utils", "deepspeed.served.experts", ("has_moe_layers", "is_moe_param", "split_params_into_different_moe_groups_for_optimizer")
+    ),
+    "deepspeed.runtime.swap_tensor.MIN_SWAPPABLE_BYTES": "hf_zero.memory.buffers:ALIGNMENT",
     # Signatures of what `initialize` takes besides objects.
     "deepspeed.runtime.engine.DeepSpeedOptimizerCallable": "hf_zero.deepspeed.served.helpers:DeepSpeedOptimizerCallable",
     "deepspeed.runtime.engine.DeepSpeedSchedulerCallable": "hf_zero.deepspeed.served.helpers:DeepSpeedSchedulerCallable",

@@ -205,6 +205,9 @@ PROVIDED: Final[dict[str, str]] = {
         "hf_zero.deepspeed.served.construction:zero_wrapper_for_fp_tensor_constructor"
     ),
     "deepspeed.runtime.zero.partition_parameters._orig_torch_arange": "torch:arange",
+    "deepspeed.runtime.zero.partition_parameters.partitioned_param_data_shape": (
+        "hf_zero.deepspeed.served.construction:partitioned_param_data_shape"
+    ),
     "deepspeed.runtime.zero.partition_parameters.get_accelerator": "hf_zero.deepspeed.served.accelerator:get_accelerator",
     **{f"deepspeed.utils.{name}": f"hf_zero.utils:{name}" for name in (*_FULL_VALUES, *_LEAF_MODULES)},
     **{f"deepspeed.utils.tensor_fragment.{name}": f"hf_zero.utils:{name}" for name in _FULL_VALUES},

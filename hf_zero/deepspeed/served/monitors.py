@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from hf_zero.config.view import MonitorView
-from hf_zero.metrics import EventWriter, Sink, build_sinks
+from hf_zero.metrics import CometSink, CsvSink, EventWriter, Sink, TensorboardSink, TrackioSink, WandbSink, build_sinks
 from hf_zero.observe import global_rank
 
 
@@ -15,6 +15,13 @@ class MonitorMaster(EventWriter):
     Args:
         monitor_config: ``DeepSpeedConfig(...).monitor_config``.
 
+    Attributes:
+        tb_monitor: TensorBoard alone; None where it is off, and on other ranks than 0.
+        wandb_monitor: Weights & Biases, likewise.
+        comet_monitor: Comet, likewise.
+        csv_monitor: CSV files, likewise.
+        trackio_monitor: Trackio, likewise.
+
     Raises:
         ConfigError: A monitor is on whose package is not installed.
     """
@@ -22,6 +29,16 @@ class MonitorMaster(EventWriter):
     def __init__(self, monitor_config: MonitorView) -> None:
         super().__init__(build_sinks(monitor_config) if global_rank() == 0 else [])
         self.enabled = monitor_config.enabled
+        self.tb_monitor = self._alone(TensorBoardMonitor, TensorboardSink, monitor_config)
+        self.wandb_monitor = self._alone(WandbMonitor, WandbSink, monitor_config)
+        self.comet_monitor = self._alone(CometMonitor, CometSink, monitor_config)
+        self.csv_monitor = self._alone(csvMonitor, CsvSink, monitor_config)
+        self.trackio_monitor = self._alone(TrackioMonitor, TrackioSink, monitor_config)
+
+    def _alone(self, kind: type[_Kind], sink: type[Sink], monitor_config: MonitorView) -> _Kind | None:
+        """The monitor of one kind over the sink that there is."""
+        own = [mine for mine in self.sinks if isinstance(mine, sink)]
+        return kind(getattr(monitor_config, kind.kind), own) if own else None
 
 
 class _Single(EventWriter):
@@ -29,15 +46,17 @@ class _Single(EventWriter):
 
     Args:
         config: The section.
+        sinks: What is open already; None opens it, on rank 0.
     """
 
     kind: str
 
-    def __init__(self, config: Any) -> None:
-        alone = MonitorView.__new__(MonitorView)
-        for name, value in _switched_off().items():
-            setattr(alone, name, config if name == self.kind else value)
-        sinks: list[Sink] = build_sinks(alone) if config.enabled and global_rank() == 0 else []
+    def __init__(self, config: Any, sinks: list[Sink] | None = None) -> None:
+        if sinks is None:
+            alone = MonitorView.__new__(MonitorView)
+            for name, value in _switched_off().items():
+                setattr(alone, name, config if name == self.kind else value)
+            sinks = build_sinks(alone) if config.enabled and global_rank() == 0 else []
         super().__init__(sinks)
         self.enabled = config.enabled
         self._section = config
@@ -76,6 +95,9 @@ class TrackioMonitor(_Single):
     """Trackio alone."""
 
     kind = "trackio"
+
+
+_Kind = TypeVar("_Kind", bound=_Single)
 
 
 def _switched_off() -> dict[str, Any]:

@@ -107,6 +107,20 @@ def get_zero_config(param_dict: dict[str, Any]) -> DeepSpeedZeroConfig:
     return DeepSpeedZeroConfig(**({"stage": 1} if section is True else section))
 
 
+def get_bfloat16_config(param_dict: dict[str, Any]) -> Any:
+    """The ``bf16`` section of a whole configuration, under either of its names; its other sections are not looked at."""
+    return _section_of({"bf16": param_dict.get("bf16", param_dict.get("bfloat16")) or {}}).bf16
+
+
+def get_float16_config(param_dict: dict[str, Any]) -> Any:
+    """The ``fp16`` section of a whole configuration; its other sections are not looked at."""
+    return _section_of({"fp16": param_dict.get("fp16") or {}}).fp16
+
+
+def _section_of(section: dict[str, Any]) -> Any:
+    return resolve({"train_micro_batch_size_per_gpu": 1, **section}, match_sources=False).config
+
+
 def get_monitor_config(param_dict: Any) -> MonitorView:
     """The monitors' sections of a whole configuration; its other sections are not looked at."""
     sections = {

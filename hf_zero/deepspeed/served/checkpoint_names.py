@@ -1,0 +1,39 @@
+"""Files and keys of DeepSpeed's own checkpoints, for scripts that look into them; `hf-zero convert` reads them, ours have none."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+BASE_OPTIMIZER_STATE: Final = "base_optimizer_state"
+BASE_OPTIMIZER_STATE_STEP: Final = "base_optimizer_state_step"
+BUFFER_NAMES: Final = "buffer_names"
+DS_VERSION: Final = "ds_version"
+FP32_FLAT_GROUPS: Final = "fp32_flat_groups"
+FROZEN_PARAM_FRAGMENTS: Final = "frozen_param_fragments"
+FROZEN_PARAM_SHAPES: Final = "frozen_param_shapes"
+GROUP_PADDINGS: Final = "group_paddings"
+LOSS_SCALER: Final = "loss_scaler"
+OPTIMIZER_STATE_DICT: Final = "optimizer_state_dict"
+PARAM: Final = "param"
+PARAM_GROUPS: Final = "param_groups"
+PARAM_SHAPES: Final = "param_shapes"
+PARTITION_COUNT: Final = "partition_count"
+SINGLE_PARTITION_OF_FP32_GROUPS: Final = "single_partition_of_fp32_groups"
+UNIVERSAL_CHECKPOINT_INFO: Final = "universal_checkpoint_info"
+ZERO_STAGE: Final = "zero_stage"
+
+
+def get_model_ckpt_name_for_rank(base_folder: str | os.PathLike[str], mp_rank_str: str) -> str:
+    """The file with the module of a model-parallel rank ("00", ...)."""
+    return os.path.join(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt")
+
+
+def get_zero_ckpt_name_for_rank(base_folder: str | os.PathLike[str], dp_rank: int, mp_rank: int) -> str:
+    """The file with the optimizer's part of a data-parallel rank."""
+    return os.path.join(base_folder, f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
+
+
+def get_layer_ckpt_name_for_rank(base_folder: str | os.PathLike[str], layer_id: str, tp_rank: int) -> str:
+    """The file with a layer of a pipeline."""
+    return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}_model_states.pt")
