@@ -36,7 +36,7 @@ TEXT = (
     "rank, by torch's own record, on top of those that rest between steps. Sent: what a rank writes to its connections in a step. "
     "Medians of {rounds} interleaved rounds of {steps} steps; ratios "
     "are to hf_zero at the same stage (FSDP2: stage 3), above 1 is slower or more. Theory: weights, moments and gradients as the "
-    "stage divides them, experts over all ranks, and what autograd saves for backward in plain PyTorch; empty where it was not taken. "
+    "stage divides them, experts over all ranks, and what autograd saves for backward in plain PyTorch. Empty: not taken. "
     "Loss: the last one, the mean of all ranks."
 )
 NAME, SECONDS, RATIO = "", "s per step", "ratio (lowest-highest)"

@@ -115,6 +115,10 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
         problems.refuse("optimizer.type", data["optimizer"]["type"], text)
     _check_shard_group(data.get("zero_optimization", {}), data.get("hf_zero", {}).get("param_shard_size"), problems)
     _check_quantization(data, problems)
+    experts = data.get("expert_parallel") or {}
+    if experts.get("enabled") and experts.get("autoep_size") is None:
+        text = "is missing, and 1 then: every rank holds all experts, unless an argument or a DistributedConfig gives their number"
+        problems.warn("expert_parallel.autoep_size", text)
     for name in ("offload_optimizer", "offload_param"):
         block = data.get("zero_optimization", {}).get(name) or {}
         if block.get("device") == "nvme" and not block.get("nvme_path"):

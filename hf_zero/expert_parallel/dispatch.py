@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.expert_parallel.exchange import exchange, tie
 from hf_zero.expert_parallel.shared_tokens import SharedTokens
 from hf_zero.system.planning import planning
 
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(tokens (n, width), counts (ranks, experts here)) -> results (n, width). Tokens lie by rank of origin, and by expert within one."""
+"""(tokens (n, width), counts (ranks, experts here)) -> results (n, width). Tokens lie by rank of origin, and by expert within one. There
+may be none, for one expert or for all: their weights get gradients of zero ([Note: gradients of idle experts])."""
 
 
 @dataclass(eq=False)
@@ -52,13 +53,40 @@ class Shares:
         return self  # of a copied layer they are the same ranks
 
 
-def send_to_experts(shares: Shares, rows: torch.Tensor, counts: torch.Tensor, trained: bool, label: str, compute: Compute) -> torch.Tensor:
+@dataclass(frozen=True, eq=False)
+class Told:
+    """What this rank has told the others of its tokens, and what it is about to hear of theirs.
+
+    Attributes:
+        counts: (ranks, experts on each) tokens that this rank has for them.
+        coming: Of (ranks, experts here), what each rank has for this one.
+    """
+
+    counts: torch.Tensor
+    coming: Pending
+
+
+def tell(shares: Shares, counts: torch.Tensor, label: str) -> Told:
+    """Tells every rank how many tokens there are for its experts, which travels while these are put in order; collective.
+
+    Args:
+        shares: Who holds which experts.
+        counts: (experts,) tokens of this rank for each; on the host or the device.
+        label: Name of the layer.
+    """
+    if shares.watched and torch.is_grad_enabled():
+        shares.seen = counts.clone() if shares.seen is None else shares.seen.add_(counts)
+    told = counts.view(shares.collectives.world, shares.here).contiguous()
+    return Told(told, shares.collectives.exchange(told, f"{label}: tokens for each expert"))
+
+
+def send_to_experts(shares: Shares, rows: torch.Tensor, told: Told, trained: bool, label: str, compute: Compute) -> torch.Tensor:
     """The results of ``rows``, each computed where its expert is; collective.
 
     Args:
         shares: Who holds which experts.
-        rows: (n or more, width) tokens, by rising expert; n is the sum of ``counts``.
-        counts: (experts,) how many of them are for each; on the host or the device.
+        rows: (n or more, width) tokens, by rising expert; n is the sum of the counts that were told.
+        told: How many of them are for each expert.
         trained: Backward comes through here.
         label: Name of the layer.
         compute: Runs the experts of this rank.
@@ -66,17 +94,13 @@ def send_to_experts(shares: Shares, rows: torch.Tensor, counts: torch.Tensor, tr
     Returns:
         (n, width), in the order of ``rows``.
     """
-    group, world = shares.collectives, shares.collectives.world
-    told = counts.view(world, shares.here)
-    if shares.watched and torch.is_grad_enabled():
-        shares.seen = counts.clone() if shares.seen is None else shares.seen.add_(counts)
-    coming = group.exchange(told.contiguous(), f"{label}: tokens for each expert").received()
+    group, coming = shares.collectives, told.coming.received()
     if planning():
-        sends, receives = _evenly(len(rows), world, group.rank)
+        sends, receives = _evenly(len(rows), group.world, group.rank)
     else:
-        sends, receives = torch.stack([told.sum(dim=1), coming.sum(dim=1)]).tolist()  # the one time that the host waits
+        sends, receives = torch.stack([told.counts.sum(dim=1), coming.sum(dim=1)]).tolist()  # the one time that the host waits
     tokens = exchange(group, rows[: sum(sends)], sends, receives, f"{label}: tokens")
-    results = compute(tokens, coming) if sum(receives) else torch.zeros_like(tokens)
+    results = compute(tokens, coming)
     if torch.is_grad_enabled() and tokens.requires_grad:
         results = tie(results, tokens)
     return exchange(group, results, receives, sends, f"{label}: results", trained)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -74,3 +74,29 @@ def tie(output: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
     """``output``, through which backward reaches ``sources`` even where it was not computed from them: a rank without tokens."""
     tied: torch.Tensor = _Tie.apply(output, *sources)  # type: ignore[no-untyped-call]
     return tied
+
+
+class _Idle(torch.autograd.Function):
+    """``output`` as it is, and zeros for ``weights``."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.alike = [(weight.shape, weight.dtype, weight.device) for weight in weights]
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return gradient, *(torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.alike)
+
+
+def beside_idle(output: torch.Tensor, weights: Iterable[torch.Tensor]) -> torch.Tensor:
+    """``output``, whose backward gives ``weights`` zeros for gradients: those of experts without tokens.
+
+    [Note: gradients of idle experts] They come when those of other ranks do. If they did not come at all, the rank would hold their unit,
+    and all that is reduced after it, until backward ends, and reduce behind messages that other ranks send later.
+    """
+    trained = [weight for weight in weights if weight.requires_grad] if torch.is_grad_enabled() else []
+    if not trained:
+        return output
+    found: torch.Tensor = _Idle.apply(output, *trained)  # type: ignore[no-untyped-call]
+    return found

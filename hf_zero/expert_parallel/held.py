@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.units.empty_values import guard_state_dict
+from hf_zero.core.units.held import called_before_engine, guard, release
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.registration import unregister
 from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard
 from hf_zero.core.units.unit import full_shape
-from hf_zero.errors import StateError
 from hf_zero.expert_parallel.find import ExpertLayer, StackedExperts
 
 _HELD = "_hf_zero_held_experts"  # of a module whose forward calls experts
@@ -94,10 +93,7 @@ def _replace(module: nn.Module, leaf: str, param: nn.Parameter, own: Range) -> T
 def hold(module: nn.Module, held: Held) -> None:
     """Notes on the module of a layer that its parameters are ``held.parts``, and guards it until an engine is made."""
     setattr(module, _HELD, held)
-    for inner in module.modules():
-        guard_state_dict(inner)
-    if _refuse_held not in module._forward_pre_hooks.values():
-        module.register_forward_pre_hook(_refuse_held, prepend=True)
+    guard(module, _refuse_held)
     _mark(module, held)
 
 
@@ -119,9 +115,7 @@ def held_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Held]]:
 def let_go(module: nn.Module) -> None:
     """Takes the note and the guard off: the layer is an engine's now."""
     module.__dict__.pop(_HELD, None)
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if hook is _refuse_held:
-            del module._forward_pre_hooks[key]
+    release(module, _refuse_held)
 
 
 def _mark(module: nn.Module, held: Held) -> None:
@@ -139,7 +133,4 @@ def _refuse_held(module: nn.Module, *_: Any) -> None:
     if all(param.is_meta for param in module.parameters()):
         return
     ranks = held.place.ranks if held is not None else 0
-    raise StateError(
-        f"{type(module).__name__} was called, and this rank has loaded its own experts alone (expert parallelism over {ranks} ranks). Call "
-        "the model that accelerator.prepare(model) or initialize(model=model, ...) has prepared, on all ranks"
-    )
+    raise called_before_engine(module, f"its own experts (expert parallelism over {ranks} ranks)")

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from hf_zero.core.units.layout import Range
 from hf_zero.errors import StateError, UnsupportedError
-from hf_zero.expert_parallel.dispatch import Shares, send_to_experts
-from hf_zero.expert_parallel.exchange import tie
+from hf_zero.expert_parallel.dispatch import Shares, send_to_experts, tell
+from hf_zero.expert_parallel.exchange import beside_idle, tie
 
 
 @dataclass
@@ -49,7 +49,7 @@ class ListedLayer:
 
     def __init__(self, module: nn.Module, label: str, experts: tuple[nn.Module, ...], shares: Shares) -> None:
         self._module, self._label, self._shares = module, label, shares
-        self._own = [expert.forward for expert in experts[shares.first : shares.first + shares.here]]
+        self._own = [(expert, expert.forward) for expert in experts[shares.first : shares.first + shares.here]]
         self._params = [param for expert in experts for param in expert.parameters()]
         self._forward = module.forward
         self._calls: _Calls | None = None
@@ -147,7 +147,7 @@ class ListedLayer:
         for expert, size in sizes:
             counts[expert] += Range(start, start + size).intersect(own).numel
             start += size
-        told = torch.tensor(counts, dtype=torch.int64, device=rows.device)
+        told = tell(self._shares, torch.tensor(counts, dtype=torch.int64, device=rows.device), self._label)
         if shared is None:
             return send_to_experts(self._shares, rows, told, trained, self._label, self._run_own)
         part = shared.part(rows)
@@ -161,13 +161,15 @@ class ListedLayer:
         indices = torch.arange(here, device=tokens.device).repeat(world).repeat_interleave(counts.reshape(-1), output_size=len(tokens))
         order = torch.sort(indices, stable=True)[1]
         parts = tokens[order].split(counts.sum(dim=0).tolist())
-        results = torch.cat([forward(part) for forward, part in zip(self._own, parts, strict=True) if len(part)])
+        made = [forward(part) for (_, forward), part in zip(self._own, parts, strict=True) if len(part)]
+        results = torch.cat(made) if made else torch.zeros_like(tokens)
         if results.shape != tokens.shape:
             raise UnsupportedError(
                 f"expert_parallel: experts of {self._label} make {tuple(results.shape)} of {tuple(tokens.shape)}. Leave "
                 "expert_parallel out for this model"
             )
-        return torch.empty_like(results).index_copy(0, order, results)
+        idle = [param for (expert, _), part in zip(self._own, parts, strict=True) if not len(part) for param in expert.parameters()]
+        return beside_idle(torch.empty_like(results).index_copy(0, order, results), idle)
 
 
 def _is_tokens(leaf: Any) -> bool:

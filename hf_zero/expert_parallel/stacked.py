@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_zero.errors import StateError, UnsupportedError
-from hf_zero.expert_parallel.dispatch import Shares, combine, send_to_experts
+from hf_zero.expert_parallel.dispatch import Shares, combine, send_to_experts, tell
+from hf_zero.expert_parallel.exchange import beside_idle
 
 Implementation = Callable[..., torch.Tensor]
 _DISPATCHER = "_hf_zero_experts"
@@ -60,12 +62,24 @@ class Dispatcher:
     ) -> torch.Tensor:
         """As ``run``, of the tokens that this rank sends."""
         shares, flat = self.shares, indices.reshape(-1)
-        _, order = torch.sort(flat, stable=True)
         counts = torch.zeros(shares.count + 1, dtype=torch.int64, device=flat.device)
         counts = counts.scatter_add_(0, flat.clamp(max=shares.count), torch.ones_like(flat, dtype=torch.int64))
+        told = tell(shares, counts[:-1], self._label)
+        _, order = torch.sort(flat, stable=True)
         rows = hidden[order // indices.shape[-1]]
-        results = send_to_experts(shares, rows, counts[:-1], self._trains(experts, hidden), self._label, _local(experts, implementation))
+        compute = partial(self._compute, experts, implementation)
+        results = send_to_experts(shares, rows, told, self._trains(experts, hidden), self._label, compute)
         return combine(results, order, weights).to(hidden.dtype)
+
+    def _compute(self, experts: nn.Module, implementation: Implementation, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """This rank's experts over the tokens of all ranks; see ``dispatch.Compute``."""
+        if not len(tokens):
+            weights = [*(getattr(experts, name) for name in self._names), *experts.parameters()]
+            return beside_idle(torch.zeros_like(tokens), {id(weight): weight for weight in weights}.values())
+        world, here = counts.shape
+        indices = torch.arange(here, device=tokens.device).repeat(world).repeat_interleave(counts.reshape(-1), output_size=len(tokens))
+        ones = torch.ones((len(tokens), 1), dtype=tokens.dtype, device=tokens.device)
+        return implementation(experts, tokens, indices.unsqueeze(-1), ones)
 
     def _trains(self, experts: nn.Module, hidden: torch.Tensor) -> bool:
         """Whether backward comes to these experts, what adapts them, or through them; alike on every rank."""
@@ -89,16 +103,6 @@ class Dispatcher:
                 f"{self._label}: the experts implementation {chosen!r} was registered after initialize, which divided the experts over "
                 "ranks, and would compute with the experts of this rank alone. Register it, and call set_experts_implementation, before"
             )
-
-
-def _local(experts: nn.Module, implementation: Implementation) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    def compute(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        world, here = counts.shape
-        indices = torch.arange(here, device=tokens.device).repeat(world).repeat_interleave(counts.reshape(-1), output_size=len(tokens))
-        ones = torch.ones((len(tokens), 1), dtype=tokens.dtype, device=tokens.device)
-        return implementation(experts, tokens, indices.unsqueeze(-1), ones)
-
-    return compute
 
 
 def install(module: nn.Module, label: str, shares: Shares, names: tuple[str, ...]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -14,19 +15,50 @@ Sources = dict[str, list[str]]
 """Of one parameter: names in the files, by the pattern of the converter that they match; "" where they are only renamed."""
 
 
-def divided_later(load_config: Any) -> bool:
-    """Whether an engine may divide the model that is being loaded, and ranks are known already."""
-    placed = load_config.is_quantized or load_config.device_map is not None or load_config.device_mesh is not None
-    return not placed and dist.is_initialized()
+@dataclass(frozen=True)
+class Load:
+    """One call of ``PreTrainedModel._load_pretrained_model``.
 
+    Attributes:
+        method: That method.
+        model: It has no values yet.
+        state_dict: What the caller gives in place of files.
+        files: The checkpoint's.
+        config: How transformers is to load it.
+        args: The method's further arguments.
+        kwargs: Those by name.
+    """
 
-def are_mapped(files: Any, load_config: Any) -> bool:
-    """Whether transformers maps ``files`` into memory, where a slice is read when it is asked for."""
-    from transformers import modeling_utils
+    method: Callable[..., Any]
+    model: Any
+    state_dict: Any
+    files: Any
+    config: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
-    on_mount = getattr(modeling_utils, "_is_on_hf_mount", lambda path: False)
-    named = files is not None and all(str(file).endswith(_SAFETENSORS) for file in files)
-    return named and not load_config.disable_mmap and not any(on_mount(file) for file in files)
+    @property
+    def may_be_parted(self) -> bool:
+        """Whether an engine may divide the model, ranks are known already, and a tensor of the files is read when it is asked for."""
+        config = self.config
+        placed = config.is_quantized or config.device_map is not None or config.device_mesh is not None
+        return self.state_dict is None and not placed and dist.is_initialized() and self._are_mapped()
+
+    def whole(self) -> Any:
+        """The call as it is."""
+        return self.method(self.model, self.state_dict, self.files, self.config, *self.args, **self.kwargs)
+
+    def of(self, values: dict[str, Any]) -> Any:
+        """The call with ``values``, by their names in the files, in place of all that is there."""
+        return self.method(self.model, values, None, self.config, *self.args, **self.kwargs)
+
+    def _are_mapped(self) -> bool:
+        """Whether transformers maps the files into memory."""
+        from transformers import modeling_utils
+
+        on_mount = getattr(modeling_utils, "_is_on_hf_mount", lambda path: False)
+        named = self.files is not None and all(str(file).endswith(_SAFETENSORS) for file in self.files)
+        return named and not self.config.disable_mmap and not any(on_mount(file) for file in self.files)
 
 
 def open_slices(stack: ExitStack, files: Iterable[Any]) -> dict[str, Any]:

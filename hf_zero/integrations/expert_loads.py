@@ -9,10 +9,9 @@ every rank reads its experts itself. A layer whose tensors are saved in another 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from hf_zero.build.mesh import expert_ranks
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.expert_parallel.find import ExpertLayer, StackedExperts, present_experts
 from hf_zero.expert_parallel.held import Held, Place, hold, make_room
-from hf_zero.integrations.checkpoint_slices import Sources, are_mapped, converters_of, divided_later, open_slices, sources_of
+from hf_zero.integrations.checkpoint_slices import Load, Sources, converters_of, open_slices, sources_of
 from hf_zero.integrations.distributed_config import claims_of_load
 
 _MERGE, _TRANSPOSE = "MergeModulelist", "Transpose"
@@ -67,30 +66,23 @@ class _Share:
     params: set[str] = field(default_factory=set)
 
 
-def load_weights_of_rank(
-    method: Callable[..., Any], model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """``PreTrainedModel._load_pretrained_model``; see [Note: reading a share].
+def load_experts(load: Load) -> Any:
+    """Loads this rank's experts and everything else; see [Note: reading a share].
 
     Returns:
-        What it returns.
+        What ``load.whole()`` does; None, with nothing read, where experts will not be divided or cannot be told apart.
     """
-    whole = partial(method, model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-    layers, place = _to_divide(model, load_config)
-    if not layers or state_dict is not None or not are_mapped(checkpoint_files, load_config):
-        return whole()
+    layers, place = _to_divide(load.model)
+    if not layers:
+        return None
     with ExitStack() as files:
-        slices = open_slices(files, checkpoint_files)
-        share = _share(model, layers, place, slices, load_config)
+        slices = open_slices(files, load.files)
+        share = _share(load.model, layers, place, slices, load.config)
         if not share.held:
-            return whole()
+            return None
         rest = {name: found for name, found in slices.items() if name not in share.names}
-        if _sharded_already():
-            found = _load_apart(method, model, share, rest, load_config, args, kwargs)
-        else:
-            found = method(model, {**rest, **share.values}, None, load_config, *args, **kwargs)
-    info = found[0]
-    info.missing_keys -= share.params
+        found = _load_apart(load, share, rest) if _sharded_already() else load.of({**rest, **share.values})
+    found[0].missing_keys -= share.params
     for module, held in share.held:
         hold(module, held)
         for name, part in held.parts.items():
@@ -98,20 +90,17 @@ def load_weights_of_rank(
     return found
 
 
-def _to_divide(model: nn.Module, load_config: Any) -> tuple[list[ExpertLayer], Place]:
+def _to_divide(model: nn.Module) -> tuple[list[ExpertLayer], Place]:
     """The layers that an engine will divide, and where this rank stands; none where it will not, or will refuse."""
     from transformers.integrations.deepspeed import deepspeed_config
 
-    nobody = Place(1, 0)
-    if not divided_later(load_config):
-        return [], nobody
     ranks, index = expert_ranks(deepspeed_config(), claims_of_load())
     if ranks == 1:
-        return [], nobody
+        return [], Place(1, 0)
     try:
         layers = present_experts(model)
     except UnsupportedError:  # said by initialize: this may be another model than the one to be trained
-        return [], nobody
+        return [], Place(1, 0)
     return [layer for layer in layers if layer.count % ranks == 0], Place(ranks, index)
 
 
@@ -210,20 +199,19 @@ def _leaves_first_dim(operation: Any) -> bool:
 # -- stage 3 -------------------------------------------------------------------------------------------------------------
 
 
-def _load_apart(
-    method: Callable[..., Any], model: Any, share: _Share, rest: dict[str, Any], load_config: Any, args: Any, kwargs: Any
-) -> Any:
+def _load_apart(load: Load, share: _Share, rest: dict[str, Any]) -> Any:
     """Every rank its experts, which leave the shards over all ranks; rank 0 the rest for all; collective."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
-    own, _ = convert_and_load_state_dict_in_model(model, share.values, load_config)
-    wrong = share.params & {name for name, param in model.named_parameters() if param.is_meta}
+    own, _ = convert_and_load_state_dict_in_model(load.model, share.values, load.config)
+    wrong = share.params & {name for name, param in load.model.named_parameters() if param.is_meta}
     if wrong:
+        why = "; ".join(map(str, own.conversion_errors.values())) or "their shapes differ"
         raise StateError(
-            f"from_pretrained into {type(model).__name__}: experts in the checkpoint do not fit the model: {', '.join(sorted(wrong)[:5])} "
-            f"({'; '.join(map(str, own.conversion_errors.values())) or 'their shapes differ'}). It belongs to another architecture"
+            f"from_pretrained into {type(load.model).__name__}: experts in the checkpoint do not fit the model: "
+            f"{', '.join(sorted(wrong)[:5])} ({why}). It belongs to another architecture"
         )
-    return method(model, {name: _value(value) for name, value in rest.items()}, None, load_config, *args, **kwargs)
+    return load.of({name: _value(value) for name, value in rest.items()})
 
 
 def _value(found: Any) -> Any:

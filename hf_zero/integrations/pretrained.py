@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 
@@ -35,17 +34,25 @@ def load_weights(
     method: Callable[..., Any], model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """``PreTrainedModel._load_pretrained_model``; a rank keeps its share of quantized weights, and reads its own experts or layers."""
-    load = partial(method, model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     if not _configuration_in_use():
-        return load()
+        return method(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+    from hf_zero.integrations.checkpoint_slices import Load
+
+    load = Load(method, model, state_dict, checkpoint_files, load_config, args, kwargs)
     if load_config.is_quantized:
         from hf_zero.integrations.packed_loads import load_packed
 
-        return load_packed(load)
-    from hf_zero.integrations.expert_loads import load_weights_of_rank
-    from hf_zero.integrations.stage_loads import load_weights_of_stage
+        return load_packed(load.whole)
+    if not load.may_be_parted:
+        return load.whole()
+    from hf_zero.integrations.expert_loads import load_experts
+    from hf_zero.integrations.stage_loads import load_stage
 
-    return load_weights_of_rank(partial(load_weights_of_stage, method), model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+    for part in (load_experts, load_stage):
+        found = part(load)
+        if found is not None:
+            return found
+    return load.whole()
 
 
 def _configuration_in_use() -> bool:

@@ -9,10 +9,9 @@ the cuts are not known (the model does not run without values, it will be refuse
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import nn
 from hf_zero.build.mesh import pipeline_ranks
 from hf_zero.config.schema.parallel import Pipeline as Settings
 from hf_zero.errors import HfZeroError
-from hf_zero.integrations.checkpoint_slices import Sources, are_mapped, converters_of, divided_later, open_slices, sources_of
+from hf_zero.integrations.checkpoint_slices import Load, Sources, converters_of, open_slices, sources_of
 from hf_zero.integrations.distributed_config import claims_of_load
 from hf_zero.observe import log_rank0
 from hf_zero.pipeline.apply import placement_of
@@ -44,30 +43,25 @@ class _Cuts:
     names: list[list[str]]
 
 
-def load_weights_of_stage(
-    method: Callable[..., Any], model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """``PreTrainedModel._load_pretrained_model``; see [Note: reading a stage].
+def load_stage(load: Load) -> Any:
+    """Loads the layers of this rank's stages; see [Note: reading a stage].
 
     Returns:
-        What it returns.
+        What ``load.whole()`` does; None, with nothing read, where there will be no pipeline, or what it leaves out is not known.
     """
-    whole = partial(method, model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-    if state_dict is not None or not divided_later(load_config) or not are_mapped(checkpoint_files, load_config):
-        return whole()
-    cuts = _cuts_of(model)
+    cuts = _cuts_of(load.model)
     if cuts is None:
-        return whole()
+        return None
     with ExitStack() as files:
-        slices = open_slices(files, checkpoint_files)
-        left_out = dict(_left_out(cuts, sources_of(model, slices, load_config), converters_of(load_config)))
+        slices = open_slices(files, load.files)
+        left_out = dict(_left_out(cuts, sources_of(load.model, slices, load.config), converters_of(load.config)))
         if not left_out:
-            return whole()
+            return None
         others = {key for keys in left_out.values() for key in keys}
-        make_room(model, {name: _dtype(model, name, load_config) for name in left_out})
-        found = method(model, {key: value for key, value in slices.items() if key not in others}, None, load_config, *args, **kwargs)
+        make_room(load.model, {name: _dtype(load.model, name, load.config) for name in left_out})
+        found = load.of({key: value for key, value in slices.items() if key not in others})
     found[0].missing_keys -= left_out.keys()
-    hold(model, cuts.plan, [name for names in cuts.names if left_out.keys() & set(names) for name in names])
+    hold(load.model, cuts.plan, [name for names in cuts.names if left_out.keys() & set(names) for name in names])
     log_rank0(
         "from_pretrained: this rank reads %d of %d tensors, those of its stage of the pipeline", len(slices) - len(others), len(slices)
     )

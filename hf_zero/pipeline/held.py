@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.units.empty_values import guard_state_dict
+from hf_zero.core.units.held import called_before_engine, guard, release
 from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, unmark_tp_shard
-from hf_zero.errors import StateError
 from hf_zero.pipeline.plan import PipelinePlan
 from hf_zero.pipeline.templates import placeholder
 
@@ -67,12 +66,9 @@ def hold(model: nn.Module, plan: PipelinePlan, names: Iterable[str]) -> None:
         owner = model.get_submodule(path)
         note = _note(owner)
         note.elsewhere = (*note.elsewhere, leaf)
-        if _refuse not in owner._forward_pre_hooks.values():
-            owner.register_forward_pre_hook(_refuse, prepend=True)
+        guard(owner, _refuse)
         param = owner.get_parameter(leaf)
         mark_tp_shard(param, TpShard(param.shape, 0, ()))
-    for module in model.modules():
-        guard_state_dict(module)
 
 
 def is_held(model: nn.Module) -> bool:
@@ -92,9 +88,7 @@ def let_go(model: nn.Module) -> Held | None:
         for leaf in note.elsewhere:
             missing.add(f"{path}.{leaf}".lstrip("."))
             unmark_tp_shard(module.get_parameter(leaf))
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if hook is _refuse:
-                del module._forward_pre_hooks[key]
+        release(module, _refuse)
     return Held(tuple((path, nth) for _, path, nth in sorted(starts)), frozenset(missing)) if starts else None
 
 
@@ -109,8 +103,4 @@ def _refuse(module: nn.Module, *_: Any) -> None:
     Raises:
         StateError: Always.
     """
-    raise StateError(
-        f"{type(module).__name__} was called, and this rank has loaded the layers of its own stage of the pipeline alone. Call the model "
-        "that accelerator.prepare(model) or initialize(model=model, ...) has prepared, on all ranks; a model that is to stay whole (a "
-        "teacher, say) is loaded before the configuration"
-    )
+    raise called_before_engine(module, "the layers of its own stage of the pipeline")

@@ -191,6 +191,13 @@ def test_a_rate_of_zero_is_said() -> None:
     assert resolve({**still, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}}).warnings == []
 
 
+def test_experts_that_nothing_divides_are_said() -> None:
+    (warning,) = resolve({"expert_parallel": {"enabled": True}}).warnings
+    assert "`expert_parallel.autoep_size` is missing, and 1 then: every rank holds all experts" in warning
+    for section in ({"enabled": True, "autoep_size": 2}, {"enabled": False}):
+        assert resolve({"expert_parallel": section}).warnings == []
+
+
 @pytest.mark.parametrize(
     ("section", "kind", "params", "words"),
     [
