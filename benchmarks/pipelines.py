@@ -320,7 +320,7 @@ def over_link(arguments: argparse.Namespace) -> ResultTable:
     text = MODEL.format(**size, world=2) + (
         f"Each rank in a network namespace behind a link of {RATE} (veth, packets of {MTU} bytes, `tc tbf` both ways). DDP and ZeRO give "
         "each rank half of the parts and exchange once a step (stage 3: parameters for each part). Medians of "
-        f"{arguments.rounds} interleaved rounds of {arguments.steps} steps; ratios are to the first line, above 1 is slower. MB: what the "
+        f"{arguments.rounds} interleaved rounds of {arguments.steps} step(s); ratios are to the first line, above 1 is slower. MB: what the "
         "interface of the busier rank counted as sent in a step, headers included."
     )
     columns = ["", "s per step", "ratio (lowest-highest)", "MB sent", "loss"]
@@ -330,8 +330,8 @@ def over_link(arguments: argparse.Namespace) -> ResultTable:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("peers", "bubbles", "memory", "link"))
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--rounds", type=int, help="7; of link 5")
+    parser.add_argument("--steps", type=int, help="in a round: 2; of link 1, where one of stage 3 takes a dozen seconds")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=512)
@@ -344,7 +344,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peer-python", help="Python of a venv with DeepSpeed and transformers")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="of bubbles: draw the timelines (needs matplotlib)")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    rounds, steps = (5, 1) if arguments.what == "link" else (7, 2)
+    arguments.rounds, arguments.steps = arguments.rounds or rounds, arguments.steps or steps
+    return arguments
 
 
 def main() -> int:
