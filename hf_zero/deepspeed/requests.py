@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -82,6 +82,16 @@ def coalesce_grad_reduction(engine: ConfiguredEngine) -> Iterator[None]:
         yield
     if engine.accumulation.completed() and engine.policy.allows_deferral:
         engine.stepper.reducer.reduce_deferred()
+
+
+def train_batch(engine: ConfiguredEngine, data_iter: Iterator[Mapping[str, Any]]) -> torch.Tensor:
+    """Trains one batch, ``gradient_accumulation_steps`` micro-batches and a step, over ``pipeline.stages`` as ``pipeline.schedule`` has it.
+
+    DeepSpeed has this for a ``PipelineModule`` alone. As ``pipeline.train.train_batch``, where what it takes and raises is written.
+    """
+    from hf_zero.pipeline.train import train_batch as train  # schedules of torch, which other engines do not need
+
+    return train(engine, data_iter)
 
 
 def set_train_batch_size(engine: ConfiguredEngine, train_batch_size: int) -> None:

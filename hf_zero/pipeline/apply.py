@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -208,9 +209,8 @@ def _put_forward(model: nn.Module, pipeline: Pipeline, topology: Topology, pipe:
     """Puts the pipeline in the place of the model's forward."""
     paths = list(dict.fromkeys(call.path for call in pipeline.plan.calls))
     own = OwnStages(model, pipeline.placement, pipe.rank, paths, Templates(pipeline.skeleton), topology.device)
-    model.forward = PipelinedForward(
-        own, open_collectives(pipe), pipeline.micro_batches, pipeline.schedule, lambda given: _plan_for(pipeline, given)
-    )
+    planned = partial(_plan_for, pipeline)
+    model.forward = PipelinedForward(own, open_collectives(pipe), collectives, pipeline.micro_batches, pipeline.schedule, planned)
     equal_random_state(collectives)
     SameData(model, collectives)
     log_rank0("%s", summary(pipeline.plan, model))
