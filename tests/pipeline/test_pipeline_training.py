@@ -13,7 +13,7 @@ from hf_zero.pipeline.pending import PendingTensor
 from tests.support import parity, ranks
 from tests.support.models import CASES, Batch, ModelCase
 from tests.support.parity import Run
-from tests.support.pipelines import check, train, train_by_schedule, with_stages
+from tests.support.pipelines import check, check_schedule, train, train_by_schedule, with_numbers, with_stages
 from tests.support.tp_training import compare_trained, zoo_case
 
 
@@ -56,6 +56,18 @@ def recomputed(case: ModelCase) -> ModelCase:
         return model
 
     return replace(case, make=make)
+
+
+def check_numbers() -> None:
+    case = with_numbers(zoo_case("LlamaForCausalLM", {"num_hidden_layers": 4}))
+    check(case, Run(0, accumulation=2, clip=0.1), 2)
+    check(case, Run(2, clip=0.1), 2)
+    check(case, Run(1, clip=0.1), 4)
+    check_schedule(case, Run(1, accumulation=2, clip=0.1), 2, "1F1B")
+
+
+def test_parameters_that_are_single_numbers() -> None:
+    ranks.run_ranks(check_numbers, 4)
 
 
 def test_settings() -> None:

@@ -6,7 +6,8 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from tests.support import parity, ranks
 from tests.support.models import Batch, ModelCase
@@ -80,3 +81,27 @@ def check_schedule(case: ModelCase, run: Run, stages: int, name: str, each: int 
     engine.destroy()
     if weights is not None:
         compare_trained(reference_of(case, run, ranks.world() // stages), losses, norms, weights, run)
+
+
+class Scaled(nn.Module):
+    """A module whose result is multiplied by a trained number."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.inner(hidden) * self.scale
+
+
+def with_numbers(case: ModelCase) -> ModelCase:
+    """``case`` with trained parameters without a dimension, in the first and in the last layer."""
+
+    def make() -> nn.Module:
+        model: Any = case.make()
+        for layer in model.model.layers[::3]:
+            layer.mlp = Scaled(layer.mlp)
+        return model
+
+    return replace(case, make=make)
