@@ -331,7 +331,8 @@ def over_link(arguments: argparse.Namespace) -> ResultTable:
         "the interface of the busier rank counted as sent in a step, headers included."
     )
     columns = ["", "s per step", "ratio (lowest-highest)", "MB sent", "loss"]
-    return ResultTable("A pipeline over a slow link", "python -m benchmarks.pipelines link   # as root", text, columns, rows)
+    command = "python -m benchmarks.pipelines link" + (" --peer-python PYTHON" if arguments.peer_python else "") + "   # as root"
+    return ResultTable("A pipeline over a slow link", command, text, columns, rows)
 
 
 def parse() -> argparse.Namespace:
