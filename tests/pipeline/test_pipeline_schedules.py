@@ -7,7 +7,7 @@ import torch
 
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from tests.support import parity, ranks
-from tests.support.models import Batch
+from tests.support.models import CASES, Batch
 from tests.support.parity import Run
 from tests.support.pipelines import check, check_schedule, with_stages
 from tests.support.tp_training import zoo_case
@@ -19,6 +19,7 @@ def check_single(zero: int) -> None:
     case = zoo_case("LlamaForCausalLM", FOUR)
     for name in ("1F1B", "GPipe"):
         check_schedule(case, Run(zero, accumulation=4, clip=0.1), 2, name)
+    check_schedule(CASES["llama"], Run(zero, "fp16", accumulation=2, clip=0.1), 2, "1F1B")
 
 
 def check_data() -> None:
