@@ -61,7 +61,7 @@ def recomputed(case: ModelCase) -> ModelCase:
 def check_numbers() -> None:
     case = with_numbers(zoo_case("LlamaForCausalLM", {"num_hidden_layers": 4}))
     check(case, Run(0, accumulation=2, clip=0.1), 2)
-    check(case, Run(2, clip=0.1), 2)
+    check(case, Run(2, clip=0.1), 2, tp=2)
     check(case, Run(1, clip=0.1), 4)
     check_schedule(case, Run(1, accumulation=2, clip=0.1), 2, "1F1B")
 
