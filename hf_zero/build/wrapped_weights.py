@@ -41,9 +41,9 @@ def prepare_wrapped(model: nn.Module, sharded: bool, world: int) -> set[int]:
             )
         if trains and type(param).__name__.startswith(_WITHOUT_GRADIENT):
             raise UnsupportedError(
-                f"{name} is a {type(param).__name__}: torchao's products with 4-bit weights have no gradient, so no adapter of a layer before "
-                "can train. Quantize with BitsAndBytesConfig(load_in_4bit=True), or with TorchAoConfig(Int8WeightOnlyConfig()): both train, "
-                "and are sharded at stage 3"
+                f"{name} is a {type(param).__name__}: torchao's products with 4-bit weights have no gradient, so no adapter before one can "
+                "train. Quantize with BitsAndBytesConfig(load_in_4bit=True), or with TorchAoConfig(Int8WeightOnlyConfig()): both train, and "
+                "are sharded at stage 3"
             )
     divided = [param for _, param in found if find_unit(param) is not None or (sharded and mark_inner(param))]
     _log([param for param in divided if sharded], f"sharded over {world} rank(s) and gathered packed")

@@ -49,7 +49,7 @@ class PendingTensor(torch.Tensor):
         """The tensor itself; collective the first time."""
         if self._value is None:
             self._value = self._fetch()
-            for hook in self._hooks.values():
+            for hook in self._hooks.values() if self._value.requires_grad else ():  # on the last stage it may turn out to want none
                 self._value.register_hook(hook)
         return self._value
 

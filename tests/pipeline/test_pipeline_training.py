@@ -138,6 +138,14 @@ def test_logits_travel_when_they_are_read() -> None:
     ranks.run_ranks(check_logits, 2)
 
 
+def test_a_tensor_that_turns_out_to_want_no_gradient() -> None:
+    value, source = torch.ones(2), torch.ones(1, requires_grad=True).exp().grad_fn
+    pending = PendingTensor(value.to("meta"), torch.device("cpu"), lambda: value, source)
+    assert pending.grad_fn is source
+    pending.register_hook(torch.Tensor.zero_)
+    assert pending.sum() == 2 and pending.grad_fn is None
+
+
 KINDS = {
     "T5ForConditionalGeneration": {},
     "BartForConditionalGeneration": {},
