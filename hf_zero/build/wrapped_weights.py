@@ -42,7 +42,7 @@ def prepare_wrapped(model: nn.Module, sharded: bool, world: int) -> set[int]:
         if trains and type(param).__name__.startswith(_WITHOUT_GRADIENT):
             raise UnsupportedError(
                 f"{name} is a {type(param).__name__}: torchao's products with 4-bit weights have no gradient, so no adapter before one can "
-                "train. Quantize with BitsAndBytesConfig(load_in_4bit=True), or with TorchAoConfig(Int8WeightOnlyConfig()): both train, and "
+                "train. Quantize with BitsAndBytesConfig(load_in_4bit=True), or with TorchAoConfig(Int8WeightOnlyConfig()): both train and "
                 "are sharded at stage 3"
             )
     divided = [param for _, param in found if find_unit(param) is not None or (sharded and mark_inner(param))]
