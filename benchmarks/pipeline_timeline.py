@@ -32,13 +32,13 @@ class Event(NamedTuple):
 
 @contextmanager
 def recorded() -> Iterator[list[Event]]:
-    """What stages of torch's schedules compute on this rank, in the order in which they do; waiting for a message is no computing."""
-    from torch.distributed.pipelining.stage import _PipelineStageBase
+    """What hf_zero's stages in torch's schedules compute on this rank, in order; waiting for a message is no computing."""
+    from hf_zero.pipeline.scheduled import ScheduledStage
 
     events: list[Event] = []
 
     def timed(name: str) -> Callable[..., Any]:
-        original = getattr(_PipelineStageBase, name)
+        original = getattr(ScheduledStage, name)
 
         def call(stage: Any, part: int, *args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
@@ -52,7 +52,7 @@ def recorded() -> Iterator[list[Event]]:
 
     with ExitStack() as stack:
         for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-            stack.enter_context(mock.patch.object(_PipelineStageBase, name, timed(name)))
+            stack.enter_context(mock.patch.object(ScheduledStage, name, timed(name)))
         yield events
 
 

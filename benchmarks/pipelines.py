@@ -264,27 +264,32 @@ def memory(arguments: argparse.Namespace) -> ResultTable:
     """What forward and backward add at their peak, by the number of parts."""
     rows = []
     for world in arguments.ranks:
-        peaks: dict[str, list[list[float]]] = {}
-        for name in SINGLE:
-            one = Contender(title_of(name), "hf_zero", settings(name))
-            try:
-                one.start(world, size_of(arguments))
-                peaks[name] = [[answer["peak"] / 2**20 for answer in one.ask(peak=True, parts=parts)] for parts in arguments.counts]
-            finally:
-                one.stop()
-        for parts, ours, all_kept in zip(arguments.counts, peaks["1F1B"], peaks["GPipe"], strict=True):
-            by_rank = [", ".join(f"{peak:.1f}" for peak in found) for found in (ours, all_kept)]
-            rows.append(
-                [f"{world} stages, {parts} parts", f"{max(ours):.1f}", f"{max(all_kept):.1f}", f"{max(ours) / max(all_kept):.2f}", *by_rank]
-            )
+        peaks = {name: _peaks(name, world, arguments) for name in (*SINGLE, SCRIPT)}
+        for parts, ours, all_kept, script in zip(arguments.counts, *(peaks[name] for name in ("1F1B", "GPipe", SCRIPT)), strict=True):
+            most = [f"{max(found):.1f}" for found in (ours, all_kept, script)]
+            by_rank = [", ".join(f"{peak:.1f}" for peak in found) for found in (ours, all_kept, script)]
+            rows.append([f"{world} stages, {parts} parts", *most, f"{max(ours) / max(all_kept):.2f}", *by_rank])
     size = size_of(arguments)
     text = MODEL.format(**{**size, "parts": "2 and more"}, world=" or ".join(map(str, arguments.ranks))) + (
         "MiB of tensors that forward and backward of a step add at their peak on the rank that has most, by torch's own record: "
         "activations, messages and gradients. GPipe keeps the activations of all parts, 1F1B those of as many as there are stages behind, "
-        "the first stage most."
+        "the first stage most. *Trainer's*: the parts are one micro-batch of a script, which calls forward and backward itself."
     )
-    columns = ["", "1F1B", "GPipe", "1F1B to GPipe", "1F1B, by rank", "GPipe, by rank"]
+    columns = ["", "1F1B", "GPipe", "Trainer's", "1F1B to GPipe", "1F1B, by rank", "GPipe, by rank", "Trainer's, by rank"]
     return ResultTable("Memory of activations in a pipeline", "python -m benchmarks.pipelines memory", text, columns, rows)
+
+
+def _peaks(name: str, world: int, arguments: argparse.Namespace) -> list[list[float]]:
+    """For each number of parts the MiB of each rank. A script's batch is divided as its configuration says, so each number has its own."""
+    found = []
+    for counts in [[parts] for parts in arguments.counts] if name == SCRIPT else [arguments.counts]:
+        one = Contender(title_of(name), "hf_zero", settings(name))
+        try:
+            one.start(world, size_of(arguments, parts=counts[0]))
+            found += [[answer["peak"] / 2**20 for answer in one.ask(peak=True, parts=parts)] for parts in counts]
+        finally:
+            one.stop()
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ link
@@ -299,6 +304,7 @@ def over_link(arguments: argparse.Namespace) -> ResultTable:
         Contender("hf_zero, 2 stages, Trainer's", "hf_zero", settings(SCRIPT)),
         Contender("torch by hand, 2 stages, 1F1B", "torch", settings("1F1B")),
         Contender("DDP", "ddp"),
+        Contender("hf_zero, stage 1, no_sync", "hf_zero", {"zero": 1, "defers": True}),
         Contender("hf_zero, stage 1", "hf_zero", {"zero": 1}),
         Contender("hf_zero, stage 3", "hf_zero", {"zero": 3}),
     ]
@@ -319,19 +325,21 @@ def over_link(arguments: argparse.Namespace) -> ResultTable:
         rows.append([one.title, f"{statistics.median(one.seconds):.3f}", beside, f"{one.sent / 1e6:.2f}", f"{one.loss:.6f}"])
     text = MODEL.format(**size, world=2) + (
         f"Each rank in a network namespace behind a link of {RATE} (veth, packets of {MTU} bytes, `tc tbf` both ways). DDP and ZeRO give "
-        "each rank half of the parts and exchange once a step (stage 3: parameters for each part). Medians of "
-        f"{arguments.rounds} interleaved rounds of {arguments.steps} steps; ratios are to the first line, above 1 is slower. MB: what the "
-        "interface of the busier rank counted as sent in a step, headers included."
+        "each rank half of the parts. DDP and *no_sync* (`with engine.no_sync()` around all parts but the last) exchange gradients once a "
+        "step, stage 1 by itself once a part, stage 3 parameters too. Medians of "
+        f"{arguments.rounds} interleaved rounds of {arguments.steps} step(s); ratios are to the first line, above 1 is slower. MB: what "
+        "the interface of the busier rank counted as sent in a step, headers included."
     )
     columns = ["", "s per step", "ratio (lowest-highest)", "MB sent", "loss"]
-    return ResultTable("A pipeline over a slow link", "python -m benchmarks.pipelines link   # as root", text, columns, rows)
+    command = "python -m benchmarks.pipelines link" + (" --peer-python PYTHON" if arguments.peer_python else "") + "   # as root"
+    return ResultTable("A pipeline over a slow link", command, text, columns, rows)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("peers", "bubbles", "memory", "link"))
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--rounds", type=int, help="7; of link 3")
+    parser.add_argument("--steps", type=int, help="in a round: 2; of link 1, where one of stage 3 takes a dozen seconds")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=512)
@@ -344,7 +352,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peer-python", help="Python of a venv with DeepSpeed and transformers")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="of bubbles: draw the timelines (needs matplotlib)")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    rounds, steps = (3, 1) if arguments.what == "link" else (7, 2)
+    arguments.rounds, arguments.steps = arguments.rounds or rounds, arguments.steps or steps
+    return arguments
 
 
 def main() -> int:

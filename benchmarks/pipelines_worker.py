@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -123,6 +124,7 @@ class Engine:
         import hf_zero
 
         self._schedule = options.get("schedule", "")
+        self._defers = options.get("defers", False)
         self._replicas = dist.get_world_size() if not self._schedule else 1
         rows, parts = size["rows"], size["parts"]
         config: dict[str, Any] = {
@@ -152,8 +154,10 @@ class Engine:
         losses = []
         own = parts[dist.get_rank() :: self._replicas]
         for place, part in enumerate(own):
-            losses.append(self._micro_step(part))
-            if place < len(own) - 1:
+            last = place == len(own) - 1
+            with self._engine.no_sync() if self._defers and not last else nullcontext():
+                losses.append(self._micro_step(part))
+            if not last:
                 self._engine.step()
         return sum(losses) / len(losses)
 

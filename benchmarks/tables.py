@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import resource
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -51,11 +52,42 @@ class ResultTable:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on."""
+    """What the numbers depend on; ``others`` is what other programs have had of the CPUs since this one began, from 0 to 1."""
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPUs"
-    return {"device": device, "torch": torch.__version__, "python": platform.python_version(), "when": time.strftime("%Y-%m-%d")}
+    found = {"device": device, "torch": torch.__version__, "python": platform.python_version(), "when": time.strftime("%Y-%m-%d")}
+    return found if _BEGAN is None else {**found, "others": round(_others(_BEGAN), 2)}
+
+
+@dataclass(frozen=True)
+class _Clocks:
+    """Seconds: on the wall, those in which CPUs have worked, those of this process and of its children that have ended."""
+
+    wall: float
+    busy: float
+    own: float
+
+
+def _clocks() -> _Clocks | None:
+    """As they stand; None where the kernel does not say."""
+    if not _STAT.is_file():
+        return None
+    user, nice, system, _idle, _wait, *interrupts = map(int, _STAT.read_text().partition("\n")[0].split()[1:8])
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    busy = (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+    return _Clocks(time.monotonic(), busy, sum(usage.ru_utime + usage.ru_stime for usage in used))
+
+
+def _others(began: _Clocks) -> float:
+    now = _clocks()
+    assert now is not None
+    return max(0.0, now.busy - began.busy - now.own + began.own) / ((os.cpu_count() or 1) * max(now.wall - began.wall, 1e-3))
+
+
+_STAT = Path("/proc/stat")
+_BEGAN = _clocks()
+_QUIET = 0.1  # of the CPUs
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -64,7 +96,9 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [f"# {result['title']}", "", result["text"], "", f"```bash\n{result['command']}\n```", ""]
     lines += ["| " + " | ".join(result["columns"]) + " |", "|---" + "|---:" * (len(result["columns"]) - 1) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in result["rows"]]
-    lines += ["", f"{where['device']}, torch {where['torch']}, Python {where['python']}, {where['when']}."]
+    beside = where.get("others", 0.0)
+    busy = f" Other programs had {100 * beside:.0f} % of the CPUs: seconds are larger for it." if beside > _QUIET else ""
+    lines += ["", f"{where['device']}, torch {where['torch']}, Python {where['python']}, {where['when']}.{busy}"]
     if result["figure"]:
         lines += ["", f"![{result['title']}]({result['figure']})"]
     return "\n".join(lines) + "\n"

@@ -10,8 +10,10 @@ from torch import nn
 
 from hf_zero.core.units.packed import inner_tensors, is_wrapped, mark_inner
 from hf_zero.core.units.unit import find_unit, full_shape
-from hf_zero.errors import StateError
+from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.observe import log_rank0
+
+_WITHOUT_GRADIENT = "Int4"  # torchao's classes of 4-bit weights: torch has no derivative of their products
 
 
 def prepare_wrapped(model: nn.Module, sharded: bool, world: int) -> set[int]:
@@ -27,13 +29,21 @@ def prepare_wrapped(model: nn.Module, sharded: bool, world: int) -> set[int]:
 
     Raises:
         StateError: One is trainable.
+        UnsupportedError: Something trains beside one whose products have no gradient.
     """
     found = [(name, param) for name, param in model.named_parameters() if is_wrapped(param)]
+    trains = any(param.requires_grad for param in model.parameters())
     for name, param in found:
         if param.requires_grad:
             raise StateError(
                 f"{name} is a {type(param).__name__} and requires a gradient: quantized weights are not trained here. Freeze it "
                 "(model.requires_grad_(False) before get_peft_model), and train adapters on it"
+            )
+        if trains and type(param).__name__.startswith(_WITHOUT_GRADIENT):
+            raise UnsupportedError(
+                f"{name} is a {type(param).__name__}: torchao's products with 4-bit weights have no gradient, so no adapter before one can "
+                "train. Quantize with BitsAndBytesConfig(load_in_4bit=True), or with TorchAoConfig(Int8WeightOnlyConfig()): both train and "
+                "are sharded at stage 3"
             )
     divided = [param for _, param in found if find_unit(param) is not None or (sharded and mark_inner(param))]
     _log([param for param in divided if sharded], f"sharded over {world} rank(s) and gathered packed")

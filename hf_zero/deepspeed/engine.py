@@ -79,6 +79,7 @@ class Engine(ConfiguredEngine):
         """
         return None if self.progress.last_norm is None else float(self.progress.last_norm)
 
+    train_batch = requests.train_batch
     allreduce_gradients = requests.allreduce_gradients
     coalesce_grad_reduction = requests.coalesce_grad_reduction
     set_train_batch_size = requests.set_train_batch_size

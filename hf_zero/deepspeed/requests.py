@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -98,6 +98,16 @@ def optimizer_file(engine: ConfiguredEngine, checkpoints_path: str | os.PathLike
     data, model = engine.collectives.data, engine.collectives.topology.model
     parts = (model.rank, model.world) if model is not None else (0, 1)
     return os.path.join(checkpoints_path, str(tag), shard_file(MASTER, data.rank, data.world, *parts))
+
+
+def train_batch(engine: ConfiguredEngine, data_iter: Iterator[Mapping[str, Any]]) -> torch.Tensor:
+    """Trains one batch, ``gradient_accumulation_steps`` micro-batches and a step, over ``pipeline.stages`` as ``pipeline.schedule`` has it.
+
+    DeepSpeed has this for a ``PipelineModule`` alone. As ``pipeline.train.train_batch``, where what it takes and raises is written.
+    """
+    from hf_zero.pipeline.train import train_batch as train  # schedules of torch, which other engines do not need
+
+    return train(engine, data_iter)
 
 
 def set_train_batch_size(engine: ConfiguredEngine, train_batch_size: int) -> None:

@@ -110,6 +110,13 @@ SAME_SAMPLES = Method(
     around="hf_zero.integrations.pipelines:get_tp_size",
     since=(5,),
 )
+TOKENS = Method(
+    "transformers.trainer",
+    "Trainer._track_num_input_tokens",
+    "Trainer's num_input_tokens_seen has the tokens of a sample once per rank that shares it",
+    around="hf_zero.integrations.metrics_once:track_num_input_tokens",
+    since=(5, 3),
+)
 STATE_DICT = Method(
     "accelerate.accelerator",
     "Accelerator.get_state_dict",
@@ -159,7 +166,7 @@ LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCh
 OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 METHODS = (
     STATE, ACCELERATOR_STATE, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, LOG, EVALUATE, MISSING_KEYS,
-    SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES,
+    SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
     LIGHTNING_SAVE, OLD_LIGHTNING_SAVE,
 )  # fmt: skip
 

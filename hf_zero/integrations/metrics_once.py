@@ -3,7 +3,8 @@
 [Note: metrics] accelerate divides samples over groups of ranks where the configuration has ``autotp_size``, but ``gather_for_metrics``
 (which Trainer evaluates and predicts with) joins what all ranks have: each sample would come once per rank of its group, and the rows
 that pad the last batch would be cut off at the wrong place. So of an Accelerator that has prepared such an engine, what is gathered for
-metrics is what the first rank of each group has. All else gathers from every rank as before; Trainer reckons with it.
+metrics is what the first rank of each group has, and so is what Trainer gathers to count the tokens that it has seen. All else gathers from
+every rank as before; Trainer reckons with it.
 """
 
 from __future__ import annotations
@@ -81,6 +82,15 @@ def evaluation_loop(method: Callable[..., Any], trainer: Any, *args: Any, **kwar
     if trainer.gather_function == accelerator.gather:
         trainer.gather_function = partial(_gather_once, accelerator)  # until the loop ends, which sets it anew
     return method(trainer, *args, **kwargs)
+
+
+def track_num_input_tokens(method: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Trainer._track_num_input_tokens``, which adds up what it gathers; here each sample once."""
+    token = _gathers.set([])
+    try:
+        return method(trainer, *args, **kwargs)
+    finally:
+        _gathers.reset(token)
 
 
 def _gather_once(accelerator: Any, tensor: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from hf_zero.comm.topology import Topology
 from hf_zero.config.schema.parallel import Pipeline as Settings
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, tp_shard_of
+from hf_zero.core.units.tp_shard import TpShard, mark_on_all_stages, mark_tp_shard, tp_shard_of
 from hf_zero.core.units.unit import find_unit
 from hf_zero.errors import ConfigError, HfZeroError, StateError, UnsupportedError
 from hf_zero.observe import log_rank0
@@ -59,8 +60,10 @@ class Pipeline:
 
     @property
     def held_by(self) -> dict[str, tuple[int, ...]]:
-        """Name of each parameter -> the ranks that hold it."""
-        return {name: self.placement.ranks_of(stages) for name, stages in self.plan.holders.items()}
+        """Name of each parameter -> the ranks that hold it: all, of a trained one that is a single number, which cannot be left empty."""
+        single = {name for name, param in self.skeleton.named_parameters() if param.dim() == 0 and param.requires_grad}
+        every = tuple(range(self.placement.ranks))
+        return {name: every if name in single else self.placement.ranks_of(stages) for name, stages in self.plan.holders.items()}
 
     @property
     def tied(self) -> list[tuple[int, ...]]:
@@ -191,12 +194,6 @@ def _keep_own(model: nn.Module, pipeline: Pipeline, topology: Topology, pipe: To
     elif topology.tensor is None:
         equal_weights(model, collectives, "a pipeline")
     tensor_ranks = topology.tensor.world if topology.tensor is not None else 1
-    single = next((name for name, param in model.named_parameters() if param.dim() == 0 and param.requires_grad), None)
-    if single is not None:
-        raise UnsupportedError(
-            f"pipeline: {single} is a trained parameter that is a single number, which other stages cannot leave empty. Give it the shape "
-            "(1,), freeze it, or leave pipeline.stages out"
-        )
     for name, param in model.named_parameters():
         _keep(param, held_by[name], pipe, tensor_ranks)
     for module in model.modules():
@@ -208,9 +205,8 @@ def _put_forward(model: nn.Module, pipeline: Pipeline, topology: Topology, pipe:
     """Puts the pipeline in the place of the model's forward."""
     paths = list(dict.fromkeys(call.path for call in pipeline.plan.calls))
     own = OwnStages(model, pipeline.placement, pipe.rank, paths, Templates(pipeline.skeleton), topology.device)
-    model.forward = PipelinedForward(
-        own, open_collectives(pipe), pipeline.micro_batches, pipeline.schedule, lambda given: _plan_for(pipeline, given)
-    )
+    planned = partial(_plan_for, pipeline)
+    model.forward = PipelinedForward(own, open_collectives(pipe), collectives, pipeline.micro_batches, pipeline.schedule, planned)
     equal_random_state(collectives)
     SameData(model, collectives)
     log_rank0("%s", summary(pipeline.plan, model))
@@ -224,7 +220,9 @@ def _plan_for(pipeline: Pipeline, given: Mapping[str, Any]) -> PipelinePlan:
 
 def _keep(param: nn.Parameter, holders: tuple[int, ...], pipe: Topology, tensor_ranks: int) -> None:
     """Marks what this rank of the pipeline holds of ``param``, one of ``holders``, or empties it."""
-    if param.dim() == 0:  # cannot be left empty: every stage has it, and nothing trains it
+    if param.dim() == 0:  # cannot be left empty: every stage has it
+        if param.requires_grad:
+            mark_on_all_stages(param, holders)
         return
     part = tp_shard_of(param) or TpShard(param.shape, 0, (Range(0, param.shape[0]),), ((Range(0, param.shape[0]), tensor_ranks),))
     if pipe.rank not in holders:

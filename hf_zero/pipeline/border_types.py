@@ -37,6 +37,16 @@ class BorderTypes:
         self.sent = sent
         self._known: dict[int, list[torch.dtype]] = {}  # by border
 
+    @property
+    def known(self) -> bool:
+        """Whether the stages need not be told any more; the same on every rank."""
+        return not self.sent or bool(self._known)
+
+    def of(self, border: int, metas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """``metas`` with the types that have gone over ``border``."""
+        dtypes = self._known.get(border, [meta.dtype for meta in metas])
+        return [torch.empty(meta.shape, dtype=dtype, device="meta") for meta, dtype in zip(metas, dtypes, strict=True)]
+
     def tell(self, border: int, tensors: Sequence[torch.Tensor], link: Link, target: int) -> None:
         """Sends the types of ``tensors`` ahead of them, once."""
         if not self.sent or border in self._known:
@@ -52,4 +62,4 @@ class BorderTypes:
         if border not in self._known:
             numbers = link.receive([torch.empty(len(metas), dtype=torch.int64, device="meta")], source, _LABEL)[0]
             self._known[border] = [_TYPES[number] for number in numbers.tolist()]
-        return [torch.empty(meta.shape, dtype=dtype, device="meta") for meta, dtype in zip(metas, self._known[border], strict=True)]
+        return self.of(border, metas)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from hf_zero.pipeline.plan import PipelinePlan
 from hf_zero.pipeline.result_shapes import ResultShapes
 from hf_zero.pipeline.schedules import Scheduler
 from hf_zero.pipeline.trees import map_tensors
+from hf_zero.tensor_parallel import same_data
 from hf_zero.tensor_parallel.call_arguments import tensors_in
 
 _NOT_KEPT = ("output_hidden_states", "output_attentions")
@@ -41,16 +43,27 @@ class _Kind:
     types: BorderTypes
 
 
+@dataclass(frozen=True)
+class Batch:
+    """The calls of one optimizer step: of one kind, with the arguments of each, and the context of each forward."""
+
+    kind: _Kind
+    given: Sequence[Mapping[str, Any]]
+    around: Callable[[], AbstractContextManager[Any]]
+
+
 class PipelinedForward:
     """Stands in the place of ``model.forward``.
 
     Attributes:
         begin_backward: Called with the number of parts before gradients reach parameters; the engine's.
         parts: Into how many the last batch was divided.
+        together: The ranks that hold the model: those of the pipeline, each with who shares its layers.
 
     Args:
         own: This rank's stages.
         pipe: The ranks of the pipeline.
+        together: As the attribute.
         wanted: Parts of a batch; None takes what divides it.
         schedule: Of ``train``.
         plan_for: Makes the plan for a call, from its arguments.
@@ -60,12 +73,14 @@ class PipelinedForward:
         self,
         own: OwnStages,
         pipe: Collectives,
+        together: Collectives,
         wanted: int | None,
         schedule: str,
         plan_for: Callable[[Mapping[str, Any]], PipelinePlan],
     ) -> None:
         self.begin_backward: Callable[[int], None] = lambda parts: None
         self.parts = 1
+        self.together = together
         self._own = own
         self._pipe = pipe
         self._link = Link(pipe)
@@ -121,26 +136,41 @@ class PipelinedForward:
             return self._for_training(given, passes, results, weights)
         return self._everywhere(given, micro_batches.merge(results, weights) if self._last else None)
 
-    def train(self, calls: Sequence[Mapping[str, Any]], scale: float) -> torch.Tensor:
-        """Forward and backward of several calls as the schedule has them; the mean of their losses, on every rank. Collective.
+    def prepare(self, calls: Sequence[Mapping[str, Any]], around: Callable[[], AbstractContextManager[Any]]) -> Batch:
+        """Several calls of the model as ``train`` takes them; collective.
 
         Args:
             calls: Arguments of each; all of one kind, with tensors of any sizes.
+            around: Context of each forward.
+
+        Raises:
+            UnsupportedError: They are of several kinds.
+        """
+        same_data.look(self._own.model, calls[0])
+        given = [self._arguments((), kwargs) for kwargs in calls]
+        with around():
+            first, *others = [self._kind_of(arguments, 1) for arguments in given]
+            if any(kind is not first for kind in others):
+                raise UnsupportedError(
+                    "pipeline: the micro-batches of one train_batch differ in the names or types of their arguments, or in arguments that "
+                    "are no tensors, so other modules may run for each. Give all the same, or train with forward, backward and step"
+                )
+            if not first.types.known:  # a schedule must know before what types go over borders
+                with torch.no_grad(), evaluating(self._own.model):
+                    self._once(first.plan, given[0], first.types)
+        return Batch(first, given, around)
+
+    def train(self, batch: Batch, scale: float) -> torch.Tensor:
+        """Forward and backward of a batch as the schedule has them; the mean of its losses, on every rank. Collective.
+
+        Args:
+            batch: What ``prepare`` gave.
             scale: Of each loss before backward.
         """
-        given = [self._arguments((), kwargs) for kwargs in calls]
-        kind = self._kind_of(given[0], 1)
-        if kind.types.sent:
-            raise UnsupportedError(
-                "pipeline: train_batch and torch_autocast cannot be combined: a schedule has to know before what types go over borders. "
-                'Train with forward, backward and step, or write "bf16": {"enabled": true}'
-            )
         own, losses = self._own, list[torch.Tensor]()
-        works = {
-            index: ModelStage(own, index, kind.plan, self._original, given, self._borders, losses)
-            for index in own.placement.stages_of(own.rank)
-        }
-        self._scheduler.train(works, len(given), scale)
+        rest = self._original, batch.given, batch.kind.types, batch.around, self._borders, losses
+        works = {index: ModelStage(own, index, batch.kind.plan, *rest) for index in own.placement.stages_of(own.rank)}
+        self._scheduler.train(works, len(batch.given), scale)
         mean = torch.stack(losses).float().mean() if self._last else torch.zeros((), device=self._own.device)
         self._pipe.broadcast(mean, self._source, "loss")
         return mean
@@ -192,15 +222,8 @@ class PipelinedForward:
         taken. Where nothing does, batches go through whole: exact, and without overlap.
         """
         given = _with_uneven_labels(given, count)
-        model = self._own.model
-        training = [module for module in model.modules() if module.training]
-        model.eval()
-        try:
-            with torch.no_grad():
-                whole, parts = ([self._once(plan, part, types) for part in micro_batches.split(given, pieces)] for pieces in (1, count))
-        finally:
-            for module in training:  # a script may have left some of them in evaluation
-                module.training = True
+        with torch.no_grad(), evaluating(self._own.model):
+            whole, parts = ([self._once(plan, part, types) for part in micro_batches.split(given, pieces)] for pieces in (1, count))
         found = None
         if self._last and all(micro_batches.mergeable(part, micro_batches.rows_of(given) // count) for part in parts):
             found = self._agreeing(whole[0], parts, micro_batches.split(given, count), micro_batches.ways_to_weigh(given))
@@ -209,7 +232,7 @@ class PipelinedForward:
             log_rank0(
                 "pipeline: the result of %s for a batch is not made of results for parts of it; each batch goes through the %d stages as a "
                 "whole, and a stage waits while others compute",
-                type(model).__name__,
+                type(self._own.model).__name__,
                 self._pipe.world,
             )
         return found
@@ -268,7 +291,8 @@ class PipelinedForward:
             own = flat[index] if self._last else None
             if index == place:
                 return self._attached(token, meta, own)
-            return PendingTensor(meta, self._own.device, lambda: self._attached(token, meta, own))
+            source = token.grad_fn if meta.is_floating_point() else None
+            return PendingTensor(meta, self._own.device, lambda: self._attached(token, meta, own), source)
 
         return map_tensors(template, give)
 
@@ -277,6 +301,18 @@ class PipelinedForward:
         if own is not None:
             return own
         return Attached.apply(token, value) if value.is_floating_point() else value  # type: ignore[no-untyped-call,no-any-return]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """``model`` is in evaluation mode inside."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:  # a script may have left some of them in evaluation
+            module.training = True
 
 
 def _with_uneven_labels(given: Mapping[str, Any], count: int) -> dict[str, Any]:

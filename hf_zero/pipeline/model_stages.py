@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import StateError, UnsupportedError
+from hf_zero.pipeline.border_types import BorderTypes
 from hf_zero.pipeline.micro_batches import loss_of
 from hf_zero.pipeline.own_stages import OwnStages
 from hf_zero.pipeline.plan import PipelinePlan
@@ -26,7 +28,10 @@ class ModelStage:
         own: The stages of this rank.
         index: Which of them.
         plan: For calls of this kind.
-        calls: The model's own forward, and arguments of each part.
+        forward_of_model: The model's own.
+        calls: Arguments of each part.
+        types: Of what goes over borders.
+        around: Context of each forward.
         borders: What is known of borders, by kind of call; grows.
         losses: Of each part, where the last stage is.
     """
@@ -36,6 +41,8 @@ class ModelStage:
     plan: PipelinePlan
     forward_of_model: Callable[..., Any]
     calls: Sequence[Mapping[str, Any]]
+    types: BorderTypes
+    around: Callable[[], AbstractContextManager[Any]]
     borders: dict[Any, Border]
     losses: list[torch.Tensor] = field(default_factory=list)
 
@@ -53,7 +60,8 @@ class ModelStage:
             UnsupportedError: The model returns no loss.
         """
         waiting = iter(received)
-        run = self.own.run(self.plan, self.index, lambda metas: [next(waiting) for _ in metas], self.forward_of_model, self.calls[part])
+        with self.around():
+            run = self.own.run(self.plan, self.index, lambda metas: [next(waiting) for _ in metas], self.forward_of_model, self.calls[part])
         if self.index < self.plan.stages - 1:
             return run.sent
         loss = loss_of(run.result)
@@ -73,12 +81,12 @@ class ModelStage:
             found.extend(map(without_values, metas))
             return [torch.zeros(meta.shape, dtype=meta.dtype, device=self.own.device) for meta in metas]
 
-        with torch.no_grad():
+        with torch.no_grad(), self.around():
             self.own.look(self.plan, self.index, note, self.forward_of_model, self.calls[part])
         wanted = len(self.plan.crossings[self.index - 1])
         if len(found) != wanted:
             raise StateError(f"pipeline: {len(found)} of the {wanted} tensors of a border were seen")
-        return tuple(found)
+        return tuple(self.types.of(self.index - 1, found))
 
 
 def _kind_of(call: Mapping[str, Any]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 # What these read of a tensor is known before its values are.
 _KNOWN = {
@@ -20,22 +22,26 @@ _KNOWN = {
     torch.Tensor.stride,
     torch.Tensor.element_size,
 }
+_GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 
 
 class PendingTensor(torch.Tensor):
     """A tensor whose values are fetched with the first operation on it; collective over the ranks of a pipeline then.
 
     Shape, type and device are known without. Every rank of the pipeline has to do something with it, as scripts do that run alike on all.
+    Who watches what a model returns for its gradient (the engine) looks at no values: hooks wait for the tensor.
     """
 
     _fetch: Callable[[], torch.Tensor]
     _value: torch.Tensor | None
+    _source: Any
+    _hooks: OrderedDict[int, Callable[[torch.Tensor], Any]]  # one that a RemovableHandle can refer to
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, device: torch.device, fetch: Callable[[], torch.Tensor]) -> PendingTensor:
-        """A stand-in for what ``fetch`` gives, which has the shape and type of ``like``."""
+    def __new__(cls, like: torch.Tensor, device: torch.device, fetch: Callable[[], torch.Tensor], source: Any) -> PendingTensor:
+        """A stand-in for what ``fetch`` gives, which has the shape and type of ``like``; its gradient goes to the node ``source``."""
         made: PendingTensor = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=device)
-        made._fetch, made._value = fetch, None
+        made._fetch, made._value, made._source, made._hooks = fetch, None, source, OrderedDict()
         return made
 
     @property
@@ -43,7 +49,15 @@ class PendingTensor(torch.Tensor):
         """The tensor itself; collective the first time."""
         if self._value is None:
             self._value = self._fetch()
+            for hook in self._hooks.values() if self._value.requires_grad else ():  # on the last stage it may turn out to want none
+                self._value.register_hook(hook)
         return self._value
+
+    def _hold(self, hook: Callable[[torch.Tensor], Any]) -> RemovableHandle:
+        """Registers ``hook`` as soon as the tensor is here."""
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """The values if they are here, else the shape."""
@@ -56,6 +70,12 @@ class PendingTensor(torch.Tensor):
         if func in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        first = args[0] if args else None
+        if isinstance(first, PendingTensor) and first._value is None and first._source is not None:
+            if func == _GRAD_FN:
+                return first._source
+            if func == torch.Tensor.register_hook:
+                return first._hold(*args[1:], **(kwargs or {}))
         args, kwargs = tree_map_only(PendingTensor, lambda pending: pending.value, (args, dict(kwargs or {})))
         return func(*args, **kwargs)
 

@@ -7,11 +7,65 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-from hf_zero.core.engine import Engine
+from hf_zero.core.engine import Engine, cast_floating
 from hf_zero.core.schedule.reducer import Reducer
-from hf_zero.errors import StateError
+from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.pipeline.forward import pipelined
+from hf_zero.pipeline.micro_batches import loss_of
+from hf_zero.pipeline.reading import read_together, require_iterator
+
+
+def train_batch(engine: Engine, data_iter: Iterator[Mapping[str, Any]]) -> torch.Tensor:
+    """Trains one batch: ``gradient_accumulation_steps`` micro-batches forward and backward, and a step; collective.
+
+    Over ``pipeline.stages`` they go through the stages in the order of ``pipeline.schedule``, so that a stage keeps the activations of few
+    of them; without a pipeline one after the other.
+
+    Args:
+        engine: Trains a model that returns its loss.
+        data_iter: Gives the arguments of the model for one micro-batch each time, a dict; the same on all ranks that hold one model.
+
+    Returns:
+        The mean loss of all micro-batches and data-parallel ranks, 0-dim, on every rank.
+
+    Raises:
+        StateError: The engine does not train.
+        ConfigError: What the iterator gives are no arguments.
+        StopIteration: On every rank, where one has not enough data for a batch.
+        UnsupportedError: The model returns no loss, or the micro-batches are of several kinds.
+    """
+    _require_training(engine)
+    forward, data = pipelined(engine.module), engine.collectives.data
+    networks = [data] if forward is None else [forward.together, data]
+    calls, _ = read_together(networks, lambda: _read(engine, data_iter))
+    engine.module.train()
+    if forward is not None:
+        loss = backward_of(engine, calls)
+        engine.step()
+    else:
+        loss = torch.stack([_micro_step(engine, call) for call in calls]).mean()
+    data.all_reduce(loss, "mean loss").wait()
+    return loss.div_(data.world)
+
+
+def _read(engine: Engine, data_iter: Iterator[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    device, batches = engine.collectives.topology.device, require_iterator(data_iter)
+    calls = [next(batches) for _ in range(engine.accumulation.steps)]
+    for call in calls:
+        if not isinstance(call, Mapping):
+            raise ConfigError(f"data_iter gave a {type(call).__name__}; a dict of the model's arguments is allowed, labels among them")
+    return [tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), dict(call)) for call in calls]
+
+
+def _micro_step(engine: Engine, call: Mapping[str, Any]) -> torch.Tensor:
+    loss = loss_of(engine(**call))
+    if loss is None:
+        raise UnsupportedError("train_batch needs a model that returns its loss: give it labels")
+    engine.backward(loss)
+    engine.step()
+    return loss.detach().float()
 
 
 def backward_of(engine: Engine, calls: Sequence[Mapping[str, Any]]) -> torch.Tensor:
@@ -30,8 +84,11 @@ def backward_of(engine: Engine, calls: Sequence[Mapping[str, Any]]) -> torch.Ten
     forward = pipelined(engine.module)
     if forward is None:
         raise StateError("a schedule of a pipeline needs an engine that trains a module over pipeline.stages")
-    with whole_step(engine), engine.autocast():
-        loss = forward.train(calls, engine.scaler.scale / len(calls))
+    if engine.precision.casts_inputs and engine.precision.param_dtype is not None:
+        calls = [cast_floating(call, engine.precision.param_dtype) for call in calls]
+    batch = forward.prepare(calls, engine.autocast)
+    with whole_step(engine):
+        loss = forward.train(batch, engine.scaler.scale / len(calls))
     engine.progress.last_loss = loss
     return loss
 
@@ -43,8 +100,8 @@ def whole_step(engine: Engine) -> Iterator[None]:
     Raises:
         StateError: The engine does not train.
     """
-    if engine.stepper is None or engine.optimizer is None:
-        raise StateError("an engine without optimizer does not train")
+    _require_training(engine)
+    assert engine.stepper is not None
     with engine.clock.phase("backward"):
         engine.accumulation.begin_all()
         engine.stepper.begin_micro_step(True, False, 1.0)
@@ -56,6 +113,11 @@ def whole_step(engine: Engine) -> Iterator[None]:
             engine.runtime.backward.abort()
             raise
         engine.runtime.backward.end()
+
+
+def _require_training(engine: Engine) -> None:
+    if engine.stepper is None or engine.optimizer is None:
+        raise StateError("an engine without optimizer does not train")
 
 
 def _take_left(reducer: Reducer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,15 +24,18 @@ class SameData:
 
     Attributes:
         collectives: The group.
-        first_rank: Global rank of the group's first rank, for messages.
     """
 
     def __init__(self, module: nn.Module, collectives: Collectives) -> None:
         self.collectives = collectives
-        self.first_rank = torch.distributed.get_rank() - collectives.rank
-        self._handle: Any = module.register_forward_pre_hook(self._look, with_kwargs=True, prepend=True)
+        self._handle: Any = module.register_forward_pre_hook(self.look, with_kwargs=True, prepend=True)
 
-    def _look(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def look(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before a call of ``module``: looks at its arguments in training, once.
+
+        Raises:
+            StateError: They are different on some ranks.
+        """
         if planning() or not (module.training and torch.is_grad_enabled()):
             return
         self._handle.remove()
@@ -45,13 +49,13 @@ class SameData:
         shared = [name for name in mine if all(name in other for other in everyone)]
         name = next((name for name in shared if len({other[name] for other in everyone}) > 1), "")
         groups: dict[Any, list[int]] = defaultdict(list)
-        for place, other in enumerate(everyone):
-            groups[other.get(name) if name else tuple(other)].append(self.first_rank + place)
+        for rank, other in zip(self.collectives.topology.ranks, everyone, strict=True):
+            groups[other.get(name) if name else tuple(other)].append(rank)
         sides = " and ".join(f"ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else f"rank {ranks[0]}" for ranks in groups.values())
         raise StateError(
-            f"tensor parallelism: {sides} were given different {name or 'arguments'} in the first step, but they hold one model together "
-            "and must see the same samples. Give the data loader one sampler per group: rank = global rank // tensor_parallel.autotp_size, "
-            f"replicas = ranks / tensor_parallel.autotp_size (here {self.collectives.world} ranks per group)"
+            f"{sides} were given different {name or 'arguments'} in the first step, but they hold one model together (tensor_parallel."
+            "autotp_size, pipeline.stages) and must see the same samples. Give the data loader one sampler per model: num_replicas = "
+            f"ranks / {self.collectives.world}, rank = (global rank % (ranks / pipeline.stages)) // tensor_parallel.autotp_size"
         )
 
     def _random_state(self) -> str:
@@ -60,6 +64,14 @@ class SameData:
         if device.type != "cpu":
             states.append(getattr(torch, device.type).get_rng_state(device).cpu())
         return hashlib.sha256(b"".join(bytes(state.numpy()) for state in states)).hexdigest()
+
+
+def look(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """What a call of ``module`` would look at, where a schedule calls parts of it in its place; collective the first time."""
+    for hook in list(module._forward_pre_hooks.values()):
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, SameData):
+            owner.look(module, (), kwargs)
 
 
 def equal_random_state(collectives: Collectives) -> None:

@@ -276,6 +276,38 @@ def test_torchao_at_every_stage(base: Path, tmp_path: Path, dtype: str) -> None:
     ranks.run_ranks(_torchao_at, 4, base, tmp_path, [Run(stage, dtype, accumulation=2) for stage in STAGES])
 
 
+class Int4Codes(torch.Tensor):
+    """What torchao's classes of 4-bit weights look like from outside."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor) -> Int4Codes:
+        made: Int4Codes = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        made.codes = codes
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> Int4Codes:
+        return cls(inner["codes"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls(args[0].codes) if func is torch.ops.aten.detach.default else NotImplemented
+
+
+def _refuses_int4() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = nn.Parameter(Int4Codes(torch.zeros(4, 4, dtype=torch.uint8)), requires_grad=False)
+    with pytest.raises(UnsupportedError, match=r"1.weight is a Int4Codes.*load_in_4bit=True.*Int8WeightOnlyConfig"):
+        initialize(model, Run())
+
+
+def test_weights_whose_products_have_no_gradient() -> None:
+    ranks.run_ranks(_refuses_int4, 1)
+
+
 def _torchao_divided(base: Path, folder: Path, loaded: bool) -> None:
     """Between uses a rank has its share of codes and scales; what reads them finds the whole, or one error."""
     from transformers.integrations.deepspeed import HfDeepSpeedConfig

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.support import parity, ranks
 from tests.support.parity import Run
-from tests.support.pipelines import replica, with_stages
+from tests.support.pipelines import replica, with_numbers, with_stages
 from tests.support.tp_training import zoo_case
 
 CHANGES = {"num_hidden_layers": 4, "tie_word_embeddings": True}
@@ -18,7 +18,7 @@ CHANGES = {"num_hidden_layers": 4, "tie_word_embeddings": True}
 
 def check_resumed(folder: str) -> None:
     """Two steps, a checkpoint, two more; then the same from the checkpoint over other numbers of stages and ranks of a layer."""
-    case = zoo_case("LlamaForCausalLM", CHANGES)
+    case = with_numbers(zoo_case("LlamaForCausalLM", CHANGES))
 
     def steps(engine: object, stages: int, tp: int, first: int) -> list[float]:
         losses = []

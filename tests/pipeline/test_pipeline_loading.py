@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import LlamaForCausalLM
 
 import hf_zero
 from hf_zero.errors import StateError
@@ -67,6 +68,33 @@ def _check_engine(name: str, model: nn.Module, config: dict[str, Any]) -> None:
         expected = wanted.state_dict()
         assert whole.keys() == expected.keys() and all(torch.equal(value, expected[key]) for key, value in whole.items())
     engine.destroy()
+
+
+def test_embeddings_are_resized_after_the_load(tmp_path: Path) -> None:
+    for tied in (False, True):
+        config = pp_breadth.build("LlamaForCausalLM", 4).config
+        config.tie_word_embeddings = tied
+        saved_sizes(LlamaForCausalLM(config), tmp_path / str(tied))
+    ranks.run_ranks(check_resized, 2, str(tmp_path))
+
+
+def check_resized(folder: str) -> None:
+    """Each stage resizes what it has; tied weights get one stage's new rows."""
+    config = with_stages(Run(1), 2).config()
+    for tied in ("False", "True"):
+        plain = LlamaForCausalLM.from_pretrained(f"{folder}/{tied}").state_dict()
+        model, _ = loaded_under(config, LlamaForCausalLM, f"{folder}/{tied}")
+        rows = model.config.vocab_size
+        model.resize_token_embeddings(rows + 8)
+        engine = hf_zero.initialize(model=model, config=config, model_parameters=model.parameters())[0]
+        assert torch.isfinite(zoo.loss(engine, zoo.batch("LlamaForCausalLM", torch.Generator().manual_seed(0))))
+        whole = engine._consolidated_16bit_state_dict()
+        engine.destroy()
+        for name, value in whole.items() if whole is not None else ():
+            resized = name in ("model.embed_tokens.weight", "lm_head.weight")
+            assert len(value) == len(plain[name]) + 8 * resized, name
+            assert torch.equal(value[: len(plain[name])], plain[name]), name
+            assert torch.isfinite(value).all(), name
 
 
 def test_a_distributed_config_and_adapters(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from hf_zero.errors import ConfigError
-from tests.support import ranks
+from hf_zero.errors import ConfigError, StateError, UnsupportedError
+from tests.support import parity, ranks
+from tests.support.models import CASES, Batch
 from tests.support.parity import Run
-from tests.support.pipelines import check, check_schedule
+from tests.support.pipelines import check, check_schedule, with_stages
 from tests.support.tp_training import zoo_case
 
 FOUR = {"num_hidden_layers": 4, "tie_word_embeddings": True}
@@ -17,6 +19,40 @@ def check_single(zero: int) -> None:
     case = zoo_case("LlamaForCausalLM", FOUR)
     for name in ("1F1B", "GPipe"):
         check_schedule(case, Run(zero, accumulation=4, clip=0.1), 2, name)
+    check_schedule(CASES["llama"], Run(zero, "fp16", accumulation=2, clip=0.1), 2, "1F1B")
+
+
+def check_data() -> None:
+    """Data that ends on one rank ends the batch on all; stages must be given the same samples, micro-batches the same arguments."""
+    case = zoo_case("LlamaForCausalLM", FOUR)
+    engine = parity.initialize(case.build(), with_stages(Run(1, accumulation=2), 2))
+    own = ranks.rank() % 2
+
+    def batches(count: int, replica: int = own) -> list[Batch]:
+        return [case.rows(0, micro, replica) for micro in range(count)]
+
+    with pytest.raises(StateError, match="were given different input_ids"):
+        engine.train_batch(iter(batches(2, ranks.rank())))
+    with pytest.raises(StopIteration, match="rank 1 has no data for this batch|^$"):
+        engine.train_batch(iter(batches(1 if ranks.rank() == 1 else 2)))
+    with pytest.raises(ConfigError if ranks.rank() == 2 else StateError, match="data_iter is a list"):
+        engine.train_batch(batches(2) if ranks.rank() == 2 else iter(batches(2)))
+    first, second = batches(2)
+    with pytest.raises(UnsupportedError, match="micro-batches of one train_batch differ"):
+        engine.train_batch(iter([first, {**second, "position_ids": torch.arange(second["input_ids"].shape[1])[None]}]))
+    assert torch.isfinite(engine.train_batch(iter(batches(2)))) and engine.global_steps == 1
+    engine.destroy()
+    loss = []
+    for stages in (1, 2):  # the same call without a pipeline
+        engine = parity.initialize(case.build(), with_stages(Run(1, accumulation=4 // stages), stages))
+        rows = [case.rows(0, micro, 0) for micro in range(4 // stages)]
+        loss.append(float(engine.train_batch(iter(rows))) if stages == 2 else float(engine.train_batch(iter(rows[:2] * 2))))
+        engine.destroy()
+    assert loss[0] == pytest.approx(loss[1], rel=1e-6)
+
+
+def test_data_of_a_batch() -> None:
+    ranks.run_ranks(check_data, 4, ordered=False)  # errors end batches in the middle
 
 
 def check_several(zero: int) -> None:

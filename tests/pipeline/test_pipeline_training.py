@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_zero.pipeline.pending import PendingTensor
 from tests.support import parity, ranks
 from tests.support.models import CASES, Batch, ModelCase
 from tests.support.parity import Run
-from tests.support.pipelines import check, train
+from tests.support.pipelines import check, check_schedule, train, train_by_schedule, with_numbers, with_stages
 from tests.support.tp_training import compare_trained, zoo_case
 
 
@@ -56,6 +58,18 @@ def recomputed(case: ModelCase) -> ModelCase:
     return replace(case, make=make)
 
 
+def check_numbers() -> None:
+    case = with_numbers(zoo_case("LlamaForCausalLM", {"num_hidden_layers": 4}))
+    check(case, Run(0, accumulation=2, clip=0.1), 2)
+    check(case, Run(2, clip=0.1), 2, tp=2)
+    check(case, Run(1, clip=0.1), 4)
+    check_schedule(case, Run(1, accumulation=2, clip=0.1), 2, "1F1B")
+
+
+def test_parameters_that_are_single_numbers() -> None:
+    ranks.run_ranks(check_numbers, 4)
+
+
 def test_settings() -> None:
     ranks.run_ranks(check_settings, 2)
 
@@ -68,9 +82,11 @@ def check_autocast() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return case.forward(model, batch)
 
-    for case in (CASES["gpt2"], zoo_case("LlamaForCausalLM", {}), zoo_case("BertForMaskedLM", {})):
+    calls = partial(train, micro_batches=1)
+    llama, bert = zoo_case("LlamaForCausalLM", {}), zoo_case("BertForMaskedLM", {})
+    for case, trained in ((CASES["gpt2"], calls), (llama, calls), (bert, calls), (llama, train_by_schedule)):
         run = Run(1, accumulation=2, clip=0.1, extra=extra)
-        losses, norms, weights, engine = train(case, run, 2, micro_batches=1)
+        losses, norms, weights, engine = trained(case, run, 2)
         engine.destroy()
         if weights is not None:
             expected = parity.reference(case.build(), case.rows, forward, run, 1)
@@ -89,6 +105,45 @@ def check_kinds() -> None:
     """Encoders, encoder-decoders, shared layers, and a mixture whose balance is no mean over parts of a batch."""
     for name, changes in KINDS.items():
         check(zoo_case(name, changes), Run(1, clip=0.1), 2)
+
+
+def check_logits() -> None:
+    """Logits stay where they are until a script reads them; its own backward may come through them, which the engine notices."""
+    case = zoo_case("LlamaForCausalLM", {"num_hidden_layers": 2})
+    engine = parity.initialize(case.build(), with_stages(Run(1), 2))
+    batch = parity.prepare(case.rows(0, 0, 0), parity.DTYPES["fp32"])
+    for reads in (False, True):
+        found = engine(**batch)
+        assert isinstance(found.logits, PendingTensor)
+        if reads:
+            found.logits.float().square().mean().backward()
+        else:
+            engine.backward(found.loss)
+        assert (found.logits._value is not None) == reads
+        engine.step()
+    norm = parity.as_float(engine.get_global_grad_norm())
+    engine.destroy()
+    plain = case.build()
+    run = Run(1)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=run.lr, betas=(0.9, 0.99), eps=run.eps, weight_decay=run.weight_decay)
+    plain(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    plain(**batch).logits.square().mean().backward()
+    expected = torch.stack([param.grad.square().sum() for param in plain.parameters()]).sum().sqrt()
+    assert norm == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_logits_travel_when_they_are_read() -> None:
+    ranks.run_ranks(check_logits, 2)
+
+
+def test_a_tensor_that_turns_out_to_want_no_gradient() -> None:
+    value, source = torch.ones(2), torch.ones(1, requires_grad=True).exp().grad_fn
+    pending = PendingTensor(value.to("meta"), torch.device("cpu"), lambda: value, source)
+    assert pending.grad_fn is source
+    pending.register_hook(torch.Tensor.zero_)
+    assert pending.sum() == 2 and pending.grad_fn is None
 
 
 KINDS = {

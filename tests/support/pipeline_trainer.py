@@ -19,16 +19,16 @@ def config(stage: int, stages: int, tp: int = 1, **section: Any) -> dict[str, An
     return {**found, "pipeline": {"stages": stages, **section}} if stages > 1 else found
 
 
-def train_and_save(stage: int, stages: int, tp: int, folder: str, **options: Any) -> tuple[list[float], list[float], float, Any, Any]:
-    """Losses, norms, evaluation loss, predictions and what is generated; the saved model is in ``folder``."""
+def train_and_save(stage: int, stages: int, tp: int, folder: str, **options: Any) -> tuple[list[float], list[float], int, float, Any, Any]:
+    """Losses, norms, tokens seen, evaluation loss, predictions and what is generated; the saved model is in ``folder``."""
     from transformers import Trainer
 
     with tempfile.TemporaryDirectory() as own:
-        args = arguments(own, config(stage, stages, tp), **options)
+        args = arguments(own, config(stage, stages, tp), include_num_input_tokens_seen="all", **options)
         model = CASES["gpt2"].build()
         trainer = Trainer(model=model, args=args, train_dataset=rows(), eval_dataset=rows(EVALUATED))
         trainer.train()
-        found = losses(trainer), norms(trainer)
+        found = losses(trainer), norms(trainer), trainer.state.num_input_tokens_seen
         evaluated = trainer.evaluate()["eval_loss"]
         predicted = trainer.predict(rows(EVALUATED)).predictions
         tokens = torch.stack([row["input_ids"] for row in rows(2)])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from hf_zero.pipeline.train import backward_of
 from tests.support import parity, ranks
 from tests.support.models import Batch, ModelCase
 from tests.support.parity import Run
@@ -59,20 +60,48 @@ def check(case: ModelCase, run: Run, stages: int, tp: int = 1, **section: Any) -
     compare_trained(reference_of(case, run, world), losses, norms, weights, run)
 
 
-def check_schedule(case: ModelCase, run: Run, stages: int, name: str, each: int = 1) -> None:
-    """As ``check``, where the micro-batches of a step go through one of torch's schedules."""
-    world = ranks.world() // stages
+def train_by_schedule(
+    case: ModelCase, run: Run, stages: int, name: str = "1F1B", each: int = 1
+) -> tuple[list[float], list[float], dict[str, Tensor] | None, Any]:
+    """As ``train``, with ``engine.train_batch``: the micro-batches of a step go through one of torch's schedules."""
     section = {"stages": stages, "schedule": name, "stages_per_rank": each}
     engine = parity.initialize(case.build(), replace(run, extra={**run.extra, "pipeline": section}))
+    places = itertools.product(range(run.steps), range(run.accumulation))
+    batches = (parity.prepare(case.rows(*place, replica(stages, 1)), parity.DTYPES[run.dtype]) for place in places)
     losses, norms = [], []
-    for step in range(run.steps):
-        batches = [
-            parity.prepare(case.rows(step, micro, replica(stages, 1)), parity.DTYPES[run.dtype]) for micro in range(run.accumulation)
-        ]
-        losses.append(parity.mean_over_ranks([float(backward_of(engine, batches))]))
-        engine.step()
+    for _ in range(run.steps):
+        losses.append(float(engine.train_batch(batches)))
         norms.append(parity.as_float(engine.get_global_grad_norm()))
-    weights = engine._consolidated_16bit_state_dict()
+    return losses, norms, engine._consolidated_16bit_state_dict(), engine
+
+
+def check_schedule(case: ModelCase, run: Run, stages: int, name: str, each: int = 1) -> None:
+    """As ``check``, with ``engine.train_batch``."""
+    losses, norms, weights, engine = train_by_schedule(case, run, stages, name, each)
     engine.destroy()
     if weights is not None:
-        compare_trained(reference_of(case, run, world), losses, norms, weights, run)
+        compare_trained(reference_of(case, run, ranks.world() // stages), losses, norms, weights, run)
+
+
+class Scaled(nn.Module):
+    """A module whose result is multiplied by a trained number."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.inner(hidden) * self.scale
+
+
+def with_numbers(case: ModelCase) -> ModelCase:
+    """``case`` with trained parameters without a dimension, in the first and in the last layer."""
+
+    def make() -> nn.Module:
+        model: Any = case.make()
+        for layer in model.model.layers[::3]:
+            layer.mlp = Scaled(layer.mlp)
+        return model
+
+    return replace(case, make=make)

@@ -11,6 +11,7 @@ from torch import nn
 from hf_zero.core.units.layout import Range
 
 _TP_SHARD = "_hf_zero_tp_shard"
+_STAGES = "_hf_zero_stages"  # of a parameter that is no part
 _WHOLE_READER = "_hf_zero_whole_reader"  # of a module
 
 Wholes = dict[tuple[int, bool], torch.Tensor]
@@ -104,4 +105,10 @@ def is_elsewhere(param: torch.Tensor) -> bool:
 def stages_of(param: torch.Tensor) -> tuple[int, ...]:
     """The stages of a pipeline that hold ``param``, where they are several."""
     part = tp_shard_of(param)
-    return part.stages if part is not None else ()
+    found: tuple[int, ...] = part.stages if part is not None else getattr(param, _STAGES, ())
+    return found
+
+
+def mark_on_all_stages(param: torch.Tensor, stages: tuple[int, ...]) -> None:
+    """Says that all ``stages`` of a pipeline hold ``param``, a single number: no part of a whole, and no stage can leave it empty."""
+    setattr(param, _STAGES, stages)

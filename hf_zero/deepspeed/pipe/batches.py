@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import ConfigError, StateError
+from hf_zero.pipeline.reading import read_together, require_iterator
 from hf_zero.pipeline.trees import map_tensors, without_values
 
 
@@ -53,9 +54,8 @@ class Feed:
                 "this stage of the pipeline reads data and there is none: call train_batch(data_iter=...), or give initialize() "
                 "training_data=, or call set_dataloader() or set_dataiterator() before"
             )
-        if not isinstance(source, Iterator):
-            raise ConfigError(f"data_iter is a {type(source).__name__}; an iterator is allowed, iter(loader) for example")
-        return [self._micro_batch(next(source), device) for _ in range(count)]
+        batches = require_iterator(source)
+        return [self._micro_batch(next(batches), device) for _ in range(count)]
 
     def _micro_batch(self, entry: Any, device: torch.device) -> MicroBatch:
         entry = self.convert(entry) if self.convert is not None else entry
@@ -69,35 +69,19 @@ class Feed:
         return MicroBatch(tuple(inputs) if isinstance(inputs, list) else inputs, labels)
 
 
-def agree(pipe: Collectives, read: Callable[[], list[MicroBatch]]) -> tuple[list[MicroBatch], list[str]]:
-    """This stage's micro-batches, and the kinds of their inputs; collective over the stages, of which none goes on without the others.
+def agree(networks: Sequence[Collectives], read: Callable[[], list[MicroBatch]]) -> tuple[list[MicroBatch], list[str]]:
+    """This stage's micro-batches, and the kinds of the first stage's inputs; collective over the ``networks``, that of the stages first.
 
     Args:
-        pipe: The stages.
+        networks: None of whose ranks goes on without the others.
         read: Gives this stage's.
 
     Raises:
-        StopIteration: On every stage, if data ended on one.
-        StateError: On the others, if a stage failed to read for another reason, which is raised there.
+        StopIteration: On every rank, if data ended on one.
+        StateError: On the others, if a rank failed to read for another reason, which is raised there.
     """
-    parts: list[MicroBatch] = []
-    failure: Exception | None = None
-    try:
-        parts = read()
-    except Exception as error:  # also what a data set raises
-        failure = error
-    told = (
-        [kind_of(part.inputs) for part in parts],
-        failure and (isinstance(failure, StopIteration), f"{type(failure).__name__}: {failure}"),
-    )
-    answers = pipe.gather_objects(told, "kinds of inputs")
-    if failure is not None:
-        raise failure
-    for stage, (_, failed) in enumerate(answers):
-        if failed:
-            text = f"stage {stage} of the pipeline has no micro-batches for this batch: {failed[1]}"
-            raise StopIteration(text) if failed[0] else StateError(text)
-    return parts, answers[0][0]
+    parts, kinds = read_together(networks, read, lambda parts: [kind_of(part.inputs) for part in parts])
+    return parts, kinds[0]
 
 
 def kind_of(inputs: Any) -> Any:

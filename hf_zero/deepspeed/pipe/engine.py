@@ -87,7 +87,7 @@ class PipelineEngine(Engine):
         """
         self._require_optimizer("train_batch")
         self.module.train()
-        work = self._work(data_iter, self.accumulation.steps, computes_loss=True)
+        work = self._work(data_iter, self.accumulation.steps, computes_loss=True, together=True)
         with whole_step(self):
             self._scheduler.train({self.stage_id: work}, len(work.parts), self.scaler.scale)
         loss = self._everywhere(work.losses)
@@ -128,7 +128,7 @@ class PipelineEngine(Engine):
         training = self.module.training
         self.module.eval()
         try:
-            work = self._work(data_iter, num_micro_batches or self.accumulation.steps, compute_loss)
+            work = self._work(data_iter, num_micro_batches or self.accumulation.steps, compute_loss, reduce_output is not None)
             work.trains, work.keeps_outputs = False, return_logits
             with torch.no_grad():
                 self._scheduler.look({self.stage_id: work}, len(work.parts))
@@ -209,14 +209,15 @@ class PipelineEngine(Engine):
 
     # -- parts ------------------------------------------------------------------------------------------------------------
 
-    def _work(self, data_iter: Iterator[Any] | None, count: int, computes_loss: bool) -> BatchWork:
-        """The next ``count`` micro-batches on this stage; collective over the stages."""
+    def _work(self, data_iter: Iterator[Any] | None, count: int, computes_loss: bool, together: bool) -> BatchWork:
+        """The next ``count`` micro-batches on this stage; collective over the stages, with ``together`` over data-parallel ranks too."""
         module, device = self.module, self.collectives.topology.device
         assert isinstance(module, PipelineModule)
         reads = self.is_first_stage() or self.is_last_stage()
         if data_iter is None and self.feed.batches is None and self.training_dataloader is not None:
             self.set_dataloader(self.training_dataloader)
-        parts, kinds = agree(self._pipe, lambda: self.feed.take(data_iter, count, device) if reads else [MicroBatch()] * count)
+        networks = [self._pipe, self.collectives.data] if together else [self._pipe]
+        parts, kinds = agree(networks, lambda: self.feed.take(data_iter, count, device) if reads else [MicroBatch()] * count)
         if self.precision.casts_inputs and self.precision.param_dtype is not None:
             parts = [MicroBatch(cast_floating(part.inputs, self.precision.param_dtype), part.labels) for part in parts]
         return BatchWork(module, self.stage_id, parts, self._borders.of(parts, kinds), self.autocast, computes_loss)
