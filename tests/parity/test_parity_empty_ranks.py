@@ -1,4 +1,4 @@
-"""Ranks that have nothing: no rows in a step, no element of a unit, no trained parameter in all but one layer. Every layout goes on, exactly."""
+"""Ranks that have nothing: no rows in a step, no element of a unit, no trained parameter outside of one layer. Every layout goes on."""
 
 from __future__ import annotations
 
@@ -96,4 +96,3 @@ def _trained() -> None:
 
 def test_no_rows_and_no_elements() -> None:
     ranks.run_ranks(_trained, WORLD, env={"LOCAL_WORLD_SIZE": "2"})
-
