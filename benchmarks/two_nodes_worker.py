@@ -113,6 +113,7 @@ def engine(package: str, part: dict[str, Any], size: dict[str, int]) -> Step:
     config = {
         "train_micro_batch_size_per_gpu": size["batch"],
         "bf16": {"enabled": True},
+        "gradient_clipping": 0.0,  # the loops of DDP and FSDP2 do not clip
         "zero_allow_untested_optimizer": True,
         **part,
     }

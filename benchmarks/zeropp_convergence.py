@@ -1,7 +1,8 @@
 """Loss curves of ZeRO stage 3 with exact and with quantized collectives on the same tokens: a GPT-2 and a Llama, bytes of docstrings.
 
     python benchmarks/zeropp_convergence.py --json benchmarks/results/zeropp_convergence.json --plot docs/zeropp-convergence.png
-    python benchmarks/zeropp_convergence.py --size large --seeds 0 --json benchmarks/results/zeropp_convergence_large.json
+    python benchmarks/zeropp_convergence.py --size large --seeds 0 --models llama --runs exact loco
+        --json benchmarks/results/zeropp_convergence_large.json --plot docs/zeropp-convergence-large.png
     python benchmarks/zeropp_convergence.py --models llama --size small --seeds 0 1 --steps 20        # does it run?
 
 A seed is another model and other tokens; runs of one seed see the same. Two runs differ by chance too: so several seeds are compared, run
@@ -261,6 +262,11 @@ def table(known: Runs, arguments: argparse.Namespace) -> ResultTable:
     )
     name = "zeropp_convergence" + ("" if arguments.size == parse([]).size else f"_{arguments.size}")
     given = "" if arguments.size == parse([]).size else f" --size {arguments.size} --seeds {' '.join(map(str, arguments.seeds))}"
+    given += "".join(
+        f" --{option} {' '.join(chosen)}"
+        for option, chosen in (("models", arguments.models), ("runs", arguments.runs))
+        if chosen != getattr(parse([]), option)
+    )
     command = f"python benchmarks/zeropp_convergence.py{given} --json benchmarks/results/{name}.json"
     figure = arguments.plot.name if arguments.plot else ""
     command += f" --plot docs/{figure}" if figure else ""

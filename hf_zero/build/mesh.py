@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_zero.comm.mpu import MODEL_GROUPS, model_parallel_group
-from hf_zero.comm.nodes import Nodes
+from hf_zero.comm.nodes import Nodes, ranks_of_node
 from hf_zero.config.mesh import EXPERT, SHARD_GROUP, Claim, Mesh, claims_of_config, claims_of_environment, claims_of_pair, solve
 from hf_zero.sequence_parallel.state import sequence_groups
 from hf_zero.tensor_parallel.apply import ranks_of
@@ -44,7 +44,7 @@ def mesh_of(source: Mapping[str, Any], mpu: Any = None, mesh_param: Any = None, 
     split = ranks_of(model) if model is not None else None
     if split:
         claims.append(Claim("tp", len(split), "tp_model_init"))
-    return solve(claims, ranks)
+    return solve(claims, ranks, fits_own_node)
 
 
 def claims_of_model(model: nn.Module) -> list[Claim]:
@@ -65,7 +65,7 @@ def shard_groups(source: Mapping[str, Any], group: dist.ProcessGroup | None = No
     claims = _claims_around(source)
     if group is not None:  # one of the data-parallel ranks: nobody shares samples in it
         claims = [claim for claim in claims if claim.axis in ("dp_replicate", SHARD_GROUP)]
-    return solve(claims, dist.get_world_size(group)).dp_replicate if shards(source) else 1
+    return solve(claims, dist.get_world_size(group), fits_own_node).dp_replicate if shards(source) else 1
 
 
 def expert_ranks(source: Mapping[str, Any], claims: Iterable[Claim] = ()) -> tuple[int, int]:
@@ -119,6 +119,12 @@ def _claims_of_mpu(mpu: Any) -> tuple[list[Claim], int]:
     return [Claim("tp", size, _OF_MPU)], data * size
 
 
+def fits_own_node(size: int) -> bool:
+    """Whether groups of ``size`` adjacent ranks fit nodes as large as this rank's; local, before anybody is asked."""
+    own = ranks_of_node()
+    return Nodes((own,) if own else ()).fits(size)
+
+
 def require_fit(mesh: Mesh, nodes: Nodes, groups: Mapping[str, int]) -> None:
     """Refuses groups of ranks that would lie partly in one node and partly in another; local, alike on all ranks.
 
@@ -134,7 +140,7 @@ def require_fit(mesh: Mesh, nodes: Nodes, groups: Mapping[str, int]) -> None:
         return  # the groups of a script may lie in any way
     nodes.require_fit(mesh.tp, mesh.ranks, f"tensor parallelism (tp {mesh.tp})")
     for key, size in groups.items():
-        nodes.require_fit(size * mesh.tp, mesh.ranks, f"{key} of {size}" + (f" x tp {mesh.tp}" if mesh.tp > 1 else ""))
+        nodes.require_fit(size, mesh.ranks, f"{key} of {size}" + (f" x tp {mesh.tp}" if mesh.tp > 1 else ""), mesh.tp)
 
 
 def is_to_split(mesh: Mesh) -> bool:

@@ -102,14 +102,16 @@ class Networks:
 
     def _ranks_inside(self) -> int:
         topology = self.topology
-        size, key = self._config.hf_zero.param_shard_size, "hf_zero.param_shard_size"
+        size, key, least = self._config.hf_zero.param_shard_size, "hf_zero.param_shard_size", 2
         if size is None:
-            size, key = self._config.zero_optimization.zero_hpz_partition_size, "zero_optimization.zero_hpz_partition_size"
+            size, key, least = self._config.zero_optimization.zero_hpz_partition_size, "zero_optimization.zero_hpz_partition_size", 1
             if size == 1 or self._config.zero_optimization.stage != 3:
                 return topology.world
         if size == "node":
             size = self._per_node
             if not size:
                 raise ConfigError(f"{key} is node, and {self.nodes} cannot be told apart evenly: set it to a number of ranks")
-        require_divisor(int(size), topology.world, key, "ranks that parameters are sharded over")
+        together = topology.model.world if topology.model is not None else 1
+        fits = [found for found in self.nodes.fitting(topology.world * together, together) if found >= least]
+        require_divisor(int(size), topology.world, key, "ranks that parameters are sharded over", usable=fits)
         return int(size)

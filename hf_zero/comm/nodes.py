@@ -51,25 +51,37 @@ class Nodes:
                 return 0
         return found.pop() if len(found) == 1 else 0
 
-    def require_fit(self, size: int, ranks: int, what: str) -> None:
+    def fitting(self, ranks: int, together: int = 1) -> list[int]:
+        """Sizes of groups that divide ``ranks``, each inside a node or several whole nodes; rising.
+
+        Args:
+            ranks: All ranks, or those that are divided.
+            together: Adjacent ranks that count as one, those of a tensor-parallel model say; a factor of ``ranks``.
+        """
+        places = ranks // together
+        return [size for size in range(1, places + 1) if places % size == 0 and (size == places or self.fits(size * together))]
+
+    def require_fit(self, size: int, ranks: int, what: str, together: int = 1) -> None:
         """Refuses groups of adjacent ranks of which some would lie partly in one node and partly in another.
 
         Args:
-            size: Ranks of a group.
+            size: Ranks of a group, counted as ``together`` says.
             ranks: All ranks, or those that are divided.
             what: The groups, for the message. Each may be several whole nodes too, where nodes are even.
+            together: See ``fitting``.
 
         Raises:
             ConfigError: With the numbers, and sizes that would fit.
         """
-        if not self.sizes or size >= ranks:
-            return
-        common = math.gcd(*self.sizes)
-        usable = [found for found in range(1, ranks + 1) if ranks % found == 0 and self._fits(found, common)]
-        if not self._fits(size, common):
-            raise ConfigError(f"{what}: {size} adjacent ranks do not fit {self}; {' or '.join(map(str, usable))} ranks would")
+        adjacent = size * together
+        if adjacent < ranks and not self.fits(adjacent):
+            fits = " or ".join(map(str, self.fitting(ranks, together)))
+            fits += f" x {together}" if together > 1 else ""
+            raise ConfigError(f"{what}: {adjacent} adjacent ranks do not fit {self}; {fits} ranks would")
 
-    def _fits(self, size: int, common: int) -> bool:
+    def fits(self, size: int) -> bool:
+        """Whether groups of ``size`` adjacent ranks lie inside a node each, or are several whole ones."""
+        common = math.gcd(*self.sizes)  # 0 where nothing is known, which every size fits
         return common % size == 0 or (not self.uneven and size % common == 0)
 
 

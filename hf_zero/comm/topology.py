@@ -269,15 +269,15 @@ def _adjacent(ranks: list[int], size: int) -> list[list[int]]:
     return [ranks[start : start + size] for start in range(0, len(ranks), size)]
 
 
-def require_divisor(size: int, world: int, key: str, ranks: str = "ranks", least: int = 1) -> None:
-    """Refuses a ``size`` of ``key`` that does not divide ``world`` ranks, with those that do.
+def require_divisor(size: int, world: int, key: str, ranks: str = "ranks", least: int = 1, usable: Sequence[int] = ()) -> None:
+    """Refuses a ``size`` of ``key`` that does not divide ``world`` ranks, with those that do, or with ``usable`` of them.
 
     Raises:
         ConfigError: It does not, or is below ``least``.
     """
     if size < least or world % size:
-        usable = ", ".join(str(found) for found in range(1, world + 1) if world % found == 0)
-        raise ConfigError(f"{key} is {size}, which does not divide the {world} {ranks}; {usable} would")
+        fits = ", ".join(str(found) for found in usable or range(min(least, world), world + 1) if world % found == 0)
+        raise ConfigError(f"{key} is {size}, which does not divide the {world} {ranks}; {fits} would")
 
 
 _newest_with: dict[Axis, Topology] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,10 +185,15 @@ def _number(value: Any) -> int | None:
 # -- one description ---------------------------------------------------------------------------------------------------
 
 
-def solve(claims: Iterable[Claim], ranks: int) -> Mesh:
+def solve(claims: Iterable[Claim], ranks: int, fits_nodes: Callable[[int], bool] = lambda size: True) -> Mesh:
     """The mesh of ``ranks`` that fits every claim.
 
     An axis that nobody speaks of has one rank; but ``dp_shard`` takes what the others leave.
+
+    Args:
+        claims: All that was said.
+        ranks: To be described.
+        fits_nodes: Whether groups of so many adjacent ranks would fit the nodes: messages name no others.
 
     Raises:
         ConfigError: Claims contradict each other, or their product is not the number of ranks. The message shows all of them.
@@ -203,9 +208,10 @@ def solve(claims: Iterable[Claim], ranks: int) -> Mesh:
     data = ranks // shared
     if sizes.get(DATA, data) != data:
         raise ConfigError(_misfit(said, ranks, f"{sizes[DATA]} x {shared} makes {sizes[DATA] * shared} ranks", [data], DATA))
-    replicate = _shard_groups(said, sizes, ranks, data)
+    replicate = _shard_groups(said, sizes, ranks, data, fits_nodes)
     if data % replicate:
-        raise ConfigError(_misfit(said, ranks, f"dp_replicate is {replicate}", _divisors(data), "dp_replicate"))
+        usable = [found for found in _divisors(data) if found == 1 or fits_nodes(ranks // found)]
+        raise ConfigError(_misfit(said, ranks, f"dp_replicate is {replicate}", usable, "dp_replicate"))
     shard, cp, sp, tp = sizes.get("dp_shard", data // replicate), *(sizes.get(axis, 1) for axis in ("cp", "sp", "tp"))
     mesh = Mesh(replicate, shard, cp, sp, tp, said, sizes.get(EXPERT, 1), sizes.get("pp", 1))
     if mesh.ranks != ranks:
@@ -276,14 +282,14 @@ def _require_served_pipeline(claims: Sequence[Claim], sizes: Mapping[str, int]) 
         )
 
 
-def _shard_groups(claims: Sequence[Claim], sizes: Mapping[str, int], ranks: int, data: int) -> int:
+def _shard_groups(claims: Sequence[Claim], sizes: Mapping[str, int], ranks: int, data: int, fits_nodes: Callable[[int], bool]) -> int:
     """``dp_replicate``, which the size of a shard group says too."""
     group = sizes.get(SHARD_GROUP)
     if group is None:
         return sizes.get("dp_replicate", 1)
     together = sizes.get("cp", 1) * sizes.get("sp", 1)
     if (data * together) % group or group % together:
-        usable = [found * together for found in _divisors(data)]
+        usable = [found * together for found in _divisors(data) if found == data or fits_nodes(found * together * sizes.get("tp", 1))]
         raise ConfigError(
             _misfit(claims, ranks, f"shard groups of {group} do not divide {data * together} data-parallel ranks", usable, SHARD_GROUP)
         )

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hf_zero.build.mesh import fits_own_node
 from hf_zero.comm.process_groups import device_mesh
 from hf_zero.config.mesh import AXES, Claim, Mesh, claims_of_config, claims_of_environment, requested_ranks, solve
 from hf_zero.errors import ConfigError
@@ -106,7 +107,7 @@ def _solve(state: Any) -> Mesh:
     several = len(plugins) > 1
     for name, plugin in plugins.items():
         said = [*claims_of_config(plugin.deepspeed_config, f" of the plugin {name!r}" if several else ""), *said]
-    mesh = solve([*claims_of_sizes(config), *said], state.num_processes)
+    mesh = solve([*claims_of_sizes(config), *said], state.num_processes, fits_own_node)
     if config is not None and mesh.sp != getattr(config, "sp_size", 1):
         raise ConfigError(
             f"sequence_parallel_size is {mesh.sp} in the configuration, and the ParallelismConfig has sp_size 1: give it sp_size={mesh.sp} "

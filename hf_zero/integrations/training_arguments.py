@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from hf_zero.build.mesh import fits_own_node
 from hf_zero.config.mesh import claims_of_config, claims_of_environment, solve
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
@@ -169,7 +170,7 @@ class ZeroTrainingArguments(TrainingArguments):
         config = self.hf_deepspeed_config.config
         try:
             claims = [*claims_of_config(config), *claims_of_sizes(getattr(self, "parallelism_config", None))]
-            mesh = solve([*claims, *claims_of_environment(os.environ)], self.world_size)
+            mesh = solve([*claims, *claims_of_environment(os.environ)], self.world_size, fits_own_node)
             # The Trainer's total counts every rank; initialize says what counts.
             told = {key: value for key, value in config.items() if mesh.sharers == 1 or key != "train_batch_size"}
             resolve(told, world_size=mesh.replicas, match_sources=False)

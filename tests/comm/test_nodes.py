@@ -47,8 +47,13 @@ def test_groups_that_fit() -> None:
             else:
                 with pytest.raises(ConfigError, match=f"groups: {size} adjacent ranks do not fit nodes of"):
                     Nodes(sizes).require_fit(size, ranks_, "groups")
-    with pytest.raises(ConfigError, match="do not fit nodes of 4 and of 8 ranks .LOCAL_WORLD_SIZE.; 1 or 2 or 4 ranks would"):
+    with pytest.raises(ConfigError, match="do not fit nodes of 4 and of 8 ranks .LOCAL_WORLD_SIZE.; 1 or 2 or 4 or 12 ranks would"):
         Nodes((4, 8)).require_fit(3, 12, "groups")
+    with pytest.raises(
+        ConfigError, match="groups: 6 adjacent ranks do not fit nodes of 4 ranks .LOCAL_WORLD_SIZE.; 1 or 2 or 6 x 2 ranks would"
+    ):
+        Nodes((4,)).require_fit(3, 12, "groups", together=2)
+    assert Nodes((2,)).fitting(6) == [1, 2, 6]  # 3 divides them, and no node holds it
 
 
 def _told(told: list[list[str]]) -> list[tuple[int, ...]]:

@@ -99,3 +99,13 @@ def test_what_does_not_fit_shows_what_would(claims: list[tuple[str, int]], ranks
     with pytest.raises((ConfigError, UnsupportedError)) as error:
         solve([Claim(axis, size, f"source {number}") for number, (axis, size) in enumerate(claims)], ranks)
     assert text in str(error.value)
+
+
+def test_what_would_fit_fits_the_nodes_too() -> None:
+    """Nodes of 4 ranks of 12: a shard group of 3, or of 6, would lie in two of them."""
+    for claim, fits in (
+        (Claim("shard group", 5, "s"), "shard group 1 or 2 or 4 or 12"),
+        (Claim("dp_replicate", 5, "s"), "dp_replicate 1 or 3 or 6 or 12"),
+    ):
+        with pytest.raises(ConfigError, match=f"; {fits} would fit"):
+            solve([claim], 12, lambda size: 4 % size == 0 or size % 4 == 0)

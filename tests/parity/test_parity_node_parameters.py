@@ -279,16 +279,17 @@ def _refusals(cells: list[tuple[dict[str, Any], tuple[int, ...]]]) -> list[str]:
 
 def test_refusals() -> None:
     cells = [
-        (inside(3), (4,) * 4, ("ConfigError", "param_shard_size is 3", "1, 2, 4 would")),
+        (inside(3), (4,) * 4, ("ConfigError", "param_shard_size is 3", "the 4 ranks", "; 2, 4 would")),
         (inside(1), (4,) * 4, ("ConfigError", "param_shard_size` is 1")),
         (inside(2, stage=2), (4,) * 4, ("ConfigError", "param_shard_size", "stage` is 2", "set that to 3")),
         (inside(2, zero_hpz_partition_size=2), (4,) * 4, ("ConfigError", "param_shard_size", "zero_hpz_partition_size", "set one")),
         (inside("node"), (3, 3, 3, 1), ("ConfigError", "param_shard_size is node", "nodes of 1 and of 3 ranks")),
         (inside("node"), (0,) * 4, ("ConfigError", "param_shard_size is node", "LOCAL_WORLD_SIZE is not set")),
-        (inside(2), (3, 3, 3, 1), ("ConfigError", "param_shard_size", "nodes of 1 and of 3 ranks", "1 ranks would")),
+        (inside(2), (3, 3, 3, 1), ("ConfigError", "param_shard_size", "nodes of 1 and of 3 ranks", "1 or 4 ranks would")),
+        ({"zero_optimization": {"zero_hpz_partition_size": 3}}, (3, 3, 3, 1), ("ConfigError", "partition_size is 3", "; 1, 4 would")),
         ({"zero_optimization": {"zero_hpz_partition_size": 2}}, (3, 3, 3, 1), ("ConfigError", "zero_hpz_partition_size", "of 1 and of 3")),
         ({"zero_optimization": {"mics_shard_size": 2}}, (3, 3, 3, 1), ("ConfigError", "shard groups", "mics_shard_size", "of 1 and of 3")),
-        ({"tensor_parallel": {"autotp_size": 2}}, (1, 3, 3, 3), ("ConfigError", "tensor parallelism (tp 2)", "1 ranks would")),
+        ({"tensor_parallel": {"autotp_size": 2}}, (1, 3, 3, 3), ("ConfigError", "tensor parallelism (tp 2)", "1 or 4 ranks would")),
         ({"zero_optimization": {"mics_shard_size": 2}}, (2,) * 4, ()),
         ({"zero_optimization": {"mics_shard_size": 2}}, (1,) * 4, ()),
     ]
