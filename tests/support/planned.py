@@ -20,14 +20,14 @@ from tests.support.processes import REPO
 
 LLAMA = {
     "hidden_size": 64,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "intermediate_size": 96,
     "vocab_size": 211,
     "pad_token_id": 0,
 }
-MIXTRAL = {**LLAMA, "num_hidden_layers": 2, "num_local_experts": 4}
+MIXTRAL = {**LLAMA, "num_local_experts": 4}
 GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 131, "n_positions": 64}
 
 
