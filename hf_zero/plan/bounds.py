@@ -83,6 +83,54 @@ class Bounds:
         own = owned / shards if family.tier.optimizer == "device" else 0.0
         return own + parameters / (parts if family.stage < 3 else shards)
 
+    def rest(self, candidate: Candidate) -> Costs | None:
+        """What ``candidate``, which moves states away, holds at least: what it holds without moving, less all states; None if not known.
+
+        Moving takes away masters, moments and parameters, and gradients, which are of at most 32 bit. Of a size that has not been planned
+        it is the line through two smaller ones, which a peak is on or above.
+        """
+        here, size = replace(candidate.family, tier=Tier()), candidate.micro_batch
+        if here == candidate.family:
+            return None
+        known = {one.micro_batch: costs for one, costs in self.planner.known() if one.family == here}
+        smaller = sorted(other for other in known if other < size)[-2:]
+        if size not in known and (len(smaller) < 2 or candidate.accumulation == 1):
+            return None
+        held = [self._held_of(known[size])] if size in known else _on_a_line(smaller, [self._held_of(known[one]) for one in smaller], size)
+        one = known[size if size in known else smaller[-1]]
+        rest = max(0.0, held[0] - one.owned - 3 * one.parameters)
+        return replace(one, device=rest, host=rest)
+
+    def _held_of(self, costs: Costs) -> float:
+        return costs.host if self.planner.cluster.on_host else costs.device
+
+    def seconds_beside(self, family: Family, largest: int) -> float:
+        """Seconds below which no candidate of ``family`` with at most ``largest`` samples at a time stays; 0 where nothing is known.
+
+        That is what the layout takes for them without moving, at stage 1 or 2, and the update of what has been moved. Fewer samples at a
+        time repeat more.
+        """
+        if family.tier == Tier():
+            return 0.0
+        place = family.tier.optimizer
+        beside = [(one.micro_batch, costs) for one, costs in self.planner.known() if _is_beside(one.family, family)]
+        size = min((size for size, _ in beside if size >= largest), default=0)
+        times = []
+        for costs in (costs for other, costs in beside if other == size):
+            on_host, on_disk = (costs.owned * (place == name) for name in ("cpu", "nvme"))
+            times.append(self.rates.seconds(replace(costs, update=NOTHING, on_host=on_host, on_disk=on_disk)))
+        return _NEARLY * min(times, default=0.0)
+
+
+def _is_beside(one: Family, family: Family) -> bool:
+    """Whether ``one`` is ``family`` at stage 1 or 2 without moving."""
+    return (one.layout, one.tier, one.recomputes) == (family.layout, Tier(), family.recomputes) and one.stage in (1, 2)
+
+
+def _on_a_line(sizes: list[int], values: list[float], size: int) -> list[float]:
+    (small, large), (low, high) = sizes, values
+    return [high + (high - low) / (large - small) * (size - large)]
+
 
 def _is_plain(family: Family) -> bool:
     """Whether ``family`` tells of the whole model: nothing is divided but by stages of ZeRO, and the parameters stay."""

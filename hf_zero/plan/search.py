@@ -118,13 +118,15 @@ class Search:
                 self._drop(layout, f"{copies} data-parallel ranks cannot make {space.global_batch} samples of micro batches allowed")
                 del waiting[layout]
         count_of_families = sum(map(len, waiting.values()))
+        first = next(iter(waiting), None)
+        if first is not None:
+            self._sound(first, space.micro_batches(first)[0])
+            self._order(waiting, first)
         for sort in range(_SORTS):
             for layout in list(waiting):
                 sizes = space.micro_batches(layout)
-                if layout == space.layouts[0] and not sort:
-                    self._sound(layout, sizes[0])
                 families = [one for one in waiting[layout] if _sort(one) == sort]
-                if families and self._is_late(layout, sizes[-1]):
+                if families and (layout != first or sort) and self._is_late(layout):
                     done += sum(_sort(one) >= sort for one in waiting.pop(layout))
                     continue
                 for family in families:
@@ -139,19 +141,37 @@ class Search:
 
     # -- a layout, a family -----------------------------------------------------------------------------------------------
 
-    def _is_late(self, layout: Layout, micro_batch: int) -> bool:
-        """Whether nothing more of ``layout`` is among the best: it all sends and computes what stage 1 with the fewest micro-steps does."""
-        reached = self._reached()
-        if layout == self.planner.space.layouts[0] or reached == float("inf"):
+    def _order(self, waiting: dict[Layout, list[Family]], first: Layout) -> None:
+        """Sorts layouts, the fastest first; but ``first``, which tells most of others, stays so, and pipelines are the last."""
+        if len(waiting) > 1:
+            self.planner.prepare([self._telling(layout) for layout in waiting if layout.pipeline == 1])
+            for layout in [one for one in waiting if one.pipeline == 1]:
+                if not self._learn(layout):
+                    del waiting[layout]
+        others = [one for one in waiting if one != first]
+        for layout in sorted(others, key=lambda one: (one.pipeline, self.bounds.seconds(Family(one, 1, Tier(), False)))):
+            waiting[layout] = waiting.pop(layout)
+
+    def _telling(self, layout: Layout) -> Candidate:
+        """The candidate of a layout that tells of all: it all sends and computes what stage 1 with the fewest micro-steps does."""
+        return self.planner.space.candidate(Family(layout, 1, Tier(), False), self.planner.space.micro_batches(layout)[-1])
+
+    def _learn(self, layout: Layout) -> bool:
+        """Plans what tells of all of ``layout``; False where the engine refuses it."""
+        try:
+            self.bounds.learn(self._telling(layout), self.planner.least(self._telling(layout)))
+        except HfZeroError as error:
+            self._drop(layout, f"{_REFUSED}: {_line(error)}")
             return False
-        first = Family(layout, 1, Tier(), False)
-        if not self.bounds.knows(layout) and self.bounds.seconds(first) <= reached:
-            candidate = self.planner.space.candidate(first, micro_batch)
-            try:
-                self.bounds.learn(candidate, self.planner.least(candidate))
-            except HfZeroError as error:
-                self._drop(layout, f"{_REFUSED}: {_line(error)}")
-                return True
+        return True
+
+    def _is_late(self, layout: Layout) -> bool:
+        """Whether nothing more of ``layout`` is among the best."""
+        reached, first = self._reached(), Family(layout, 1, Tier(), False)
+        if reached == float("inf"):
+            return False
+        if not self.bounds.knows(layout) and self.bounds.seconds(first) <= reached and not self._learn(layout):
+            return True
         least = self.bounds.seconds(first)
         if least > reached:
             self._drop(layout, f"at least {least:.4g} s per step for what all of it computes and sends, {self._slower(reached)}")
@@ -192,6 +212,12 @@ class Search:
         left = [size for size in sizes if size > within[0]]
         if not left:
             self._drop(family, f"not needed: {within[1]} fits with every micro batch, and this only recomputes or moves more")
+            return
+        near = [size for size in left if not self._beyond_moving(self.planner.space.candidate(family, size))]
+        least, reached = self.bounds.seconds_beside(family, near[-1]) if near else 0.0, self._reached()
+        if least > reached:
+            sizes_of = f"with micro batches up to {near[-1]}, which may fit, " if near != left else ""
+            self._drop(family, f"{sizes_of}at least {least:.4g} s per step, as without moving, {self._slower(reached)}")
             return
         try:
             found = self._halve(family, left)
@@ -253,7 +279,7 @@ class Search:
     def _implied(self, candidate: Candidate) -> str:
         """Why ``candidate`` is known not to fit without being planned; empty where it is not known."""
         held = (f"{other} holds no more, and takes {words}" for other, words in self._above if _holds(candidate, other))
-        return next(held, "") or self._always(candidate.family) or self._beyond(candidate)
+        return next(held, "") or self._always(candidate.family) or self._beyond(candidate) or self._beyond_moving(candidate)
 
     def _always(self, family: Family) -> str:
         """Whether ``family`` is above the memory by what its ranks have at all times."""
@@ -270,6 +296,12 @@ class Search:
         (small, low), (large, high) = sorted(shares.items())[-2:]
         told = high + (high - low) / (large - small) * (candidate.micro_batch - large)
         return f"by micro batches {small} and {large} it takes at least {told:.3g} times the memory" if told > _CLEARLY else ""
+
+    def _beyond_moving(self, candidate: Candidate) -> str:
+        """Whether ``candidate`` is above the memory by what it would hold without moving, less all that moving could take away."""
+        rest = self.bounds.rest(candidate)
+        above = rest is not None and self.planner.excess(rest) > _CLEARLY
+        return f"beside all that is moved {self.planner.fault(rest)[1]}" if rest is not None and above else ""
 
     def _why(self, family: Family, size: int) -> str:
         candidate = self.planner.space.candidate(family, size)

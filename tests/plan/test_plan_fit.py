@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from contextlib import closing, redirect_stderr, redirect_stdout
 from dataclasses import astuple, replace
 from functools import partial
@@ -41,6 +42,9 @@ FP32: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 LENGTH = 16
 
 
+DIVIDED = [Layout(), Layout(tensor=2), Layout(sequence=2), Layout(pipeline=2), Layout(shard_group=2)]
+
+
 def planner(settings: dict[str, Any], memory: int, global_batch: int = 4, ranks: int = 2) -> Planner:
     """For ranks on CPUs."""
     space = Space(FP32, ranks, global_batch, [Layout()], tiers_of(True, ""))
@@ -49,7 +53,12 @@ def planner(settings: dict[str, Any], memory: int, global_batch: int = 4, ranks:
 
 
 def candidates(space: Space) -> list[Candidate]:
-    return [space.candidate(family, size) for family in families_of(space, Layout()) for size in space.micro_batches(Layout())]
+    return [
+        space.candidate(family, size)
+        for layout in space.layouts
+        for family in families_of(space, layout)
+        for size in space.micro_batches(layout)
+    ]
 
 
 def made_up(one: Candidate) -> Costs:
@@ -85,9 +94,89 @@ def test_the_search_finds_what_trying_everything_finds(real: bool) -> None:
 
 
 def _serves_better(other: Candidate, one: Candidate) -> bool:
-    """Whether ``one`` only recomputes more than ``other``, which fits with as many samples."""
-    same = other.family.stage == one.family.stage and other.family.recomputes < one.family.recomputes
-    return same and other.micro_batch >= one.micro_batch
+    """Whether ``one`` only recomputes or moves more than ``other``, which fits with as many samples."""
+    mine, theirs = one.family, other.family
+    adds = mine != theirs and theirs.recomputes <= mine.recomputes and theirs.tier.within(mine.tier)
+    return adds and (mine.layout, mine.stage) == (theirs.layout, theirs.stage) and other.micro_batch >= one.micro_batch
+
+
+class Remembering(Workers):
+    """Plans each task once, for several searches."""
+
+    def __init__(self, plan: Callable[[Task], Costs | HfZeroError]) -> None:
+        super().__init__()
+        self.plan = plan
+        self.told: dict[str, Costs | HfZeroError] = {}
+
+    def costs(self, tasks: Sequence[Task]) -> list[Costs | HfZeroError]:
+        self.planned += len(tasks)
+        for task in tasks:
+            if repr(task) not in self.told:
+                self.told[repr(task)] = self.plan(task)
+        return [self.told[repr(task)] for task in tasks]
+
+
+def made_up_device(task: Task) -> Costs:
+    """A model of 10^9 parameters on 8 devices, by formulas of the field; the last stage of a pipeline is the smaller one."""
+    zero, accumulation, size = task.config["zero_optimization"], task.config["gradient_accumulation_steps"], task.load.micro_batch
+    tensor, sequence = task.config.get("tensor_parallel", {}).get("autotp_size", 1), task.config.get("sequence_parallel_size", 1)
+    stages, group, stage = task.config.get("pipeline", {}).get("stages", 1), zero.get("mics_shard_size", 0), zero["stage"]
+    parts, again = tensor * stages, task.model.checkpointing
+    shards = group or 8 // parts
+    owned, parameters = 12e9 / parts / (shards if stage else 1), 2e9 / parts / (shards if stage == 3 else 1)
+    moved = "offload_optimizer" in zero
+    held = (
+        parameters * ("offload_param" not in zero) + owned * (not moved) + 2e9 / parts / (shards if stage > 1 else 1) * (accumulation > 1)
+    )
+    held += size * 1e9 / (parts * sequence) * (0.3 if again else 1) + 0.2e9 * (stage == 3) + 1e6 * again
+    work, sends = 64e12 / 8 * (4 if again else 3), 2e9 / parts * (accumulation if stage > 1 else 1) * (3 if stage == 3 else 1)
+    alone = {
+        "node_alone": 64 * 2e8 * (tensor - 1) + 64 * 2e7 * (sequence - 1),
+        "calls_alone": 100.0 * accumulation * (tensor * sequence > 1),
+    }
+    micro = Part(
+        work, 64e9 / 8 * 20 + accumulation * 1e9, 0, 500 * accumulation, sends + alone["node_alone"], 0, 100 * accumulation, **alone
+    )
+    update = Part(0, 3 * owned * (not moved), owned / 3 * moved, 50, 2e9 / parts * (stage < 3), 0, 20)
+    bubble = (stages - 1) / (2 * stages)
+    costs = Costs(held, owned * moved, 0, micro, update, owned * moved, 0, 0, bubble, owned, parameters, 1e9, 1e9)
+    return (
+        costs if not task.last else replace(costs, device=0.9 * held, micro=replace(micro, read=0.9 * micro.read, flops=0.9 * micro.flops))
+    )
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_of_all_ways_to_divide_ranks_the_search_finds_the_best(real: bool) -> None:
+    """Of plans by formulas, and of those of the engine, with pipelines and offload: none of the five fastest is lost to a bound."""
+    ranks, batch = (4, 8) if real else (8, 64)
+    space = Space(FP32, ranks, batch, DIVIDED[:4] if real else DIVIDED, tiers_of(real, ""))
+    workers = Remembering(Task.costs if real else made_up_device)
+    blocks, cluster = blocks_of(ModelWish("llama", TOY)), Cluster(ranks, ranks if real else 4, on_host=real)
+
+    def with_memory(memory: int) -> Planner:
+        return Planner(space, blocks, cluster, Hardware(memory=memory), LENGTH, "sdpa", settled, workers=workers)
+
+    everything = with_memory(1)
+    everything.prepare(candidates(space), whole=True)
+    known = {one: found for (one, _), found in everything._plans.items() if isinstance(found, Costs)}
+    assert known
+    takes = sorted(everything.excess(costs) for costs in known.values())
+    for place in (0.01, 0.1, 0.25, 0.4, 0.6, 0.8, 1.0):
+        limit = round(takes[min(len(takes) - 1, int(place * len(takes)))])
+        for given in ({}, {"node-link": 2e9}, {"tflops": 5.0, "host-memory": 5e8}):
+            rates = rates_of(given, {}, cluster.near, on_host=real)
+            answer = Search(with_memory(limit), rates).run()
+            fits = [one for one, costs in known.items() if everything.excess(costs) <= limit]
+            useful = [one for one in fits if not any(_serves_better(other, one) for other in fits)]
+            fastest: dict[Any, float] = {}
+            for one in useful:
+                fastest[one.family] = min(fastest.get(one.family, float("inf")), rates.seconds(known[one]))
+            assert [one.seconds for one in answer.best] == sorted(fastest.values())[:5]
+            for out in answer.out:
+                least = re.match(r"at least ([\d.e+-]+) s per step for what (all of )?it", out.reason)
+                if least:  # it says so of all that it names
+                    named = [one for one in known if out.name in (str(one.family.layout), str(one.family))]
+                    assert named and min(rates.seconds(known[one]) for one in named) >= 0.999 * float(least[1]), out
 
 
 def test_nothing_fits_into_a_byte() -> None:
