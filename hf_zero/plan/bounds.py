@@ -71,39 +71,6 @@ class Bounds:
         wanted = self.planner.space.base.get("pipeline", {}).get("micro_batches")
         return (layout.pipeline - 1) / (wanted if isinstance(wanted, int) else 2 * layout.pipeline)  # "auto": at most two parts a stage
 
-    def held(self, family: Family) -> float:
-        """Bytes that a rank of ``family`` holds at all times on the device; 0 where nothing is known, or something rests elsewhere."""
-        layout, ranks = family.layout, self.planner.cluster.ranks
-        parts = layout.tensor * layout.experts * layout.pipeline
-        whole = [_whole(one, costs, ranks) for one, costs in self.planner.known() if _is_plain(one.family)]
-        if not whole or family.tier.parameters != "device":
-            return 0.0
-        owned, parameters = (min(values) for values in zip(*whole, strict=True))
-        shards = (parts * layout.shard_group or ranks) if family.stage else parts
-        own = owned / shards if family.tier.optimizer == "device" else 0.0
-        return own + parameters / (parts if family.stage < 3 else shards)
-
-    def rest(self, candidate: Candidate) -> Costs | None:
-        """What ``candidate``, which moves states away, holds at least: what it holds without moving, less all states; None if not known.
-
-        Moving takes away masters, moments and parameters, and gradients, which are of at most 32 bit. Of a size that has not been planned
-        it is the line through two smaller ones, which a peak is on or above.
-        """
-        here, size = replace(candidate.family, tier=Tier()), candidate.micro_batch
-        if here == candidate.family:
-            return None
-        known = {one.micro_batch: costs for one, costs in self.planner.known() if one.family == here}
-        smaller = sorted(other for other in known if other < size)[-2:]
-        if size not in known and (len(smaller) < 2 or candidate.accumulation == 1):
-            return None
-        held = [self._held_of(known[size])] if size in known else _on_a_line(smaller, [self._held_of(known[one]) for one in smaller], size)
-        one = known[size if size in known else smaller[-1]]
-        rest = max(0.0, held[0] - one.owned - 3 * one.parameters)
-        return replace(one, device=rest, host=rest)
-
-    def _held_of(self, costs: Costs) -> float:
-        return costs.host if self.planner.cluster.on_host else costs.device
-
     def seconds_beside(self, family: Family, largest: int) -> float:
         """Seconds below which no candidate of ``family`` with at most ``largest`` samples at a time stays; 0 where nothing is known.
 
@@ -125,19 +92,3 @@ class Bounds:
 def _is_beside(one: Family, family: Family) -> bool:
     """Whether ``one`` is ``family`` at stage 1 or 2 without moving."""
     return (one.layout, one.tier, one.recomputes) == (family.layout, Tier(), family.recomputes) and one.stage in (1, 2)
-
-
-def _on_a_line(sizes: list[int], values: list[float], size: int) -> list[float]:
-    (small, large), (low, high) = sizes, values
-    return [high + (high - low) / (large - small) * (size - large)]
-
-
-def _is_plain(family: Family) -> bool:
-    """Whether ``family`` tells of the whole model: nothing is divided but by stages of ZeRO, and the parameters stay."""
-    return family.layout == Layout() and family.tier.parameters == "device" and family.stage < 3
-
-
-def _whole(candidate: Candidate, costs: Costs, ranks: int) -> tuple[float, float]:
-    """Bytes of masters and moments, and of parameters, of the whole model: whole ones of each element, for shards are rounded up."""
-    owned = costs.owned * (ranks if candidate.family.stage else 1)
-    return costs.trained * (owned // max(1.0, costs.trained)), costs.elements * (costs.parameters // max(1.0, costs.elements))

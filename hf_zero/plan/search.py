@@ -23,7 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from hf_zero.errors import ConfigError, HfZeroError
-from hf_zero.plan.bounds import NOTHING, Bounds
+from hf_zero.plan.above import Above
+from hf_zero.plan.bounds import Bounds
 from hf_zero.plan.candidates import STAGES, Candidate, Family, Layout, Tier, families_of
 from hf_zero.plan.costs import Costs
 from hf_zero.plan.planner import Planner
@@ -32,7 +33,6 @@ from hf_zero.plan.rates import Rates
 SHOWN = 5
 _REFUSED = "refused"
 _SORTS = 3  # of families: as they are, recomputing, moving
-_CLEARLY = 1.02  # times what there is
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,13 @@ class Search:
     planner: Planner
     rates: Rates
     bounds: Bounds = field(init=False)
+    above: Above = field(init=False)
     _fitting: list[Fitting] = field(default_factory=list)
     _out: list[Out] = field(default_factory=list)
-    _above: list[tuple[Candidate, str]] = field(default_factory=list)
     _largest: dict[Family, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.bounds = Bounds(self.planner, self.rates)
+        self.bounds, self.above = Bounds(self.planner, self.rates), Above(self.planner)
 
     def run(self) -> Answer:
         """Looks at every layout.
@@ -213,7 +213,7 @@ class Search:
         if not left:
             self._drop(family, f"not needed: {within[1]} fits with every micro batch, and this only recomputes or moves more")
             return
-        near = [size for size in left if not self._beyond_moving(self.planner.space.candidate(family, size))]
+        near = [size for size in left if not self.above.beyond_moving(self.planner.space.candidate(family, size))]
         least, reached = self.bounds.seconds_beside(family, near[-1]) if near else 0.0, self._reached()
         if least > reached:
             sizes_of = f"with micro batches up to {near[-1]}, which may fit, " if near != left else ""
@@ -262,52 +262,22 @@ class Search:
 
     def _try(self, candidate: Candidate, whole: bool = False) -> Fitting | None:
         """``candidate`` where it fits."""
-        if not whole and (self._implied(candidate) or not self._may_fit(candidate)):
-            return None
+        if not whole:
+            if self.above.why(candidate):
+                return None
+            least = self.planner.least(candidate)
+            self.above.learn(candidate, least)
+            if self.planner.fault(least)[0]:
+                return None
         costs, known = self.planner.costs(candidate, whole)
         tier, words = self.planner.fault(costs)
         return None if tier else Fitting(candidate, costs, self.rates.seconds(costs), known)
-
-    def _may_fit(self, candidate: Candidate) -> bool:
-        """Whether what ``candidate`` takes at least fits."""
-        costs = self.planner.least(candidate)
-        tier, words = self.planner.fault(costs)
-        if tier == self.planner.main_tier and self.planner.excess(costs) > _CLEARLY:
-            self._above.append((candidate, words))
-        return not tier
-
-    def _implied(self, candidate: Candidate) -> str:
-        """Why ``candidate`` is known not to fit without being planned; empty where it is not known."""
-        held = (f"{other} holds no more, and takes {words}" for other, words in self._above if _holds(candidate, other))
-        return next(held, "") or self._always(candidate.family) or self._beyond(candidate) or self._beyond_moving(candidate)
-
-    def _always(self, family: Family) -> str:
-        """Whether ``family`` is above the memory by what its ranks have at all times."""
-        nbytes = self.bounds.held(family)
-        alone = Costs(nbytes, nbytes, 0, NOTHING, NOTHING, 0, 0, 0)
-        above = self.planner.excess(alone) > _CLEARLY
-        return f"for its parameters, masters and moments alone at least {self.planner.fault(alone)[1]}" if above else ""
-
-    def _beyond(self, candidate: Candidate) -> str:
-        """Whether ``candidate`` is above the memory by the line through two smaller sizes of its family."""
-        shares = {one.micro_batch: self.planner.excess(costs) for one, costs in self.planner.known() if _is_smaller(one, candidate)}
-        if len(shares) < 2:
-            return ""
-        (small, low), (large, high) = sorted(shares.items())[-2:]
-        told = high + (high - low) / (large - small) * (candidate.micro_batch - large)
-        return f"by micro batches {small} and {large} it takes at least {told:.3g} times the memory" if told > _CLEARLY else ""
-
-    def _beyond_moving(self, candidate: Candidate) -> str:
-        """Whether ``candidate`` is above the memory by what it would hold without moving, less all that moving could take away."""
-        rest = self.bounds.rest(candidate)
-        above = rest is not None and self.planner.excess(rest) > _CLEARLY
-        return f"beside all that is moved {self.planner.fault(rest)[1]}" if rest is not None and above else ""
 
     def _why(self, family: Family, size: int) -> str:
         candidate = self.planner.space.candidate(family, size)
         try:
             takes = (tell() for tell in (lambda: self.planner.least(candidate), lambda: self.planner.costs(candidate)[0]))
-            return self._implied(candidate) or next(filter(None, (self.planner.fault(costs)[1] for costs in takes)), "")
+            return self.above.why(candidate) or next(filter(None, (self.planner.fault(costs)[1] for costs in takes)), "")
         except HfZeroError as error:
             return _line(error)
 
@@ -368,20 +338,6 @@ def _only_adds(family: Family, other: Family) -> bool:
     """Whether ``family`` is ``other`` with more that is recomputed or moved."""
     same = family != other and (family.layout, family.stage) == (other.layout, other.stage)
     return same and other.recomputes <= family.recomputes and other.tier.within(family.tier)
-
-
-def _holds(candidate: Candidate, other: Candidate) -> bool:
-    """Whether ``candidate`` holds no less on the device than ``other``."""
-    mine, theirs = candidate.family, other.family
-    stages = mine.stage == theirs.stage or mine.stage < theirs.stage < 3
-    accumulates = candidate.accumulation > 1 or other.accumulation == 1
-    kept = mine.recomputes <= theirs.recomputes and candidate.micro_batch >= other.micro_batch and accumulates
-    return mine.layout == theirs.layout and stages and kept and mine.tier.within(theirs.tier)
-
-
-def _is_smaller(one: Candidate, candidate: Candidate) -> bool:
-    """Whether ``one`` is ``candidate`` with fewer samples at a time; both accumulate."""
-    return one.family == candidate.family and one.micro_batch < candidate.micro_batch and candidate.accumulation > 1
 
 
 def _line(error: BaseException) -> str:
