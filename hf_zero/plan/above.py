@@ -31,8 +31,9 @@ class Above:
 
     def why(self, candidate: Candidate) -> str:
         """Why ``candidate`` is known not to fit without being planned; empty where it is not known."""
+        own = next((words for other, words in self._planned if other == candidate), "")
         held = (f"{other} holds no more, and takes {words}" for other, words in self._planned if _holds(candidate, other))
-        return next(held, "") or self._always(candidate.family) or self._beyond(candidate) or self.beyond_moving(candidate)
+        return own or next(held, "") or self._always(candidate.family) or self._beyond(candidate) or self.beyond_moving(candidate)
 
     def _always(self, family: Family) -> str:
         """Whether ``family`` is above the memory by what its ranks have at all times."""
