@@ -5,8 +5,7 @@
 On the pretend accelerator (tests/pretend), whose allocator counts bytes, a plan of a device with torch's reference kernels is compared
 with the most that is allocated in the second optimizer step. On CPUs the bytes that a rank sends in an optimizer step are compared with
 those that the collectives count, and what it holds of parameters, masters and moments. Prints one row per combination and the worst;
-nothing is timed. The pretend accelerator's network carries no messages between two ranks, so pipelines are compared on CPUs alone, in
-tests/plan.
+nothing is timed. Of pipelines the peak of the stage that holds most is compared; what each of their ranks holds and sends is in tests/plan.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ FOREACH = {"type": "AdamW", "params": {"lr": 1e-3, "foreach": True}}  # the pret
 
 
 def combinations() -> list[dict[str, Any]]:
-    """Six models x stages x recomputation, offload of the optimizer or of all, experts over both ranks; micro-batches in turn."""
+    """Six models x stages x recomputation, offload of the optimizer or of all, experts or layers over both ranks; micro-batches in turn."""
     found = []
     dense = [model for model in MODELS if model != "mixtral"]
     for number, (model, stage) in enumerate(itertools.product(dense, (0, 1, 2, 3))):
@@ -51,6 +50,8 @@ def combinations() -> list[dict[str, Any]]:
             found.append(_case(model, stage, 2, False, {f"offload_{name}": {"device": "cpu"} for name in offload}))
     for stage, checkpointing in ((1, False), (3, True)):
         found.append(_case("mixtral", stage, 2, checkpointing, {}, expert_parallel={"enabled": True, "autoep_size": WORLD}))
+    for model, stage, checkpointing in (("llama", 1, False), ("gpt2", 0, True), ("qwen2", 2, False)):
+        found.append(_case(model, stage, 4, checkpointing, {}, pipeline={"stages": WORLD}))
     return found
 
 
@@ -66,6 +67,11 @@ def _case(model: str, stage: int, samples: int, checkpointing: bool, offload: di
     return {"model": model, "settings": MODELS[model], "config": config, "samples": samples, "length": 64, "wish": wish}
 
 
+def _is_apart(config: dict[str, Any]) -> bool:
+    """Whether ranks of CPUs hold other things: nothing is offloaded there; of a pipeline the table has one rank."""
+    return "pipeline" in config or any(key.startswith("offload") for key in config["zero_optimization"])
+
+
 def rows_of(cases: list[dict[str, Any]]) -> list[tuple[str, int, int]]:
     """Name, planned and measured peak of each combination."""
     told, real = planned.planned_peaks(cases, WORLD), planned.real_peaks(cases, WORLD)
@@ -78,7 +84,8 @@ def name_of(case: dict[str, Any]) -> str:
     offload = "".join(f", {name} on the host" for name in ("optimizer", "param") if f"offload_{name}" in zero)
     recomputes = ", recomputes" if case["wish"]["checkpointing"] else ""
     experts = f", experts over {WORLD}" if "expert_parallel" in case["config"] else ""
-    return f"{case['model']}, stage {zero['stage']}, micro-batch {case['samples']}{recomputes}{offload}{experts}"
+    stages = f", pipeline of {WORLD} stages" if "pipeline" in case["config"] else ""
+    return f"{case['model']}, stage {zero['stage']}, micro-batch {case['samples']}{recomputes}{offload}{experts}{stages}"
 
 
 def differing_of(cases: list[dict[str, Any]]) -> list[str]:
@@ -136,7 +143,7 @@ def main() -> None:
     known = {name for name, _, _ in found.peaks}
     for part in batched([case for case in cases[: options.only] if name_of(case) not in known], _AT_ONCE):
         found.peaks += rows_of(part)
-        on_cpus = [case for case in part if not any(key.startswith("offload") for key in case["config"]["zero_optimization"])]
+        on_cpus = [case for case in part if not _is_apart(case["config"])]
         found.differing += differing_of(on_cpus) if on_cpus else []
         found.compared += len(on_cpus)
         print(f"{len(found.peaks)} of {len(cases)}", flush=True)

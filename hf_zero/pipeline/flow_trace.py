@@ -19,7 +19,7 @@ from hf_zero.pipeline.items import find_repeated, possible_items
 from hf_zero.pipeline.plan import Crossing
 from hf_zero.tensor_parallel.call_arguments import convert_inside, tensors_in
 from hf_zero.tensor_parallel.rules import RANDOM_NAMES
-from hf_zero.tensor_parallel.trace import answer_function, plain_index, valueless
+from hf_zero.tensor_parallel.trace import answer_function, plain_attention, plain_index, valueless
 
 # The shape of their results depends on values, so whatever the code does next may, too.
 _SHAPED_BY_VALUES = frozenset({"nonzero", "masked_select", "bincount", "_unique2", "unique_dim", "unique_consecutive"})
@@ -201,7 +201,7 @@ class _Answers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made_up = answer_function(func, args)
         if made_up is None:
-            return func(*plain_index(func, args), **(kwargs or {}))
+            return func(*plain_index(func, args), **plain_attention(func, kwargs))
         if func is torch.Tensor.tolist:
             self.tracer.decide(args[0])
         return made_up[0]

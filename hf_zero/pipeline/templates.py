@@ -12,7 +12,7 @@ from hf_zero.errors import UnsupportedError
 from hf_zero.pipeline.trees import map_tensors, without_values
 from hf_zero.system.planning import looking_aside, with_values
 from hf_zero.tensor_parallel.call_arguments import tensors_in
-from hf_zero.tensor_parallel.trace import answer_function, plain_index, valueless
+from hf_zero.tensor_parallel.trace import answer_function, plain_attention, plain_index, valueless
 
 
 class _Answers(TorchFunctionMode):
@@ -20,7 +20,7 @@ class _Answers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made_up = answer_function(func, args)
-        return made_up[0] if made_up is not None else func(*plain_index(func, args), **(kwargs or {}))
+        return made_up[0] if made_up is not None else func(*plain_index(func, args), **plain_attention(func, kwargs))
 
 
 class Templates:

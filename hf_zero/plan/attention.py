@@ -45,7 +45,7 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Any:
     if query.device.type != DEVICE:
-        return usual(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return usual(query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is None and query.dtype in _HALF and query.shape[-1] <= _MOST_WIDTH:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
         return kernel(query, key, value, dropout_p, is_causal, False, scale=scale)[0]

@@ -51,6 +51,7 @@ def run(options: argparse.Namespace) -> int:
     """Plans, searches for a plan, or answers a file of FSDP's; returns 0 where it fits (or is answered), 1 where not, 2 for wrong input."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a world without peers has warnings of its own
     from hf_zero.plan.report import draw, text_of
+    from hf_zero.system.pictures import require_place
 
     try:
         if options.source is not None:
@@ -61,6 +62,8 @@ def run(options: argparse.Namespace) -> int:
         if options.fit:
             return fit.run(options, wish)
         fit.refuse_without_fit(options)
+        if options.plot is not None:
+            require_place(options.plot, "--plot")
         prediction = _predict(options, wish)
         if options.plot is not None:
             draw(prediction, options.plot, f"{options.model} on {options.ranks} rank(s)")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
 from hf_zero.core.holdings import TIERS
-from hf_zero.plan.prediction import Prediction, bubble_of
+from hf_zero.plan.prediction import Prediction
 from hf_zero.plan.run import MicroStep
 
 _OWNED = ("masters", "moments")
@@ -25,6 +25,9 @@ class Part:
         node: Bytes sent inside the node.
         network: Bytes sent to others.
         calls: Collectives.
+        node_alone: Of ``node`` what nothing is computed beside.
+        network_alone: The same of ``network``.
+        calls_alone: The same of ``calls``.
     """
 
     flops: float
@@ -34,6 +37,9 @@ class Part:
     node: float
     network: float
     calls: float
+    node_alone: float = 0.0
+    network_alone: float = 0.0
+    calls_alone: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,9 @@ class Costs:
         file_parameters: Bytes of parameters in files.
         bubble: How long a rank waits for other stages of a pipeline, as a share of its micro-steps.
         owned: Bytes of masters and moments, wherever they rest.
+        parameters: Bytes of the parameters that stay, wherever they rest.
+        elements: Parameters of the whole model.
+        trained: Those that are trained.
     """
 
     device: float
@@ -63,6 +72,9 @@ class Costs:
     file_parameters: float
     bubble: float = 0.0
     owned: float = 0.0
+    parameters: float = 0.0
+    elements: float = 0.0
+    trained: float = 0.0
 
 
 def costs_of(prediction: Prediction) -> Costs:
@@ -71,16 +83,17 @@ def costs_of(prediction: Prediction) -> Costs:
     host, disk = peaks["host"].alive, peaks["disk"].alive
     away = 0 if prediction.cluster.on_host else sum(host["host", kind] for kind in _OWNED)
     files = sum(disk["disk", kind] for kind in _OWNED)
-    owned = sum(prediction.by_kind()[kind] for kind in _OWNED)
+    kinds = prediction.by_kind()
+    owned = sum(kinds[kind] for kind in _OWNED)
     sizes = [peaks[tier].nbytes for tier in TIERS]
     micro, update = _part([one.accumulated() for one in stages]), _part([one.update for one in stages])
-    return Costs(sizes[0], sizes[1], sizes[2], micro, update, away, files, disk["disk", "parameters"], bubble_of(stages), owned)
+    rest = disk["disk", "parameters"], stages[0].bubble, owned, kinds["parameters"], *stages[0].parameters
+    return Costs(sizes[0], sizes[1], sizes[2], micro, update, away, files, *rest)
 
 
 def _part(steps: Iterable[MicroStep]) -> Part:
     rows = [(*astuple(step.work), *astuple(step.sent)) for step in steps]
-    flops, read, moved, operations, node, network, calls = map(max, zip(*rows, strict=True))
-    return Part(flops, read, moved, operations, node, network, calls)
+    return Part(*map(max, zip(*rows, strict=True)))
 
 
 def extrapolated(costs: Sequence[Costs], blocks: int) -> Costs | None:

@@ -91,7 +91,7 @@ def blocks_of(wish: ModelWish) -> Blocks:
     kinds = getattr(config, "layer_types", None) or []
     if len(lists) != 1 or len(set(kinds)) > 1:
         return Blocks(wish, count, experts=experts)
-    signs = {_sign(block, index) for index, block in enumerate(lists[0])}
+    signs = {sign_of(block, index) for index, block in enumerate(lists[0])}
     numel = sum(param.numel() for param in lists[0][0].parameters())
     total = sum(param.numel() for param in module.parameters())
     found = Blocks(wish, count, numel, total, len(signs) == 1 and numel > 0, kinds[0] if kinds else "", experts)
@@ -102,7 +102,7 @@ def blocks_of(wish: ModelWish) -> Blocks:
     return found
 
 
-def _sign(block: nn.Module, index: int) -> str:
+def sign_of(block: nn.Module, index: int) -> str:
     """All that says what a block computes, but its number."""
     params = [(name, tuple(param.shape), param.requires_grad) for name, param in block.named_parameters()]
     parts = []

@@ -43,6 +43,7 @@ class Planner:
     workers: Workers = field(default_factory=Workers)
     _costs: dict[tuple[Candidate, bool], Costs] = field(default_factory=dict)
     _plans: dict[tuple[Candidate, int], Costs | HfZeroError] = field(default_factory=dict)  # by the number of blocks
+    _least: dict[Candidate, Costs | HfZeroError] = field(default_factory=dict)
     _on_a_line: set[tuple[int, Tier]] = field(default_factory=set)
 
     def costs(self, candidate: Candidate, whole: bool = False) -> tuple[Costs, bool]:
@@ -73,6 +74,21 @@ class Planner:
             self._on_a_line.add(_sort(candidate))
         self._costs[candidate, known] = found
         return found, known
+
+    def least(self, candidate: Candidate) -> Costs:
+        """What a candidate takes at least: of a pipeline its last stage, of others all of it.
+
+        Raises:
+            HfZeroError: The engine refuses it.
+        """
+        if candidate.family.layout.pipeline == 1 or self._is_known(candidate, whole=True):
+            return self.costs(candidate)[0]
+        if candidate not in self._least:
+            self._least[candidate] = self.workers.costs([replace(self._task(candidate, self.blocks.count), last=True)])[0]
+        found = self._least[candidate]
+        if isinstance(found, HfZeroError):
+            raise found
+        return found
 
     def prepare(self, candidates: Sequence[Candidate], whole: bool = False) -> None:
         """Plans all that is not known of ``candidates``, side by side; what the engine refuses is told by ``costs``.

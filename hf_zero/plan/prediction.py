@@ -141,11 +141,6 @@ def predict(stages: Sequence[Observation], cluster: Cluster, hardware: Hardware)
     return Prediction(tuple(stages), stage, cluster, hardware, peaks, _seconds(stages, hardware), tuple(reasons), not faults)
 
 
-def bubble_of(stages: Sequence[Observation]) -> float:
-    """How long a stage waits for others, as a share of its own time: all parts go forward, then all back (arXiv 1811.06965)."""
-    return (len(stages) - 1) / stages[0].parts
-
-
 def tier_of(storage: Storage, on_host: bool) -> str:
     """Where a storage lies; the device of a rank on a CPU is the host."""
     return "host" if on_host and storage.tier == "device" else storage.tier
@@ -233,7 +228,7 @@ def _seconds(stages: Sequence[Observation], hardware: Hardware) -> dict[str, flo
     most = max(step.work.flops for step in steps)
     rates: Sequence[tuple[str, float, float | None]] = (
         (COMPUTE, most, hardware.flops),
-        *([(BUBBLE, most * bubble_of(stages), hardware.flops)] if len(stages) > 1 else []),
+        *([(BUBBLE, most * stages[0].bubble, hardware.flops)] if stages[0].bubble else []),
         ("node", max(step.sent.node for step in steps), hardware.node_link),
         ("network", max(step.sent.network for step in steps), hardware.link),
     )

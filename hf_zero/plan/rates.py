@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hf_zero.plan.costs import Costs, Part
 
@@ -80,32 +80,30 @@ class Rates:
         """Seconds of an optimizer step.
 
         [Note: roofline] On a device computing, sending and copying overlap in the micro-steps, so the longest of them counts; in the
-        update too, but not the one with the other. On CPUs the same processors do all of it, so everything is added up. What overlaps
-        costs a hundredth on top, which orders what is else alike.
+        update too, but not the one with the other. What is waited for before anything else is computed (the sums of tensor parallelism,
+        the exchanges of sequences and experts) overlaps with nothing. On CPUs the same processors do all of it, so everything is added
+        up. What overlaps costs a hundredth on top, which orders what is else alike.
         """
         micro = tuple(seconds * (1 + costs.bubble) for seconds in self._part(costs.micro))
+        alone = self._alone(costs.micro) * (1 + costs.bubble), self._alone(costs.update)
         together = micro, self._part(costs.update) + self._away(costs)
-        return sum(sum(part) if self.on_host else max(part) + 0.01 * (sum(part) - max(part)) for part in together)
-
-    def least(self, flops: float, bubble: float, on_host: float, on_disk: float) -> float:
-        """Seconds below which no optimizer step stays that computes and updates so much, whatever else it does.
-
-        Args:
-            flops: Operations of a rank.
-            bubble: As in ``Costs``.
-            on_host: Bytes of masters and moments of a rank that rest on the host, away from the device.
-            on_disk: Those that rest in files.
-        """
-        none = Part(0, 0, 0, 0, 0, 0, 0)
-        return self.seconds(Costs(0, 0, 0, replace(none, flops=flops), none, on_host, on_disk, 0, bubble))
+        if self.on_host:
+            return sum(map(sum, together))
+        return sum(alone) + sum(max(part) + 0.01 * (sum(part) - max(part)) for part in together)
 
     def _part(self, part: Part) -> tuple[float, ...]:
+        """Seconds of what overlaps."""
         compute = part.flops / (self["tflops"] * 1e12) + part.read / self["memory"]
-        launches, waits = part.operations * self["operation"], part.calls * self["latency"]
-        sends = (part.node / self["node-link"], part.network / self["link"])
+        launches, sending = part.operations * self["operation"], self._sending(part.calls, part.node, part.network)
         if self.on_host:
-            return compute, launches, waits, *sends
-        return max(compute, launches), waits + sum(sends), part.moved / self["host-link"]
+            return compute, launches, sending
+        return max(compute, launches), sending - self._alone(part), part.moved / self["host-link"]
+
+    def _alone(self, part: Part) -> float:
+        return self._sending(part.calls_alone, part.node_alone, part.network_alone)
+
+    def _sending(self, calls: float, node: float, network: float) -> float:
+        return calls * self["latency"] + node / self["node-link"] + network / self["link"]
 
     def _away(self, costs: Costs) -> tuple[float, ...]:
         """The update of what rests on the host or in files: each byte is read and written once."""

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.core.holdings import KINDS, TIERS
-from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.plan.prediction import Prediction, host_limit, levels
 from hf_zero.plan.quantities import size_text
+from hf_zero.system.pictures import canvas, save
 
 _POINTS = 4000  # of the picture
 
@@ -73,18 +73,12 @@ def draw(prediction: Prediction, path: Path, title: str) -> None:
         UnsupportedError: Without matplotlib.
         ConfigError: ``path`` cannot be written.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise UnsupportedError("--plot needs matplotlib: pip install matplotlib") from None
     on_host = prediction.cluster.on_host
     tier = "host" if on_host else "device"
     rows = [[alive[tier, kind] / 2**30 for kind in KINDS] for _, _, alive in levels(prediction.observation, on_host)]
     rows = _thinned(rows)
-    figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
+    figure, panels = canvas(1, (10, 5), "--plot")
+    axes = panels[0, 0]
     shown = [index for index in range(len(KINDS)) if any(row[index] for row in rows)]
     axes.stackplot(
         range(len(rows)), [[row[index] for row in rows] for index in shown], labels=[KINDS[index] for index in shown], step="post"
@@ -94,12 +88,7 @@ def draw(prediction: Prediction, path: Path, title: str) -> None:
         axes.axhline(limit / 2**30, color="black", linestyle="--", label="limit")
     axes.set(xlabel="one optimizer step, in the order of allocations", ylabel=f"GiB of a rank's {tier} memory", title=title, xticks=[])
     axes.legend(loc="upper left", fontsize="small", ncols=2)
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {path} cannot be written: {error}") from error
-    finally:
-        pyplot.close(figure)
+    save(figure, path, "--plot")
 
 
 def _thinned(rows: list[list[float]]) -> list[list[float]]:

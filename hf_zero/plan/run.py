@@ -6,7 +6,7 @@ import copy
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -22,6 +22,7 @@ from hf_zero.core.holdings import holdings, loose_tensors
 from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
 from hf_zero.expert_parallel.apply import shares_of
 from hf_zero.integrations.attach import initialize
+from hf_zero.pipeline.apply import Pipeline, pipeline_of
 from hf_zero.pipeline.forward import pipelined
 from hf_zero.plan.attention import device_attention
 from hf_zero.plan.books import NOWHERE, Books, Change, Work
@@ -48,15 +49,28 @@ class Traffic:
         node: To ranks of its node.
         network: To other nodes.
         calls: In how many collectives.
+        node_alone: Of ``node`` what is waited for before anything else is computed.
+        network_alone: The same of ``network``.
+        calls_alone: The same of ``calls``.
     """
 
     node: float = 0.0
     network: float = 0.0
     calls: float = 0.0
+    node_alone: float = 0.0
+    network_alone: float = 0.0
+    calls_alone: float = 0.0
 
     def plus(self, other: Traffic, times: float = 1.0) -> Traffic:
         """The sum."""
-        return Traffic(self.node + times * other.node, self.network + times * other.network, self.calls + times * other.calls)
+        mine, theirs = astuple(self), astuple(other)
+        return Traffic(*(one + times * two for one, two in zip(mine, theirs, strict=True)))
+
+    def add(self, nbytes: float, share: float, alone: bool = False) -> None:
+        """Books one collective, of whose ``nbytes`` a ``share`` goes to other nodes; or says that one that is booked was ``alone``."""
+        for name, value in (("node", nbytes * (1 - share)), ("network", nbytes * share), ("calls", float(nbytes > 0))):
+            field_name = f"{name}_alone" if alone else name
+            setattr(self, field_name, getattr(self, field_name) + value)
 
 
 @dataclass(frozen=True)
@@ -88,6 +102,7 @@ class Observation:
         whole_bytes: Of parameters that a gather of the whole model would allocate.
         largest_unit_bytes: Of the largest unit.
         parts: Into how many a batch is divided on its way through a pipeline.
+        pipeline: How the model is divided over stages; None where it is not.
         assumptions: What the numbers rest on and no run of this model has shown, in sentences.
     """
 
@@ -102,7 +117,13 @@ class Observation:
     whole_bytes: int
     largest_unit_bytes: int
     parts: int = 1
+    pipeline: Pipeline | None = None
     assumptions: tuple[str, ...] = ()
+
+    @property
+    def bubble(self) -> float:
+        """How long a stage waits for others, as a share of its own time: all parts go forward, then all back (arXiv 1811.06965)."""
+        return (len(self.pipeline.ranks) - 1) / self.parts if self.pipeline is not None else 0.0
 
     def per_step(self) -> MicroStep:
         """Bytes and operations of one optimizer step."""
@@ -258,11 +279,11 @@ class _Run:
         def run(link: Link, tensors: Any, target: int, label: str) -> None:
             ranks = [rank // self.cluster.ranks_per_node for rank in link.axis.topology.ranks]
             far = ranks[target] != ranks[link.axis.rank]
-            self._counting(link.axis, send, float(far))(link, tensors, target, label)
+            self._counting(link.axis, send, float(far), waits=False)(link, tensors, target, label)
 
         return run
 
-    def _counting(self, network: Collectives, call: Any, share: float) -> Any:
+    def _counting(self, network: Collectives, call: Any, share: float, waits: bool = True) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.books.purpose == "communication":  # a part of another call, which counts
                 return call(*args, **kwargs)
@@ -270,14 +291,26 @@ class _Run:
             with self.books.of_kind("communication"):
                 result = call(*args, **kwargs)
             nbytes = network.sent_bytes - before
-            self.sent.node += nbytes * (1 - share)
-            self.sent.network += nbytes * share
-            self.sent.calls += nbytes > 0
-            if isinstance(result, Pending) and result.finish is not None:
-                result.finish = self.books.booked("communication", result.finish)
+            self.sent.add(nbytes, share)
+            if isinstance(result, Pending):
+                self._watch(result, nbytes, share)
+            elif waits:
+                self.sent.add(nbytes, share, alone=True)
             return result
 
         return run
+
+    def _watch(self, pending: Pending, nbytes: float, share: float) -> None:
+        """Sees whether anything is computed before ``pending`` is waited for, and books what its end allocates."""
+        issued, finish = self.books.work.operations, pending.finish
+
+        def run() -> Any:
+            if self.books.work.operations == issued:
+                self.sent.add(nbytes, share, alone=True)
+            with self.books.of_kind("communication"):
+                return finish() if finish is not None else pending.result
+
+        pending.finish = run
 
     def _mark_gradients(self, engine: Any) -> None:
         self.books.mark((entry.shard for entry in engine.stepper.reducer.gradients), "gradients")
@@ -317,6 +350,7 @@ class _Run:
             whole_bytes=sum(reshards),
             largest_unit_bytes=max(reshards, default=0),
             parts=forward.parts if forward is not None else 1,
+            pipeline=pipeline_of(engine.module),
             assumptions=(*([_EVEN] if shares_of(engine.module) else []), *([_PARTS] if forward is not None and forward.parts > 1 else [])),
         )
 

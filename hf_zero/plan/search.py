@@ -1,7 +1,8 @@
 """Looks for configurations that fit, and says of each other one why it fell out.
 
 [Note: what need not be planned] Families (candidates that differ in their samples at a time only) are looked at from the least that is
-moved and recomputed on. Four things are known of one that has not been planned:
+moved and recomputed on, in all ways to divide the ranks: by the time recomputing ones are due, five that fit may be faster. These are
+known of one that has not been planned:
 
 - More samples at a time hold more, but for a step of one micro-step, which accumulates nothing. So that is tried, and of the others the
   largest that fits is looked for; smaller ones only repeat gathers and reductions. What a moment of a step holds is a line over the
@@ -11,9 +12,9 @@ moved and recomputed on. Four things are known of one that has not been planned:
 - Stages 0, 1 and 2 hold less of the optimizer's states from one to the next, and what is moved or recomputed is not held either. So what
   holds no less than a candidate that is clearly above the memory is above it too: stage 2 goes first. (Stage 3 may hold more than 2: its
   gathered units. Clearly, because what recomputing keeps, such as states of generators, is not nothing.)
-- Ranks compute together what the model takes, however they are divided, recomputing adds to it, and a pipeline waits; masters and
-  moments that rest away from the device are read and written once. What takes longer by that alone than five that fit is not among
-  the best.
+- Parameters, masters and moments that a rank has at all times ([Note: what all ways to divide ranks have in common]) may be above the
+  memory alone.
+- What takes longer by what it has in common with others than five that fit is not among the best. Of a pipeline the last stage says so.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from hf_zero.errors import ConfigError, HfZeroError
+from hf_zero.plan.above import Above
+from hf_zero.plan.bounds import Bounds
 from hf_zero.plan.candidates import STAGES, Candidate, Family, Layout, Tier, families_of
 from hf_zero.plan.costs import Costs
 from hf_zero.plan.planner import Planner
@@ -29,7 +32,7 @@ from hf_zero.plan.rates import Rates
 
 SHOWN = 5
 _REFUSED = "refused"
-_CLEARLY = 1.02  # times what there is
+_SORTS = 3  # of families: as they are, recomputing, moving
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,14 @@ class Search:
 
     planner: Planner
     rates: Rates
+    bounds: Bounds = field(init=False)
+    above: Above = field(init=False)
     _fitting: list[Fitting] = field(default_factory=list)
     _out: list[Out] = field(default_factory=list)
-    _above: list[tuple[Candidate, str]] = field(default_factory=list)
     _largest: dict[Family, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.bounds, self.above = Bounds(self.planner, self.rates), Above(self.planner)
 
     def run(self) -> Answer:
         """Looks at every layout.
@@ -110,17 +117,20 @@ class Search:
                 copies = space.ranks // layout.sharing
                 self._drop(layout, f"{copies} data-parallel ranks cannot make {space.global_batch} samples of micro batches allowed")
                 del waiting[layout]
-        families = sum(map(len, waiting.values()))
-        for moved in (False, True):  # offload last: by then five may fit that are faster
+        count_of_families = sum(map(len, waiting.values()))
+        first = next(iter(waiting), None)
+        if first is not None:
+            self._sound(first, space.micro_batches(first)[0])
+            self._order(waiting, first)
+        for sort in range(_SORTS):
             for layout in list(waiting):
                 sizes = space.micro_batches(layout)
-                if not moved and self._is_late(layout, sizes[-1]):
-                    done += len(waiting.pop(layout))
+                families = [one for one in waiting[layout] if _sort(one) == sort]
+                if families and (layout != first or sort) and self._is_late(layout):
+                    done += sum(_sort(one) >= sort for one in waiting.pop(layout))
                     continue
-                if not moved:
-                    self._sound(layout, sizes[0])
-                for family in (one for one in waiting[layout] if (one.tier != Tier()) == moved):
-                    self.planner.told(str(family), done / families)
+                for family in families:
+                    self.planner.told(str(family), done / count_of_families)
                     self._look(family, sizes)
                     done += 1
         refused = {one.reason for one in self._out if one.reason.startswith(_REFUSED)}
@@ -131,29 +141,46 @@ class Search:
 
     # -- a layout, a family -----------------------------------------------------------------------------------------------
 
-    def _is_late(self, layout: Layout, micro_batch: int) -> bool:
-        """Whether nothing of ``layout`` is among the best: all of it sends and computes what stage 1 with the fewest micro-steps does."""
-        if layout == self.planner.space.layouts[0]:
-            return False
-        first = self.planner.space.candidate(Family(layout, 1, Tier(), False), micro_batch)
-        if self._is_slow(first.family, str(layout)):
-            return True
+    def _order(self, waiting: dict[Layout, list[Family]], first: Layout) -> None:
+        """Sorts layouts, the fastest first; but ``first``, which tells most of others, stays so, and pipelines are the last."""
+        if len(waiting) > 1:
+            self.planner.prepare([self._telling(layout) for layout in waiting if layout.pipeline == 1])
+            for layout in [one for one in waiting if one.pipeline == 1]:
+                if not self._learn(layout):
+                    del waiting[layout]
+        others = [one for one in waiting if one != first]
+        for layout in sorted(others, key=lambda one: (one.pipeline, self.bounds.seconds(Family(one, 1, Tier(), False)))):
+            waiting[layout] = waiting.pop(layout)
+
+    def _telling(self, layout: Layout) -> Candidate:
+        """The candidate of a layout that tells of all: it all sends and computes what stage 1 with the fewest micro-steps does."""
+        return self.planner.space.candidate(Family(layout, 1, Tier(), False), self.planner.space.micro_batches(layout)[-1])
+
+    def _learn(self, layout: Layout) -> bool:
+        """Plans what tells of all of ``layout``; False where the engine refuses it."""
         try:
-            least = self.rates.seconds(self.planner.costs(first)[0])
+            self.bounds.learn(self._telling(layout), self.planner.least(self._telling(layout)))
         except HfZeroError as error:
             self._drop(layout, f"{_REFUSED}: {_line(error)}")
+            return False
+        return True
+
+    def _is_late(self, layout: Layout) -> bool:
+        """Whether nothing more of ``layout`` is among the best."""
+        reached, first = self._reached(), Family(layout, 1, Tier(), False)
+        if reached == float("inf"):
+            return False
+        if not self.bounds.knows(layout) and self.bounds.seconds(first) <= reached and not self._learn(layout):
             return True
-        reached = self._reached()
+        least = self.bounds.seconds(first)
         if least > reached:
-            self._drop(
-                layout, f"at least {least:.4g} s per step (stage 1, memory aside), and {SHOWN} that fit take at most {reached:.4g} s"
-            )
+            self._drop(layout, f"at least {least:.4g} s per step for what all of it computes and sends, {self._slower(reached)}")
         return least > reached
 
     def _sound(self, layout: Layout, size: int) -> None:
         """Tries of each stage what holds least without offload: where that is above the memory, so is all else of the stage."""
         families = [Family(layout, stage, Tier(), True) for stage in STAGES if stage or not layout.shard_group]
-        candidates = [self.planner.space.candidate(one, size) for one in families if self._least(one) <= self._reached()]
+        candidates = [self.planner.space.candidate(one, size) for one in families]
         self.planner.prepare([one for one in candidates if one.family.stage >= 2])
         for candidate in candidates:
             with suppress(HfZeroError):  # told when the family itself is looked at
@@ -164,37 +191,33 @@ class Search:
         reached = sorted(one.seconds for one in self._fitting)[:SHOWN]
         return reached[-1] if len(reached) == SHOWN else float("inf")
 
-    def _is_slow(self, family: Family, name: str) -> bool:
-        """Whether ``family`` is slower than the best for what it computes and updates alone."""
-        least, reached = self._least(family), self._reached()
+    def _slower(self, reached: float) -> str:
+        return f"and {SHOWN} that fit take at most {reached:.4g} s"
+
+    def _is_slow(self, family: Family) -> bool:
+        """Whether ``family`` is slower than the best for what it has in common with others."""
+        least, reached = self.bounds.seconds(family), self._reached()
         if least > reached:
             self._drop(
-                name, f"at least {least:.4g} s per step for computing and updating alone, and {SHOWN} that fit take at most {reached:.4g} s"
+                family,
+                f"at least {least:.4g} s per step for what it computes, sends and updates whatever its sizes, {self._slower(reached)}",
             )
         return least > reached
 
-    def _least(self, family: Family) -> float:
-        """Seconds that every candidate of ``family`` takes, by what has been planned of others; 0 where nothing is known."""
-        known = list(self.planner.known())
-        flops = [costs.micro.flops + costs.update.flops for one, costs in known if one.family.recomputes <= family.recomputes]
-        again = [costs.micro.flops + costs.update.flops for one, costs in known if one.family.recomputes and family.recomputes]
-        if not flops:
-            return 0.0
-        stages, place = family.layout.pipeline, family.tier.optimizer
-        wanted = self.planner.space.base.get("pipeline", {}).get("micro_batches")
-        bubble = (stages - 1) / (wanted if isinstance(wanted, int) else 2 * stages)  # "auto" makes at most two parts a stage
-        owned = min((costs.owned for one, costs in known if one.family.stage), default=0.0)
-        on_host, on_disk = (owned * (place == name) for name in ("cpu", "nvme"))
-        return self.rates.least(min(again or flops), bubble, on_host, on_disk)
-
     def _look(self, family: Family, sizes: list[int]) -> None:
         """Finds the largest size of ``family`` that fits, where it can be of use."""
-        if self._is_slow(family, str(family)):
+        if self._is_slow(family):
             return
         within = max(((size, str(other)) for other, size in self._largest.items() if _only_adds(family, other)), default=(0, ""))
         left = [size for size in sizes if size > within[0]]
         if not left:
             self._drop(family, f"not needed: {within[1]} fits with every micro batch, and this only recomputes or moves more")
+            return
+        near = [size for size in left if not self.above.beyond_moving(self.planner.space.candidate(family, size))]
+        least, reached = self.bounds.seconds_beside(family, near[-1]) if near else 0.0, self._reached()
+        if least > reached:
+            sizes_of = f"with micro batches up to {near[-1]}, which may fit, " if near != left else ""
+            self._drop(family, f"{sizes_of}at least {least:.4g} s per step, as without moving, {self._slower(reached)}")
             return
         try:
             found = self._halve(family, left)
@@ -219,49 +242,42 @@ class Search:
             sizes = sizes[:-1]
         low, high, found = 0, len(sizes), None
         while low < high:
-            middle = self._guess(family, sizes[low:high]) + low if low else 0
+            middle = self._place(family, sizes, low, high)
             one = self._try(self.planner.space.candidate(family, sizes[middle]))
             low, high, found = (middle + 1, high, one) if one is not None else (low, middle, found)
         return found
 
-    def _guess(self, family: Family, sizes: list[int]) -> int:
-        """The place of the size to try: the last that fits by the line from what fits to what does not, else the largest."""
+    def _place(self, family: Family, sizes: list[int], low: int, high: int) -> int:
+        """The place between ``low`` and ``high`` to try: by the line from what fits to what does not, or by what fits at another stage."""
         known = sorted((one.micro_batch, self.planner.excess(costs)) for one, costs in self.planner.known() if one.family == family)
         fits, above = [one for one in known if one[1] <= 1], [one for one in known if one[1] > 1]
-        if not fits or not above:
-            return len(sizes) - 1
-        (size, share), (larger, excess) = fits[-1], above[0]
-        reached = size + (1 - share) * (larger - size) / (excess - share)
-        return max(0, sum(one <= reached for one in sizes) - 1)
+        if fits and above:
+            (size, share), (larger, excess) = fits[-1], above[0]
+            reached = size + (1 - share) * (larger - size) / (excess - share)
+            return max(low, min(high, sum(one <= reached for one in sizes)) - 1)
+        others = [size for other, size in self._largest.items() if _is_beside(other, family) and size in sizes]
+        if others and not low:
+            return min(sizes.index(max(others)), high - 1)
+        return low if others or not low else high - 1
 
     def _try(self, candidate: Candidate, whole: bool = False) -> Fitting | None:
         """``candidate`` where it fits."""
-        if not whole and self._implied(candidate):
-            return None
+        if not whole:
+            if self.above.why(candidate):
+                return None
+            least = self.planner.least(candidate)
+            self.above.learn(candidate, least)
+            if self.planner.fault(least)[0]:
+                return None
         costs, known = self.planner.costs(candidate, whole)
         tier, words = self.planner.fault(costs)
-        if tier == self.planner.main_tier and self.planner.excess(costs) > _CLEARLY:
-            self._above.append((candidate, words))
         return None if tier else Fitting(candidate, costs, self.rates.seconds(costs), known)
-
-    def _implied(self, candidate: Candidate) -> str:
-        """Why ``candidate`` is known not to fit without being planned; empty where it is not known."""
-        held = (f"{other} holds no more, and takes {words}" for other, words in self._above if _holds(candidate, other))
-        return next(held, "") or self._beyond(candidate)
-
-    def _beyond(self, candidate: Candidate) -> str:
-        """Whether ``candidate`` is above the memory by the line through two smaller sizes of its family."""
-        shares = {one.micro_batch: self.planner.excess(costs) for one, costs in self.planner.known() if _is_smaller(one, candidate)}
-        if len(shares) < 2:
-            return ""
-        (small, low), (large, high) = sorted(shares.items())[-2:]
-        told = high + (high - low) / (large - small) * (candidate.micro_batch - large)
-        return f"by micro batches {small} and {large} it takes at least {told:.3g} times the memory" if told > _CLEARLY else ""
 
     def _why(self, family: Family, size: int) -> str:
         candidate = self.planner.space.candidate(family, size)
         try:
-            return self.planner.fault(self.planner.costs(candidate)[0])[1] if not self._implied(candidate) else self._implied(candidate)
+            takes = (tell() for tell in (lambda: self.planner.least(candidate), lambda: self.planner.costs(candidate)[0]))
+            return self.above.why(candidate) or next(filter(None, (self.planner.fault(costs)[1] for costs in takes)), "")
         except HfZeroError as error:
             return _line(error)
 
@@ -308,24 +324,20 @@ def _order(one: Fitting) -> tuple[float, float, float]:
     return one.seconds, one.costs.device, one.costs.host
 
 
+def _sort(family: Family) -> int:
+    """When a family is looked at."""
+    return 2 if family.tier != Tier() else int(family.recomputes)
+
+
+def _is_beside(family: Family, other: Family) -> bool:
+    """Whether the two differ in their stages alone."""
+    return (family.layout, family.tier, family.recomputes) == (other.layout, other.tier, other.recomputes)
+
+
 def _only_adds(family: Family, other: Family) -> bool:
     """Whether ``family`` is ``other`` with more that is recomputed or moved."""
     same = family != other and (family.layout, family.stage) == (other.layout, other.stage)
     return same and other.recomputes <= family.recomputes and other.tier.within(family.tier)
-
-
-def _holds(candidate: Candidate, other: Candidate) -> bool:
-    """Whether ``candidate`` holds no less on the device than ``other``."""
-    mine, theirs = candidate.family, other.family
-    stages = mine.stage == theirs.stage or mine.stage < theirs.stage < 3
-    accumulates = candidate.accumulation > 1 or other.accumulation == 1
-    kept = mine.recomputes <= theirs.recomputes and candidate.micro_batch >= other.micro_batch and accumulates
-    return mine.layout == theirs.layout and stages and kept and mine.tier.within(theirs.tier)
-
-
-def _is_smaller(one: Candidate, candidate: Candidate) -> bool:
-    """Whether ``one`` is ``candidate`` with fewer samples at a time; both accumulate."""
-    return one.family == candidate.family and one.micro_batch < candidate.micro_batch and candidate.accumulation > 1
 
 
 def _line(error: BaseException) -> str:

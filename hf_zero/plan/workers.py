@@ -12,6 +12,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from hf_zero.errors import HfZeroError
 from hf_zero.plan.cluster import Cluster, Load
 from hf_zero.plan.costs import Costs, costs_of
@@ -19,6 +21,7 @@ from hf_zero.plan.models import ModelWish, build_model
 from hf_zero.plan.prediction import Hardware
 from hf_zero.plan.stages import plan_step
 
+_SHAPES = 3000  # operations whose results torch remembers, for all sizes it has seen: some 4 MiB a plan, which nothing else ends
 _WORTH = 4.0  # seconds of plans in this process before others are started, which takes about as long
 
 
@@ -32,6 +35,7 @@ class Task:
         cluster: The ranks.
         load: What they train on.
         attention: sdpa, flash or eager.
+        last: Of a pipeline its last stage alone.
     """
 
     model: ModelWish
@@ -39,13 +43,18 @@ class Task:
     cluster: Cluster
     load: Load
     attention: str = "sdpa"
+    last: bool = False
 
     def costs(self) -> Costs | HfZeroError:
         """What it takes, or why the engine refuses it."""
         try:
-            return costs_of(plan_step(build_model(self.model), self.config, self.cluster, self.load, Hardware(), self.attention))
+            model = build_model(self.model)
+            return costs_of(plan_step(model, self.config, self.cluster, self.load, Hardware(), self.attention, self.last))
         except HfZeroError as error:
             return error
+        finally:
+            if FakeTensorMode.cache_info().size > _SHAPES:
+                FakeTensorMode.cache_clear()
 
 
 @dataclass

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.errors import ConfigError
 from hf_zero.profiling.overlap import COMPUTE, ROWS, Overlap
+from hf_zero.system.pictures import canvas, save
 
 _PANELS = 4  # ranks in the picture
+_ASKED = "the picture (--no-plot goes without)"
 _COLOURS = dict(zip(ROWS, ("tab:gray", "tab:blue", "tab:red", "tab:purple", "tab:olive", "tab:cyan", "tab:green"), strict=True))
 
 
@@ -79,15 +81,8 @@ def draw(overlaps: Sequence[Overlap], path: Path) -> None:
         UnsupportedError: Without matplotlib.
         ConfigError: ``path`` cannot be written.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise UnsupportedError("the picture needs matplotlib: pip install matplotlib; --no-plot goes without") from None
     shown = overlaps[:_PANELS]
-    figure, panels = pyplot.subplots(len(shown), 1, figsize=(12, 0.6 + 2.2 * len(shown)), layout="constrained", sharex=True, squeeze=False)
+    figure, panels = canvas(len(shown), (12, 0.6 + 2.2 * len(shown)), _ASKED, sharex=True)
     first = min(overlap.begin for overlap in shown)
     for overlap, axes in zip(shown, panels[:, 0], strict=True):
         names = list(overlap.rows)[::-1]
@@ -96,9 +91,4 @@ def draw(overlaps: Sequence[Overlap], path: Path) -> None:
             axes.broken_barh(bars, (height - 0.4, 0.8), facecolors=_COLOURS[row])
         axes.set(title=f"rank {overlap.rank}", yticks=range(len(names)), yticklabels=names)
     panels[-1, 0].set_xlabel("ms")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be written: {error}") from error
-    finally:
-        pyplot.close(figure)
+    save(figure, path, _ASKED)

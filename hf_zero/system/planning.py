@@ -58,10 +58,19 @@ def looking_aside() -> Iterator[None]:
 
 
 def with_values(tree: Any) -> Any:
-    """``tree`` with zeros on the host in place of tensors that have no values in a plan; elsewhere as it is."""
+    """``tree`` with zeros on the host in place of tensors that have no values in a plan; elsewhere as it is.
+
+    Activations may be large, and nobody writes into those that are given to a trace: one zero, seen many times, is in no memory.
+    """
     if not _depth:
         return tree
-    return tree_map_only(torch.Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"), tree)
+    return tree_map_only(torch.Tensor, _zeros_like, tree)
+
+
+def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_floating_point():
+        return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def told_by(own: bool, value: Any, name: str) -> Any:

@@ -279,6 +279,17 @@ def plain_index(func: Any, args: Any) -> Any:
     return (args[0], tuple(run if place is lists[0] else place for place in places))
 
 
+def plain_attention(func: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Keyword arguments of a call; attention loses its triangle, which without values would be a mask of tokens x tokens in memory.
+
+    What is computed with which tensors, and how much of it, is the same.
+    """
+    given = dict(kwargs or {})
+    if getattr(func, "__name__", "") == "scaled_dot_product_attention" and given.get("is_causal"):  # a plan stands before torch's own
+        given["is_causal"] = False
+    return given
+
+
 def _zeros(shape: tuple[int, ...]) -> Any:
     return [_zeros(shape[1:]) for _ in range(shape[0])] if shape else 0
 

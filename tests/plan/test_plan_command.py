@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_zero.errors import ConfigError
+from hf_zero.cli import main
+from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.plan.command import settled
 from hf_zero.plan.quantities import bytes_per_second_of, size_text
+from hf_zero.system import pictures
 from hf_zero.system.sizes import bytes_of
 from tests.support.planned import LLAMA, plans_of
 
@@ -18,10 +22,15 @@ KINDS = ["parameters", "gradients", "masters", "moments", "gathered", "activatio
 SCHEDULER = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}}
 
 
+ZERO: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
+RANKS = ["--config", json.dumps(ZERO), "--sequence", "32", "--ranks", "8", "--ranks-per-node", "4"]
+
+
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder, and Python code that builds models."""
     folder = tmp_path_factory.mktemp("plans")
-    (folder / "config.json").write_text(json.dumps({**LLAMA, "model_type": "llama"}))
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1, "model_type": "llama"}))
     (folder / "model.py").write_text(
         "import torch\nfrom torch import nn\n\n\n"
         "def make(width=8):\n    return nn.Linear(width, width), lambda n, s: {'input': torch.zeros(n, width)}\n"
@@ -29,36 +38,25 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
     (folder / "wrong.py").write_text(
         "import torch\nfrom torch import nn\n\n\ndef make():\n    return nn.Linear(8, 8), lambda n, s: {'input': torch.zeros(n, 5)}\n"
     )
-    zero: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
-    offload = {**zero, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
-    disk = {**zero, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}}}
-    model = ["--config", json.dumps(zero), "--sequence", "32", "--ranks", "8", "--ranks-per-node", "4"]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> dict[str, tuple[int, str, str]]:
+    """Of plans for a device, in a process of their own: it stays for the life of one."""
+    offload = {**ZERO, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
+    disk = {**ZERO, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}}}
     lines = {
-        "json": [str(folder), *model, "--json", "--memory", "1GiB", "--tflops", "1", "--link", "1Gbit", "--plot", str(folder / "plan.png")],
-        "small": [str(folder), *model, "--json", "--memory", "100kB"],
-        "table": [str(folder / "config.json"), *model, "--checkpoint-activations"],
-        "offload": [str(folder), *model[2:], "--json", "--config", json.dumps(offload), "--host-memory", "1GiB"],
-        "disk": [str(folder), *model[2:], "--json", "--config", json.dumps(disk)],
-        "python": [f"python:{folder / 'model.py'}:make", *model, "--json", "--set", "width=16"],
-        "eager": [str(folder), *model, "--json", "--attention", "eager"],
-        "size": [str(folder), *model, "--memory", "80 gigabytes"],
-        "rate": [str(folder), *model, "--link", "400GB"],
-        "type": ["lama", *model],
-        "missing": [str(folder / "none" / "config.json"), *model],
-        "mesh": [str(folder), "--ranks", "6", "--config", json.dumps({**zero, "tensor_parallel": {"autotp_size": 4}})],
-        "ranks": [str(folder), *model[:4], "--ranks", "6", "--ranks-per-node", "4"],
-        "trainable": [str(folder), *model, "--trainable", "lora:rank=2"],
-        "scheduler": [str(folder), *model[2:], "--json", "--config", json.dumps({**zero, "scheduler": SCHEDULER})],
-        "tensor": [str(folder), "--ranks", "2", "--config", json.dumps({**zero, "tensor_parallel": {"autotp_size": 2}})],
-        "host": [str(folder), *model, "--device", "cpu", "--memory", "100kB", "--json"],
-        "typo": [str(folder), *model, "--set", "hiden_size=128"],
-        "code": [f"python:{folder / 'model.py'}:make", *model, "--set", "wide=16"],
-        "shape": [f"python:{folder / 'wrong.py'}:make", *model],
-        "plot": [str(folder), *model, "--plot", str(folder / "none" / "plan.png")],
-        "nan": [str(folder), *model, "--tflops", "nan"],
-        "samples": [str(folder), "--config", json.dumps({**zero, "train_micro_batch_size_per_gpu": "1.5"})],
-        "autocast": [str(folder), "--config", json.dumps({"torch_autocast": {"enabled": True}})],
-        "pipelines": [str(folder), "--config", json.dumps({"pipeline": {"stages": 2}}), "--ranks", "3"],
+        "json": [str(folder), *RANKS, "--json", "--memory", "1GiB", "--tflops", "1", "--link", "1Gbit", "--plot", str(folder / "plan.png")],
+        "small": [str(folder), *RANKS, "--json", "--memory", "100kB"],
+        "table": [str(folder / "config.json"), *RANKS, "--checkpoint-activations"],
+        "offload": [str(folder), *RANKS[2:], "--json", "--config", json.dumps(offload), "--host-memory", "1GiB"],
+        "disk": [str(folder), *RANKS[2:], "--json", "--config", json.dumps(disk)],
+        "python": [f"python:{folder / 'model.py'}:make", *RANKS, "--json", "--set", "width=16"],
+        "eager": [str(folder), *RANKS, "--json", "--attention", "eager"],
+        "scheduler": [str(folder), *RANKS[2:], "--json", "--config", json.dumps({**ZERO, "scheduler": SCHEDULER})],
+        "tensor": [str(folder), "--ranks", "2", "--config", json.dumps({**ZERO, "tensor_parallel": {"autotp_size": 2}})],
+        "host": [str(folder), *RANKS, "--device", "cpu", "--memory", "100kB", "--json"],
     }
     found = dict(zip(lines, plans_of(list(lines.values())), strict=True))
     assert (folder / "plan.png").stat().st_size > 10_000
@@ -99,7 +97,7 @@ def test_offload_is_on_other_tiers(answers: Any) -> None:
     assert on_host["device"] < on_device["device"]
     assert on_host["host"] > on_device["host"] + 100_000
     assert on_device["disk"] == on_host["disk"] == 0
-    assert on_disk["disk"] > 100_000
+    assert on_disk["disk"] > 90_000
 
 
 def test_a_schedule_that_wants_the_steps_of_a_run_changes_nothing(answers: Any) -> None:
@@ -109,7 +107,7 @@ def test_a_schedule_that_wants_the_steps_of_a_run_changes_nothing(answers: Any) 
 
 def test_parameters_are_counted_before_ranks_divide_them(answers: Any) -> None:
     layer = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96 + 2 * 64
-    whole = 2 * 211 * 64 + 3 * layer + 64
+    whole = 2 * 211 * 64 + layer + 64
     for name in ("table", "tensor"):
         assert f"parameters: {whole:,}, of which {whole:,} are trained" in answers[name][1]
 
@@ -131,33 +129,43 @@ def test_a_model_of_python_code(answers: Any) -> None:
     assert json.loads(text)["checkpoint_bytes"] >= 12 * (16 * 16 + 16)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("size", ["--memory", "80 gigabytes", "80GiB"]),
-        ("rate", ["--link", "400GB", "400Gbit"]),
-        ("type", ["lama", "model_type", "llama"]),
-        ("missing", ["does not exist"]),
-        ("mesh", ["6 rank", "autotp_size"]),
-        ("ranks", ["--ranks 6", "--ranks-per-node 4"]),
-        ("trainable", ["lora:rank=2", "match:REGEX"]),
-        ("typo", ["--set hiden_size", "did you mean hidden_size"]),
-        ("code", ["TypeError", "wide"]),
-        ("shape", ["RuntimeError"]),
-        ("plot", ["--plot", "cannot be written"]),
-        ("nan", ["--tflops is nan"]),
-        ("samples", ["train_micro_batch_size_per_gpu", '"1.5"', "a whole number"]),
-        ("autocast", ["torch_autocast", "--device cpu"]),
-        ("pipelines", ["pipeline.stages is 2", "3 ranks of --ranks"]),
-    ],
-)
-def test_wrong_input_is_status_two_with_one_line(answers: Any, name: str, words: list[str]) -> None:
-    status, _, error = answers[name]
-    lines = [line for line in error.splitlines() if line.startswith("hf-zero plan:")]
+WRONG: list[tuple[list[str], list[str]]] = [
+    (["{}", *RANKS, "--memory", "80 gigabytes"], ["--memory", "80 gigabytes", "80GiB"]),
+    (["{}", *RANKS, "--link", "400GB"], ["--link", "400GB", "400Gbit"]),
+    (["{}", *RANKS, "--tflops", "nan"], ["--tflops is nan"]),
+    (["{}", *RANKS[:4], "--ranks", "6", "--ranks-per-node", "4"], ["--ranks 6", "--ranks-per-node 4"]),
+    (["{}", *RANKS, "--plot", "{}/none/plan.png"], ["--plot", "cannot be written"]),
+    (["lama", *RANKS], ["lama", "model_type", "llama"]),
+    (["{}/none", *RANKS], ["does not exist"]),
+    (["{}/none/config.json", *RANKS], ["does not exist"]),
+    (["{}", *RANKS, "--set", "hiden_size=128"], ["--set hiden_size", "did you mean hidden_size"]),
+    (["python:{}/model.py:make", *RANKS, "--set", "wide=16"], ["TypeError", "wide"]),
+    (["python:{}/wrong.py:make", *RANKS, "--device", "cpu"], ["RuntimeError"]),
+    (["{}", *RANKS, "--trainable", "lora:rank=2"], ["lora:rank=2", "match:REGEX"]),
+    (["{}", "--device", "cpu", "--ranks", "6", "--config", json.dumps({"tensor_parallel": {"autotp_size": 4}})], ["6 rank", "autotp_size"]),
+    (["{}", "--config", json.dumps({"train_micro_batch_size_per_gpu": "1.5"})], ["micro_batch_size_per_gpu", '"1.5"', "a whole number"]),
+    (["{}", "--config", json.dumps({"torch_autocast": {"enabled": True}})], ["torch_autocast", "--device cpu"]),
+    (["{}", "--config", json.dumps({"pipeline": {"stages": 2}}), "--ranks", "3"], ["pipeline.stages is 2", "3 ranks of --ranks"]),
+]
+
+
+@pytest.mark.parametrize("index", range(len(WRONG)))
+def test_wrong_input_is_status_two_with_one_line(folder: Path, capsys: pytest.CaptureFixture[str], index: int) -> None:
+    line, words = WRONG[index]
+    status = main(["plan", *(part.replace("{}", str(folder)) for part in line)])
+    lines = [text for text in capsys.readouterr().err.splitlines() if text.startswith("hf-zero plan:")]
     assert status == 2
     assert len(lines) == 1
     for word in words:
         assert word in lines[0]
+
+
+@pytest.mark.quick
+def test_a_picture_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    for call in (partial(pictures.require_place, tmp_path / "plan.png"), partial(pictures.canvas, 1, (1.0, 1.0))):
+        with pytest.raises(UnsupportedError, match="--plot needs matplotlib: pip install matplotlib"):
+            call("--plot")
 
 
 @pytest.mark.quick

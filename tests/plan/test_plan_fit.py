@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Sequence
-from contextlib import closing
+import re
+from collections.abc import Callable, Sequence
+from contextlib import closing, redirect_stderr, redirect_stdout
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.commands.config import config_args
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_zero.cli import main
@@ -32,11 +35,14 @@ from hf_zero.tensor_parallel.plan import ranges_of
 from hf_zero.tensor_parallel.symbolic_dims import SymbolicDim, indices
 from tests.support import accelerate_loop
 from tests.support.launches import launch_on_ranks, report_of
-from tests.support.planned import LLAMA, plans_of
+from tests.support.planned import LLAMA
 
 TOY = {**LLAMA, "num_hidden_layers": 2}
 FP32: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 LENGTH = 16
+
+
+DIVIDED = [Layout(), Layout(tensor=2), Layout(sequence=2), Layout(pipeline=2), Layout(shard_group=2)]
 
 
 def planner(settings: dict[str, Any], memory: int, global_batch: int = 4, ranks: int = 2) -> Planner:
@@ -47,7 +53,12 @@ def planner(settings: dict[str, Any], memory: int, global_batch: int = 4, ranks:
 
 
 def candidates(space: Space) -> list[Candidate]:
-    return [space.candidate(family, size) for family in families_of(space, Layout()) for size in space.micro_batches(Layout())]
+    return [
+        space.candidate(family, size)
+        for layout in space.layouts
+        for family in families_of(space, layout)
+        for size in space.micro_batches(layout)
+    ]
 
 
 def made_up(one: Candidate) -> Costs:
@@ -83,9 +94,89 @@ def test_the_search_finds_what_trying_everything_finds(real: bool) -> None:
 
 
 def _serves_better(other: Candidate, one: Candidate) -> bool:
-    """Whether ``one`` only recomputes more than ``other``, which fits with as many samples."""
-    same = other.family.stage == one.family.stage and other.family.recomputes < one.family.recomputes
-    return same and other.micro_batch >= one.micro_batch
+    """Whether ``one`` only recomputes or moves more than ``other``, which fits with as many samples."""
+    mine, theirs = one.family, other.family
+    adds = mine != theirs and theirs.recomputes <= mine.recomputes and theirs.tier.within(mine.tier)
+    return adds and (mine.layout, mine.stage) == (theirs.layout, theirs.stage) and other.micro_batch >= one.micro_batch
+
+
+class Remembering(Workers):
+    """Plans each task once, for several searches."""
+
+    def __init__(self, plan: Callable[[Task], Costs | HfZeroError]) -> None:
+        super().__init__()
+        self.plan = plan
+        self.told: dict[str, Costs | HfZeroError] = {}
+
+    def costs(self, tasks: Sequence[Task]) -> list[Costs | HfZeroError]:
+        self.planned += len(tasks)
+        for task in tasks:
+            if repr(task) not in self.told:
+                self.told[repr(task)] = self.plan(task)
+        return [self.told[repr(task)] for task in tasks]
+
+
+def made_up_device(task: Task) -> Costs:
+    """A model of 10^9 parameters on 8 devices, by formulas of the field; the last stage of a pipeline is the smaller one."""
+    zero, accumulation, size = task.config["zero_optimization"], task.config["gradient_accumulation_steps"], task.load.micro_batch
+    tensor, sequence = task.config.get("tensor_parallel", {}).get("autotp_size", 1), task.config.get("sequence_parallel_size", 1)
+    stages, group, stage = task.config.get("pipeline", {}).get("stages", 1), zero.get("mics_shard_size", 0), zero["stage"]
+    parts, again = tensor * stages, task.model.checkpointing
+    shards = group or 8 // parts
+    owned, parameters = 12e9 / parts / (shards if stage else 1), 2e9 / parts / (shards if stage == 3 else 1)
+    moved = "offload_optimizer" in zero
+    held = (
+        parameters * ("offload_param" not in zero) + owned * (not moved) + 2e9 / parts / (shards if stage > 1 else 1) * (accumulation > 1)
+    )
+    held += size * 1e9 / (parts * sequence) * (0.3 if again else 1) + 0.2e9 * (stage == 3) + 1e6 * again
+    work, sends = 64e12 / 8 * (4 if again else 3), 2e9 / parts * (accumulation if stage > 1 else 1) * (3 if stage == 3 else 1)
+    alone = {
+        "node_alone": 64 * 2e8 * (tensor - 1) + 64 * 2e7 * (sequence - 1),
+        "calls_alone": 100.0 * accumulation * (tensor * sequence > 1),
+    }
+    micro = Part(
+        work, 64e9 / 8 * 20 + accumulation * 1e9, 0, 500 * accumulation, sends + alone["node_alone"], 0, 100 * accumulation, **alone
+    )
+    update = Part(0, 3 * owned * (not moved), owned / 3 * moved, 50, 2e9 / parts * (stage < 3), 0, 20)
+    bubble = (stages - 1) / (2 * stages)
+    costs = Costs(held, owned * moved, 0, micro, update, owned * moved, 0, 0, bubble, owned, parameters, 1e9, 1e9)
+    return (
+        costs if not task.last else replace(costs, device=0.9 * held, micro=replace(micro, read=0.9 * micro.read, flops=0.9 * micro.flops))
+    )
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=(pytest.mark.slow, pytest.mark.timeout(1200)))])
+def test_of_all_ways_to_divide_ranks_the_search_finds_the_best(real: bool) -> None:
+    """Of plans by formulas, and of those of the engine, with pipelines and offload: none of the five fastest is lost to a bound."""
+    ranks, batch = (4, 4) if real else (8, 64)
+    space = Space(FP32, ranks, batch, DIVIDED[:4] if real else DIVIDED, tiers_of(real, ""))
+    workers = Remembering(Task.costs if real else made_up_device)
+    blocks, cluster = blocks_of(ModelWish("llama", TOY)), Cluster(ranks, ranks if real else 4, on_host=real)
+
+    def with_memory(memory: int) -> Planner:
+        return Planner(space, blocks, cluster, Hardware(memory=memory), LENGTH, "sdpa", settled, workers=workers)
+
+    everything = with_memory(1)
+    everything.prepare(candidates(space), whole=True)
+    known = {one: found for (one, _), found in everything._plans.items() if isinstance(found, Costs)}
+    assert known
+    takes = sorted(everything.excess(costs) for costs in known.values())
+    for place in (0.01, 0.1, 0.25, 0.4, 0.6, 0.8, 1.0):
+        limit = round(takes[min(len(takes) - 1, int(place * len(takes)))])
+        for given in ({}, {"node-link": 2e9}, {"tflops": 5.0, "host-memory": 5e8}):
+            rates = rates_of(given, {}, cluster.near, on_host=real)
+            answer = Search(with_memory(limit), rates).run()
+            fits = [one for one, costs in known.items() if everything.excess(costs) <= limit]
+            useful = [one for one in fits if not any(_serves_better(other, one) for other in fits)]
+            fastest: dict[Any, float] = {}
+            for one in useful:
+                fastest[one.family] = min(fastest.get(one.family, float("inf")), rates.seconds(known[one]))
+            assert [one.seconds for one in answer.best] == sorted(fastest.values())[:5]
+            for out in answer.out:
+                least = re.match(r"at least ([\d.e+-]+) s per step for what (all of )?it", out.reason)
+                if least:  # it says so of all that it names
+                    named = [one for one in known if out.name in (str(one.family.layout), str(one.family))]
+                    assert named and min(rates.seconds(known[one]) for one in named) >= 0.999 * float(least[1]), out
 
 
 def test_nothing_fits_into_a_byte() -> None:
@@ -193,22 +284,40 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_is_written_trains(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def found(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A search's answer, and the folder it has written."""
+    folder = tmp_path_factory.mktemp("found") / "best"
     words = ["--config", '{"zero_optimization": {"stage": 0}}', "--ranks", "2", "--device", "cpu", "--memory", "1100kB", "--sequence", "8"]
-    search = ["--fit", "--axes", "none", "--global-batch", "8", "--micro-batch", "2", "--json", "--write", str(tmp_path / "best")]
-    assert main(["plan", str(model), *words, *search]) == 0
-    printed = capsys.readouterr()
-    found = json.loads(printed.out)
-    assert "accelerate launch --config_file" in printed.err
-    best = found["best"][0]
-    assert json.loads((tmp_path / "best" / "ds.json").read_text()) == best["config"]
+    search = ["--fit", "--axes", "none", "--global-batch", "8", "--micro-batch", "2", "--json", "--write", str(folder)]
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(io.StringIO()) as errors:
+        assert main(["plan", str(model), *words, *search]) == 0
+    assert "accelerate launch --config_file" in errors.getvalue()
+    return folder, json.loads(said.getvalue())
+
+
+def test_what_is_written_is_the_best(found: tuple[Path, dict[str, Any]]) -> None:
+    folder, answer = found
+    best = answer["best"][0]
+    assert json.loads((folder / "ds.json").read_text()) == best["config"]
     assert best["config"]["zero_optimization"]["stage"] in (1, 2, 3)  # stage 0 takes more
     assert best["peak_bytes_per_rank"]["host"] <= 550_000
+    launched = config_args.load_config_from_file(str(folder / "accelerate.yaml"))
+    assert launched.num_processes == 2 and launched.deepspeed_config == {
+        "deepspeed_config_file": str(folder / "ds.json"),
+        "zero3_init_flag": best["config"]["zero_optimization"]["stage"] == 3,
+    }
+
+
+@pytest.mark.slow
+def test_what_is_written_trains(model: Path, found: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder, answer = found
     script = ["--model", str(model), "--output", str(tmp_path), "--optimizer", "code", "--scheduler", "code"]
-    report = report_of(launch_on_ranks(tmp_path / "best" / "accelerate.yaml", Path(accelerate_loop.__file__), *script))
+    report = report_of(launch_on_ranks(folder / "accelerate.yaml", Path(accelerate_loop.__file__), *script))
     losses = report["run"]["losses"]
     assert sum(losses[-4:]) < sum(losses[:4])
-    assert report["facts"]["config"]["zero_optimization"]["stage"] == best["config"]["zero_optimization"]["stage"]
+    assert report["facts"]["config"]["zero_optimization"]["stage"] == answer["best"][0]["config"]["zero_optimization"]["stage"]
 
 
 @pytest.mark.slow
@@ -216,11 +325,6 @@ def test_two_ranks_of_this_machine_are_measured() -> None:
     found = measure({}, 2, on_host=True)
     assert set(found) == {"tflops", "memory", "operation", "latency", "node-link"}
     assert min(found.values()) > 0
-
-
-@pytest.fixture(scope="module")
-def refusals() -> list[tuple[int, str, str]]:
-    return plans_of([["llama", *line] for line, _ in WRONG])
 
 
 def test_files_of_another_run_stay(tmp_path: Path) -> None:
@@ -248,11 +352,12 @@ WRONG: list[tuple[list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize("index", range(len(WRONG)))
-def test_wrong_input_is_status_two(refusals: list[tuple[int, str, str]], index: int) -> None:
-    status, _, error = refusals[index]
-    lines = [line for line in error.splitlines() if line.startswith("hf-zero plan:")]
-    assert status == 2 and len(lines) == 1, error
-    for word in WRONG[index][1]:
+def test_wrong_input_is_status_two(capsys: pytest.CaptureFixture[str], index: int) -> None:
+    line, words = WRONG[index]
+    status = main(["plan", "llama", "--set", "num_hidden_layers=1", *line])
+    lines = [text for text in capsys.readouterr().err.splitlines() if text.startswith("hf-zero plan:")]
+    assert status == 2 and len(lines) == 1
+    for word in words:
         assert word in lines[0]
 
 

@@ -113,10 +113,11 @@ class Network(dist.ProcessGroup):
     all_to_all_single = alltoall_base
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> Any:
-        return self.inner.send(tensors, target, tag)  # host tensors: votes
+        hosts = [tensor.cpu() for tensor in tensors]  # what the device has computed by now; a host's tensors are themselves
+        return _Then(self.inner.send(hosts, target, tag), lambda: None, [*tensors, *hosts])
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
-        return self.inner.recv(tensors, source, tag)
+        return self._run(tensors, lambda *hosts: self.inner.recv(list(hosts), source, tag))
 
     def barrier(self, opts: Any = None) -> Any:
         return self.inner.barrier()
