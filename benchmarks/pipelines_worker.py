@@ -131,7 +131,7 @@ class Engine:
             "train_micro_batch_size_per_gpu": rows * parts if self._schedule == "script" else rows,
             "gradient_accumulation_steps": 1 if self._schedule == "script" else parts // self._replicas,
             "zero_optimization": {"stage": options.get("zero", 0)},
-            "optimizer": {"type": "AdamW", "params": {**{k: v for k, v in ADAMW.items() if k != "fused"}, "torch_adam": True}},
+            "gradient_clipping": 0.0,  # nobody else clips
         }
         if options.get("zero") == 3:  # a model of this size would stay whole
             config["zero_optimization"].update(stage3_param_persistence_threshold=0, stage3_max_reuse_distance=0)
@@ -141,7 +141,7 @@ class Engine:
                 section |= {"schedule": self._schedule, "stages_per_rank": options.get("each", 1)}
             config["pipeline"] = section
         model = build(size)
-        self._engine = hf_zero.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        self._engine = hf_zero.initialize(model=model, optimizer=lambda params: torch.optim.AdamW(params, **ADAMW), config=config)[0]
 
     def gradients(self, parts: Parts) -> float:
         """Forward and backward; the mean loss."""

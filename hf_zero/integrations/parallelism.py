@@ -20,6 +20,7 @@ from hf_zero.build.mesh import fits_own_node
 from hf_zero.comm.process_groups import device_mesh
 from hf_zero.config.mesh import AXES, Claim, Mesh, claims_of_config, claims_of_environment, requested_ranks, solve
 from hf_zero.errors import ConfigError
+from hf_zero.observe import warn_once
 
 _MESH = "_hf_zero_mesh"  # in accelerate's state, which a reset clears
 _USE = "ACCELERATE_USE_PARALLELISM_CONFIG"
@@ -34,6 +35,7 @@ def start_accelerator_state(method: Callable[..., Any], state: Any, *args: Any, 
     """
     method(state, *args, **kwargs)
     if not _is_ours(state):
+        _say_if_left_out(state, kwargs.get("deepspeed_plugin"))
         return
     given = kwargs.get("parallelism_config")
     if _MESH in vars(state):
@@ -82,6 +84,15 @@ def validate_launch(method: Callable[..., Any], args: Any) -> Any:
 
 def _is_ours(state: Any) -> bool:
     return getattr(vars(state).get("distributed_type"), "value", None) == "DEEPSPEED" and bool(vars(state).get("deepspeed_plugins"))
+
+
+def _say_if_left_out(state: Any, plugin: Any) -> None:
+    """accelerate drops the plugin in silence where it is told to use the CPU."""
+    if plugin is not None and getattr(state, "_cpu", False):
+        warn_once(
+            f"accelerate leaves the DeepSpeed plugin out and trains as {state.distributed_type.value}, because of Accelerator(cpu=True), "
+            "ACCELERATE_USE_CPU or `use_cpu: true`: leave these away, and where there is no accelerator ZeRO trains on the CPU"
+        )
 
 
 def _require_same(state: Any, given: Any) -> None:

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from hf_zero.tensor_parallel.call_arguments import argument_names, convert_arguments, tensors_in
 from hf_zero.tensor_parallel.graph import FunctionCall, Graph, Value
+from hf_zero.tensor_parallel.local_shapes import LocalShapes, values_of
 from hf_zero.tensor_parallel.skeleton import skeleton
 from hf_zero.tensor_parallel.solve import SLICE, SPLIT, Solution
 from hf_zero.tensor_parallel.symbolic_dims import SymbolicDim, leaves, local_size
@@ -108,7 +109,7 @@ class _Comparison(TorchFunctionMode):
         super().__init__()
         self.graph = graph
         self.solution = solution
-        self.shares = shares
+        self.shapes = LocalShapes(solution, shares)
         self.divisors = sorted({ranks, *shares.values()}, reverse=True)
         dims = {dim for op in graph.ops() for value in op.outputs if solution.states.get(value) == SPLIT for dim in value.dims}
         local = {dim: local_size(dim, shares) for dim in dims}
@@ -162,15 +163,16 @@ class _Comparison(TorchFunctionMode):
         if expected is None:
             return self._without_result(func, args, kwargs, error)
         self.position += 1
-        if error is None and self._matches(result, expected):
+        if error is None and self.shapes.match(result, expected):
             self._pin(args, kwargs, expected)
             return result
-        found = self._try_ints(func, args, kwargs, lambda found: self._matches(found, expected))
+        found = self._try_ints(func, args, kwargs, lambda found: self.shapes.match(found, expected))
         if found is not None:
             return found[0]
         shapes = [tuple(tensor.shape) for _, tensor in tensors_in([result])] if error is None else str(error).split("\n")[0]
-        self.fail(self._split_dims(expected), f"{function_name(func)} in {self.place} gives {shapes}, not {self._shapes(expected)}")
-        return tree_map(lambda leaf: self._empty(leaf) if isinstance(leaf, Value) else leaf, expected.result)
+        wanted = self.shapes.all_of(expected)
+        self.fail(self.shapes.split_dims(expected), f"{function_name(func)} in {self.place} gives {shapes}, not {wanted}")
+        return tree_map(lambda leaf: self.shapes.empty(leaf) if isinstance(leaf, Value) else leaf, expected.result)
 
     def _call(self, func: Any, args: Any, kwargs: Any, env: Callable[[Symbol], int]) -> tuple[Any, Exception | None]:
         plain_args, plain_kwargs = _evaluated((args, kwargs), env)
@@ -214,34 +216,6 @@ class _Comparison(TorchFunctionMode):
             raise _Diverged(f"a part of the model runs {function_name(func)} in {self.place} where the whole one runs {expected}")
         return self.graph.functions[self.position]
 
-    def _local_shape(self, value: Value) -> tuple[int, ...]:
-        if self.solution.states.get(value) != SPLIT:
-            return value.shape
-        return tuple(local_size(dim, self.shares) for dim in value.dims)
-
-    def _matches(self, result: Any, expected: FunctionCall) -> bool:
-        tensors = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
-        values = [leaf for leaf in tree_flatten(expected.result)[0] if isinstance(leaf, Value)]
-        if len(tensors) != len(values):
-            return False
-        return all(tuple(tensor.shape) in self._allowed(value) for tensor, value in zip(tensors, values, strict=True))
-
-    def _allowed(self, value: Value) -> tuple[tuple[int, ...], ...]:
-        if value in self.solution.uniform:
-            return (value.shape, tuple(local_size(dim, self.shares) for dim in value.dims))
-        return (self._local_shape(value),)
-
-    def _shapes(self, expected: FunctionCall) -> list[tuple[int, ...]]:
-        return [self._local_shape(leaf) for leaf in tree_flatten(expected.result)[0] if isinstance(leaf, Value)]
-
-    def _empty(self, value: Value) -> torch.Tensor:
-        dtype = torch.float32 if value.floating else torch.long
-        return torch.empty(self._local_shape(value), dtype=dtype, device="meta")
-
-    def _split_dims(self, expected: FunctionCall) -> set[SymbolicDim]:
-        values = [leaf for leaf in tree_flatten(expected.result)[0] if isinstance(leaf, Value)]
-        return {leaf for value in values for dim in value.dims for leaf in leaves(dim) if leaf in self.solution.parts}
-
     # -- numbers ------------------------------------------------------------------------------------------------------
 
     def _owner(self, symbol: Symbol) -> tuple[str, str]:
@@ -253,8 +227,7 @@ class _Comparison(TorchFunctionMode):
         return found if found is not None else get_attribute(self.modules[path], name)
 
     def _pin(self, args: Any, kwargs: Any, expected: FunctionCall) -> None:
-        values = [leaf for leaf in tree_flatten(expected.result)[0] if isinstance(leaf, Value)]
-        if any(value in self.solution.uniform for value in values):
+        if any(value in self.solution.uniform for value in values_of(expected)):
             return
         for symbol in self._open_symbols(args, kwargs):
             self.pinned.add(Symbol(*self._owner(symbol)))
@@ -347,7 +320,7 @@ def _boundaries(local: nn.Module, comparison: _Comparison) -> Iterator[None]:
                 return None
             comparison.silent += 1
             try:
-                shapes = {key: [local_size(dim, comparison.shares) for dim in item.dims] for key, item in slices.items()}
+                shapes = {key: [local_size(dim, comparison.shapes.shares) for dim in item.dims] for key, item in slices.items()}
                 return convert_arguments(
                     args, kwargs, names, shapes, lambda tensor, shape: torch.empty(shape, dtype=tensor.dtype, device="meta")
                 )

@@ -103,6 +103,11 @@ model = torch.nn.Linear(2, 2)
 prepared = accelerator.prepare(model)
 print(accelerator.unwrap_model(prepared) is model, "deepspeed" in sys.modules, torch.distributed.is_initialized())
 """
+TOLD_TO_USE_THE_CPU = """
+from accelerate import Accelerator, DeepSpeedPlugin
+for told in ({}, {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=2)}):
+    print(Accelerator(cpu=True, **told).distributed_type.value, flush=True)
+"""
 ENVIRONMENT = """
 import importlib.metadata, sys
 (command,) = importlib.metadata.entry_points(group="console_scripts", name="transformers")
@@ -113,7 +118,7 @@ command.load()()
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    codes = {"script": ALONE, "without deepspeed": WITHOUT_DEEPSPEED, "transformers env": ENVIRONMENT}
+    codes = {"script": ALONE, "without deepspeed": WITHOUT_DEEPSPEED, "transformers env": ENVIRONMENT, "cpu": TOLD_TO_USE_THE_CPU}
     return run_forked(codes, tmp_path_factory.mktemp("alone"), "import torch._dynamo, accelerate, transformers.modeling_utils")
 
 
@@ -125,6 +130,11 @@ def test_the_same_script_runs_alone(alone: dict[str, Ended]) -> None:
 def test_a_program_without_deepspeed_only_meets_a_class(alone: dict[str, Ended]) -> None:
     """Unwrapping a model imports `deepspeed` in every accelerate program: no process group, no device, no log line."""
     assert alone["without deepspeed"].out.strip() == "True True False", alone["without deepspeed"]
+
+
+def test_a_plugin_that_accelerate_leaves_out_is_told(alone: dict[str, Ended]) -> None:
+    assert alone["cpu"].out.split() == ["NO", "NO"]
+    assert alone["cpu"].err.count("accelerate leaves the DeepSpeed plugin out") == 1, alone["cpu"]
 
 
 def test_environment_commands_print_a_version(alone: dict[str, Ended]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.build import parts
+from hf_zero.build import networks
 from hf_zero.build.policies import gradient_policy, precision_policy
 from hf_zero.comm.native import NativeCollectives
 from hf_zero.config.resolve import resolve
@@ -61,7 +61,7 @@ class Constant(nn.Module):
 
 def _near_the_largest_number(stage: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, bool]:
     """Every rank's gradient is 20000: their plain sum in fp16 overflows at 4 ranks, their mean does not."""
-    monkeypatch.setattr(parts, "open_collectives", NativeCollectives)  # sums in the type of the message, as NCCL does
+    monkeypatch.setattr(networks, "open_collectives", NativeCollectives)  # sums in the type of the message, as NCCL does
     extra = {"fp16": {"loss_scale": 1.0}, "gradient_clipping": 0.0}
     engine = initialize(Constant(), Run(stage, "fp16", extra=extra))
     assert isinstance(engine.stepper.reducer.exchange.collectives, NativeCollectives)

@@ -26,7 +26,6 @@ SMALL = {
     "grpo": {"max_completion_length": 4, "per_device_train_batch_size": 4, "num_generations": 4},
 }
 ALL = {"max_steps": 2, "save_steps": 2, "logging_steps": 1, "report_to": "none", "bf16": False}
-FAST = 5  # QLoRA on one GPU
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +64,8 @@ def test_the_page_has_recipes() -> None:
     assert FILES.keys() == {re.findall(r"--deepspeed (\S+)", command)[0] for command in COMMANDS}
 
 
-@pytest.mark.parametrize(
-    "number", [number if number == FAST else pytest.param(number, marks=pytest.mark.slow) for number in range(len(COMMANDS))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(COMMANDS)))
 def test_a_recipe_runs_as_printed(number: int, toys: Path, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     name, world, words = toy_words(COMMANDS[number], toys, tmp_path / "out")
