@@ -123,8 +123,8 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "the rest of a shard is forgotten",
-            "by_count[1] += _rest(shard, [part for part, _ in copies])",
-            "by_count[1] += []",
+            "by_count[alike] += _rest(shard, [part for part, _ in copies])",
+            "by_count[alike] += []",
             (NORM, "tests/tensor_parallel/test_tp_training.py"),
         ),
         (
@@ -316,7 +316,12 @@ FAULTS: tuple[Fault, ...] = (
     ),
     *_in(
         "core/units/whole_buffer.py",
-        ("tensors taken out of a gather die", "if (leave and self._is_held()) or not", "if not", ("tests/facade/test_ds_gathered.py",)),
+        (
+            "tensors taken out of a gather die",
+            "if for_autograd or (leave and self._is_held()) or not",
+            "if for_autograd or not",
+            ("tests/facade/test_ds_gathered.py",),
+        ),
         ("assigned data is lost", "            view.copy_(param.data)\n", "", ("tests/facade/test_param_data.py",)),
     ),
     *_in(

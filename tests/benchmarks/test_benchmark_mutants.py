@@ -1,0 +1,9 @@
+"""The faults that `benchmarks/mutants.py` plants: each must fit the sources, or nothing would be planted."""
+
+from __future__ import annotations
+
+from benchmarks.mutants import wrong_places
+
+
+def test_every_fault_fits() -> None:
+    assert not wrong_places()
