@@ -259,7 +259,7 @@ PROVIDED: Final[dict[str, str]] = {
     f"{_ULYSSES}.ulysses_sp.UlyssesSPDataLoaderAdapter": "hf_zero.sequence_parallel.batches:UlyssesSPDataLoaderAdapter",
     **{
         f"{_ULYSSES}.ulysses_sp.{name}": f"hf_zero.sequence_parallel.tiled:{name}"
-        for name in ("TiledMLP", "TiledFusedLogitsLoss", "SequenceTiledCompute", "sequence_tiled_compute")
+        for name in ("TiledMLP", "TiledLoss", "TiledFusedLogitsLoss", "SequenceTiledCompute", "sequence_tiled_compute")
     },
     **{f"{_ULYSSES}.parallel_state_sp.{name}": f"hf_zero.deepspeed.served.sequence_state:{name}" for name in _SEQUENCE_STATE},
     "deepspeed.sequence.layer.DistributedAttention": "hf_zero.sequence_parallel.layer:DistributedAttention",
