@@ -132,7 +132,8 @@ def _by_nodes(section: Elasticity, world_size: int) -> ElasticBatch:
         if not totals:
             raise ElasticityIncompatibleWorldSize(
                 f"elasticity: {world_size} data-parallel ranks take {min(steps)} samples with the smallest micro batch of "
-                f"{section.micro_batch_sizes}, more than max_train_batch_size {section.max_train_batch_size}; raise that, or allow smaller ones"
+                f"{section.micro_batch_sizes}, more than max_train_batch_size {section.max_train_batch_size}; raise that, or allow smaller "
+                "ones"
             )
         total = max(totals) if section.prefer_larger_batch else min(totals)
     wanted = sorted(section.micro_batch_sizes, reverse=True) if section.prefer_larger_batch else section.micro_batch_sizes

@@ -222,7 +222,8 @@ def test_cycle_is_refused_and_shared_value_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [torch.tensor(3.1), torch.tensor(7, dtype=torch.int64), torch.tensor(0.1, dtype=torch.bfloat16), torch.ones(1, 1), 2, None, 0.5]
+    "value",
+    [torch.tensor(3.1), torch.tensor(7, dtype=torch.int64), torch.tensor(0.1, dtype=torch.bfloat16), torch.ones(1, 1), 2, None, 0.5],
 )
 def test_single_numbers_are_exact_and_fresh(value: Any) -> None:
     data = json.loads(json.dumps(encode_scalar(value, "x")))
