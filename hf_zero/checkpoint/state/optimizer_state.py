@@ -126,7 +126,7 @@ def _shaped_numbers(optimizer: ShardedOptimizer) -> set[str]:
 
     A segment of one element has rows of that shape too. There longer segments tell, or else the class, which is tried on a small row.
     """
-    numbers, rows, unclear = set(), set(), dict[str, int]()
+    numbers, rows, unclear = set[str](), set[str](), dict[str, int]()
     for segment in optimizer.segments:
         for name, value in _states(optimizer, segment).items():
             if not isinstance(value, torch.Tensor) or not value.ndim:
