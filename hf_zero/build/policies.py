@@ -126,7 +126,10 @@ def _headroom(world: int) -> int:
 
 
 def loss_scaler(config: ZeroConfig, kind: type[LossScaler]) -> LossScaler:
-    """The loss scale of fp16 (weights or autocast), of class ``kind``; 1 otherwise."""
+    """The loss scale of fp16 (weights or autocast), of class ``kind``; 1 otherwise.
+
+    At stage 0 an overflow at the lowest scale is skipped like any other, from stage 1 on it is an error: so are DeepSpeed's optimizers.
+    """
     autocast_fp16 = config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16"
     if not (config.fp16.enabled or autocast_fp16):
         return kind(loss_scale=1.0)
@@ -138,6 +141,7 @@ def loss_scaler(config: ZeroConfig, kind: type[LossScaler]) -> LossScaler:
         hysteresis=fp16.hysteresis,
         consecutive_hysteresis=fp16.consecutive_hysteresis,
         min_loss_scale=fp16.min_loss_scale,
+        raises_at_minimum=config.zero_optimization.stage > 0,
     )
 
 

@@ -3,7 +3,8 @@
 Algorithm: DeepSpeed's documentation of elasticity (https://www.deepspeed.ai/docs/config-json/#elastic-training-config-v01-and-v02).
 A global batch fits a number of ranks if some allowed micro batch divides the share of each rank. The candidates are the micro
 batches and their least common multiple, each times the largest highly composite number that stays below the maximum (such
-numbers have more divisors than any smaller one); taken is the candidate that fits most numbers of ranks.
+numbers have more divisors than any smaller one); taken is the candidate that fits most numbers of ranks. A least common multiple above
+the maximum is no candidate (DeepSpeed takes it, and trains on more samples than the maximum says).
 """
 
 from __future__ import annotations
@@ -126,10 +127,15 @@ def _by_nodes(section: Elasticity, world_size: int) -> ElasticBatch:
         return ElasticBatch(total, ranks, None)
     if world_size not in ranks:  # the present ranks are served by a batch of their own
         ranks = [world_size]
-        totals = [section.max_train_batch_size // (micro * world_size) * micro * world_size for micro in section.micro_batch_sizes]
+        steps = [micro * world_size for micro in section.micro_batch_sizes]
+        totals = [section.max_train_batch_size // step * step for step in steps if step <= section.max_train_batch_size]
+        if not totals:
+            raise ElasticityIncompatibleWorldSize(
+                f"elasticity: {world_size} data-parallel ranks take {min(steps)} samples with the smallest micro batch of "
+                f"{section.micro_batch_sizes}, more than max_train_batch_size {section.max_train_batch_size}; raise that, or allow smaller "
+                "ones"
+            )
         total = max(totals) if section.prefer_larger_batch else min(totals)
-        if total == 0:
-            return ElasticBatch(total, ranks, None)
     wanted = sorted(section.micro_batch_sizes, reverse=True) if section.prefer_larger_batch else section.micro_batch_sizes
     return ElasticBatch(total, ranks, _fitting(wanted, total, world_size))
 
@@ -142,7 +148,7 @@ def _most_flexible(section: Elasticity, largest: int, fewest: int, most: int) ->
             f"elasticity.max_train_batch_size leaves {largest} samples per rank of a node, less than the largest micro batch {max(sizes)}"
         )
     total, ranks = min(sizes), list[int]()
-    for candidate in sorted({_scaled(base, largest) for base in (*sizes, math.lcm(*sizes))}):
+    for candidate in sorted({_scaled(base, largest) for base in (*sizes, math.lcm(*sizes)) if base <= largest}):
         fitting = _ranks_for(candidate, sizes, fewest, most)
         if len(fitting) > len(ranks) or (len(fitting) == len(ranks) and section.prefer_larger_batch):
             total, ranks = candidate, fitting
@@ -150,8 +156,6 @@ def _most_flexible(section: Elasticity, largest: int, fewest: int, most: int) ->
 
 
 def _scaled(base: int, largest: int) -> int:
-    if base >= largest:
-        return base
     return base * _HIGHLY_COMPOSITE[bisect_right(_HIGHLY_COMPOSITE, largest // base) - 1]
 
 

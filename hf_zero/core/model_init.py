@@ -69,21 +69,17 @@ class ModelInit:
         self._spec: UnitSpec | None = None
         if enabled:
             topology = own_topology(build_topology(group, device, replicate=replicate))
-            reshards = topology.world > 1 or shard_storage.reshards
             listener = listener or ParamListener()
-            self._spec = UnitSpec(
-                open_collectives(topology), shards=True, reshards=reshards, shard_storage=shard_storage, listener=listener
-            )
+            self._spec = UnitSpec(open_collectives(topology), shards=True, reshards=True, shard_storage=shard_storage, listener=listener)
         self._open: dict[int, nn.Module] = {}  # modules with parameters of their own that are not sharded yet
         self._unsharding: WeakSet[nn.Module] = WeakSet()  # modules whose ``apply`` or ``smart_apply`` unshards
         self._access = ConstructorAccess()
         self._stack = ExitStack()
 
     def __enter__(self) -> ModelInit:
-        if self._spec is not None and self._spec.reshards:
+        if self._spec is not None:
             heap.return_large_blocks()
             self._stack.enter_context(self._access)
-        if self._spec is not None:
             for handle in (
                 register_module_parameter_registration_hook(self._on_parameter),
                 register_module_module_registration_hook(self._on_module),
@@ -120,20 +116,17 @@ class ModelInit:
                     self.shard(inner)
                 if any(name in inner.__dict__ for name in _STAND_INS):
                     self._unsharding.add(inner)
-            if self._spec is not None and self._spec.reshards:
+            if self._spec is not None:
                 parent.__dict__["smart_apply"] = MethodType(_smart_apply_unsharded, parent)
                 self._unsharding.add(parent)
 
     def shard(self, module: nn.Module) -> None:
-        """Shards the parameters that ``module`` itself registers; collective. On one rank it only casts and moves them.
+        """Shards the parameters that ``module`` itself registers; collective.
 
         Originals of a parametrization (weight norm) stay whole until ``initialize``: reading ``module.weight`` computes it from them, and
         libraries that initialise weights do so on rank 0 alone.
         """
         if self._spec is None:
-            return
-        if not self._spec.reshards:
-            self._place(module)
             return
         for param in module._parameters.values():
             if param is not None and find_unit(param) is None and shares_unsharded_memory(param):
@@ -151,9 +144,9 @@ class ModelInit:
             self._unsharding.add(module)
 
     @property
-    def divides(self) -> bool:
-        """Whether parameters are sharded here: not on one rank, and not where it is switched off."""
-        return self._spec is not None and self._spec.reshards
+    def saves_memory(self) -> bool:
+        """Whether a rank holds less, or holds it elsewhere, for what is sharded: not on one rank without offload, nor switched off."""
+        return self._spec is not None and (self._spec.collectives.world > 1 or self._spec.shard_storage.reshards)
 
     def divide(self, module: nn.Module, label: str, members: list[NamedParam], dtype: torch.dtype) -> None:
         """Makes one unit of parameters of ``module``, resharded, with rank 0's values; collective.
@@ -168,15 +161,6 @@ class ModelInit:
         build_unit(label, members, dtype, self._spec).reshard()
         guard_state_dict(module)
         guard_unprepared(module)
-
-    def _place(self, module: nn.Module) -> None:
-        """Gives parameters that stay whole their type and device, so that host memory holds one layer, as it does on several ranks."""
-        if isinstance(module, ParametrizationList) or self._spec is None:
-            return
-        for param in module._parameters.values():
-            if param is not None:
-                device = param.device if param.is_meta else self._spec.collectives.topology.device
-                param.data = param.data.to(device, self._dtype if param.is_floating_point() else None)
 
     def shard_all(self, module: nn.Module) -> None:
         """Shards every parameter of an existing module; collective."""

@@ -113,7 +113,7 @@ class DynamicLossScaler(LossScalerBase):
         min_scale: Lowest factor.
         delayed_shift: Overflows until it halves.
         consecutive_hysteresis: Refill that tolerance after every step without overflow.
-        raise_error_at_min_scale: Changes nothing: an overflow at the lowest factor is an error.
+        raise_error_at_min_scale: An overflow at the lowest factor is an error.
         dtype: Changes nothing.
 
     Raises:
@@ -139,14 +139,14 @@ class DynamicLossScaler(LossScalerBase):
                 f"DynamicLossScaler(init_scale={init_scale!r}, scale_factor={scale_factor!r}): the factor here is a power of two, and "
                 "doubles and halves"
             )
-        self._scaler = own.LossScaler(0, power, scale_window, delayed_shift, consecutive_hysteresis, min_scale)
+        self._scaler = own.LossScaler(0, power, scale_window, delayed_shift, consecutive_hysteresis, min_scale, raise_error_at_min_scale)
         super().__init__(self._scaler.scale)
 
     def update_scale(self, overflow: bool) -> None:
         """Takes note of one step.
 
         Raises:
-            StateError: It overflowed at the lowest factor.
+            StateError: It overflowed at the lowest factor, and that is an error.
         """
         self._scaler.update(overflow)
         self.cur_scale = self._scaler.scale

@@ -36,10 +36,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         """The factor the loss is multiplied with; 1 without fp16."""
         return float(self.scaler.scale)
 
-    @property
-    def cur_scale(self) -> float:
-        """As ``loss_scale``."""
-        return self.loss_scale
+    cur_scale = loss_scale
 
     @property
     def dynamic_loss_scale(self) -> bool:
@@ -100,6 +97,18 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         return [segment.tensor for segment in self.segments] or [unit.master for unit in self.units if unit.master is not None]
 
     single_partition_of_fp32_groups = fp32_groups_flat = fp32_partitioned_groups_flat
+
+    @property
+    def fp16_groups(self) -> list[list[torch.Tensor]]:
+        """The model's parameters by param group, in the order of ``averaged_gradients``."""
+        groups: list[list[torch.Tensor]] = [[] for _ in self.param_groups]
+        for unit in self.units:
+            for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+                if slot.group != FROZEN and param is not None:
+                    groups[slot.group].append(param)
+        return groups
+
+    bit16_groups = fp16_groups
 
     @property
     def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:

@@ -24,7 +24,8 @@ from hf_zero.offload.policy import init_shard_storage
 class Init:
     """Context in which a model is built sharded (stage 3); DeepSpeed's ``zero.Init``.
 
-    Creates the process group if there is none. On one rank nothing is sharded.
+    Creates the process group if there is none. One rank is its own only owner: parameters are empty until they are gathered there too,
+    until ``initialize``.
 
     Args:
         module: An existing module to shard at once.

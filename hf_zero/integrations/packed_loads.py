@@ -28,7 +28,7 @@ def load_packed(load: Callable[[], Any]) -> Any:
     if not is_deepspeed_zero3_enabled():
         return load()
     init = Init(config_dict_or_path=deepspeed_config()).inner
-    if not init.divides:
+    if not init.saves_memory:
         return load()
 
     def registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:

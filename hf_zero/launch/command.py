@@ -119,7 +119,7 @@ def build_command(options: argparse.Namespace, environ: Mapping[str, str]) -> Co
     if options.module and options.no_python:
         raise ConfigError("--module and --no_python exclude each other: a module needs python to run it")
     if options.include and options.exclude:
-        raise ConfigError("--include and --exclude exclude each other; give one of them")
+        raise host_lists.both_filters()
     return _COMMANDS[options.launcher](options, find_hosts(options), environ)
 
 
@@ -140,6 +140,8 @@ def find_hosts(options: argparse.Namespace) -> list[Host]:
         hosts = host_lists.include(hosts, options.include)
     if options.exclude:
         hosts = host_lists.exclude(hosts, options.exclude)
+        if not hosts:
+            raise ConfigError(f"--exclude {options.exclude} leaves no host")
     return host_lists.limit(hosts, options.num_nodes, slots)
 
 

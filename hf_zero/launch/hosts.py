@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hf_zero.errors import ConfigError
@@ -28,9 +29,14 @@ def read_hostfile(path: str) -> list[Host]:
     Raises:
         ConfigError: The file cannot be read, holds no host, or a line is wrong; names file and line.
     """
+    return parse_hostfile(read_text_file(path, "hostfile").split("\n"), path)
+
+
+def parse_hostfile(text: Iterable[str], path: str) -> list[Host]:
+    """As ``read_hostfile``, of the lines of the file; ``path`` is for messages."""
     hosts: dict[str, int] = {}
     lines: dict[str, int] = {}
-    for number, line in enumerate(read_text_file(path, "hostfile").split("\n"), start=1):
+    for number, line in enumerate(text, start=1):
         content = line.partition("#")[0].strip()
         if not content:
             continue
@@ -71,10 +77,10 @@ def include(hosts: list[Host], text: str) -> list[Host]:
 
 
 def exclude(hosts: list[Host], text: str) -> list[Host]:
-    """``hosts`` without those of ``text``, a host without slots being left out as a whole.
+    """``hosts`` without those of ``text``, a host without slots being left out as a whole; may be none.
 
     Raises:
-        ConfigError: A host or slot that is not there, or nothing is left.
+        ConfigError: A host or slot that is not there.
     """
     dropped = _parse(text, {host.name: host for host in hosts}, "--exclude")
     left = []
@@ -83,9 +89,12 @@ def exclude(hosts: list[Host], text: str) -> list[Host]:
         slots = () if without is None else tuple(slot for slot in host.slots if slot not in without)
         if slots:
             left.append(Host(host.name, slots, host.chosen or bool(without)))
-    if not left:
-        raise ConfigError(f"--exclude {text} leaves no host")
     return left
+
+
+def both_filters() -> ConfigError:
+    """The error for two filters at once."""
+    return ConfigError("--include and --exclude exclude each other; give one of them")
 
 
 def _parse(text: str, known: dict[str, Host], flag: str) -> dict[str, tuple[int, ...] | None]:

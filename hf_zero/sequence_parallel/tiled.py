@@ -17,6 +17,7 @@ from hf_zero.errors import ConfigError
 
 _SEQUENCE_DIM = 1
 _REDUCTIONS = ("mean", "sum")
+_IGNORED = -100
 
 
 def sequence_tiled_compute(
@@ -151,6 +152,40 @@ class TiledFusedLogitsLoss:
                 raise ConfigError(f"x has shape {tuple(x.shape)} and {name} {found}; both begin with (batch, seqlen)")
         parts = [_tiles(value, shards, _SEQUENCE_DIM) for value in (x, y, mask) if value is not None]
         return _reduced([_recomputed(fn, self, *tile) for tile in zip(*(part or () for part in parts), strict=True)], output_reduction)
+
+
+class TiledLoss:
+    """A mean loss over tokens from logits that are there already, so that what the loss makes of them exists for one tile at a time."""
+
+    @staticmethod
+    def apply(
+        loss_fn: Callable[..., torch.Tensor], logits: torch.Tensor, vocab_size: int, shift_labels: torch.Tensor, shards: int
+    ) -> torch.Tensor:
+        """The mean of ``loss_fn`` over all labels that count, each tile's weighted with how many it has; 0 where none does.
+
+        Args:
+            loss_fn: Called by name with ``logits`` and ``shift_labels`` of a tile, ``vocab_size``, and ``labels`` None; gives the mean over
+                the labels that are not -100. Tiles without any are left out.
+            logits: (batch, seqlen, vocabulary).
+            vocab_size: Size of the vocabulary.
+            shift_labels: (batch, seqlen), already shifted; -100 does not count.
+            shards: Number of tiles.
+
+        Raises:
+            ConfigError: The shapes do not fit, or the number of tiles is not positive.
+        """
+        if logits.dim() < 2 or shift_labels.shape != logits.shape[:2]:
+            found = tuple(shift_labels.shape)
+            raise ConfigError(f"logits have shape {tuple(logits.shape)} and shift_labels {found}; both begin with (batch, seqlen)")
+        parts = zip(_tiles(logits, shards, _SEQUENCE_DIM) or (), _tiles(shift_labels, shards, _SEQUENCE_DIM) or (), strict=True)
+        counted = [(tile, labels, int((labels != _IGNORED).sum())) for tile, labels in parts]
+        total = sum(count for _, _, count in counted)
+        losses = [
+            _recomputed(loss_fn, logits=tile, labels=None, vocab_size=vocab_size, shift_labels=labels) * (count / total)
+            for tile, labels, count in counted
+            if count
+        ]
+        return _reduced(losses, "sum") if losses else logits[:, :0].sum()
 
 
 def _tiles(value: torch.Tensor | None, shards: int, dim: int) -> tuple[torch.Tensor, ...] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from tests.support import ranks
-from tests.support.checkpoints import differences, full_state, start, steps
+from tests.support.checkpoints import build, config, differences, full_state, groups, start, steps
 from tests.support.rows import slow_but
 
 STAGES = (0, 1, 2, 3)
@@ -114,6 +115,90 @@ def test_masters_and_moments_survive_a_change_of_precision(tmp_path: Path, pair:
     expected = ranks.run_ranks(_save, 2, str(tmp_path), 2, pair[0])[0]
     for wrong in ranks.run_ranks(_load_in_other_precision, 2, str(tmp_path), pair[1], expected):
         assert wrong == []
+
+
+class CountsInARow(torch.optim.Optimizer):
+    """Momentum that fades; the step is kept as (1,), like a row of a parameter of one element."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state.update(step=torch.zeros(1), momentum_buffer=torch.zeros_like(param))
+                state["step"] += 1
+                state["momentum_buffer"].mul_(0.9).add_(param.grad)
+                param.sub_(state["momentum_buffer"] / state["step"].to(param.device) * group["lr"])
+
+
+def _counted(stage: int, seed: int, offload: bool) -> Any:
+    """One group holds a single element, which one rank's segment is made of."""
+    import hf_zero
+
+    settings = config(stage, "fp32")
+    if offload:
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    model = build(seed)
+    own = [{**group, "params": [param for param in group["params"] if param is not model.scale]} for group in groups(model)]
+    own.append({"params": [model.scale], "lr": 0.02, "weight_decay": 0.0})
+    return hf_zero.initialize(model=model, optimizer=CountsInARow(own), config=settings)[0]
+
+
+def _save_counted(folder: str) -> dict[str, Any]:
+    """At every stage, with the later steps of the run that went on and of the one that resumed."""
+    states = {}
+    for stage in STAGES:
+        engine = _counted(stage, 0, stage == 2)
+        steps(engine, 0, 2)
+        engine.save_checkpoint(f"{folder}/{stage}")
+        states[f"{folder}/{stage}"] = full_state(engine)
+        expected = steps(engine, 2, 1), full_state(engine)
+        engine.destroy()
+        engine = _counted(stage, 5, stage == 2)
+        engine.load_checkpoint(f"{folder}/{stage}")
+        assert differences(full_state(engine), states[f"{folder}/{stage}"]) == []
+        assert {tuple(state["step"].shape) for state in engine.optimizer.inner.state.values()} == {(1,)}
+        assert steps(engine, 2, 1) == expected[0] and differences(full_state(engine), expected[1]) == []
+        engine.destroy()
+    return states
+
+
+def _load_counted(states: dict[str, Any]) -> list[str]:
+    wrong = []
+    for (folder, expected), stage in zip(states.items(), reversed(STAGES), strict=True):
+        engine = _counted(stage, 5, False)
+        engine.load_checkpoint(folder)
+        wrong += [f"stage {stage}: {name}" for name in differences(full_state(engine), expected)]
+        engine.destroy()
+    return wrong
+
+
+def _save_one_element(folder: str) -> list[str]:
+    import hf_zero
+
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = CountsInARow(model.parameters())
+    engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config(3, "fp32"))[0]
+    engine.backward(engine(torch.ones(1, 1)).sum())
+    engine.step()
+    engine.save_checkpoint(folder, "one")
+    engine.destroy()
+    found: list[str] = json.loads(Path(folder, "one", "index.json").read_text())["optimizer"]["states"]
+    return found
+
+
+def test_a_step_with_a_shape_resumes_on_any_ranks(tmp_path: Path) -> None:
+    """Optimizers of others keep it as ``torch.zeros(1)``."""
+    states = ranks.run_ranks(_save_counted, 2, str(tmp_path))[0]
+    assert all(state["step scale"] == 2 for state in states.values())
+    assert ranks.run_ranks(_load_counted, 3, states) == [[]] * 3
+    assert ranks.run_ranks(_save_one_element, 2, str(tmp_path)) == [["momentum_buffer"]] * 2  # one rank has that element, one nothing
 
 
 def _shards_of_padding(stage: int) -> None:

@@ -222,7 +222,8 @@ def test_cycle_is_refused_and_shared_value_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [torch.tensor(3.1), torch.tensor(7, dtype=torch.int64), torch.tensor(0.1, dtype=torch.bfloat16), 2, None, 0.5]
+    "value",
+    [torch.tensor(3.1), torch.tensor(7, dtype=torch.int64), torch.tensor(0.1, dtype=torch.bfloat16), torch.ones(1, 1), 2, None, 0.5],
 )
 def test_single_numbers_are_exact_and_fresh(value: Any) -> None:
     data = json.loads(json.dumps(encode_scalar(value, "x")))
@@ -230,7 +231,7 @@ def test_single_numbers_are_exact_and_fresh(value: Any) -> None:
     first, second = decoder.decode(data), decoder.decode(data)
     assert first == value and type(first) is type(value)
     if isinstance(value, torch.Tensor):
-        assert first.dtype == value.dtype and first.data_ptr() != second.data_ptr()
+        assert first.dtype == value.dtype and first.shape == value.shape and first.data_ptr() != second.data_ptr()
 
 
 HOSTILE = [
@@ -245,6 +246,9 @@ HOSTILE = [
     {"$": "float", "value": "1"},
     {"$": "dict", "items": [[1]]},
     {"$": "bytes", "base64": 5},
+    {"$": "scalar", "dtype": "F32", "value": 1.0, "shape": [1, 2]},
+    {"$": "scalar", "dtype": "F32", "value": 1.0, "shape": [1] * 100},
+    {"$": "scalar", "dtype": "F32", "value": 1.0, "shape": 1},
 ]
 
 

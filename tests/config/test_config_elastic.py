@@ -28,14 +28,15 @@ def test_a_batch_that_many_numbers_of_ranks_share() -> None:
     assert compute_elastic_config(config(), world_size=64) == (9792, ranks, 17)
 
 
-@pytest.mark.parametrize(("micro", "expected"), [([1, 2, 3, 7], 3), ([2, 4], None)])
-def test_micro_batch(micro: list[int], expected: int | None) -> None:
+# The least common multiple of 1, 2, 3 and 7 is 42: a batch that 7 ranks could share, and larger than the maximum.
+@pytest.mark.parametrize(("micro", "world_size", "expected"), [([2, 4], 3, 4), ([2, 4], 7, None), ([1, 2, 3, 7], 7, None)])
+def test_micro_batch(micro: list[int], world_size: int, expected: int | None) -> None:
     wanted = config(max_train_batch_size=32, micro_batch_sizes=micro, min_gpus=1)
     if expected is None:
-        with pytest.raises(ElasticityIncompatibleWorldSize, match="7 data-parallel ranks"):
-            compute_elastic_config(wanted, world_size=7)
+        with pytest.raises(ElasticityIncompatibleWorldSize, match="7 data-parallel ranks cannot share a batch of 24"):
+            compute_elastic_config(wanted, world_size=world_size)
     else:
-        assert compute_elastic_config(wanted, world_size=7)[-1] == expected
+        assert compute_elastic_config(wanted, world_size=world_size)[-1] == expected
 
 
 @settings(max_examples=100, deadline=None)
@@ -43,6 +44,7 @@ def test_micro_batch(micro: list[int], expected: int | None) -> None:
 def test_ranks_are_all_that_fit(micro: list[int], largest: int, fewest: int, most: int, larger: bool) -> None:
     wanted = config(max_train_batch_size=largest, micro_batch_sizes=micro, min_gpus=fewest, max_gpus=most, prefer_larger_batch=larger)
     total, ranks = compute_elastic_config(wanted)
+    assert total <= largest
     assert ranks == [count for count in range(fewest, most + 1) if any(total % (size * count) == 0 for size in micro)]
     for count in ranks:
         micro_now = compute_elastic_config(wanted, world_size=count)[-1]
@@ -55,6 +57,17 @@ def test_of_two_micro_batches_that_fit_the_preferred_one_is_taken(larger: bool, 
     nodes["elasticity"]["prefer_larger_batch"] = larger
     total, ranks, micro = compute_elastic_config(nodes, world_size=16)
     assert 16 in ranks and total // 16 % 4 == 0 and micro == expected
+
+
+def test_a_batch_of_nodes_stays_below_the_maximum() -> None:
+    nodes = config(version=0.2, num_gpus_per_node=8, max_train_batch_size=100, micro_batch_sizes=[2, 3, 5], min_gpus=8, max_gpus=64)
+    for larger in (True, False):
+        nodes["elasticity"]["prefer_larger_batch"] = larger
+        for world_size in range(8, 51):
+            total, _, micro = compute_elastic_config(nodes, world_size=world_size)
+            assert 0 < total <= 100 and total % (world_size * micro) == 0
+        with pytest.raises(ElasticityIncompatibleWorldSize, match="51 data-parallel ranks take 102 samples .* max_train_batch_size 100"):
+            compute_elastic_config(nodes, world_size=51)
 
 
 def test_whole_nodes_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,7 @@ def test_overflow_at_the_minimum_is_an_error() -> None:
     with pytest.raises(StateError, match=r"fp16\.min_loss_scale 2"):
         scaler.update(overflow=True)
     assert scaler.scale == 2.0
+    assert scales(LossScaler(initial_scale_power=3, hysteresis=1, min_loss_scale=2, raises_at_minimum=False), "xxxx") == [4, 2, 2, 2]
 
 
 def test_state_is_json_and_continues_the_same_sequence() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import itertools
 import json
@@ -18,7 +19,7 @@ from torch import nn
 
 from hf_zero import observe
 from hf_zero.deepspeed.loss_scalers import CreateLossScaler, DynamicLossScaler, LossScaler
-from hf_zero.deepspeed.served import builders, checkpoint_names, experts, helpers, logs, norms
+from hf_zero.deepspeed.served import builders, checkpoint_names, experts, helpers, hosts, logs, norms
 from hf_zero.deepspeed.served.accelerator import get_accelerator
 from hf_zero.deepspeed.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, instrument_w_nvtx, trim_mean
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
@@ -253,3 +254,46 @@ def test_questions_about_experts_and_files_of_foreign_checkpoints() -> None:
     assert checkpoint_names.get_model_ckpt_name_for_rank("a", "00") == "a/mp_rank_00_model_states.pt"
     assert checkpoint_names.get_zero_ckpt_name_for_rank("a", 1, 2) == "a/zero_pp_rank_1_mp_rank_02_optim_states.pt"
     assert checkpoint_names.get_layer_ckpt_name_for_rank("a", "layer_03", 1) == "a/layer_03-model_01_model_states.pt"
+
+
+SLOTS = {"a": [0, 1, 2, 3], "b": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "expected"),
+    [
+        ("b@a:2,0", "", {"a": [0, 2], "b": [0, 1]}),  # in the order of the hosts
+        ("a:1@b:1@a:1,0", "", {"a": [0, 1], "b": [1]}),
+        ("a@a:3", "", {"a": [3]}),
+        ("", "a:1,1@b", {"a": [0, 2, 3]}),
+        ("", "b@a", {}),
+        ("", "", SLOTS),
+        ("a:4", "", None),
+        ("", "a:4", None),
+        ("c", "", None),
+        ("", "b@a:1@5", None),
+        ("a", "b", None),
+    ],
+)
+def test_filters_of_hosts(include: str, exclude: str, expected: dict[str, list[int]] | None) -> None:
+    pool = {name: len(slots) for name, slots in SLOTS.items()}
+    for find, given in ((hosts.parse_resource_filter, SLOTS), (hosts.parse_inclusion_exclusion, pool)):
+        if expected is None:
+            with pytest.raises(ValueError, match="has no slot '4'|is unknown|exclude each other"):
+                find(given, include, exclude)
+        else:
+            found = find(given, include, exclude)
+            assert found == expected and list(found) == list(expected)
+
+
+def test_hostfiles_and_what_a_command_line_says_of_them(tmp_path: Path) -> None:
+    lines = ["# ours", "", "  10.0.0.2 slots=4 ", "b slots=1"]
+    assert list(hosts._parse_hostfile(lines).items()) == [("10.0.0.2", 4), ("b", 1)]
+    for wrong in (["a b slots=1"], ["a"], [], ["a slots=1", "a slots=1"]):
+        with pytest.raises(ValueError, match="hostfile"):
+            hosts._parse_hostfile(wrong)
+    path = tmp_path / "hosts"
+    assert hosts.fetch_hostfile(path) is None
+    path.write_text("\n".join(lines))
+    found = hosts.fetch_hostfile(path)
+    assert json.loads(base64.urlsafe_b64decode(hosts.encode_world_info(found))) == {"10.0.0.2": 4, "b": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -288,6 +289,9 @@ def _parts_of_the_optimizer(stage: int) -> None:
     engine.backward(MLP.forward(engine, batch))
     parts, exact = optimizer.averaged_gradients, optimizer.get_fp32_grad_partitions()
     assert set(parts) == set(exact) == set(range(len(optimizer.param_groups)))
+    shapes = [[param.ds_shape if stage == 3 else param.shape for param in group] for group in optimizer.fp16_groups]
+    assert [len(group) for group in shapes] == [len(parts[index]) for index in range(len(parts))] and optimizer.bit16_groups
+    assert sum(map(math.prod, sum(shapes, []))) == sum(value.numel() for value in MLP.build().parameters())
     own = [hf_zero.utils.safe_get_local_grad(param) * optimizer.loss_scale for param in engine.module.parameters()]
     squares = sum(float(part.double().square().sum()) for group in parts.values() for part in group)
     assert squares == pytest.approx(sum(float(part.double().square().sum()) for part in own), rel=1e-6) and squares > 0

@@ -91,11 +91,12 @@ def _skip_init() -> None:
         model = Skipping()
     for name, param in model.named_parameters():
         assert param.shape == torch.Size([0]) and param.ds_shape[-1] == 8 and not param.is_meta, name
-        assert not name.endswith("weight") or param.ds_tensor.numel() == param.ds_numel // 2, name
+        assert not name.endswith("weight") or param.ds_tensor.numel() == param.ds_numel // ranks.world(), name
 
 
-def test_layers_made_by_skip_init_are_sharded() -> None:
-    ranks.run_ranks(_skip_init, 2)
+@pytest.mark.parametrize("world", [1, 2])
+def test_layers_made_by_skip_init_are_sharded(world: int) -> None:
+    ranks.run_ranks(_skip_init, world)
 
 
 class Parent(nn.Module):
@@ -126,8 +127,9 @@ def _ancestry() -> None:
         assert model.value.tolist() == [3.0] * 5 and model.own.tolist() == [4.0] * 5
 
 
-def test_parameters_are_whole_until_the_last_constructor_returns() -> None:
-    ranks.run_ranks(_ancestry, 2)
+@pytest.mark.parametrize("world", [1, 2])
+def test_parameters_are_whole_until_the_last_constructor_returns(world: int) -> None:
+    ranks.run_ranks(_ancestry, world)
 
 
 class Writer(nn.Module):
@@ -179,8 +181,39 @@ def _writes() -> None:
                 assert torch.equal(value, wanted), name
 
 
-def test_constructors_write_to_layers_they_have_assigned() -> None:
-    ranks.run_ranks(_writes, 2)
+@pytest.mark.parametrize("world", [1, 2])
+def test_constructors_write_to_layers_they_have_assigned(world: int) -> None:
+    ranks.run_ranks(_writes, world)
+
+
+def _alone() -> None:
+    import hf_zero
+
+    status = hf_zero.zero.ZeroParamStatus
+    with hf_zero.zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    weight = model[0].weight
+    assert weight.ds_status is status.NOT_AVAILABLE and weight.numel() == 0 and weight.ds_shape == (4, 4)
+    with hf_zero.zero.GatheredParameters([weight], modifier_rank=0):
+        assert weight.ds_status is status.AVAILABLE and weight.dtype is torch.bfloat16
+        with hf_zero.zero.GatheredParameters(model.parameters()):
+            weight.data.fill_(3.0)
+    assert weight.ds_status is status.NOT_AVAILABLE and weight.ds_tensor.tolist() == [3.0] * 16
+    weight.all_gather()
+    assert weight.tolist() == [[3.0] * 4] * 4
+    weight.partition()
+    assert weight.numel() == 0
+    engine = initialize(model, Run(3, "bf16"))
+    assert weight.shape == (4, 4) and weight.ds_status is status.AVAILABLE and bool((weight == 3).all())
+    loss = engine(torch.ones(1, 4, dtype=torch.bfloat16)).sum()
+    engine.backward(loss)
+    engine.step()
+    assert not bool((hf_zero.utils.safe_get_full_fp32_param(weight) == 3).any()), "it trains"
+
+
+def test_one_rank_is_its_own_owner() -> None:
+    """Until ``initialize``, which has nothing to divide there."""
+    ranks.run_ranks(_alone, 1)
 
 
 def _broken_off() -> None:

@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 
 import hf_zero
 from hf_zero.errors import ConfigError
-from hf_zero.sequence_parallel.tiled import SequenceTiledCompute, TiledFusedLogitsLoss, TiledMLP, sequence_tiled_compute
+from hf_zero.sequence_parallel.tiled import SequenceTiledCompute, TiledFusedLogitsLoss, TiledLoss, TiledMLP, sequence_tiled_compute
 from tests.support import ranks
 
 LENGTH, STEPS = 13, 3  # a length that no number of tiles divides
@@ -154,3 +154,25 @@ def test_what_does_not_fit_is_told() -> None:
         sequence_tiled_compute(lambda x: x, 4, 2, {"x": x}, {}, "z")
     means = sequence_tiled_compute(lambda x: x.mean(), 4, 2, {"x": torch.arange(8.0).view(2, 4)}, {}, "x", None, 0, "mean")
     assert float(means) == 3.5
+
+
+@pytest.mark.parametrize("labels", [[1, 2, 3, 4, -100, -100, -100], [1, 2, -100, 4, 5, -100, 6], [1, 2, 3, 4, 5, 6, 0], [-100] * 7])
+def test_tiles_of_a_loss_count_as_many_labels_as_they_have(labels: list[int]) -> None:
+    def mean(logits: torch.Tensor, labels: None, vocab_size: int, shift_labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(logits.reshape(-1, vocab_size), shift_labels.reshape(-1))
+
+    targets = torch.tensor([labels])
+    tiled = torch.randn(1, 7, 9, dtype=torch.float64, requires_grad=True)
+    whole = tiled.detach().clone().requires_grad_()
+    value = TiledLoss.apply(mean, tiled, 9, targets, 3)
+    value.backward()
+    if (targets == -100).all():
+        assert value == 0 and not tiled.grad.any()
+        return
+    expected = mean(whole, None, 9, targets)
+    expected.backward()
+    torch.testing.assert_close(value, expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(tiled.grad, whole.grad, rtol=1e-13, atol=1e-16)
+    assert not tiled.grad[targets == -100].any()
+    with pytest.raises(ConfigError, match="shift_labels"):
+        TiledLoss.apply(mean, tiled, 9, targets[:, 1:], 3)

@@ -228,8 +228,10 @@ class _Reader:
         for state in by_rank:
             if state.keys() != by_rank[0].keys():
                 raise CheckpointError(f"{self.folder}: the ranks keep different optimizer states for {name}")
+        longest = max((value.numel() for value in by_rank[0].values() if isinstance(value, torch.Tensor)), default=0)
         for key, value in by_rank[0].items():
-            if isinstance(value, torch.Tensor) and value.ndim:
+            # A step may be kept as (1,).
+            if isinstance(value, torch.Tensor) and value.ndim and not (value.numel() == 1 < longest):
                 flat.append(key)
                 continue
             number = fields.number(value, f"{key} of {name}")

@@ -29,6 +29,7 @@ _PATHS = (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib
 _TIMES = (datetime.datetime, datetime.date, datetime.time)
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 _FACTORIES: dict[str, Any] = {"None": None, **{kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}}
+_MOST_DIMENSIONS = 8
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -121,11 +122,12 @@ def encode_scalar(value: Any, path: str) -> Any:
         CheckpointError: Neither of both; names ``path``.
     """
     if isinstance(value, torch.Tensor):
-        if value.ndim or value.is_complex():
+        if value.numel() != 1 or value.is_complex():
             raise CheckpointError(
                 f"{path} is a tensor of shape {tuple(value.shape)} and dtype {value.dtype}, expected a single real number"
             )
-        return {_TAG: "scalar", "dtype": NAMES[value.dtype], "value": encode_scalar(value.item(), path)}
+        shape = {"shape": list(value.shape)} if value.ndim else {}
+        return {_TAG: "scalar", "dtype": NAMES[value.dtype], "value": encode_scalar(value.item(), path), **shape}
     if value is None or type(value) in (bool, int, float):
         return Encoder().encode(value, path)
     raise CheckpointError(f"{path} is a {type(value).__name__}, expected a tensor or a number; it cannot be saved")
@@ -210,7 +212,7 @@ class Decoder:
         return {
             "float": lambda data: _FLOATS[data["value"]],
             "tensor": lambda data: self._tensor(data["name"]),
-            "scalar": lambda data: _read_scalar(self.decode(data["value"]), DTYPES[data["dtype"]]),
+            "scalar": lambda data: _read_scalar(self.decode(data["value"]), DTYPES[data["dtype"]], data.get("shape", [])),
             "ndarray": _read_array,
             "numpy": lambda data: _read_array(data)[()],
             "bytes": lambda data: base64.b64decode(data["base64"]),
@@ -239,8 +241,10 @@ class Decoder:
         }
 
 
-def _read_scalar(value: Any, dtype: torch.dtype) -> torch.Tensor:
-    made = torch.tensor(value, dtype=dtype)
+def _read_scalar(value: Any, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    if shape != [1] * len(shape) or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{shape!r} is no shape of one number")
+    made = torch.tensor(value, dtype=dtype).view(shape)
     if made.item() != value and not (isinstance(value, float) and math.isnan(value)):
         raise ValueError(f"{value!r} is no value of {dtype}")
     return made

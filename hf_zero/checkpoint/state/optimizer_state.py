@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from typing_extensions import TypeIs
 
 from hf_zero.checkpoint.files.catalog import Catalog, Located
 from hf_zero.checkpoint.files.rows import Entry, Piece
@@ -19,7 +18,7 @@ from hf_zero.checkpoint.format.records import GroupRecord, OptimizerRecord, Scal
 from hf_zero.checkpoint.format.values import Decoder, Encoder, encode_scalar
 from hf_zero.checkpoint.state.takeover import Takeover
 from hf_zero.checkpoint.state.training_state import TensorAxis
-from hf_zero.core.optimizer.clones import state_at_start
+from hf_zero.core.optimizer.clones import row_names, state_at_start
 from hf_zero.core.optimizer.segments import OwnedSegment
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.layout import ParamSlot
@@ -36,8 +35,8 @@ _EXECUTION_KEYS = frozenset({"params", "fused", "foreach", "capturable"})
 
 def flat_states(optimizer: ShardedOptimizer) -> list[str]:
     """Names of this rank's states that have an element per parameter element, in a fixed order."""
-    names = {name for segment in optimizer.segments for name, value in _states(optimizer, segment).items() if _is_row(value)}
-    return sorted(names)
+    numbers = _shaped_numbers(optimizer)
+    return sorted({name for segment in optimizer.segments for name in _rows(optimizer, segment, numbers)})
 
 
 def state_entries(optimizer: ShardedOptimizer, state: str) -> list[Entry]:
@@ -47,12 +46,13 @@ def state_entries(optimizer: ShardedOptimizer, state: str) -> list[Entry]:
         CheckpointError: A tensor has neither the shape of its segment nor a single element.
     """
     entries = []
+    numbers = _shaped_numbers(optimizer)
     for unit in optimizer.units:
         pieces: list[Piece] = []
         end, dtype = 0, None
         for segment in sorted(optimizer.segments.of(unit), key=lambda segment: segment.range.start):
-            value = _states(optimizer, segment).get(state)
-            if not _is_row(value):
+            value = _rows(optimizer, segment, numbers).get(state)
+            if value is None:
                 continue
             count = segment.range.numel
             if value.shape != (count,):
@@ -76,10 +76,12 @@ def state_entries(optimizer: ShardedOptimizer, state: str) -> list[Entry]:
 def scalars(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
     """This rank's states of one number each, per segment: unit, group and encoded values."""
     found = []
+    shaped = _shaped_numbers(optimizer)
     for segment in optimizer.segments:
         what = f"the optimizer state of unit {segment.unit.name}, group {segment.group}"
         states = _states(optimizer, segment)
-        values = {name: encode_scalar(value, f"{what}, {name!r}") for name, value in states.items() if not _is_row(value)}
+        numbers = states.keys() - _rows(optimizer, segment, shaped).keys()
+        values = {name: encode_scalar(value, f"{what}, {name!r}") for name, value in states.items() if name in numbers}
         if states:
             found.append({"unit": segment.unit.name, "group": segment.group, "values": values})
     return found
@@ -110,9 +112,34 @@ def _states(optimizer: ShardedOptimizer, segment: OwnedSegment) -> Mapping[str, 
     return segment.state
 
 
-def _is_row(value: Any) -> TypeIs[torch.Tensor]:
-    """Whether an optimizer state has a number per element."""
-    return isinstance(value, torch.Tensor) and value.ndim > 0
+def _rows(optimizer: ShardedOptimizer, segment: OwnedSegment, numbers: Set[str]) -> dict[str, torch.Tensor]:
+    """The states of a segment that have a number per element; ``numbers`` as ``_shaped_numbers`` gives them."""
+    return {
+        name: value
+        for name, value in _states(optimizer, segment).items()
+        if isinstance(value, torch.Tensor) and value.ndim and not (value.numel() == 1 and name in numbers)
+    }
+
+
+def _shaped_numbers(optimizer: ShardedOptimizer) -> set[str]:
+    """Names of the states of one number each that are kept with a shape, ``torch.zeros(1)``; local.
+
+    A segment of one element has rows of that shape too. There longer segments tell, or else the class, which is tried on a small row.
+    """
+    numbers, rows, unclear = set[str](), set[str](), dict[str, int]()
+    for segment in optimizer.segments:
+        for name, value in _states(optimizer, segment).items():
+            if not isinstance(value, torch.Tensor) or not value.ndim:
+                continue
+            if segment.range.numel == 1:
+                unclear[name] = segment.group
+            else:
+                (numbers if value.numel() == 1 else rows).add(name)
+    for name in unclear.keys() - rows - numbers:
+        known = row_names(optimizer.inner, unclear[name])
+        if known is not None and name not in known:
+            numbers.add(name)
+    return numbers
 
 
 def group_records(optimizer: ShardedOptimizer, encoder: Encoder) -> tuple[GroupRecord, ...]:
@@ -327,8 +354,11 @@ def _slots_in(segment: OwnedSegment) -> list[ParamSlot]:
 
 
 def _placed(value: Any, like: torch.Tensor, on_device: bool) -> Any:
-    """A single number where the optimizer wants it: fused and capturable kernels read ``step`` on the device."""
-    return value.to(like.device) if isinstance(value, torch.Tensor) and on_device else value
+    """A single number where the optimizer wants it: fused and capturable kernels read ``step`` on the device.
+
+    One with a shape goes there too: torch computes with a 0-dim tensor of the host beside those of a device, not with (1,).
+    """
+    return value.to(like.device) if isinstance(value, torch.Tensor) and (on_device or value.ndim) else value
 
 
 def _update_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:

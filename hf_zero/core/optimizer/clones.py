@@ -114,6 +114,21 @@ def state_names(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> froz
     Returns:
         None where the class cannot be tried. The optimizer itself and the global random state stay untouched.
     """
+    tried = _tried_state(optimizer, group, ndim)
+    return None if tried is None else frozenset(tried[0])
+
+
+def row_names(optimizer: torch.optim.Optimizer, group: int) -> frozenset[str] | None:
+    """As ``state_names`` for a flat row, those alone that have a number per element."""
+    tried = _tried_state(optimizer, group, 1)
+    if tried is None:
+        return None
+    state, param = tried
+    return frozenset(name for name, value in state.items() if isinstance(value, Tensor) and value.shape == param.shape)
+
+
+def _tried_state(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> tuple[dict[str, Any], Tensor] | None:
+    """The state of a small parameter of ``ndim`` dimensions after some steps, and that parameter; None where the class cannot be tried."""
     start, grads = trial_data(optimizer)
     shape = (*[1] * (ndim - 2), *TRIAL_SHAPE) if ndim >= 2 else (-1,)
     values = [value.float().view(shape) if ndim else value.float().flatten()[0] for value in (start, *grads)]
@@ -122,7 +137,7 @@ def state_names(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> froz
             built, param = try_steps(optimizer, options_of(optimizer.param_groups[group]), values[:1], [values[1:]])
         except (Exception, CollectiveError):  # whatever a foreign constructor or step raises
             return None
-    return frozenset(built.state.get(param, {}))
+    return dict(built.state.get(param, {})), param
 
 
 def state_at_start(optimizer: torch.optim.Optimizer, group: int, param: Tensor) -> dict[str, Any]:

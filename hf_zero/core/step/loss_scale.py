@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from hf_zero.errors import CheckpointError, ConfigError, StateError
+from hf_zero.observe import warn_once
 
 FACTOR = 2.0
 
@@ -19,7 +20,8 @@ class LossScaler:
     one the scale doubles. The tolerance is refilled when the scale doubles, or with ``consecutive_hysteresis`` after every
     step without overflow.
 
-    A step that overflows at the minimum, with no tolerance left, ends the run with an error: skipping for ever would look like training.
+    A step that overflows at the minimum, with no tolerance left, ends the run with an error, for skipping for ever looks like training; or
+    is skipped like any other, with one warning, where ``raises_at_minimum`` says so.
     fp32 and bf16 training has the static scale 1.
 
     Args:
@@ -29,6 +31,7 @@ class LossScaler:
         hysteresis: overflows until the dynamic scale is halved; 1 halves at once.
         consecutive_hysteresis: refill the tolerance after every step without overflow.
         min_loss_scale: lowest dynamic scale.
+        raises_at_minimum: an overflow there is an error.
 
     Attributes:
         scale: the present factor, a float above 0.
@@ -47,6 +50,7 @@ class LossScaler:
         hysteresis: int = 2,
         consecutive_hysteresis: bool = False,
         min_loss_scale: float = 1.0,
+        raises_at_minimum: bool = True,
     ) -> None:
         _require("fp16.loss_scale", loss_scale, 0, "0 (dynamic) or a fixed factor above 0")
         self.dynamic = loss_scale == 0
@@ -63,6 +67,7 @@ class LossScaler:
         self.hysteresis = int(hysteresis)
         self.consecutive_hysteresis = consecutive_hysteresis
         self.min_scale = float(min_loss_scale)
+        self._raises_at_minimum = raises_at_minimum
         self._good_steps = 0
         self._tolerance = self.hysteresis
         self.cur_iter = 0
@@ -76,7 +81,7 @@ class LossScaler:
         """Takes note of one boundary; call it once per step, with the same ``overflow`` on every rank.
 
         Raises:
-            StateError: an overflow at ``min_loss_scale`` with no tolerance left.
+            StateError: an overflow at ``min_loss_scale`` with no tolerance left, unless that is no error.
         """
         self.cur_iter += 1
         if not self.dynamic:
@@ -100,10 +105,13 @@ class LossScaler:
             self._tolerance -= 1
             return
         if self.scale <= self.min_scale:
-            raise StateError(
+            message = (
                 f"gradients overflow at the lowest loss scale {self.scale:g} (fp16.min_loss_scale {self.min_scale:g}): no step can be "
                 "taken any more. Lower the learning rate or fp16.min_loss_scale, look for a non-finite value in the data, or train in bf16"
             )
+            if self._raises_at_minimum:
+                raise StateError(message)
+            warn_once(f"{message}. At stage 0 such steps are skipped; from stage 1 on this is an error")
         self.scale = max(self.scale / FACTOR, self.min_scale)
 
     def state_dict(self) -> dict[str, Any]:

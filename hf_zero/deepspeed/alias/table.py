@@ -110,6 +110,7 @@ _PROFILING = {
 }
 _NEEDS = ("model_states_mem_needs", "model_states_mem_needs_all_live", "model_states_mem_needs_all_cold")
 _ELASTIC = ("compute_elastic_config", "elasticity_enabled", "ElasticityError", "ElasticityConfigError", "ElasticityIncompatibleWorldSize")
+_HOSTS = ("fetch_hostfile", "_parse_hostfile", "parse_resource_filter", "parse_inclusion_exclusion", "encode_world_info")
 _TP_MODE = ("set_autotp_mode", "is_autotp_training_mode")
 _SCHEDULES = ("VALID_LR_SCHEDULES", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 _CHECKPOINTING = (
@@ -188,6 +189,7 @@ PROVIDED: Final[dict[str, str]] = {
     "deepspeed.accelerator.is_current_accelerator_supported": "hf_zero.deepspeed.served.accelerator:is_current_accelerator_supported",
     "deepspeed.get_accelerator": "hf_zero.deepspeed.served.accelerator:get_accelerator",
     "deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME": "hf_zero.deepspeed.launcher:DEEPSPEED_ENVIRONMENT_NAME",
+    **{f"deepspeed.launcher.runner.{name}": f"hf_zero.deepspeed.served.hosts:{name}" for name in _HOSTS},
     **{f"deepspeed.utils.groups.{name}": f"hf_zero.deepspeed.served.groups:{name}" for name in _GROUPS},
     # ZeRO: construction and access to whole values.
     **{f"deepspeed.zero.{name}": f"hf_zero.zero:{name}" for name in _ZERO},
@@ -257,7 +259,7 @@ PROVIDED: Final[dict[str, str]] = {
     f"{_ULYSSES}.ulysses_sp.UlyssesSPDataLoaderAdapter": "hf_zero.sequence_parallel.batches:UlyssesSPDataLoaderAdapter",
     **{
         f"{_ULYSSES}.ulysses_sp.{name}": f"hf_zero.sequence_parallel.tiled:{name}"
-        for name in ("TiledMLP", "TiledFusedLogitsLoss", "SequenceTiledCompute", "sequence_tiled_compute")
+        for name in ("TiledMLP", "TiledLoss", "TiledFusedLogitsLoss", "SequenceTiledCompute", "sequence_tiled_compute")
     },
     **{f"{_ULYSSES}.parallel_state_sp.{name}": f"hf_zero.deepspeed.served.sequence_state:{name}" for name in _SEQUENCE_STATE},
     "deepspeed.sequence.layer.DistributedAttention": "hf_zero.sequence_parallel.layer:DistributedAttention",

@@ -1,0 +1,78 @@
+"""Hosts and slots under the names of DeepSpeed's launcher, for programs that start jobs of their own with its hostfiles and filters."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hf_zero.launch import hosts
+from hf_zero.launch.hosts import Host
+from hf_zero.observe import logger
+
+
+def fetch_hostfile(hostfile_path: str | os.PathLike[str]) -> OrderedDict[str, int] | None:
+    """The hosts of a file and their numbers of slots; None, with a warning, where there is no such file.
+
+    Raises:
+        ConfigError: A ``ValueError``; names file and line.
+    """
+    if not os.path.isfile(hostfile_path):
+        logger.warning(f"there is no hostfile {hostfile_path}: this machine alone is used")
+        return None
+    return _counts(hosts.read_hostfile(os.fspath(hostfile_path)))
+
+
+def _parse_hostfile(hostfile_lines: Iterable[str]) -> OrderedDict[str, int]:
+    """As ``fetch_hostfile``, of the lines of a file."""
+    return _counts(hosts.parse_hostfile(hostfile_lines, "hostfile"))
+
+
+def _counts(found: Sequence[Host]) -> OrderedDict[str, int]:
+    return OrderedDict((host.name, len(host.slots)) for host in found)
+
+
+def parse_resource_filter(host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = "") -> Mapping[str, Any]:
+    """The hosts and slots that a filter leaves.
+
+    Args:
+        host_info: Numbers of the slots by host.
+        include_str: What to use, ``worker-0@worker-1:0,2``: a host without slots is taken whole; a host may come more than once.
+        exclude_str: What to leave out, in the same words.
+
+    Returns:
+        An OrderedDict like ``host_info`` and in its order, hosts without slots left out; ``host_info`` itself where nothing is asked.
+
+    Raises:
+        ConfigError: A ``ValueError``: both filters, or a host or slot that is not there.
+    """
+    if not include_str and not exclude_str:
+        return host_info
+    if include_str and exclude_str:
+        raise hosts.both_filters()
+    known = [Host(name, tuple(slots)) for name, slots in host_info.items()]
+    text = _joined(include_str or exclude_str)
+    left = {host.name: host for host in (hosts.include(known, text) if include_str else hosts.exclude(known, text))}
+    return OrderedDict((name, list(left[name].slots)) for name in host_info if name in left and left[name].slots)
+
+
+def _joined(text: str) -> str:
+    """A filter that names each host once; slots of one that comes with and without them are what counts."""
+    slots: dict[str, list[str]] = {}
+    for part in text.split("@"):
+        name, colon, numbers = part.partition(":")
+        slots.setdefault(name, []).extend([numbers] if colon else [])
+    return "@".join(f"{name}:{','.join(numbers)}" if numbers else name for name, numbers in slots.items())
+
+
+def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> Mapping[str, Any]:
+    """As ``parse_resource_filter``, of numbers of slots by host (``fetch_hostfile``)."""
+    return parse_resource_filter(OrderedDict((name, list(range(count))) for name, count in resource_pool.items()), inclusion, exclusion)
+
+
+def encode_world_info(world_info: Any) -> str:
+    """Hosts and their slots as one word of a command line: JSON in URL-safe base64."""
+    return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
