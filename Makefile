@@ -13,12 +13,13 @@ SCANNED := hf_zero build_backend _hf_zero_startup.py examples benchmarks tests d
 
 DEMO_ARGS ?=
 TEST_ARGS ?=
-TEST_WORKERS ?= 3
+TEST_WORKERS ?= 4
 BENCH_ARGS ?=
 GPU_ARGS ?= --out results-gpu
 GPU_PYTHON ?=
 
-# Ranks wait for each other about as long as they compute, so three processes of tests keep two cores busy. A file stays in one of them.
+# Ranks wait for each other about as long as they compute, so four processes of tests keep two cores busy, with about 12 GiB at most: 2 is for
+# less memory. A file stays in one of them.
 # TEST_WORKERS=0: one process, as a debugger wants it.
 SIDE_BY_SIDE = -n $(TEST_WORKERS) --dist loadfile
 
@@ -26,7 +27,7 @@ SIDE_BY_SIDE = -n $(TEST_WORKERS) --dist loadfile
 
 help:
 	@echo "make demo      train, evaluate, save and reload a small GPT-2 with ZeRO-3 on 2 ranks (DEMO_ARGS)"
-	@echo "make test      run the fast tests (TEST_ARGS='-k alias', TEST_WORKERS=4)"
+	@echo "make test      run the fast tests (TEST_ARGS='-k alias', TEST_WORKERS=2)"
 	@echo "make test-quick  run what a minute allows, after every edit: configuration, imports, traces, one row of the parity matrix per stage"
 	@echo "make test-all  run every test"
 	@echo "make lint      check format, style, types and spelling; make format repairs the first two"
