@@ -181,6 +181,7 @@ def test_quickstart_without_trainer(tmp_path: Path) -> None:
     assert line.split()[2].startswith("hf_zero.")
 
 
+@pytest.mark.slow  # tests/accelerate/test_accelerate_launch.py runs such a script
 def test_quickstart_of_a_deepspeed_script(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG | {"train_micro_batch_size_per_gpu": 4}))
     before = """

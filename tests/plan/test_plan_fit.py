@@ -186,7 +186,8 @@ def test_nothing_fits_into_a_byte() -> None:
     assert all("of host memory at the peak, a node has 1 B" in out.reason for out in answer.out)
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_few_blocks_say_what_all_do(stage: int) -> None:
     whole = planner({**LLAMA, "num_hidden_layers": 8}, 1)
     assert whole.blocks.alike
