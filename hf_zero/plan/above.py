@@ -54,8 +54,9 @@ class Above:
     def beyond_moving(self, candidate: Candidate) -> str:
         """Whether ``candidate`` is above the memory by what it would hold without moving, less all that moving could take away."""
         rest = self._rest(candidate)
-        above = rest is not None and self.planner.excess(rest) > _CLEARLY
-        return f"beside all that is moved {self.planner.fault(rest)[1]}" if rest is not None and above else ""
+        if rest is None or self.planner.excess(rest) <= _CLEARLY:
+            return ""
+        return f"beside all that is moved {self.planner.fault(rest)[1]}"
 
     def _held(self, family: Family) -> float:
         """Bytes that a rank of ``family`` holds at all times on the device; 0 where nothing is known, or something rests elsewhere."""

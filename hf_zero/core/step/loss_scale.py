@@ -111,7 +111,7 @@ class LossScaler:
             )
             if self._raises_at_minimum:
                 raise StateError(message)
-            warn_once(f"{message}. At stage 0 such steps are skipped; from stage 1 on this is an error")
+            warn_once(f"{message}. Steps are skipped until gradients are finite")
         self.scale = max(self.scale / FACTOR, self.min_scale)
 
     def state_dict(self) -> dict[str, Any]:
