@@ -10,6 +10,8 @@ import torch
 
 from hf_zero.core.optimizer.param_groups import learning_rates
 from hf_zero.deepspeed.configured import ConfiguredEngine
+from hf_zero.deepspeed.moe.layer import MoE
+from hf_zero.deepspeed.moe.params import has_moe_layers
 from hf_zero.deepspeed.timers import SynchronizedWallClockTimer
 from hf_zero.metrics import EventWriter
 
@@ -85,7 +87,6 @@ _NEVER = (
     "is_deepcompile_enabled",
     "zero_legacy_stage1",
     "eigenvalue_enabled",
-    "has_moe_layers",
     "load_universal_checkpoint",
     "pld_enabled",
     "random_ltd_enabled",
@@ -209,6 +210,8 @@ VALUES: dict[str, Getter] = {
     "enable_backward_allreduce": lambda engine: True,
     "inside_no_sync_ctxt": lambda engine: engine.accumulation.in_no_sync,
     "param_names": lambda engine: {param: name for name, param in engine.module.named_parameters()},
+    "has_moe_layers": lambda engine: has_moe_layers(engine.module)[0],
+    "num_experts": lambda engine: [module.num_experts for module in engine.module.modules() if isinstance(module, MoE)],
     "pipeline_parallelism": lambda engine: engine.collectives.topology.pipe is not None,
     "data_parallel_group": lambda engine: engine.collectives.data.topology.public_group,
     "seq_data_parallel_group": lambda engine: engine.collectives.topology.public_group,

@@ -33,6 +33,8 @@ tables: list[Callable[[Iterable[nn.Module]], None]] = []
 """Where layers above put the function that sends tokens into the tables by which modules look their implementation up."""
 
 
+OWN = "each_rank_has_its_own"  # of a module: what other ranks have of a rank's experts before they are divided does not count
+
 _SHARES = "_hf_zero_expert_shares"  # of a divided layer
 
 
@@ -84,7 +86,7 @@ def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
     if tensor is not None:
         _check_beside_split_layers(model, layers)
     _refuse_shared(layers)
-    whole = [layer.module for layer in layers if held_of(layer.module) is None]
+    whole = [layer.module for layer in layers if held_of(layer.module) is None and not getattr(layer.module, OWN, False)]
     if whole and not any(find_unit(param) is not None for module in whole for param in module.parameters()):
         equal_weights(nn.ModuleList(whole), collectives, "an expert-parallel group")
     numbers = {layer.count for layer in layers}

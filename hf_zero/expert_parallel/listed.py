@@ -161,7 +161,7 @@ class ListedLayer:
         indices = torch.arange(here, device=tokens.device).repeat(world).repeat_interleave(counts.reshape(-1), output_size=len(tokens))
         order = torch.sort(indices, stable=True)[1]
         parts = tokens[order].split(counts.sum(dim=0).tolist())
-        made = [forward(part) for (_, forward), part in zip(self._own, parts, strict=True) if len(part)]
+        made = [_first(forward(part)) for (_, forward), part in zip(self._own, parts, strict=True) if len(part)]
         results = torch.cat(made) if made else torch.zeros_like(tokens)
         if results.shape != tokens.shape:
             raise UnsupportedError(
@@ -170,6 +170,12 @@ class ListedLayer:
             )
         idle = [param for (expert, _), part in zip(self._own, parts, strict=True) if not len(part) for param in expert.parameters()]
         return beside_idle(torch.empty_like(results).index_copy(0, order, results), idle)
+
+
+def _first(result: Any) -> torch.Tensor:
+    """What an expert makes of its tokens; some return a bias beside it, which the layer leaves alone."""
+    found: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    return found
 
 
 def _is_tokens(leaf: Any) -> bool:

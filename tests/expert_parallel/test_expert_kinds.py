@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,8 @@ def check_lists() -> None:
     check_listed(Run(2), 2, lopsided(MIXTRAL))
     check_copy()
     check_listed(Run(3, dtype="bf16"), 2)
-    check_experts(
-        "SwitchTransformersForConditionalGeneration", Run(3, eps=0.1), 2
-    )  # the norm of its gradients is 55: rounding noise is that much larger
+    large = Run(3, eps=0.1)  # the norm of its gradients is 55: rounding noise is that much larger
+    check_experts("SwitchTransformersForConditionalGeneration", large, 2, limit=replace(parity.limits_of(large), norm=1e-4))
 
 
 def check_copy() -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from hf_zero import observe
 from hf_zero.deepspeed.loss_scalers import CreateLossScaler, DynamicLossScaler, LossScaler
-from hf_zero.deepspeed.served import builders, checkpoint_names, experts, helpers, hosts, logs, norms
+from hf_zero.deepspeed.served import builders, checkpoint_names, helpers, hosts, logs, norms
 from hf_zero.deepspeed.served.accelerator import get_accelerator
 from hf_zero.deepspeed.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, instrument_w_nvtx, trim_mean
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
@@ -242,15 +242,7 @@ def test_what_the_configuration_names_is_marked(stage: int) -> None:
     ranks.run_ranks(_configured, 2, stage)
 
 
-def test_questions_about_experts_and_files_of_foreign_checkpoints() -> None:
-    model = nn.Linear(2, 2)
-    group = {"params": model.parameters(), "name": "all"}
-    assert experts.has_moe_layers(model) == (False, 0)
-    (split,) = experts.split_params_into_different_moe_groups_for_optimizer(group)
-    assert split == {"params": [model.weight, model.bias], "name": "all"}
-    model.bias.allreduce = False
-    with pytest.raises(UnsupportedError, match="expert_parallel"):
-        experts.split_params_into_different_moe_groups_for_optimizer([split])
+def test_files_of_foreign_checkpoints() -> None:
     assert checkpoint_names.get_model_ckpt_name_for_rank("a", "00") == "a/mp_rank_00_model_states.pt"
     assert checkpoint_names.get_zero_ckpt_name_for_rank("a", 1, 2) == "a/zero_pp_rank_1_mp_rank_02_optim_states.pt"
     assert checkpoint_names.get_layer_ckpt_name_for_rank("a", "layer_03", 1) == "a/layer_03-model_01_model_states.pt"

@@ -24,6 +24,14 @@ _OPTIMIZER_NAMES = (
     "TORCH_ADAM_PARAM",
     "ADAM_W_MODE",
 )
+_MOE_PARAMS = (
+    "configure_moe_param_groups",
+    "has_moe_layers",
+    "is_moe_param",
+    "is_moe_param_group",
+    "split_params_into_different_moe_groups_for_optimizer",
+    "split_params_into_shared_and_expert_params",
+)
 _NORMS = (
     "CheckOverflow",
     "clip_grad_norm_",
@@ -163,10 +171,12 @@ HELPERS: Final[dict[str, str]] = {
     # Files of DeepSpeed's own checkpoints, for scripts that look into them.
     **_rows("checkpoint.utils", "deepspeed.served.checkpoint_names", _CKPT_FILES),
     **_rows("checkpoint.constants", "deepspeed.served.checkpoint_names", _CKPT_KEYS),
-    # Experts: what scripts ask about any model.
-    **_rows(
-        "moe.utils", "deepspeed.served.experts", ("has_moe_layers", "is_moe_param", "split_params_into_different_moe_groups_for_optimizer")
-    ),
+    # DeepSpeed's own layer of experts.
+    **_rows("moe.layer", "deepspeed.moe.layer", ("MoE",)),
+    **_rows("moe.experts", "deepspeed.moe.layer", ("Experts",)),
+    **_rows("moe.sharded_moe", "deepspeed.moe.layer", ("MOELayer",)),
+    **_rows("moe.sharded_moe", "deepspeed.moe.gate", ("TopKGate", "top1gating", "top2gating", "topkgating")),
+    **_rows("moe.utils", "deepspeed.moe.params", _MOE_PARAMS),
     "deepspeed.runtime.swap_tensor.MIN_SWAPPABLE_BYTES": "hf_zero.memory.buffers:ALIGNMENT",
     # Signatures of what `initialize` takes besides objects.
     "deepspeed.runtime.engine.DeepSpeedOptimizerCallable": "hf_zero.deepspeed.served.helpers:DeepSpeedOptimizerCallable",

@@ -298,10 +298,7 @@ _PIPELINE = (
 )
 _INFERENCE = "inference kernels are not implemented; serve the saved Hugging Face model with vLLM, TGI or transformers"
 _HYBRID = "the hybrid engine is not implemented; generate with the model under GatheredParameters, or with vLLM"
-_MOE = (
-    "DeepSpeed's own MoE layer is not implemented; expert_parallel in the configuration divides the experts of any model of transformers "
-    "over ranks (docs/experts.md)"
-)
+_MOE = "of DeepSpeed's layers of experts there are MoE, its gate and param groups; other models' experts: expert_parallel (docs/experts.md)"
 _CONFIG = "hf_zero reads the configuration with hf_zero.config.resolve.resolve(source), which returns every value with its origin"
 _BUILDER = "nothing is compiled at run time, so there are no op builders"
 _INNER = "an inner part of DeepSpeed that hf_zero has no counterpart of"

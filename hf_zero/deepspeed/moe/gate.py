@@ -1,0 +1,177 @@
+"""The gate of DeepSpeed's layer of experts, and its three routings as functions of logits."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_zero.comm.back_end import build_collectives
+from hf_zero.comm.topology import axis_over
+from hf_zero.deepspeed.moe.routes import Routes, one_choice, several_choices, two_choices
+from hf_zero.errors import ConfigError
+
+POLICIES = (None, "None", "Jitter", "RSample")
+_JITTER = 1e-2
+
+Gated = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""The auxiliary loss (0-dim), weights (tokens, experts, capacity) fp32, whether they are there (bool, the same shape), and how many tokens
+have chosen each expert (experts,) int64."""
+
+
+def capacity_of(logits: torch.Tensor, factor: float, least: int) -> int:
+    """How many tokens an expert takes: ``factor`` times its even share of (tokens, experts) ``logits``, rounded up, or ``least``."""
+    tokens, experts = logits.shape
+    return max(int(torch.ceil((tokens / experts) * torch.tensor(factor))), int(least))
+
+
+def top1gating(
+    logits: torch.Tensor,
+    capacity_factor: float,
+    min_capacity: int,
+    used_token: torch.Tensor | None = None,
+    noisy_gate_policy: str | None = None,
+    drop_tokens: bool = True,
+    use_rts: bool = True,
+    ep_group: dist.ProcessGroup | None = None,
+    use_tutel: bool = False,
+) -> Gated:
+    """Each token to one expert.
+
+    Args:
+        logits: (tokens, experts) fp32.
+        capacity_factor: What an expert takes, over its even share.
+        min_capacity: What it takes at the least, in tokens.
+        used_token: (tokens,) 1 for tokens that are routed, 0 for others; None is all.
+        noisy_gate_policy: "RSample" draws the expert.
+        drop_tokens: False: the capacity is what the fullest expert has, over the ranks of ``ep_group``.
+        use_rts: Where an expert has too many, keep random ones, not those that torch.topk finds among equals.
+        ep_group: Ranks that need the same capacity; collective where they are several and no token is dropped.
+        use_tutel: Has no effect.
+    """
+    capacity = capacity_of(logits, capacity_factor, min_capacity) if drop_tokens else None
+    return _tables(one_choice(logits, capacity, used_token, noisy_gate_policy == "RSample", use_rts), capacity, ep_group)
+
+
+def top2gating(
+    logits: torch.Tensor,
+    capacity_factor: float,
+    min_capacity: int,
+    drop_tokens: bool = True,
+    ep_group: dist.ProcessGroup | None = None,
+    top2_2nd_expert_sampling: bool = True,
+) -> Gated:
+    """Each token to two experts, otherwise as ``top1gating``; an expert takes twice the capacity.
+
+    Args:
+        logits: (tokens, experts) fp32.
+        capacity_factor: What an expert takes, over its even share.
+        min_capacity: What it takes at the least, in tokens.
+        drop_tokens: False: the capacity is what the fullest expert has, over the ranks of ``ep_group``.
+        ep_group: Ranks that need the same capacity.
+        top2_2nd_expert_sampling: Draw the second expert.
+    """
+    capacity = capacity_of(logits, capacity_factor * 2, min_capacity) if drop_tokens else None
+    return _tables(two_choices(logits, capacity, top2_2nd_expert_sampling), capacity, ep_group)
+
+
+def topkgating(
+    logits: torch.Tensor,
+    k: int,
+    capacity_factor: float,
+    min_capacity: int,
+    drop_tokens: bool = True,
+    ep_group: dist.ProcessGroup | None = None,
+    drop_policy: str = "probs",
+) -> Gated:
+    """Each token to ``k`` experts, otherwise as ``top1gating``; an expert takes ``k`` times the capacity.
+
+    Args:
+        logits: (tokens, experts) fp32.
+        k: Experts of a token.
+        capacity_factor: What an expert takes, over its even share.
+        min_capacity: What it takes at the least, in tokens.
+        drop_tokens: False: the capacity is what the fullest expert has, over the ranks of ``ep_group``.
+        ep_group: Ranks that need the same capacity.
+        drop_policy: "probs" or "position".
+
+    Raises:
+        ConfigError: ``drop_policy`` is neither.
+    """
+    capacity = capacity_of(logits, capacity_factor * k, min_capacity) if drop_tokens else None
+    return _tables(several_choices(logits, k, capacity, drop_policy), capacity, ep_group)
+
+
+def _tables(routes: Routes, capacity: int | None, group: dist.ProcessGroup | None) -> Gated:
+    """The routes as tables of (tokens, experts, capacity); without one, that of the fullest expert of any rank of ``group``."""
+    if capacity is None:
+        capacity = int(routes.counts.max())
+        if group is not None and group.size() > 1:
+            capacity = int(build_collectives(axis_over(group)).largest_of([capacity], "capacity of experts")[0])
+    tokens = torch.arange(len(routes.experts), device=routes.experts.device).unsqueeze(1).expand_as(routes.experts)
+    places = torch.where(routes.kept, routes.places, 0)
+    table = routes.weights.new_zeros(len(tokens), len(routes.counts), capacity)
+    if capacity:
+        table = table.index_put((tokens, routes.experts, places), routes.weights, accumulate=True)
+    return routes.loss, table, table.bool(), routes.counts
+
+
+class TopKGate(nn.Module):
+    """Chooses the experts of each token, in fp32 whatever the type of tokens.
+
+    Args:
+        model_dim: Elements of a token.
+        num_experts: To choose from.
+        k: Experts of a token.
+        capacity_factor: What an expert takes in training, over its even share.
+        eval_capacity_factor: The same in evaluation.
+        min_capacity: What it takes at the least, in tokens.
+        noisy_gate_policy: In training, "Jitter" multiplies tokens by 1 +- 0.01 at random, "RSample" draws the expert where ``k`` is 1.
+        drop_tokens: Whether an expert drops what is above its capacity.
+        use_rts: It keeps random tokens then, not those that torch.topk finds among equals (where ``k`` is 1).
+        top2_2nd_expert_sampling: Draw the second expert where ``k`` is 2.
+
+    Attributes:
+        wg: Linear without bias, (num_experts, model_dim).
+
+    Raises:
+        ConfigError: An unknown policy, or more choices than experts.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 8,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        if noisy_gate_policy not in POLICIES:
+            raise ConfigError(f"noisy_gate_policy is {noisy_gate_policy!r}; None, 'Jitter' and 'RSample' are allowed")
+        if not 1 <= k <= num_experts:
+            raise ConfigError(f"k is {k} and num_experts {num_experts}: a token has from 1 to {num_experts} experts here")
+        self.wg = nn.Linear(model_dim, num_experts, bias=False)
+        self.k, self.capacity_factor, self.eval_capacity_factor = k, capacity_factor, eval_capacity_factor
+        self.min_capacity, self.noisy_gate_policy = min_capacity, noisy_gate_policy
+        self.drop_tokens, self.use_rts, self.top2_2nd_expert_sampling = drop_tokens, use_rts, top2_2nd_expert_sampling
+
+    def forward(self, tokens: torch.Tensor, used_token: torch.Tensor | None = None) -> Routes:
+        """The routes of (n, model_dim) ``tokens``; ``used_token`` as in ``top1gating``, where ``k`` is 1."""
+        policy = self.noisy_gate_policy if self.training else None
+        given = tokens.float()
+        if policy == "Jitter":
+            given = given * torch.empty_like(given).uniform_(1.0 - _JITTER, 1.0 + _JITTER)
+        logits = nn.functional.linear(given, self.wg.weight.float())
+        factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        capacity = capacity_of(logits, factor * self.k, self.min_capacity) if self.drop_tokens else None
+        if self.k == 1:
+            return one_choice(logits, capacity, used_token, policy == "RSample", self.use_rts)
+        if self.k == 2:
+            return two_choices(logits, capacity, self.top2_2nd_expert_sampling)
+        return several_choices(logits, self.k, capacity)

@@ -1,0 +1,207 @@
+"""DeepSpeed's layer of experts: `deepspeed.moe.layer.MoE`.
+
+[Note: experts of a MoE layer] The layer is made with all experts on every rank, named by their numbers in the whole layer, so names and
+checkpoints are the same for every ``ep_size``; ``initialize`` divides them as it divides experts in a list. DeepSpeed makes a rank's own
+experts only, under names that count from 0 on each rank: looking through the list gives a rank's own ones once they are divided, and a
+state dict with as many experts as one rank has is taken for this rank's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_zero.build.mesh import CLAIMS
+from hf_zero.config.mesh import EXPERT, Claim
+from hf_zero.core.units.tp_shard import tp_shard_of
+from hf_zero.deepspeed.moe.gate import TopKGate
+from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.expert_parallel.apply import OWN
+from hf_zero.expert_parallel.dispatch import combine
+from hf_zero.observe import log_rank0, warn_once
+
+_LIST = "deepspeed_experts"
+
+
+class OwnExperts(nn.ModuleList):
+    """All experts of a layer, of which a rank sees its own once they are divided; modules and names are of all."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter([expert for expert in self._modules.values() if expert is not None and not _is_of_other_rank(expert)])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(iter(self))[index]
+
+
+def _is_of_other_rank(expert: nn.Module) -> bool:
+    parts = [part for part in map(tp_shard_of, expert.parameters()) if part is not None and part.expert]
+    return bool(parts) and not any(part.ranges for part in parts)
+
+
+class Experts(nn.Module):
+    """Copies of one module, each for a part of the tokens.
+
+    Args:
+        expert: Takes (n, width) tokens and returns as many; of a tuple the first counts.
+        count: Of the whole layer.
+        ranks: That hold them between them.
+        group_name: Noted on the parameters, as DeepSpeed does.
+    """
+
+    def __init__(self, expert: nn.Module, count: int, ranks: int, group_name: str) -> None:
+        super().__init__()
+        self.num_local_experts, self._ranks = count // ranks, ranks
+        setattr(self, OWN, True)
+        self.deepspeed_experts = OwnExperts(copy.deepcopy(expert) for _ in range(count))
+        for param in self.deepspeed_experts.parameters():
+            vars(param).update(allreduce=False, group_name=group_name)
+        self.register_load_state_dict_pre_hook(_take_own)
+
+    def forward(self, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """The results of (n, width) ``tokens``, which lie by expert, ``counts`` of them for each."""
+        experts = self.deepspeed_experts._modules.values()
+        made = [expert(part) for expert, part in zip(experts, tokens.split(counts), strict=True) if expert is not None]
+        return torch.cat([found[0] if isinstance(found, tuple) else found for found in made])
+
+
+def _take_own(module: Experts, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Names the experts of a dict of one rank's by their numbers in the layer ([Note: experts of a MoE layer])."""
+    start = f"{prefix}{_LIST}."
+    of_experts = {name: value for name, value in state.items() if name.startswith(start)}
+    numbers = {int(name[len(start) :].split(".")[0]) for name in of_experts}
+    if module._ranks == 1 or numbers != set(range(module.num_local_experts)):
+        return
+    first = (dist.get_rank() % module._ranks if dist.is_initialized() else 0) * module.num_local_experts
+    for name in of_experts:
+        del state[name]
+    state.update((name, value.detach()) for name, value in module.named_parameters(prefix=prefix.rstrip(".")))
+    for name, value in of_experts.items():
+        number, rest = name[len(start) :].split(".", 1)
+        state[f"{start}{first + int(number)}.{rest}"] = value
+
+
+class MOELayer(nn.Module):
+    """A gate and its experts.
+
+    Args:
+        gate: Chooses.
+        experts: Compute.
+
+    Attributes:
+        l_aux: The auxiliary loss of the last forward, 0-dim; None before it.
+        exp_counts: (experts,) int64, how many tokens of it have chosen each; None before it.
+    """
+
+    def __init__(self, gate: TopKGate, experts: Experts) -> None:
+        super().__init__()
+        self.gate, self.experts = gate, experts
+        self.l_aux: torch.Tensor | None = None
+        self.exp_counts: torch.Tensor | None = None
+
+    def forward(self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None) -> torch.Tensor:
+        """(..., width) to the same shape; a token that all its experts have dropped becomes zeros. Collective where they are divided."""
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        routes = self.gate(rows, used_token)
+        self.l_aux, self.exp_counts = routes.loss, routes.counts.detach()
+        count, choices = len(routes.counts), routes.experts.shape[1]
+        order = torch.where(routes.kept, routes.experts, count).reshape(-1).argsort(stable=True)
+        counts = torch.bincount(routes.experts[routes.kept], minlength=count).tolist()
+        results = self.experts(rows[order[: sum(counts)] // choices], counts)
+        return combine(results, order, routes.weights).to(results.dtype).view_as(hidden_states)
+
+
+class MoE(nn.Module):
+    """A layer of experts with a gate, as DeepSpeed's; experts are divided over ``ep_size`` adjacent ranks by ``initialize``, at any stage.
+
+    Args:
+        hidden_size: Elements of a token.
+        expert: Copied ``num_experts`` times; takes and returns (n, hidden_size), or returns a tuple that begins with it.
+        num_experts: In the whole layer.
+        ep_size: Ranks that hold them between them; the same in all layers of a model that say more than 1.
+        k: Experts of a token.
+        capacity_factor: Tokens that an expert takes in training, over its even share.
+        eval_capacity_factor: The same in evaluation.
+        min_capacity: What it takes at the least, in tokens.
+        use_residual: Add ``expert`` itself, for all tokens, by learned weights (Rajbhandari et al. 2022, arXiv 2201.05596).
+        noisy_gate_policy: None, "Jitter" or "RSample", as in ``TopKGate``.
+        drop_tokens: Whether an expert drops tokens above its capacity.
+        use_rts: It keeps random ones then (where ``k`` is 1).
+        use_tutel: Has no effect; says so.
+        enable_expert_tensor_parallelism: Refused: experts are not split.
+        top2_2nd_expert_sampling: Draw the second expert where ``k`` is 2.
+
+    Raises:
+        ConfigError: Sizes that do not fit.
+        UnsupportedError: ``enable_expert_tensor_parallelism``.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        if ep_size < 1 or num_experts % ep_size:
+            fits = ", ".join(str(size) for size in range(1, num_experts + 1) if num_experts % size == 0)
+            raise ConfigError(f"MoE(num_experts={num_experts}, ep_size={ep_size}): ep_size has to divide num_experts; {fits} would fit")
+        if enable_expert_tensor_parallelism:
+            raise UnsupportedError(
+                "MoE(enable_expert_tensor_parallelism=True): experts are not split over tensor-parallel ranks; leave it out, and they are "
+                "shared out whole among them"
+            )
+        if use_tutel:
+            warn_once("MoE(use_tutel=True) has no effect: tokens are sent by one all-to-all each way, without padding")
+        self.num_experts, self.ep_size, self.use_residual = num_experts, ep_size, use_residual
+        self.num_local_experts, self.expert_group_name = num_experts // ep_size, f"ep_size_{ep_size}"
+        gate = TopKGate(
+            hidden_size, num_experts, k, capacity_factor, eval_capacity_factor, min_capacity, noisy_gate_policy, drop_tokens, use_rts,
+            top2_2nd_expert_sampling,
+        )  # fmt: skip
+        self.deepspeed_moe = MOELayer(gate, Experts(expert, num_experts, ep_size, self.expert_group_name))
+        if use_residual:
+            self.mlp = expert
+            self.coefficient = nn.Linear(hidden_size, 2)
+        if ep_size > 1:
+            self.__dict__[CLAIMS] = (Claim(EXPERT, ep_size, f"deepspeed.moe.layer.MoE(ep_size={ep_size})"),)
+        log_rank0("a layer of %d experts, %d on each of %d ranks", num_experts, self.num_local_experts, ep_size)
+
+    def forward(
+        self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """The layer's output; collective where experts are divided.
+
+        Args:
+            hidden_states: (..., hidden_size).
+            used_token: (tokens,) 1 for tokens that are routed, 0 for others, where ``k`` is 1; None is all.
+
+        Returns:
+            The output, of the same shape; the auxiliary loss, 0-dim; (num_experts,) how many tokens have chosen each.
+        """
+        output = self.deepspeed_moe(hidden_states, used_token)
+        if self.use_residual:
+            dense = self.mlp(hidden_states)
+            dense = dense[0] if isinstance(dense, tuple) else dense
+            share = torch.softmax(self.coefficient(hidden_states), dim=-1)
+            output = output * share[..., 0:1] + dense * share[..., 1:]
+        return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts

@@ -1,0 +1,65 @@
+"""Parameters of DeepSpeed's layers of experts, and param groups of their own for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.deepspeed.moe.layer import MoE
+
+
+def is_moe_param(param: torch.Tensor) -> bool:
+    """Whether a parameter is of an expert of a ``MoE`` (marked ``param.allreduce = False``)."""
+    return not getattr(param, "allreduce", True)
+
+
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """Whether a model has a ``MoE``, and how many experts the first one has; those that ``expert_parallel`` finds are of another kind."""
+    count = next((module.num_experts for module in m.modules() if isinstance(module, MoE)), 0)
+    return count > 0, count
+
+
+def is_moe_param_group(param_group: dict[str, Any]) -> bool:
+    """Whether a group was made for parameters of experts."""
+    return bool(param_group.get("moe", False))
+
+
+def split_params_into_shared_and_expert_params(
+    params: Iterable[nn.Parameter],
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Parameters outside of experts, and those of experts."""
+    listed = list(params)
+    return [param for param in listed if not is_moe_param(param)], [param for param in listed if is_moe_param(param)]
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | Iterable[dict[str, Any]], max_group_size: int | float | None = 178956971
+) -> list[dict[str, Any]]:
+    """Param groups with those of experts in groups of their own behind them, named after the ranks that hold them and marked ``moe``.
+
+    An engine of hf_zero needs no such groups; scripts read them.
+
+    Args:
+        param_groups: One group or several.
+        max_group_size: Has no effect: groups need not be divided.
+    """
+    groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+    dense, experts = [], []
+    for group in groups:
+        shared, own = split_params_into_shared_and_expert_params(group["params"])
+        dense.append({**group, "params": shared})
+        for name in dict.fromkeys(str(getattr(param, "group_name", "")) for param in own):
+            members = [param for param in own if str(getattr(param, "group_name", "")) == name]
+            experts.append({**group, "name": name, "moe": True, "params": members})
+    return [*dense, *experts]
+
+
+def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:
+    """The param groups of a list of parameters or of groups, experts apart, unless some are already."""
+    if model_parameters and isinstance(model_parameters[0], dict):
+        apart = any("moe" in group for group in model_parameters)
+        return model_parameters if apart else split_params_into_different_moe_groups_for_optimizer(model_parameters)
+    return split_params_into_different_moe_groups_for_optimizer({"params": model_parameters, "name": "dense-params"})
