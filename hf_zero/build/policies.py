@@ -201,6 +201,7 @@ def saved_how(config: ZeroConfig) -> CheckpointSettings:
         copy_bytes=None if gigabytes is None else int(gigabytes * 2**30),
         masters_from_fp32=config.zero_optimization.load_from_fp32_weights,
         tag_validation=config.checkpoint.tag_validation,
+        pickle_client_state=config.hf_zero.pickle_client_state,
     )
 
 

@@ -35,6 +35,7 @@ class CheckpointSettings:
         in_background: A save returns when the state is copied, and the copy is written while training goes on.
         copy_bytes: The most host memory that such a copy may take; None is no limit.
         tag_validation: What different tags on different ranks are: "fail", "warn" or "ignore".
+        pickle_client_state: Pickle values of a client state that nothing else can keep, and read such.
         masters_from_fp32: Without optimizer states, take masters from the saved fp32 values; else from the training type.
     """
 
@@ -44,6 +45,7 @@ class CheckpointSettings:
     copy_bytes: int | None = None
     masters_from_fp32: bool = True
     tag_validation: str = "warn"
+    pickle_client_state: bool = False
 
 
 class EngineCheckpoints:
@@ -84,7 +86,15 @@ class EngineCheckpoints:
         start = time.monotonic()
         settings = self._settings
         request = SaveRequest(
-            os.fspath(save_dir), name, client_state, latest, trained, settings.direct, settings.node_local, settings.tag_validation
+            os.fspath(save_dir),
+            name,
+            client_state,
+            latest,
+            trained,
+            settings.direct,
+            settings.node_local,
+            settings.tag_validation,
+            may_pickle=settings.pickle_client_state,
         )
         folder = save_checkpoint(self.state_of(engine), request, self.background)
         how = "saved to"
@@ -108,6 +118,7 @@ class EngineCheckpoints:
             masters_from_fp32=settings.masters_from_fp32,
             custom=custom,
             node_local=settings.node_local,
+            may_unpickle=settings.pickle_client_state,
             **wanted,
         )
         loaded = load_checkpoint(self.state_of(engine), request)

@@ -49,6 +49,7 @@ class LoadRequest:
         masters_from_fp32: Without optimizer states, take masters from the saved fp32 values; else from the training type.
         custom: Called with ``src=`` (whole state dict) and ``dst=`` (the module) in place of loading parameters by name.
         node_local: Every node has a disk of its own, and ``load_dir`` is this rank's.
+        may_unpickle: Read pickled values of the client state.
     """
 
     load_dir: str
@@ -60,6 +61,7 @@ class LoadRequest:
     masters_from_fp32: bool = True
     custom: Callable[..., Any] | None = None
     node_local: bool = False
+    may_unpickle: bool = False
 
 
 def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None:
@@ -123,7 +125,7 @@ class _Plan:
         self.index = Index.from_json(text, str(folder / INDEX_FILE))
         self.reader = RangeReader(folder, self.index.files)
         self.catalog = Catalog(self.index)
-        decoder = Decoder(lambda name: self.reader.whole(values_file(0), name), str(folder / INDEX_FILE))
+        decoder = Decoder(lambda name: self.reader.whole(values_file(0), name), str(folder / INDEX_FILE), request.may_unpickle)
         self.client_state = self._client_state(state.everyone.rank, decoder, str(folder / INDEX_FILE))
         self._decoder = decoder
         # A model of Hugging Face that was converted does not tell buffers from parameters.
@@ -157,7 +159,7 @@ class _Plan:
         own = self.index.client_states.get(str(rank))
         if own is None:
             return decoder.decode(self.index.client_state)
-        return Decoder(lambda name: self.reader.whole(values_file(rank), name), path).decode(own)
+        return Decoder(lambda name: self.reader.whole(values_file(rank), name), path, self.request.may_unpickle).decode(own)
 
     def _check_names(self) -> None:
         excluded = {self.catalog.canonical(name) for name in self.index.excluded}

@@ -47,6 +47,7 @@ class SaveRequest:
         node_local: Every node has a disk of its own, and ``save_dir`` is this rank's.
         tag_validation: What it is when ranks give different tags: an error ("fail"), a warning ("warn") or nothing ("ignore").
         number: Of this save.
+        may_pickle: Pickle values of the client state that nothing else can keep.
     """
 
     save_dir: str
@@ -58,6 +59,7 @@ class SaveRequest:
     node_local: bool = False
     tag_validation: str = "warn"
     number: str = field(default_factory=staging.save_number)
+    may_pickle: bool = False
 
 
 def save_checkpoint(state: TrainingState, request: SaveRequest, background: Background | None = None) -> Path:
@@ -154,8 +156,8 @@ def _compare_tags(tags: list[str], validation: str) -> None:
 class _Values:
     """Values as JSON; their tensors go to files of their own. The client state is every rank's, the rest is rank 0's."""
 
-    def __init__(self) -> None:
-        self.client = Encoder()
+    def __init__(self, may_pickle: bool) -> None:
+        self.client = Encoder(may_pickle)
         self.client_state: Any = None
         self.encoder = self.client  # names of tensors must differ within rank 0's file
         self.fields: dict[str, Any] = {}
@@ -242,7 +244,7 @@ class _Save:
         """Refuses what cannot be saved, encodes values, plans the files; writes nothing. Returns what the other ranks must know."""
         if self._state is None:
             raise CheckpointError("a save is prepared once")
-        self._values = _Values()
+        self._values = _Values(request.may_pickle)
         told = _check(self._state, request, self._values)
         self._contents = contents_of(self._state, request.exclude_frozen)
         return {

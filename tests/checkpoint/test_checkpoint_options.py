@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hf_zero.errors import CheckpointError
 from tests.support import ranks
 from tests.support.checkpoints import build, differences, full_state, start, steps
 from tests.support.models import CASES
@@ -69,7 +70,29 @@ def _refused(folder: str) -> str:
     with pytest.raises(Exception) as caught:
         engine.save_checkpoint(folder, "t", state)
     engine.destroy()
+    check_pickled(f"{folder}-pickled")
     return f"{type(caught.value).__name__}: {caught.value}"
+
+
+class Meter:
+    """A class of a script's own."""
+
+    def __init__(self, total: torch.Tensor) -> None:
+        self.total = total
+
+
+def check_pickled(folder: str) -> None:
+    """Objects of any class travel where the configuration says so, and are not read where it does not."""
+    told = start(3, hf_zero={"pickle_client_state": True})
+    told.save_checkpoint(folder, "t", {"epoch": 2, "meter": Meter(torch.arange(3))})
+    assert told.load_checkpoint(folder, "t")[1]["meter"].total.tolist() == [0, 1, 2]
+    with pytest.raises(CheckpointError, match=r"client_state\['hook'\], a builtins\.function, cannot be pickled"):
+        told.save_checkpoint(folder, "u", {"hook": lambda: None})
+    told.destroy()
+    plain = start(3)
+    with pytest.raises(CheckpointError, match="holds pickled values.* set hf_zero.pickle_client_state to true"):
+        plain.load_checkpoint(folder, "t")
+    plain.destroy()
 
 
 def test_what_needs_pickle_is_refused_by_name_before_a_byte_is_written(tmp_path: Path) -> None:

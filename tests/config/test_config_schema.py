@@ -79,6 +79,7 @@ OWN_KEYS = {
     "hf_zero.offload_overlap",
     "hf_zero.param_shard_size",
     "hf_zero.peak_tflops",
+    "hf_zero.pickle_client_state",
     "hf_zero.step_metrics",
     "hf_zero.trace_folder",
     "hf_zero.trace_step",

@@ -1,7 +1,7 @@
 """Plain Python values as JSON: tags where JSON has no word, tensors by name in a file of their own. Reading runs no code.
 
 A value is kept as JSON has it when JSON keeps it: None, bool, int, str, finite float, list, dict with string keys. Everything
-else becomes ``{"$": tag, ...}``. A type that is in no table here is refused by the path of its key.
+else becomes ``{"$": tag, ...}``. A type that is in no table here is refused by the path of its key, or pickled where the user says so.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from hf_zero.checkpoint.format.element_types import DTYPES, NAMES
+from hf_zero.checkpoint.format.pickled import PICKLE_KEY, pickled, unpickled
 from hf_zero.errors import CheckpointError
 from hf_zero.system.reading import reading
 
@@ -36,12 +37,16 @@ _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 class Encoder:
     """Turns values into JSON and collects the tensors they hold.
 
+    Args:
+        may_pickle: Pickle what no table knows, instead of refusing it.
+
     Attributes:
         tensors: What belongs into the tensor file, by the name the JSON uses.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, may_pickle: bool = False) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self._may_pickle = may_pickle
         self._open: set[int] = set()  # containers on the way from the root to here: a cycle shows as one met again
 
     def encode(self, value: Any, path: str) -> Any:
@@ -91,16 +96,21 @@ class Encoder:
         if kind is Counter:
             return {_TAG: "Counter", "items": self.encode(dict(value), path)}
         if kind not in (dict, OrderedDict):
-            raise CheckpointError(
-                f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved without pickle. Allowed are None, numbers, "
-                "strings, bytes, lists, tuples, sets, dicts, namespaces, times, paths, tensors, NumPy arrays and numbers, torch dtypes and "
-                "devices; "
-                "convert it (for example with dict(...) or str(...)) or leave it out"
-            )
+            return self._other(value, path)
         if kind is dict and all(type(key) is str and not key.startswith(_TAG) for key in value):
             return {key: self.encode(item, f"{path}[{key!r}]") for key, item in value.items()}
         pairs = [[self.encode(key, f"key {key!r} of {path}"), self.encode(item, f"{path}[{key!r}]")] for key, item in value.items()]
         return {_TAG: "dict" if kind is dict else "OrderedDict", "items": pairs}
+
+    def _other(self, value: Any, path: str) -> Any:
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        if not self._may_pickle:
+            raise CheckpointError(
+                f"{path} is a {name}, which cannot be saved without pickle. Allowed are None, numbers, strings, bytes, lists, tuples, "
+                "sets, dicts, namespaces, times, paths, tensors, NumPy arrays and numbers, torch dtypes and devices; convert it (for "
+                f"example with dict(...) or str(...)), leave it out, or set {PICKLE_KEY} to true in the configuration"
+            )
+        return {_TAG: "pickle", "base64": base64.b64encode(pickled(value, f"{path}, a {name}")).decode()}
 
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
         if value.layout is not torch.strided or value.is_quantized or value.dtype not in NAMES or value.is_meta:
@@ -182,11 +192,13 @@ class Decoder:
     Args:
         tensor: Gives the tensor of a name that the JSON uses.
         path: How messages call the whole (the index file).
+        may_unpickle: Read pickles, which run what their writer wanted, instead of refusing them.
     """
 
-    def __init__(self, tensor: Callable[[str], torch.Tensor], path: str) -> None:
+    def __init__(self, tensor: Callable[[str], torch.Tensor], path: str, may_unpickle: bool = False) -> None:
         self._tensor = tensor
         self._path = path
+        self._may_unpickle = may_unpickle
 
     def decode(self, data: Any) -> Any:
         """The value of a JSON form.
@@ -203,6 +215,11 @@ class Decoder:
                 return {key: self.decode(item) for key, item in data.items()}
         tag = data[_TAG]
         reader = self._readers().get(tag) if isinstance(tag, str) else None
+        if tag == "pickle" and not self._may_unpickle:
+            raise CheckpointError(
+                f"{self._path} holds pickled values, which run what their writer wanted when they are read; if you trust whoever wrote it, "
+                f"set {PICKLE_KEY} to true in the configuration"
+            )
         if reader is None:
             raise CheckpointError(f"{self._path}: unknown tag {tag!r} in a saved value; install a newer hf_zero")
         with reading(f"a saved value with tag {tag!r} in {self._path}", CheckpointError):
@@ -212,6 +229,7 @@ class Decoder:
         return {
             "float": lambda data: _FLOATS[data["value"]],
             "tensor": lambda data: self._tensor(data["name"]),
+            "pickle": lambda data: unpickled(base64.b64decode(data["base64"])),
             "scalar": lambda data: _read_scalar(self.decode(data["value"]), DTYPES[data["dtype"]], data.get("shape", [])),
             "ndarray": _read_array,
             "numpy": lambda data: _read_array(data)[()],

@@ -28,6 +28,10 @@ class OwnSettings(Section):
         "Stage 3: adjacent ranks that parameters are sharded over and gathered from, in the training type; gradients, masters and "
         "optimizer states stay sharded over all ranks. node is the ranks of each node; unset is all ranks",
     )
+    pickle_client_state: Bool = used(
+        False,
+        "Pickle values of client_state that are neither plain nor tensors, and read such values: a pickle runs what its writer wanted",
+    )
     expert_load: Size = used(
         0,
         "With expert_parallel: optimizer steps between two records of how tokens spread over experts and ranks (the most over the "

@@ -50,6 +50,7 @@ _COMM_TORCH = (
     "scatter",
     "send",
 )
+_ONEBIT = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam", "adam.OnebitAdam", "lamb.OnebitLamb", "zoadam.ZeroOneAdam")
 _UNIT_TEXTS = ("number_to_string", "flops_to_string", "macs_to_string", "params_to_string", "duration_to_string")
 _GATHERED = "hf_zero.integrations.loading:GatheredParameters"
 _INIT = "hf_zero.integrations.loading:Init"
@@ -233,8 +234,7 @@ PROVIDED: Final[dict[str, str]] = {
     # What scripts ask before they offload to files.
     "deepspeed.ops.aio.AsyncIOBuilder": "hf_zero.deepspeed.served.builders:AsyncIOBuilder",
     "deepspeed.ops.__compatible_ops__": "hf_zero.deepspeed.served.builders:COMPATIBLE_OPS",
-    "deepspeed.runtime.fp16.onebit.OnebitAdam": "hf_zero.deepspeed.served.onebit:OnebitAdam",
-    "deepspeed.runtime.fp16.onebit.adam.OnebitAdam": "hf_zero.deepspeed.served.onebit:OnebitAdam",
+    **{f"deepspeed.runtime.fp16.onebit.{name}": f"hf_zero.deepspeed.served.onebit:{name.rpartition('.')[2]}" for name in _ONEBIT},
     **{f"deepspeed.runtime.lr_schedules.{name}": f"hf_zero.optim.schedules:{name}" for name in _SCHEDULES},
     # Checkpoints: of the model, and of activations.
     "deepspeed.checkpoint.utils.clone_tensors_for_torch_save": "hf_zero.deepspeed.served.helpers:clone_tensors_for_torch_save",
@@ -302,7 +302,6 @@ _MOE = "of DeepSpeed's layers of experts there are MoE, its gate and param group
 _CONFIG = "hf_zero reads the configuration with hf_zero.config.resolve.resolve(source), which returns every value with its origin"
 _BUILDER = "nothing is compiled at run time, so there are no op builders"
 _INNER = "an inner part of DeepSpeed that hf_zero has no counterpart of"
-_ONEBIT = "of the 1-bit optimizers this version has 1-bit Adam: use hf_zero.optim.OneBitAdam (optimizer.type OneBitAdam)"
 
 REFUSED: Final[dict[str, str]] = {
     # Names that the scanned libraries mention.
@@ -383,10 +382,6 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.ops.muon": 'DeepSpeed has no such module either; write "type": "Muon" in the configuration, or use torch.optim.Muon',
     "deepspeed.runtime.zero.muon": "only muon_optimizer.MuonWithAuxAdam is provided; torch.optim.Muon works too",
     "deepspeed.ops.aio": "asynchronous file I/O is not a public interface of hf_zero",
-    "deepspeed.runtime.fp16.onebit.lamb": _ONEBIT,
-    "deepspeed.runtime.fp16.onebit.zoadam": _ONEBIT,
-    "deepspeed.runtime.fp16.onebit.OnebitLamb": _ONEBIT,
-    "deepspeed.runtime.fp16.onebit.ZeroOneAdam": _ONEBIT,
     "deepspeed.runtime.fp16": "loss scaling lives in the engine; set the fp16 section of the configuration",
     "deepspeed.runtime.bf16_optimizer": "the engine keeps fp32 masters itself; set the bf16 section of the configuration",
     "deepspeed.runtime.zero.stage_1_and_2": "one engine serves every stage; use deepspeed.initialize(...) and engine.optimizer",
