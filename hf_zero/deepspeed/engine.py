@@ -12,7 +12,7 @@ from torch import nn
 from hf_zero.checkpoint.model.export import consolidated_state_dict, write_model_files
 from hf_zero.checkpoint.model.model_files import MAX_SHARD_SIZE
 from hf_zero.core.engine import EngineParts
-from hf_zero.deepspeed import getters, requests
+from hf_zero.deepspeed import getters, held_weights, requests
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.offload_handle import OffloadHandle
 from hf_zero.deepspeed.optimizer import give_names
@@ -129,7 +129,9 @@ class Engine(ConfiguredEngine):
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
         """Whole weights of the training type: a dict on rank 0, None elsewhere; collective."""
         self.offloaded_states.require_none("gathering the weights")
-        return consolidated_state_dict(self.module, self.collectives, exclude_frozen_parameters)
+        state = consolidated_state_dict(self.module, self.collectives, exclude_frozen_parameters)
+        held_weights.note(self, state)
+        return state
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
         """As ``_consolidated_16bit_state_dict``, for callers that know it under this name.

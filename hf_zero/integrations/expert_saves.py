@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_zero.deepspeed.held_weights import held_for
 from hf_zero.integrations import callers
 
 _GATHERED = "state dict of all ranks"
@@ -32,11 +33,11 @@ def get_state_dict(method: Callable[..., Any], accelerator: Any, model: Any, *ar
 
 
 def gathered_for(module: nn.Module) -> dict[str, Any] | None:
-    """The whole weights of a part of the model that a Trainer is saving on this rank; None where none is, or nothing was gathered."""
+    """The whole weights of a part of a model that a Trainer is saving or its script holds, on this rank; None where there are none."""
     for call in callers.running(callers.SAVE_MODEL)[:1]:
         names = (name for name, inner in call.caller.model.named_modules() if inner is module)
         whole, name = call.given.get(_GATHERED), next(names, None)
         if whole is not None and name is not None:
             prefix = f"{name}." if name else ""
             return {key.removeprefix(prefix): value for key, value in whole.items() if key.startswith(prefix)}
-    return None
+    return held_for(module)

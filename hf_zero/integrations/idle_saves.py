@@ -11,6 +11,7 @@ from torch import nn
 from hf_zero.core.engine import Engine
 from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.core.units.unit import is_sharded
+from hf_zero.deepspeed.held_weights import given_to_another_rank
 from hf_zero.errors import StateError
 from hf_zero.integrations.expert_saves import gathered_for
 
@@ -20,7 +21,8 @@ class IdleSaves:
 
     [Note: ranks that do not write] Every rank calls ``model.save_pretrained(folder, is_main_process=..., state_dict=...)`` with what
     ``accelerator.get_state_dict(engine)`` returns, and only rank 0 is given a dict. transformers 4 then writes on the others too, from
-    the model itself and into the same files. With ``is_main_process=False`` and no values there is nothing to write, so nothing is called.
+    the model itself and into the same files. With ``is_main_process=False`` and no values there is nothing to write, so nothing is called;
+    nor where the weights were gathered for another rank, whoever else calls (ms-swift's trainer does on all ranks).
     Without values on rank 0 it would write slices, under the names of whole parameters; that is an error.
 
     Args:
@@ -46,24 +48,31 @@ def stand_before_saves(engine: Engine) -> None:
 
 
 def _takes_state_dict(module: nn.Module) -> bool:
+    """Whether the module's ``save_pretrained`` is transformers' or diffusers', or PEFT's, which takes the dict among others."""
     method = getattr(type(module), "save_pretrained", None)
-    return callable(method) and {"state_dict", "is_main_process"} <= inspect.signature(method).parameters.keys()
+    if not callable(method):
+        return False
+    params = inspect.signature(method).parameters
+    others = any(param.kind is param.VAR_KEYWORD for param in params.values())
+    return "is_main_process" in params and ("state_dict" in params or others)
 
 
 def _save_pretrained(module: Any, *args: Any, **kwargs: Any) -> Any:
     method = type(module).save_pretrained
     given = inspect.signature(method).bind_partial(module, *args, **kwargs).arguments
+    whole = given.get("state_dict", kwargs.get("state_dict"))
     parts = any(tp_shard_of(param) is not None for param in module.parameters())
-    if given.get("state_dict") is not None or not (parts or any(is_sharded(param) for param in module.parameters())):
+    if whole is not None or not (parts or any(is_sharded(param) for param in module.parameters())):
         return method(module, *args, **kwargs)
-    if not given.get("is_main_process", True):
+    if not given.get("is_main_process", True) or given_to_another_rank(module):
         return None
-    if parts:
+    whole = gathered_for(module)
+    if parts and whole is None:
         raise StateError(
             "save_pretrained: this rank has slices of the model only (tensor_parallel or expert_parallel). Save with "
             "trainer.save_model(folder); or, called by all ranks, engine.save_16bit_model(folder) or model.save_pretrained(folder, "
             "state_dict=accelerator.get_state_dict(engine), is_main_process=accelerator.is_main_process)"
         )
-    if (whole := gathered_for(module)) is not None:
+    if whole is not None:
         kwargs["state_dict"] = whole
     return method(module, *args, **kwargs)

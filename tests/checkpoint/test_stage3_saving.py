@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +131,7 @@ def _save_pretrained(folder: Path, kind: str) -> dict[str, torch.Tensor]:
         options = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
         unwrapped.save_pretrained(folder / "final", **options, state_dict=accelerator.get_state_dict(engine))
         unwrapped.save_pretrained(folder / "no_values", is_main_process=False)
+        check_held(accelerator, engine, unwrapped, folder)
         from hf_zero.zero import GatheredParameters
 
         with GatheredParameters(list(unwrapped.parameters())):
@@ -137,6 +139,26 @@ def _save_pretrained(folder: Path, kind: str) -> dict[str, torch.Tensor]:
             copy.deepcopy(unwrapped).save_pretrained(folder / "copied", **options)
         torch.distributed.barrier()
         return trainers.weights_of(unwrapped)
+
+
+def check_held(accelerator: Any, engine: Any, unwrapped: Any, folder: Path) -> None:
+    """A save that is given nothing takes what was gathered last, as long as the script holds it and no step has changed the weights."""
+    state = accelerator.get_state_dict(engine)
+    unwrapped.save_pretrained(folder / "held")
+    assert state is None or list((folder / "held").glob("*.safetensors"))
+    progress = engine.progress
+    progress.global_steps += 1
+    assert ("divided over the ranks" in _plain_call(unwrapped, folder / f"older{ranks.rank()}")) == (
+        ranks.rank() == 0 or _is_peft(unwrapped)
+    )
+    progress.global_steps -= 1
+    del state
+    gc.collect()
+    assert ("divided over the ranks" in _plain_call(unwrapped, folder / f"gone{ranks.rank()}")) == (ranks.rank() == 0)
+
+
+def _is_peft(model: Any) -> bool:
+    return hasattr(model, "peft_config")
 
 
 def _plain_call(model: Any, folder: Path) -> str:
@@ -173,7 +195,7 @@ def test_save_pretrained(kind: str, tmp_path: Path) -> None:
     if kind == "lora":
         pytest.importorskip("peft")
     weights = ranks.run_ranks(_save_pretrained, 2, tmp_path, kind)[0]
-    for folder in (tmp_path / name for name in ("final", "gathered", "copied")):
+    for folder in (tmp_path / name for name in ("final", "held", "gathered", "copied")):
         if kind == "lora":
             found = {
                 name.replace("_A", "_A.default").replace("_B", "_B.default"): v
