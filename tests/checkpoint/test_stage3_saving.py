@@ -103,6 +103,32 @@ def _readers() -> None:
     ):
         with pytest.raises(StateError, match="transformer.wpe.weight"):
             read(state["transformer.wpe.weight"])
+    check_left_out()
+
+
+class LeavesOut(nn.Module):
+    """A model whose own state dict has some of it, under other names, as trl's models with a value head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(x)).sum()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {f"v_{name}": value for name, value in self.head.state_dict(*args, **kwargs).items()}
+
+
+def check_left_out() -> None:
+    """What is gathered has all parameters: those that the model's own dict leaves out under their names in the module."""
+    engine = initialize(LeavesOut(), Run(3))
+    state = engine._consolidated_16bit_state_dict()
+    engine.destroy()
+    if ranks.rank() == 0:
+        assert {name: tuple(value.shape) for name, value in state.items()} == {
+            "v_weight": (1, 4), "v_bias": (1,), "inner.weight": (4, 4), "inner.bias": (4,)
+        }  # fmt: skip
 
 
 def test_reading_names_and_types_works() -> None:

@@ -58,12 +58,15 @@ def consolidated_state_dict(
 
 
 def _entries(module: nn.Module, exclude_frozen_parameters: bool) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name; tied ones are the same object."""
-    return {
-        name: value
-        for name, value in module.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor) and not (exclude_frozen_parameters and _is_frozen(value))
-    }
+    """Parameters and buffers by name; tied ones are the same object.
+
+    A parameter that a model's own ``state_dict`` leaves out has the name that it has in the module: scripts look for it there, since
+    DeepSpeed gathers module by module (trl's models with a value head leave out all that peft has wrapped).
+    """
+    named = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+    present = set(map(id, named.values()))
+    named.update((name, param) for name, param in module.named_parameters() if id(param) not in present)
+    return {name: value for name, value in named.items() if not (exclude_frozen_parameters and _is_frozen(value))}
 
 
 def _planned(name: str, value: torch.Tensor) -> PlannedTensor:
