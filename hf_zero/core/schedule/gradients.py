@@ -170,6 +170,7 @@ class UnitGradients:
         passed: This backward has passed the unit's block; the reducer says.
         piecemeal: In this backward the block runs several times, and its gradients arrive in pieces; the block says.
         was_late: Gradients once came when the unit had been sent; the reducer says.
+        in_place: Parameters whose further gradients of this backward need no hook.
     """
 
     def __init__(self, unit: Unit, exchange: GradientExchange, pool: BufferPool, place: GradientPlace | None = None) -> None:
@@ -191,7 +192,7 @@ class UnitGradients:
         self._most_kept = _KEPT_ON_HOST if self._device.type == "cpu" else _KEPT_ON_DEVICE
         self._factor = 1.0  # of what is kept
         self._several = False  # each parameter gets several in this backward
-        self._in_place = InPlace(unit.params)
+        self.in_place = InPlace(unit.params)
         self._places = [_place(slot) for slot in unit.layout.slots]
         self._arrived = 0  # gradients of this backward
         self._sent: torch.Tensor | None = None  # what the reduction in flight reads; back to the pool when it ends
@@ -227,7 +228,7 @@ class UnitGradients:
     def begin_backward(self) -> None:
         """A new backward: no gradient has arrived yet."""
         self._write_kept()  # of a unit that the last one did not complete
-        self._in_place.end()
+        self.in_place.end()
         self._arrived = 0
         self.passed = self.piecemeal = False
 
@@ -243,7 +244,7 @@ class UnitGradients:
         Raises:
             StateError: It is the gradient of an empty tensor: a function took the parameter while it was divided.
         """
-        if index in self._in_place:
+        if index in self.in_place.indices:
             return
         param = self.unit.params[index]
         grad = None if param is None else param.grad
@@ -264,7 +265,7 @@ class UnitGradients:
         self._used[index] = True
         self._arrived += 1
         nbytes = grad.nbytes
-        if nbytes >= self._most_kept or index in self._in_place:  # what comes next is added to it at once
+        if nbytes >= self._most_kept or index in self.in_place.indices:  # what comes next is added to it at once
             self._write({index: grad})
             return
         self._kept[index] = grad
@@ -304,7 +305,7 @@ class UnitGradients:
             if scale != 1.0:
                 torch._foreach_mul_(targets, scale)
         if self._several and scale == 1.0 and flat.dtype == self.unit.layout.dtype:
-            self._in_place.begin(places)
+            self.in_place.begin(places)
 
     def _allocate(self, deferred: bool) -> torch.Tensor:
         if self._flat is None:
@@ -333,7 +334,7 @@ class UnitGradients:
             raise StateError(f"unit {self.unit.name}: a reduction is in flight already")
         flat = self._allocate(deferred=False)
         self._write_kept()
-        self._in_place.end()
+        self.in_place.end()
         self._zero_unwritten(flat)
         # What was summed over micro-steps in the accumulation type travels in it too, unless the configuration names another.
         wanted = self._policy.message_dtype or flat.dtype
@@ -433,7 +434,7 @@ class UnitGradients:
             self._spare = self._flat
         self.shard = self._flat = self._halfway = None
         self._kept, self._kept_bytes = {}, 0
-        self._in_place.end()
+        self.in_place.end()
         self._arrived = 0
         self.passed = self.piecemeal = False
         self._written = [False] * len(self._written)

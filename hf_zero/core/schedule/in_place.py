@@ -15,16 +15,16 @@ class InPlace:
     copied ([Note: stolen gradients]). Autograd adds the others to it, while they are in the cache, and no hook has anything to do: the same
     sums in the same order, where gradient and buffer are of one type and nothing is scaled.
 
+    Attributes:
+        indices: Their positions; the same set for good.
+
     Args:
         params: Of the unit; None for one that is gone.
     """
 
     def __init__(self, params: Sequence[nn.Parameter | None]) -> None:
         self._params = params
-        self._indices: set[int] = set()
-
-    def __contains__(self, index: int) -> bool:
-        return index in self._indices
+        self.indices: set[int] = set()
 
     def begin(self, places: Mapping[int, torch.Tensor]) -> None:
         """What comes for these parameters from now on is added to their places, which are written."""
@@ -32,12 +32,12 @@ class InPlace:
             param = self._params[index]
             if param is not None:
                 param.grad = place
-                self._indices.add(index)
+                self.indices.add(index)
 
     def end(self) -> None:
         """Nothing more is added in place."""
-        for index in self._indices:
+        for index in self.indices:
             param = self._params[index]
             if param is not None:
                 param.grad = None
-        self._indices.clear()
+        self.indices.clear()
