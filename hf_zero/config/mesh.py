@@ -106,7 +106,7 @@ def claims_of_config(config: Mapping[str, Any], where: str = "") -> list[Claim]:
         EXPERT: ("expert_parallel.autoep_size", requested_experts(config)),
         "pp": ("pipeline.stages", requested_stages(config)),
     }
-    claims = [Claim(axis, size, key + where) for axis, (key, size) in found.items() if size > 1]
+    claims = [Claim(axis, size, key + where) for axis, (key, size) in found.items() if size > 1 or axis in _alone(config)]
     data = _number(config.get("data_parallel_size"))
     if data is not None and data > 0:
         claims.append(Claim(DATA, data, f"data_parallel_size{where}"))
@@ -114,6 +114,13 @@ def claims_of_config(config: Mapping[str, Any], where: str = "") -> list[Claim]:
     if group is not None and group > 0:
         claims.append(Claim(SHARD_GROUP, group, f"zero_optimization.mics_shard_size{where}"))
     return claims
+
+
+def _alone(config: Mapping[str, Any]) -> set[str]:
+    """Axes that a configuration switches on with one rank, in so many words: that contradicts who asks for several."""
+    experts, pipeline = _section(config, "expert_parallel"), _section(config, "pipeline")
+    switched_on = {EXPERT: _enabled(experts) and _number(experts.get("autoep_size")) == 1, "pp": _number(pipeline.get("stages")) == 1}
+    return {axis for axis, said in switched_on.items() if said}
 
 
 def requested_ranks(config: Mapping[str, Any]) -> int:
@@ -129,8 +136,7 @@ def requested_slices(config: Mapping[str, Any]) -> int:
 def requested_experts(config: Mapping[str, Any]) -> int:
     """``expert_parallel.autoep_size`` of a configuration as the user gave it; 1 where it asks for none, or is not enabled."""
     section = _section(config, "expert_parallel")
-    enabled = str(section.get("enabled")).strip().lower() in ("true", "yes", "on", "1")
-    return max(1, _number(section.get("autoep_size")) or 1) if enabled else 1
+    return max(1, _number(section.get("autoep_size")) or 1) if _enabled(section) else 1
 
 
 def requested_stages(config: Mapping[str, Any]) -> int:
@@ -168,6 +174,10 @@ def claims_of_pair(mesh_param: Any) -> list[Claim]:
     except (TypeError, ValueError):
         raise ConfigError(f"mesh_param is {mesh_param!r}; (data-parallel size, sequence-parallel size) is allowed") from None
     return [Claim(DATA, data, "mesh_param"), Claim("sp", sequence, "mesh_param")]
+
+
+def _enabled(section: Mapping[str, Any]) -> bool:
+    return str(section.get("enabled")).strip().lower() in ("true", "yes", "on", "1")
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

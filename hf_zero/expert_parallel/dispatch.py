@@ -123,5 +123,5 @@ def combine(results: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -
     Returns:
         (tokens, width), in the wider of the two types.
     """
-    placed = results.new_zeros((order.numel(), results.shape[1])).index_copy(0, order[: len(results)], results)
+    placed = results.new_zeros((order.numel(), results.shape[1])).index_copy_(0, order[: len(results)], results)
     return (placed.view(*weights.shape, results.shape[1]) * weights.unsqueeze(-1)).sum(dim=1)

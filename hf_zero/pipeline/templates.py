@@ -55,9 +55,10 @@ class Templates:
         Raises:
             UnsupportedError: The module does not run without values.
         """
-        given = [tensor for _, tensor in tensors_in([args, kwargs])]
-        if path in self._keeps_shape and given:
-            return without_values(given[0])
+        tensors = tensors_in([args, kwargs])
+        if path in self._keeps_shape and (first := next(tensors, None)) is not None:
+            return without_values(first[1])
+        given = [tensor for _, tensor in tensors]
         key = (path, *((tuple(tensor.shape), tensor.dtype) for tensor in given))
         if key not in self._known:
             with looking_aside():

@@ -177,12 +177,12 @@ class TiledLoss:
         if logits.dim() < 2 or shift_labels.shape != logits.shape[:2]:
             found = tuple(shift_labels.shape)
             raise ConfigError(f"logits have shape {tuple(logits.shape)} and shift_labels {found}; both begin with (batch, seqlen)")
-        parts = zip(_tiles(logits, shards, _SEQUENCE_DIM) or (), _tiles(shift_labels, shards, _SEQUENCE_DIM) or (), strict=True)
-        counted = [(tile, labels, int((labels != _IGNORED).sum())) for tile, labels in parts]
-        total = sum(count for _, _, count in counted)
+        parts = [_tiles(value, shards, _SEQUENCE_DIM) or () for value in (logits, shift_labels)]
+        counts = torch.stack([(labels != _IGNORED).sum() for labels in parts[1]]).tolist()  # the host waits for a device once
+        total = sum(counts)
         losses = [
             _recomputed(loss_fn, logits=tile, labels=None, vocab_size=vocab_size, shift_labels=labels) * (count / total)
-            for tile, labels, count in counted
+            for tile, labels, count in zip(*parts, counts, strict=True)
             if count
         ]
         return _reduced(losses, "sum") if losses else logits[:, :0].sum()

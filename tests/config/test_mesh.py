@@ -79,6 +79,17 @@ def test_a_contradiction_is_one_error_with_every_source() -> None:
     assert "\n- tensor_parallel.autotp_size: tp 2\n- y: tp 2\n- ParallelismConfig.tp_size: tp 4\n" in str(error.value)
 
 
+def test_one_rank_in_so_many_words_contradicts_several() -> None:
+    """What is switched on with one rank is said; what is off, or has no size, is not."""
+    config = {"expert_parallel": {"enabled": True, "autoep_size": 1}, "pipeline": {"stages": 1}}
+    for axis, key in (("ep", "expert_parallel.autoep_size"), ("pp", "pipeline.stages")):
+        with pytest.raises(ConfigError, match=f"{key}: {axis} 1\n- DistributedConfig.{axis}_size: {axis} 2"):
+            solve([*claims_of_config(config), Claim(axis, 2, f"DistributedConfig.{axis}_size")], 4)
+    assert solve(claims_of_config(config), 4).dims == {"dp_shard": 4}
+    for silent in ({"enabled": False, "autoep_size": 1}, {"enabled": True}, {"enabled": True, "autoep_size": "auto"}):
+        assert claims_of_config({"expert_parallel": silent}) == []
+
+
 @pytest.mark.parametrize(
     ("claims", "ranks", "text"),
     [

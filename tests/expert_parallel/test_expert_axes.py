@@ -16,7 +16,6 @@ from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.errors import ConfigError, HfZeroError, StateError, UnsupportedError
 from tests.support import parity, ranks, sequences, zoo
 from tests.support.experts import ListedModel, build, with_experts
-from tests.support.models import VOCAB
 from tests.support.parity import Run
 from tests.support.sequences import Data
 
@@ -127,18 +126,8 @@ def test_slices_of_sequences_share_experts() -> None:
 
 def check_slices(stage: int) -> None:
     run = with_experts(Run(stage, accumulation=2, clip=0.5), 2)
-    expected = sequences.whole(mixtral, run, Data(prompt=3), ranks.world() // 2)
-    sequences.compare(sequences.sliced(mixtral, run, Data(prompt=3), 2), expected, "slices of sequences share experts")
-
-
-def mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64, num_local_experts=4, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
-    return MixtralForCausalLM(config)
+    expected = sequences.whole(sequences.mixtral, run, Data(prompt=3), ranks.world() // 2)
+    sequences.compare(sequences.sliced(sequences.mixtral, run, Data(prompt=3), 2), expected, "slices of sequences share experts")
 
 
 def test_distributed_config_beside_a_deepspeed_configuration(tmp_path: Path) -> None:

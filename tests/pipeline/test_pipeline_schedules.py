@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from unittest.mock import patch
+
 import pytest
 import torch
+from torch import Tensor
 
+from hf_zero.core.schedule.in_place import InPlace
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from tests.support import parity, ranks
-from tests.support.models import CASES, Batch
+from tests.support.models import CASES, Batch, ModelCase
 from tests.support.parity import Run
-from tests.support.pipelines import check, check_schedule, with_stages
+from tests.support.pipelines import check, check_schedule, train_by_schedule, with_stages
 from tests.support.tp_training import zoo_case
 
 FOUR = {"num_hidden_layers": 4, "tie_word_embeddings": True}
@@ -20,6 +25,28 @@ def check_single(zero: int) -> None:
     for name in ("1F1B", "GPipe"):
         check_schedule(case, Run(zero, accumulation=4, clip=0.1), 2, name)
     check_schedule(CASES["llama"], Run(zero, "fp16", accumulation=2, clip=0.1), 2, "1F1B")
+    check_in_place(case, Run(zero, accumulation=4))
+
+
+def check_in_place(case: ModelCase, run: Run) -> None:
+    """What autograd adds to the flat buffer by itself is what hooks would add, bit for bit; nothing of it stays in ``param.grad``."""
+    begin, begun = InPlace.begin, []
+
+    def counting(places: InPlace, found: Mapping[int, Tensor]) -> None:
+        begun.extend(found)
+        begin(places, found)
+
+    with patch.object(InPlace, "begin", counting):
+        losses, norms, weights, engine = train_by_schedule(case, run, 2)
+    held = [param for entry in engine.stepper.reducer.gradients for param in entry.unit.params]
+    assert len(begun) >= run.steps * len(held) and all(param.grad is None for param in held)
+    engine.destroy()
+    with patch.object(InPlace, "begin", lambda places, found: None):
+        *others, engine = train_by_schedule(case, run, 2)
+    engine.destroy()
+    assert others[:2] == [losses, norms]
+    if weights is not None:
+        assert all(torch.equal(weights[name], value) for name, value in others[2].items())
 
 
 def check_data() -> None:

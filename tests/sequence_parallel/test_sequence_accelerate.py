@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.support import parity, ranks
-from tests.support.sequences import LENGTH, Result, build, compare, llama, loss_over_slices
+from tests.support.sequences import LENGTH, Result, build, compare, llama, loss_over_slices, mixtral
 from tests.support.trainers import clean_state, rows
 
 pytest.importorskip("accelerate", minversion="1.12")
@@ -114,22 +114,23 @@ def test_accelerate_loop_over_four_ranks(stage: int, size: int) -> None:
     ranks.run_ranks(loop, 4, stage, 2, size, LENGTH)
 
 
-def trainer_run(folder: str, stage: int | None, size: int, resume: bool = False, **extra: Any) -> dict[str, list[float]]:
-    """Losses and norms of a Trainer, and an evaluation; whole sequences without ``stage``."""
+def trainer_run(folder: str, stage: int | None, size: int, resume: bool = False, experts: int = 0, **extra: Any) -> dict[str, list[float]]:
+    """Losses and norms of a Trainer, and an evaluation; whole sequences without ``stage``, a mixture over ``experts`` ranks if not 0."""
     from transformers import Trainer, TrainingArguments
 
     with clean_state():
         for name in [name for name in os.environ if name.startswith("PARALLELISM_CONFIG_")]:
             del os.environ[name]
         accumulation = extra.get("gradient_accumulation_steps", 1)
+        shared = {"expert_parallel": {"enabled": True, "autoep_size": experts}} if experts > 1 else {}
         args = TrainingArguments(
             output_dir=folder, per_device_train_batch_size=2, max_steps=6, learning_rate=1e-2, logging_steps=1, report_to=[], use_cpu=True,
             disable_tqdm=True, seed=3, lr_scheduler_type="constant", save_strategy="steps", save_steps=3,
-            deepspeed=config(stage, accumulation) if stage is not None else None,
+            deepspeed={**config(stage, accumulation), **shared} if stage is not None else None,
             parallelism_config=parallelism(size, ranks.world() // size) if size > 1 else None, **extra,
         )  # fmt: skip
         data = rows(20, 1, masked=accumulation == 1)
-        trainer = Trainer(model=build(llama), args=args, train_dataset=data, eval_dataset=rows(32, 2, masked=False))
+        trainer = Trainer(model=build(mixtral if experts else llama), args=args, train_dataset=data, eval_dataset=rows(32, 2, masked=False))
         trainer.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-3") if resume else None)
         history = trainer.state.log_history
         found = {name: [float(entry[name]) for entry in history if name in entry] for name in ("loss", "grad_norm")}
@@ -150,8 +151,15 @@ def test_trainer_trains_and_evaluates_like_one_rank(tmp_path: Path, world: int, 
         close(found, expected)
 
 
-def _plain(folder: str, accumulation: int) -> dict[str, list[float]]:
-    return trainer_run(folder, None, 1, gradient_accumulation_steps=accumulation)
+def test_trainer_shares_experts_among_the_ranks_of_a_sequence(tmp_path: Path) -> None:
+    """Long sequences of a mixture: slices of a sequence over the ranks that have its experts."""
+    expected = ranks.run_ranks(_plain, 1, str(tmp_path / "whole"), 1, 1)[0]
+    for found in ranks.run_ranks(_over_slices, 2, str(tmp_path / "slices"), 3, {"experts": 2}):
+        close(found, expected)
+
+
+def _plain(folder: str, accumulation: int, experts: int = 0) -> dict[str, list[float]]:
+    return trainer_run(folder, None, 1, experts=experts, gradient_accumulation_steps=accumulation)
 
 
 def _over_slices(folder: str, stage: int, extra: dict[str, Any]) -> dict[str, list[float]]:

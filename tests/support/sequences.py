@@ -63,6 +63,16 @@ def llama(kv_heads: int = 2, heads: int = 4, implementation: str = "sdpa", **ext
     return LlamaForCausalLM(config)
 
 
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=64, num_local_experts=4, attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
 def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """The model with weights that depend on ``seed`` only, larger than at initialisation: attention must matter."""
     with torch.random.fork_rng(devices=[]):

@@ -62,7 +62,11 @@ class BackwardPhase:
                     self._handles.append(param.register_post_accumulate_grad_hook(self._collector(entry, index)))
 
     def _collector(self, entry: UnitGradients, index: int) -> Callable[[torch.Tensor], None]:
+        added = entry.in_place.indices
+
         def collect(param: torch.Tensor) -> None:
+            if index in added:
+                return
             if not self._collects:
                 self._begin_collecting()
             if not self.begun:

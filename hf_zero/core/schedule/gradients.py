@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
+from hf_zero.core.schedule.in_place import InPlace
 from hf_zero.core.units.layout import ParamSlot
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
@@ -154,7 +155,7 @@ class UnitGradients:
 
     [Note: stolen gradients] autograd's first accumulation into an empty ``param.grad`` moves the incoming tensor without a copy.
     Copying it into the flat buffer and scaling it on the way is the only pass; handing autograd views of the flat buffer instead
-    costs a zeroing pass and an addition that reads both.
+    costs a zeroing pass and an addition that reads both. For the second one and further ones of a backward: [Note: added in place].
 
     [Note: kept gradients] Slicing the flat buffer and launching a copy takes the host some 10 us, however small the gradient. So small ones
     are kept as they arrive and copied together, when the last of the unit is there or when they would take more than a few
@@ -169,6 +170,7 @@ class UnitGradients:
         passed: This backward has passed the unit's block; the reducer says.
         piecemeal: In this backward the block runs several times, and its gradients arrive in pieces; the block says.
         was_late: Gradients once came when the unit had been sent; the reducer says.
+        in_place: Parameters whose further gradients of this backward need no hook.
     """
 
     def __init__(self, unit: Unit, exchange: GradientExchange, pool: BufferPool, place: GradientPlace | None = None) -> None:
@@ -189,6 +191,8 @@ class UnitGradients:
         self._kept_bytes = 0
         self._most_kept = _KEPT_ON_HOST if self._device.type == "cpu" else _KEPT_ON_DEVICE
         self._factor = 1.0  # of what is kept
+        self._several = False  # each parameter gets several in this backward
+        self.in_place = InPlace(unit.params)
         self._places = [_place(slot) for slot in unit.layout.slots]
         self._arrived = 0  # gradients of this backward
         self._sent: torch.Tensor | None = None  # what the reduction in flight reads; back to the pool when it ends
@@ -224,20 +228,24 @@ class UnitGradients:
     def begin_backward(self) -> None:
         """A new backward: no gradient has arrived yet."""
         self._write_kept()  # of a unit that the last one did not complete
+        self.in_place.end()
         self._arrived = 0
         self.passed = self.piecemeal = False
 
-    def collect(self, index: int, deferred: bool, factor: float = 1.0) -> None:
+    def collect(self, index: int, deferred: bool, factor: float = 1.0, several: bool = False) -> None:
         """Takes the gradient of parameter ``index`` from autograd.
 
         Args:
             index: Position in the unit.
             deferred: The reduction comes in a later micro-step, so sum in the accumulation type meanwhile.
             factor: Multiplied with the gradient; the same in all of a backward.
+            several: Each parameter gets several in this backward, and the unit is not sent before its end.
 
         Raises:
             StateError: It is the gradient of an empty tensor: a function took the parameter while it was divided.
         """
+        if index in self.in_place.indices:
+            return
         param = self.unit.params[index]
         grad = None if param is None else param.grad
         if param is None or grad is None:
@@ -253,11 +261,11 @@ class UnitGradients:
             self._allocate(deferred)
         if index in self._kept:  # a second one of this backward
             self._write_kept()
-        self._factor = factor
+        self._factor, self._several = factor, several
         self._used[index] = True
         self._arrived += 1
         nbytes = grad.nbytes
-        if nbytes >= self._most_kept:
+        if nbytes >= self._most_kept or index in self.in_place.indices:  # what comes next is added to it at once
             self._write({index: grad})
             return
         self._kept[index] = grad
@@ -280,9 +288,10 @@ class UnitGradients:
         start = flat.storage_offset()
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
+        places: dict[int, torch.Tensor] = {}
         for index, grad in grads.items():
             shape, stride, offset = self._places[index]
-            target = flat.as_strided(shape, stride, start + offset)  # half of what slicing and a view cost
+            places[index] = target = flat.as_strided(shape, stride, start + offset)  # half of what slicing and a view cost
             (added if self._written[index] else copied).append((target, grad))
             self._written[index] = True
         if added:
@@ -295,6 +304,8 @@ class UnitGradients:
             torch._foreach_copy_(targets, sources)
             if scale != 1.0:
                 torch._foreach_mul_(targets, scale)
+        if self._several and scale == 1.0 and flat.dtype == self.unit.layout.dtype:
+            self.in_place.begin(places)
 
     def _allocate(self, deferred: bool) -> torch.Tensor:
         if self._flat is None:
@@ -323,6 +334,7 @@ class UnitGradients:
             raise StateError(f"unit {self.unit.name}: a reduction is in flight already")
         flat = self._allocate(deferred=False)
         self._write_kept()
+        self.in_place.end()
         self._zero_unwritten(flat)
         # What was summed over micro-steps in the accumulation type travels in it too, unless the configuration names another.
         wanted = self._policy.message_dtype or flat.dtype
@@ -422,6 +434,7 @@ class UnitGradients:
             self._spare = self._flat
         self.shard = self._flat = self._halfway = None
         self._kept, self._kept_bytes = {}, 0
+        self.in_place.end()
         self._arrived = 0
         self.passed = self.piecemeal = False
         self._written = [False] * len(self._written)

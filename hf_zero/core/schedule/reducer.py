@@ -146,7 +146,7 @@ class Reducer:
     def collect(self, entry: UnitGradients, index: int) -> None:
         """Takes the gradient of parameter ``index`` of a unit; sends off what has become complete."""
         entry.piecemeal |= self.pieces
-        entry.collect(index, deferred=not self._reduces or self.pieces, factor=self._factor)
+        entry.collect(index, not self._reduces or self.pieces, self._factor, several=self.pieces)
         if self._reduces and entry.complete:
             self.proceed()
 

@@ -1,0 +1,43 @@
+"""Gradients that autograd adds to a unit's flat buffer by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+
+class InPlace:
+    """Parameters whose ``grad`` is their place in the flat buffer, until the backward that runs ends.
+
+    [Note: added in place] Where a parameter gets several gradients in one backward (the micro-batches of a pipeline), the first one is
+    copied ([Note: stolen gradients]). Autograd adds the others to it, while they are in the cache, and no hook has anything to do: the same
+    sums in the same order, where gradient and buffer are of one type and nothing is scaled.
+
+    Attributes:
+        indices: Their positions; the same set for good.
+
+    Args:
+        params: Of the unit; None for one that is gone.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter | None]) -> None:
+        self._params = params
+        self.indices: set[int] = set()
+
+    def begin(self, places: Mapping[int, torch.Tensor]) -> None:
+        """What comes for these parameters from now on is added to their places, which are written."""
+        for index, place in places.items():
+            param = self._params[index]
+            if param is not None:
+                param.grad = place
+                self.indices.add(index)
+
+    def end(self) -> None:
+        """Nothing more is added in place."""
+        for index in self.indices:
+            param = self._params[index]
+            if param is not None:
+                param.grad = None
+        self.indices.clear()
