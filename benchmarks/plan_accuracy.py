@@ -92,7 +92,7 @@ def differing_of(cases: list[dict[str, Any]]) -> list[str]:
     """Names of those whose bytes sent, or held of parameters, masters and moments, on CPUs are not the planned ones."""
     found = []
     for case, held in zip(cases, planned.run_real(cases, WORLD), strict=True):
-        told = planned.plan(case["model"], case["settings"], case["config"], WORLD, case["samples"], case["length"], **case["wish"])
+        told = planned.plan(**case, world=WORLD)
         kinds, traffic = told.by_kind(), told.to_dict()["sent_bytes_per_step"]
         same = all(kinds[kind] == held[kind] for kind in ("parameters", "masters", "moments")) and traffic["node"] == held["sent"]
         found += [] if same else [name_of(case)]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_zero.system.c_library import linux_function
+from hf_zero.system.planning import planning
 
 _HUGE_PAGE = 2 << 20  # bytes; x86-64 and aarch64 with 4 KiB pages
 _MADV_HUGEPAGE = 14
@@ -23,10 +24,11 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 def passing(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """As ``empty``, for what lives a part of a step: a view that begins at a huge page of memory a little larger.
 
-    What lies outside whole huge pages is on small ones, 2 MiB of a buffer on average. Memory that stays is not worth the room.
+    What lies outside whole huge pages is on small ones, 2 MiB of a buffer on average. Memory that stays is not worth the room. Nobody
+    writes to what is left of the room, so it takes no memory, and a plan leaves it out.
     """
     nbytes = numel * dtype.itemsize
-    if device.type != "cpu" or nbytes < 2 * _HUGE_PAGE or _advise() is None:
+    if device.type != "cpu" or nbytes < 2 * _HUGE_PAGE or planning() or _advise() is None:
         return empty(numel, dtype, device)
     # An end of more than half a page gets a page of its own too.
     paged = nbytes if nbytes % _HUGE_PAGE < _HUGE_PAGE // 2 else -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE

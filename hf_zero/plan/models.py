@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,14 +134,23 @@ def _configuration(name: str, settings: dict[str, Any]) -> Any:
 def _require_known(kind: str, config_class: Any, settings: Mapping[str, Any]) -> None:
     """Configurations of transformers keep any name: one that they do not have would change nothing."""
     try:
-        known = {*dir(config_class()), *getattr(config_class, "attribute_map", {}), "experts_implementation"}
+        config = config_class()
+        known = {*dir(config), *getattr(config_class, "attribute_map", {}), "experts_implementation"}
     except Exception:  # one that cannot be without its parts; what is wrong with them is said when it is built
         return
     for name in settings:
-        if name not in known:
+        if name not in known and f'"{name}"' not in _code_of(config):
             guess = nearest(name, sorted(found for found in known if not found.startswith("_")))
             hint = f"; did you mean {guess}?" if guess else ""
             raise ConfigError(f"--set {name}: the configuration of {kind} has no {name}{hint}")
+
+
+def _code_of(config: Any) -> str:
+    """The module of a configuration's model: some read what the class does not list, ``getattr(config, "head_dim", ...)``."""
+    try:
+        return inspect.getsource(sys.modules[class_of(config).__module__])
+    except (ConfigError, OSError):
+        return ""
 
 
 def _unknown(kind: str, known: Sequence[str]) -> str:

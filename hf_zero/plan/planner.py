@@ -11,7 +11,7 @@ from hf_zero.plan.candidates import Candidate, Space, Tier
 from hf_zero.plan.cluster import Cluster, Load
 from hf_zero.plan.costs import Costs, extrapolated
 from hf_zero.plan.few_blocks import Blocks
-from hf_zero.plan.prediction import Hardware
+from hf_zero.plan.prediction import Hardware, host_limit
 from hf_zero.plan.quantities import size_text
 from hf_zero.plan.workers import Task, Workers
 
@@ -134,20 +134,17 @@ class Planner:
 
     def excess(self, costs: Costs) -> float:
         """How many times what there is ``costs`` take of the memory where ranks compute."""
-        near, limits = self.cluster.near, self.hardware
-        if not self.cluster.on_host:
-            return costs.device / limits.memory if limits.memory is not None else 0.0
-        host = limits.host_memory if limits.host_memory is not None else limits.memory
-        return costs.host * near / host if host is not None else 0.0
+        on_host = self.cluster.on_host
+        limit = host_limit(self.cluster, self.hardware) if on_host else self.hardware.memory
+        return (costs.host if on_host else costs.device) / limit if limit is not None else 0.0
 
     def fault(self, costs: Costs) -> tuple[str, str]:
         """The tier that is too small for ``costs``, and in words by how much; empty where all fits."""
-        near, limits, on_host = self.cluster.near, self.hardware, self.cluster.on_host
-        if limits.memory is not None and not on_host and costs.device > limits.memory:
-            return "device", f"{size_text(costs.device)} of device memory at the peak, {size_text(limits.memory)} are there"
-        host = limits.host_memory if limits.host_memory is not None or not on_host else limits.memory
-        if host is not None and costs.host * near > host:
-            return "host", f"{near} x {size_text(costs.host)} of host memory at the peak, a node has {size_text(host)}"
+        near, device, host = self.cluster.near, self.hardware.memory, host_limit(self.cluster, self.hardware)
+        if device is not None and not self.cluster.on_host and costs.device > device:
+            return "device", f"{size_text(costs.device)} of device memory at the peak, {size_text(device)} are there"
+        if host is not None and costs.host > host:
+            return "host", f"{near} x {size_text(costs.host)} of host memory at the peak, a node has {size_text(near * host)}"
         return "", ""
 
 

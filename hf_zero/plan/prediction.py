@@ -207,7 +207,11 @@ def host_limit(cluster: Cluster, hardware: Hardware) -> float | None:
 
 def _notes(peaks: dict[str, Peak], cluster: Cluster, hardware: Hardware, observation: Observation) -> list[str]:
     notes = []
-    if not cluster.on_host:
+    if cluster.on_host:
+        notes.append(
+            "not counted on a CPU: what imports take, and holes in the C library's heap, some 20 to 45 % of the peak (docs/plan.md)"
+        )
+    else:
         notes.append("not counted on a device: its driver's context, libraries' work space, and fragments of the allocator")
         if hardware.memory is None:
             notes.append("no --memory was given, so nothing was compared with it")

@@ -66,11 +66,17 @@ class Traffic:
         mine, theirs = astuple(self), astuple(other)
         return Traffic(*(one + times * two for one, two in zip(mine, theirs, strict=True)))
 
-    def add(self, nbytes: float, share: float, alone: bool = False) -> None:
-        """Books one collective, of whose ``nbytes`` a ``share`` goes to other nodes; or says that one that is booked was ``alone``."""
-        for name, value in (("node", nbytes * (1 - share)), ("network", nbytes * share), ("calls", float(nbytes > 0))):
-            field_name = f"{name}_alone" if alone else name
-            setattr(self, field_name, getattr(self, field_name) + value)
+    def add(self, nbytes: float, share: float) -> None:
+        """Books one collective, of whose ``nbytes`` a ``share`` goes to other nodes."""
+        self.node += nbytes * (1 - share)
+        self.network += nbytes * share
+        self.calls += float(nbytes > 0)
+
+    def stood_alone(self, nbytes: float, share: float) -> None:
+        """Says of a collective that is booked that it was waited for before anything else was computed."""
+        self.node_alone += nbytes * (1 - share)
+        self.network_alone += nbytes * share
+        self.calls_alone += float(nbytes > 0)
 
 
 @dataclass(frozen=True)
@@ -295,7 +301,7 @@ class _Run:
             if isinstance(result, Pending):
                 self._watch(result, nbytes, share)
             elif waits:
-                self.sent.add(nbytes, share, alone=True)
+                self.sent.stood_alone(nbytes, share)
             return result
 
         return run
@@ -306,7 +312,7 @@ class _Run:
 
         def run() -> Any:
             if self.books.work.operations == issued:
-                self.sent.add(nbytes, share, alone=True)
+                self.sent.stood_alone(nbytes, share)
             with self.books.of_kind("communication"):
                 return finish() if finish is not None else pending.result
 

@@ -12,6 +12,7 @@ import pytest
 from hf_zero.cli import main
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.plan.command import settled
+from hf_zero.plan.models import ModelWish, build_model
 from hf_zero.plan.quantities import bytes_per_second_of, size_text
 from hf_zero.system import pictures
 from hf_zero.system.sizes import bytes_of
@@ -48,13 +49,11 @@ def answers(folder: Path) -> dict[str, tuple[int, str, str]]:
     disk = {**ZERO, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}}}
     lines = {
         "json": [str(folder), *RANKS, "--json", "--memory", "1GiB", "--tflops", "1", "--link", "1Gbit", "--plot", str(folder / "plan.png")],
-        "small": [str(folder), *RANKS, "--json", "--memory", "100kB"],
         "table": [str(folder / "config.json"), *RANKS, "--checkpoint-activations"],
         "offload": [str(folder), *RANKS[2:], "--json", "--config", json.dumps(offload), "--host-memory", "1GiB"],
         "disk": [str(folder), *RANKS[2:], "--json", "--config", json.dumps(disk)],
         "python": [f"python:{folder / 'model.py'}:make", *RANKS, "--json", "--set", "width=16"],
-        "eager": [str(folder), *RANKS, "--json", "--attention", "eager"],
-        "scheduler": [str(folder), *RANKS[2:], "--json", "--config", json.dumps({**ZERO, "scheduler": SCHEDULER})],
+        "eager": [str(folder), *RANKS, "--json", "--attention", "eager", "--memory", "100kB"],
         "tensor": [str(folder), "--ranks", "2", "--config", json.dumps({**ZERO, "tensor_parallel": {"autotp_size": 2}})],
         "host": [str(folder), *RANKS, "--device", "cpu", "--memory", "100kB", "--json"],
     }
@@ -78,7 +77,7 @@ def test_json_has_exactly_the_keys(answers: Any) -> None:
 
 
 def test_what_does_not_fit_is_status_one_with_reasons(answers: Any) -> None:
-    status, text, _ = answers["small"]
+    status, text, _ = answers["eager"]
     content = json.loads(text)
     assert (status, content["fits"]) == (1, False)
     assert "device memory" in content["reasons"][0]
@@ -100,9 +99,16 @@ def test_offload_is_on_other_tiers(answers: Any) -> None:
     assert on_disk["disk"] > 90_000
 
 
-def test_a_schedule_that_wants_the_steps_of_a_run_changes_nothing(answers: Any) -> None:
-    assert answers["scheduler"][0] == 0
-    assert json.loads(answers["scheduler"][1])["by_kind"] == json.loads(answers["json"][1])["by_kind"]
+@pytest.mark.quick
+def test_a_schedule_that_wants_the_steps_of_a_run_changes_nothing() -> None:
+    assert settled({**ZERO, "scheduler": SCHEDULER}) == settled(ZERO)
+
+
+@pytest.mark.quick
+def test_a_value_that_a_model_reads_and_its_configuration_does_not_list() -> None:
+    experts = {"moe_intermediate_size": 8, "num_experts": 2, "head_dim": 24}
+    module = build_model(ModelWish("qwen3_moe", {**LLAMA, "num_hidden_layers": 1, **experts})).module
+    assert module.get_parameter("model.layers.0.self_attn.q_proj.weight").shape == (4 * 24, 64)
 
 
 def test_parameters_are_counted_before_ranks_divide_them(answers: Any) -> None:

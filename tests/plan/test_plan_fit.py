@@ -180,7 +180,7 @@ def test_of_all_ways_to_divide_ranks_the_search_finds_the_best(real: bool) -> No
 
 
 def test_nothing_fits_into_a_byte() -> None:
-    answer = Search(planner(TOY, 1, global_batch=2), rates_of({}, {}, 2, on_host=True)).run()
+    answer = Search(planner({**TOY, "num_hidden_layers": 1}, 1, global_batch=2), rates_of({}, {}, 2, on_host=True)).run()
     assert not answer.best
     assert len(answer.out) == 8
     assert all("of host memory at the peak, a node has 1 B" in out.reason for out in answer.out)

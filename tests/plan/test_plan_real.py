@@ -47,9 +47,7 @@ FOUR = [
 
 def pairs_of(cases: list[dict[str, Any]], world: int) -> list[tuple[dict[str, Any], list[Any], Any]]:
     """Each case with what its ranks have, and what its plan says."""
-    told = [
-        planned.plan(one["model"], one["settings"], one["config"], world, one["samples"], one["length"], **one["wish"]) for one in cases
-    ]
+    told = [planned.plan(**{name: value for name, value in one.items() if name != "saves"}, world=world) for one in cases]
     return list(zip(cases, [list(ones) for ones in zip(*planned.run_all(cases, world), strict=True)], told, strict=True))
 
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.support import ranks
-from tests.support.processes import REPO
 
 LLAMA = {
     "hidden_size": 64,
@@ -31,38 +29,43 @@ MIXTRAL = {**LLAMA, "num_local_experts": 4}
 GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 131, "n_positions": 64}
 
 
-PLANS = """
-import json, sys
-from hf_zero.cli import main
-for line in json.loads(sys.argv[1]):
-    print("STATUS", main(["plan", *line]), flush=True)
-    print("STATUS", file=sys.stderr, flush=True)
-"""
-
-
 def plans_of(lines: list[list[str]]) -> list[tuple[int, str, str]]:
-    """Exit status, output and errors of each command line, all in one process: a pretended device stays for its life."""
-    env = {**os.environ, "PYTHONPATH": str(REPO)}
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PLANS, json.dumps(lines)], capture_output=True, text=True, env=env, cwd=REPO
-    )
-    outs, errs = ended.stdout.split("STATUS "), ended.stderr.split("STATUS\n")
-    assert ended.returncode == 0, ended.stderr
-    texts = [outs[0], *(part.partition("\n")[2] for part in outs[1:])]
-    return [(int(part.split("\n")[0]), text, err) for part, text, err in zip(outs[1:], texts, errs, strict=False)]
+    """Exit status, output and errors of each command line, all in one process of their own: a pretended device stays for its life."""
+    answers: list[tuple[int, str, str]] = ranks.run_alone(_plans, lines)
+    return answers
 
 
-def plan(model: str, settings: Mapping[str, Any], config: Mapping[str, Any], world: int, samples: int, length: int, **wish: Any) -> Any:
-    """The prediction for ranks on CPUs."""
+def _plans(lines: list[list[str]]) -> list[tuple[int, str, str]]:
+    from hf_zero.cli import main
+
+    found = []
+    for line in lines:
+        with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+            status = main(["plan", *line])
+        found.append((status, out.getvalue(), err.getvalue()))
+    return found
+
+
+def plan(
+    model: str,
+    settings: Mapping[str, Any],
+    config: Mapping[str, Any],
+    samples: int,
+    length: int,
+    wish: Mapping[str, Any],
+    world: int,
+    on_host: bool = True,
+) -> Any:
+    """The prediction for a case on ``world`` ranks: CPUs, or devices with torch's reference kernels."""
     from hf_zero.plan.cluster import Cluster, Load
     from hf_zero.plan.command import settled
     from hf_zero.plan.models import ModelWish, build_model
     from hf_zero.plan.prediction import Hardware
     from hf_zero.plan.stages import plan_step
 
-    cluster = Cluster(world, world, on_host=True)
+    cluster = Cluster(world, world, on_host)
     built = build_model(ModelWish(model, settings, **wish))
-    return plan_step(built, settled(dict(config), samples), cluster, Load(samples, length), Hardware())
+    return plan_step(built, settled(dict(config), samples), cluster, Load(samples, length), Hardware(), "sdpa" if on_host else "reference")
 
 
 def route_evenly(module: torch.nn.Module) -> None:
@@ -75,6 +78,27 @@ def route_evenly(module: torch.nn.Module) -> None:
     for part in module.modules():
         if type(part).__name__.endswith("TopKRouter"):
             part.register_forward_hook(spread)
+
+
+def engine_of(
+    model: str, settings: Mapping[str, Any], config: Mapping[str, Any], samples: int, wish: Mapping[str, Any], device: torch.device
+) -> tuple[Any, Any]:
+    """What is planned, with values, and an engine that trains it; in a job of ranks."""
+    import hf_zero
+    from hf_zero.plan.command import settled
+    from hf_zero.plan.models import ModelWish, build_model, give_memory
+
+    built = build_model(ModelWish(model, settings, **wish))
+    give_memory(built.module, device)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for tensor in [*built.module.parameters(), *built.module.buffers()]:
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape).mul_(0.02))
+            else:
+                tensor.zero_()
+    route_evenly(built.module)
+    return built, hf_zero.initialize(model=built.module, config=settled(dict(config), samples))[0]
 
 
 def bytes_saved(engine: Any) -> int:
@@ -99,23 +123,9 @@ def trained(
     saves: bool = False,
 ) -> Any:
     """Bytes that a rank holds after two optimizer steps, those that it sent in the second, and those of a checkpoint; in a job of ranks."""
-    import hf_zero
     from hf_zero.comm.collectives import Collectives
-    from hf_zero.plan.command import settled
-    from hf_zero.plan.models import ModelWish, build_model, give_memory
 
-    built = build_model(ModelWish(model, settings, **wish))
-    module = built.module
-    give_memory(module, torch.device("cpu"))
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for tensor in [*module.parameters(), *module.buffers()]:
-            if tensor.is_floating_point():
-                tensor.normal_(std=0.02)
-            else:
-                tensor.zero_()
-    route_evenly(module)
-    engine = hf_zero.initialize(model=module, config=settled(dict(config), samples))[0]
+    built, engine = engine_of(model, settings, config, samples, wish, torch.device("cpu"))
     networks = [found for found in gc.get_objects() if isinstance(found, Collectives)]
     steps = engine.accumulation.steps
 
@@ -168,20 +178,10 @@ def peak_on_device(
     model: str, settings: Mapping[str, Any], config: Mapping[str, Any], samples: int, length: int, wish: Mapping[str, Any]
 ) -> Any:
     """The allocator's peak in the second step on the pretend accelerator, and bytes sent; in a job of ranks."""
-    import hf_zero
-    from hf_zero.plan.command import settled
-    from hf_zero.plan.models import ModelWish, build_model, give_memory
-
     device = ranks.device()
     gc.collect()
     base = torch.accelerator.memory_allocated(device)
-    built = build_model(ModelWish(model, settings, **wish))
-    give_memory(built.module, device)
-    route_evenly(built.module)
-    with torch.no_grad():
-        for tensor in [*built.module.parameters(), *built.module.buffers()]:
-            tensor.fill_(0.01) if tensor.is_floating_point() else tensor.zero_()
-    engine = hf_zero.initialize(model=built.module, config=settled(dict(config), samples))[0]
+    built, engine = engine_of(model, settings, config, samples, wish, device)
     for _ in range(2):
         gc.collect()
         torch.accelerator.synchronize()
@@ -201,34 +201,15 @@ def peaks_on_ranks(cases: list[dict[str, Any]]) -> list[Any]:
     return [peak_on_device(**case) for case in cases]
 
 
-PLANNED_PEAKS = """
-import json, sys
-from hf_zero.plan.cluster import Cluster, Load
-from hf_zero.plan.command import settled
-from hf_zero.plan.models import ModelWish, build_model
-from hf_zero.plan.prediction import Hardware
-from hf_zero.plan.stages import plan_step
-found = []
-cases, world = json.loads(sys.argv[1])
-for case in cases:
-    model = build_model(ModelWish(case["model"], case["settings"], **case["wish"]))
-    cluster = Cluster(world, world)
-    load = Load(case["samples"], case["length"])
-    told = plan_step(model, settled(case["config"], case["samples"]), cluster, load, Hardware(), "reference")
-    found.append(told.peaks["device"].nbytes)
-print(json.dumps(found))
-"""
-
-
 def planned_peaks(cases: list[dict[str, Any]], world: int) -> list[int]:
     """What plans of a device with torch's reference kernels say, in a process of their own."""
-    command = [sys.executable, "-W", "ignore", "-c", PLANNED_PEAKS, json.dumps([cases, world])]
-    env = {**os.environ, "PYTHONPATH": str(REPO), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    ended = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    if ended.returncode:
-        raise RuntimeError(ended.stderr[-4000:])
-    told: list[int] = json.loads(ended.stdout.splitlines()[-1])
-    return told
+    peaks: list[int] = ranks.run_alone(_planned_peaks, cases, world, timeout=1200.0)
+    return peaks
+
+
+def _planned_peaks(cases: list[dict[str, Any]], world: int) -> list[int]:
+    found = [plan(**case, world=world, on_host=False) for case in cases]
+    return [told.peaks["device"].nbytes for told in found]
 
 
 def real_peaks(cases: list[dict[str, Any]], world: int) -> list[int]:
