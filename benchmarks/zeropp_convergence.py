@@ -113,6 +113,8 @@ def train(kind: str, model: str, size: str, seed: int, steps: int) -> dict[str, 
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach().float())
+        if step % 20 == 19 and dist.get_rank() == 0:
+            print(f"{model} {size}, {kind}, seed {seed}, step {step + 1} of {steps}: loss {losses[-1].item():.4f}", file=sys.stderr)
     dist.barrier()
     sent = (interface_bytes() - before) / LAST / dist.get_world_size()
     means = torch.stack(losses)
