@@ -263,7 +263,8 @@ def table(known: Runs, arguments: argparse.Namespace) -> ResultTable:
         f"Bytes are what the loopback interface counted in the last {LAST} steps, headers included."
     )
     name = "zeropp_convergence" + ("" if arguments.size == parse([]).size else f"_{arguments.size}")
-    given = "" if arguments.size == parse([]).size else f" --size {arguments.size} --seeds {' '.join(map(str, arguments.seeds))}"
+    given = "" if arguments.size == parse([]).size else f" --size {arguments.size}"
+    given += "" if arguments.seeds == parse([]).seeds else f" --seeds {' '.join(map(str, arguments.seeds))}"
     given += "".join(
         f" --{option} {' '.join(chosen)}"
         for option, chosen in (("models", arguments.models), ("runs", arguments.runs))
