@@ -113,6 +113,8 @@ def train(kind: str, model: str, size: str, seed: int, steps: int) -> dict[str, 
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach().float())
+        if step % 20 == 19 and dist.get_rank() == 0:
+            print(f"{model} {size}, {kind}, seed {seed}, step {step + 1} of {steps}: loss {losses[-1].item():.4f}", file=sys.stderr)
     dist.barrier()
     sent = (interface_bytes() - before) / LAST / dist.get_world_size()
     means = torch.stack(losses)
@@ -261,7 +263,8 @@ def table(known: Runs, arguments: argparse.Namespace) -> ResultTable:
         f"Bytes are what the loopback interface counted in the last {LAST} steps, headers included."
     )
     name = "zeropp_convergence" + ("" if arguments.size == parse([]).size else f"_{arguments.size}")
-    given = "" if arguments.size == parse([]).size else f" --size {arguments.size} --seeds {' '.join(map(str, arguments.seeds))}"
+    given = "" if arguments.size == parse([]).size else f" --size {arguments.size}"
+    given += "" if arguments.seeds == parse([]).seeds else f" --seeds {' '.join(map(str, arguments.seeds))}"
     given += "".join(
         f" --{option} {' '.join(chosen)}"
         for option, chosen in (("models", arguments.models), ("runs", arguments.runs))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 QUANTIZE_BLOCK = 256  # elements with one scale; HFZ_QUANTIZE_BLOCK of the native library
-LIMITS = {8: 127, 4: 7}
-"""Bits of an integer -> the largest one; the smallest is its negative."""
+LARGEST = {8: 127, 4: 28}
+"""Bits of an integer -> the largest multiple of the scale that it stands for; the smallest is its negative."""
 
 _SCALE_BYTES = 4
 

@@ -3,11 +3,13 @@
 Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", arXiv:2306.10209. Served by the native
 library on a host, by Triton on a GPU, and by ``quantize_reference`` where there is neither; all give the same bits.
 
-[Note: the code of a block] The scale is the largest magnitude of the block divided by 127 (8 bits) or 7 (4 bits); an element becomes the
-whole number nearest to its quotient by the scale, the even one of two as near, and stands for that number times the scale. Everything is
-computed in fp32, every operation rounds by itself. Zero stays zero, and -0 becomes 0. A block without an element of 2**-100 or more in
-magnitude becomes zeros, so that no operation meets a subnormal scale. A block with an infinity or NaN arrives as NaN, whole: an overflow
-cannot vanish. The last block of a vector may be shorter.
+[Note: the code of a block] The scale is the largest magnitude of the block divided by 127 (8 bits) or 28 (4 bits). With 8 bits an element
+becomes the whole number nearest to its quotient by the scale, and stands for that number times the scale. With 4 bits it becomes the
+whole number k from -7 to 7 whose triangular number k (|k| + 1) / 2 is nearest, and stands for that number times the scale: most elements of
+a block of gradients are small beside the largest, and would become zero among even steps. Of two as near the even one is taken.
+Everything is computed in fp32, every operation rounds by itself. Zero stays zero, and -0 becomes 0. A block without an element of 2**-100
+or more in magnitude becomes zeros, so that no operation meets a subnormal scale. A block with an infinity or NaN arrives as NaN, whole: an
+overflow cannot vanish. The last block of a vector may be shorter.
 
 A message (``block_codes.py``) is the scales of a vector and behind them its integers, in two's complement: one byte per element, or half
 of one, the even element in the low half. Its length is a multiple of four bytes; what is behind the integers says nothing.
@@ -23,7 +25,7 @@ import torch
 
 from hf_zero.errors import HfZeroError
 from hf_zero.native import quantize_reference, triton_quantize
-from hf_zero.native.block_codes import LIMITS, QUANTIZE_BLOCK, KeptError, block_count, codes_of, message_bytes, scales_of
+from hf_zero.native.block_codes import LARGEST, QUANTIZE_BLOCK, KeptError, block_count, codes_of, message_bytes, scales_of
 from hf_zero.native.library import ELEMENT_TYPES, library_for
 from hf_zero.native.passes import address
 from hf_zero.native.thread_ranges import for_thread_ranges
@@ -116,7 +118,7 @@ def _for_blocks(blocks: int, threads: int, work: Callable[[int, int], None]) -> 
 
 
 def _require(values: torch.Tensor, messages: torch.Tensor, parts: int, numel: int, bits: int, workers: int = 1) -> None:
-    nbytes = parts * workers * message_bytes(numel, bits) if bits in LIMITS else 0
+    nbytes = parts * workers * message_bytes(numel, bits) if bits in LARGEST else 0
     fits = values.dim() == 1 and can_quantize(values.dtype) and values.numel() == parts * numel
     fits = fits and messages.dtype == torch.uint8 and messages.numel() == nbytes > 0 and values.device == messages.device
     if not fits or not (values.is_contiguous() and messages.is_contiguous()):

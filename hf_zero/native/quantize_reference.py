@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from hf_zero.native.block_codes import LIMITS, QUANTIZE_BLOCK, KeptError, codes_of, scales_of
+from hf_zero.native.block_codes import LARGEST, QUANTIZE_BLOCK, KeptError, codes_of, scales_of
 
 LEAST_OF_BLOCK = 2.0**-100
 
@@ -24,7 +24,7 @@ def quantize(values: torch.Tensor, messages: torch.Tensor, bits: int, error: Kep
     codes_of(messages, numel, bits).copy_(_packed(integers, numel, bits))
     if error is None:
         return
-    lost = blocks - integers.float() * scales.unsqueeze(-1)
+    lost = blocks - _multiples(integers, bits) * scales.unsqueeze(-1)
     found, kept = _coded(old * error.keep + lost * error.take, 8)
     old_scales, old_codes = scales_of(error.messages, numel), codes_of(error.messages, numel, 8)
     defined = ~scales.isnan()
@@ -51,17 +51,29 @@ def _blocks(values: torch.Tensor) -> torch.Tensor:
 def _coded(blocks: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales, (parts, blocks) fp32, and integers, (parts, blocks, QUANTIZE_BLOCK) int8."""
     largest = blocks.abs().amax(-1)  # NaN where one is
-    limit = torch.full_like(largest, LIMITS[bits])  # a tensor: some devices multiply by the reciprocal of a number
+    limit = torch.full_like(largest, LARGEST[bits])  # a tensor: some devices multiply by the reciprocal of a number
     scales = torch.where(largest < LEAST_OF_BLOCK, 0.0, largest / limit)
     scales = torch.where(torch.isfinite(largest), scales, math.nan)
     live = (scales > 0).unsqueeze(-1)
     quotients = torch.where(live, blocks, 0.0) / torch.where(live, scales.unsqueeze(-1), 1.0)
-    return scales, quotients.round().to(torch.int8)
+    return scales, (quotients.round() if bits == 8 else _nearest_of_4(quotients)).to(torch.int8)
+
+
+def _nearest_of_4(quotients: torch.Tensor) -> torch.Tensor:
+    """The whole numbers from -7 to 7 with the triangular numbers nearest to ``quotients``; of two as near the even one."""
+    twice = (quotients.abs() * 2 - 0.5).round()  # between those of k - 1 and k, twice the quotient is k * k
+    return twice.sqrt().floor() * quotients.sign()
+
+
+def _multiples(integers: torch.Tensor, bits: int) -> torch.Tensor:
+    """How many scales integers stand for, fp32."""
+    whole = integers.float()
+    return whole if bits == 8 else whole * (whole.abs() + 1) * 0.5
 
 
 def _decoded(messages: torch.Tensor, numel: int, bits: int) -> torch.Tensor:
     """What (parts, message bytes) stand for, (parts, blocks, QUANTIZE_BLOCK) fp32."""
-    return _unpacked(codes_of(messages, numel, bits), numel, bits).float() * scales_of(messages, numel).unsqueeze(-1)
+    return _multiples(_unpacked(codes_of(messages, numel, bits), numel, bits), bits) * scales_of(messages, numel).unsqueeze(-1)
 
 
 def _packed(integers: torch.Tensor, numel: int, bits: int) -> torch.Tensor:

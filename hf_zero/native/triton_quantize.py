@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_zero.native import quantize_reference, triton_trial
-from hf_zero.native.block_codes import LIMITS, QUANTIZE_BLOCK, KeptError, block_count, codes_of, message_bytes, scales_of
+from hf_zero.native.block_codes import LARGEST, QUANTIZE_BLOCK, KeptError, block_count, codes_of, message_bytes, scales_of
 
 # Every product and sum rounds by itself, as in torch's operations.
 _EXACT = {"enable_fp_fusion": False}
@@ -28,7 +28,7 @@ def agrees(device: torch.device) -> bool:
     values = torch.linspace(-1, 1, 2 * numel, device=device).pow_(3)
     found: list[list[torch.Tensor]] = []
     for quantizes, dequantizes in ((quantize, dequantize), (quantize_reference.quantize, quantize_reference.dequantize)):
-        for bits in LIMITS:
+        for bits in LARGEST:
             messages = torch.zeros(2, 2, message_bytes(numel, bits), dtype=torch.uint8, device=device)
             error = KeptError(torch.zeros(2, message_bytes(numel, 8), dtype=torch.uint8, device=device), 0.8)
             for rows in messages:
@@ -53,7 +53,7 @@ def quantize(values: torch.Tensor, messages: torch.Tensor, bits: int, error: Kep
     kept = _places(error.messages, numel, 8) if error is not None else _places(messages, numel, bits)
     _kernels().quantize[(parts * block_count(numel),)](
         values, *_places(messages, numel, bits), *kept, numel, error.keep if error else 0.0, error.take if error else 0.0,
-        BITS=bits, LIMIT=LIMITS[bits], HAS_ERROR=error is not None, BLOCK=QUANTIZE_BLOCK, **_EXACT,
+        BITS=bits, LARGEST=LARGEST[bits], HAS_ERROR=error is not None, BLOCK=QUANTIZE_BLOCK, **_EXACT,
     )  # fmt: skip
 
 

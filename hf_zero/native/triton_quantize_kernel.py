@@ -6,23 +6,37 @@ import triton.language as tl
 
 
 @triton.jit
-def scale_of(values, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+def scale_of(values, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
     """The scale of one block: 0 for (almost) nothing, NaN where an element is not finite."""
     # As whole numbers: magnitudes in their order, then infinity, then NaN.
     largest = tl.max(tl.abs(values).to(tl.int32, bitcast=True), 0)
     magnitude = largest.to(tl.float32, bitcast=True)
-    scale = tl.div_rn(magnitude, tl.zeros_like(magnitude) + LIMIT)
+    scale = tl.div_rn(magnitude, tl.zeros_like(magnitude) + LARGEST)
     scale = tl.where(largest < 0x0D800000, 0.0, scale)  # below 2**-100
     return tl.where(largest >= 0x7F800000, float("nan"), scale)
 
 
 @triton.jit
-def integers_of(values, scale):  # type: ignore[no-untyped-def]
-    """The whole numbers nearest to the quotients, as floats: the sum with 1.5 * 2**23 rounds."""
+def integers_of(values, scale, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The whole numbers that stand for what is nearest to the quotients, as floats: the sum with 1.5 * 2**23 rounds."""
     live = scale > 0.0
     by = tl.zeros_like(values) + tl.where(live, scale, 1.0)
     quotient = tl.div_rn(tl.where(live, values, 0.0), by)
-    return (quotient + 12582912.0) - 12582912.0
+    if BITS == 8:
+        return (quotient + 12582912.0) - 12582912.0
+    twice = (tl.abs(quotient) * 2.0 - 0.5 + 12582912.0) - 12582912.0
+    found = tl.zeros_like(quotient)
+    for k in tl.static_range(1, 8):
+        found += tl.where(twice >= k * k, 1.0, 0.0)
+    return tl.where(quotient < 0.0, 0.0 - found, found)
+
+
+@triton.jit
+def multiples_of(integers, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many scales integers stand for."""
+    if BITS == 8:
+        return integers
+    return integers * (tl.abs(integers) + 1.0) * 0.5
 
 
 @triton.jit
@@ -51,7 +65,7 @@ def write_integers(integers, codes, start, at, inside, count, BITS: tl.constexpr
 def quantize(  # type: ignore[no-untyped-def]
     values, scales, scales_stride, codes, codes_stride, error_scales, error_scales_stride, error_codes, error_codes_stride,
     count, keep, take,
-    BITS: tl.constexpr, LIMIT: tl.constexpr, HAS_ERROR: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, LARGEST: tl.constexpr, HAS_ERROR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block: its scale and its integers, and what they lose."""
     per_part = (count + BLOCK - 1) // BLOCK
@@ -65,17 +79,17 @@ def quantize(  # type: ignore[no-untyped-def]
     if HAS_ERROR:
         old = read_integers(lost_codes, at, inside, 8) * tl.load(lost_scale)
         value += old
-    scale = scale_of(value, LIMIT)
-    integers = integers_of(value, scale)
+    scale = scale_of(value, LARGEST)
+    integers = integers_of(value, scale, BITS)
     tl.store(scales + part * scales_stride + block, scale)
     write_integers(integers, codes + part * codes_stride, start, at, inside, count, BITS, BLOCK)
     if HAS_ERROR:
-        mixed = old * keep + (value - integers * scale) * take
+        mixed = old * keep + (value - multiples_of(integers, BITS) * scale) * take
         found = scale_of(mixed, 127)
         found = tl.where(found > 0.0, found, 0.0)
         by = tl.zeros_like(value) + scale
         tl.store(lost_scale, found, mask=scale == scale)  # not NaN
-        write_integers(integers_of(mixed, found), lost_codes, start, at, inside & (by == by), count, 8, BLOCK)
+        write_integers(integers_of(mixed, found, 8), lost_codes, start, at, inside & (by == by), count, 8, BLOCK)
 
 
 @triton.jit
@@ -89,8 +103,10 @@ def dequantize(  # type: ignore[no-untyped-def]
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     first = part * WORKERS
-    total = read_integers(codes + first * codes_stride, at, inside, BITS) * tl.load(scales + first * scales_stride + block)
+    one = multiples_of(read_integers(codes + first * codes_stride, at, inside, BITS), BITS)
+    total = one * tl.load(scales + first * scales_stride + block)
     for worker in range(1, WORKERS):
         row = first + worker
-        total += read_integers(codes + row * codes_stride, at, inside, BITS) * tl.load(scales + row * scales_stride + block)
+        one = multiples_of(read_integers(codes + row * codes_stride, at, inside, BITS), BITS)
+        total += one * tl.load(scales + row * scales_stride + block)
     tl.store(out + part * count + at, total.to(out.dtype.element_ty), mask=inside)

@@ -47,20 +47,26 @@ def test_threads_and_long_vectors(isa: str) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("functions", [codes, quantize_reference])
-@pytest.mark.parametrize(("bits", "limit"), [(8, 127), (4, 7)])
-def test_the_definition(functions: Any, bits: int, limit: int) -> None:
+@pytest.mark.parametrize(
+    ("bits", "values", "wanted", "first"),
+    [
+        (8, [127, 0.5, 1.5, -0.5, -2.5, -0.0, 0.49, -127], [127, 0, 2, 0, -2, 0, 0, -127], [127, 0]),
+        (4, [28, 0.5, 2.0, -4.5, -8.0, -0.0, 0.51, -28], [28, 0, 3, -3, -10, 0, 1, -28], [0 << 4 | 7, 14 << 4 | 2]),
+        (4, [28, 24.5, 24.51, -18.0, -17.99, 12.5, 12.51, 1.99], [28, 21, 28, -21, -15, 10, 15, 1], [6 << 4 | 7, 10 << 4 | 7]),
+    ],
+)
+def test_the_definition(functions: Any, bits: int, values: list[float], wanted: list[float], first: list[int]) -> None:
     """Scale, ties to even, zeros, -0, tails and the place of each half, as the documentation says."""
-    block = torch.zeros(QUANTIZE_BLOCK + 3)
-    block[:8] = torch.tensor([limit, 0.5, 1.5, -0.5, -2.5, -0.0, 0.49, -limit])
+    block, largest = torch.zeros(QUANTIZE_BLOCK + 3), values[0]
+    block[:8] = torch.tensor(values)
     block[QUANTIZE_BLOCK:] = torch.tensor([0.0, -1.0, 0.25])  # a tail with a scale of its own
     message = coded(functions, block, bits)
-    assert scales_of(message, block.numel()).tolist() == [[1.0, torch.tensor(1.0).div(limit).item()]]
+    assert scales_of(message, block.numel()).tolist() == [[1.0, torch.tensor(1.0).div(largest).item()]]
     out = decoded(functions, message.unsqueeze(0), block.numel(), bits)
-    assert out[:8].tolist() == [limit, 0.0, 2.0, 0.0, -2.0, 0.0, 0.0, -limit]
-    assert not torch.signbit(out[[3, 5]]).any(), "no negative zeros"
+    assert out[:8].tolist() == wanted
+    assert not torch.signbit(out[block == 0]).any(), "no negative zeros"
     assert out[QUANTIZE_BLOCK:].tolist()[:2] == [0.0, -1.0]
-    first = codes_of(message, block.numel(), bits)[0, :2].tolist()
-    assert first == ([limit, 0] if bits == 8 else [0 << 4 | limit, 0 << 4 | 2])
+    assert codes_of(message, block.numel(), bits)[0, :2].tolist() == first
 
 
 @pytest.mark.parametrize("functions", [codes, quantize_reference])

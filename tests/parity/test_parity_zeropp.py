@@ -192,7 +192,7 @@ def _codes_of(engine: Any) -> dict[str, torch.Tensor]:
         flat = torch.zeros(padded, dtype=torch.bfloat16)
         for name, offset, numel in slots:
             flat[offset : offset + numel] = masters[name].reshape(-1)
-        shown = torch.cat([reference.code(part, 127).bfloat16() for part in flat.chunk(engine.units[0].layout.world)])
+        shown = torch.cat([reference.code(part, 8).bfloat16() for part in flat.chunk(engine.units[0].layout.world)])
         found.update({name: shown[offset : offset + numel].view(masters[name].shape) for name, offset, numel in slots})
     return found
 

@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
 from triton.compiler import ASTSource  # type: ignore[import-not-found]
 
 from hf_zero.native import triton_codes_kernel, triton_kernel, triton_quantize_kernel
+from hf_zero.native.block_codes import LARGEST
 
 _FLOATS = (
     "grad_factor",
@@ -78,13 +79,13 @@ def main() -> None:
 def quantized() -> None:
     """The codes of ZeRO++, in every type and width."""
     ones = ("count", "scales_stride", "codes_stride")
-    for target, (bits, limit), kind in itertools.product(TARGETS, ((8, 127), (4, 7)), ("*fp32", "*bf16", "*fp16")):
+    for target, (bits, largest), kind in itertools.product(TARGETS, LARGEST.items(), ("*fp32", "*bf16", "*fp16")):
         for more in ({}, dict.fromkeys(ones, 1)):
             constants = {"BITS": bits, "BLOCK": 256, **more}
             built = [
                 build(
                     triton_quantize_kernel.quantize,
-                    {**constants, "LIMIT": limit, "HAS_ERROR": kept},
+                    {**constants, "LARGEST": largest, "HAS_ERROR": kept},
                     target,
                     {"values": kind},
                     enable_fp_fusion=False,

@@ -57,19 +57,30 @@ class Outcome:
     masters: dict[str, Tensor] = field(default_factory=dict)
 
 
-def code(values: Tensor, limit: int) -> Tensor:
+def code(values: Tensor, bits: int) -> Tensor:
     """What the code of one part stands for, in fp32."""
-    return torch.cat([_code_block(block, limit) for block in values.float().split(BLOCK)])
+    return torch.cat([_code_block(block, bits) for block in values.float().split(BLOCK)])
 
 
-def _code_block(block: Tensor, limit: int) -> Tensor:
+def _code_block(block: Tensor, bits: int) -> Tensor:
     largest = block.abs().max()
     if not torch.isfinite(largest):
         return torch.full_like(block, math.nan)
     if largest < 2.0**-100:
         return torch.zeros_like(block)
-    scale = largest / limit
-    return torch.round(block / scale).add(0.0) * scale
+    scale = largest / (127 if bits == 8 else 28)
+    quotients = block / scale
+    return (torch.round(quotients) if bits == 8 else _steps(quotients)).add(0.0) * scale
+
+
+def _steps(quotients: Tensor) -> Tensor:
+    """The nearest of 0, 1, 3, 6, 10, 15, 21 and 28 with the sign of each; of two as near the one of even position."""
+    found, level = torch.zeros_like(quotients), 0
+    for position in range(1, 8):
+        middle, level = level + position / 2, level + position
+        above = quotients.abs() >= middle if position % 2 == 0 else quotients.abs() > middle
+        found = torch.where(above, level * quotients.sign(), found)
+    return found
 
 
 class Reference:
@@ -100,7 +111,7 @@ class Reference:
         for index, (shown, master) in enumerate(zip(self.shown, self.masters, strict=True)):
             low = master.to(self.settings.dtype)
             parts, coded = low.chunk(self.settings.parts), self.settings.weights and index not in self.settings.plain
-            shown.copy_(torch.cat([code(part, 127).to(low.dtype) for part in parts]) if coded else low)
+            shown.copy_(torch.cat([code(part, 8).to(low.dtype) for part in parts]) if coded else low)
 
     def gradients(self, rank: int) -> list[Tensor]:
         """What this rank sends of each unit's gradient, in fp32, after the model's backward."""
@@ -122,9 +133,9 @@ class Reference:
         parts, keep = self.settings.parts, self.settings.keep
         if keep is not None:
             values = values + error
-        seen = torch.cat([code(part, 7) for part in values.chunk(parts)])
+        seen = torch.cat([code(part, 4) for part in values.chunk(parts)])
         if keep is not None:
-            error.copy_(torch.cat([code(part, 127) for part in (error * keep + (values - seen) * (1 - keep)).chunk(parts)]))
+            error.copy_(torch.cat([code(part, 8) for part in (error * keep + (values - seen) * (1 - keep)).chunk(parts)]))
         return seen
 
     def sum(self, sent: list[list[Tensor]]) -> list[Tensor]:

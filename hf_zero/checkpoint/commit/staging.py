@@ -31,7 +31,7 @@ from hf_zero.system import own_files
 from hf_zero.system.process import Process
 
 _SHARD = re.compile(
-    r"(master|weights|module|optimizer\.\w{1,64}|optimizer_params|onebit_(worker|server)_error)"
+    r"(master|weights|module|optimizer\.\w{1,64}|optimizer_params|(onebit_worker|onebit_server|loco)_error)"
     r"-\d{5,}-of-\d{5,}(\.tensor-\d{5,}-of-\d{5,})?\.safetensors"
 )
 _OTHER = re.compile(r"values(-\d{5,})?\.safetensors|module\.safetensors")  # the second in version 1 alone
