@@ -155,6 +155,10 @@ PROVIDED: Final[dict[str, str]] = {
     "deepspeed.initialize": "hf_zero:initialize",
     "deepspeed.tp_model_init": "hf_zero.deepspeed.tp_model_init:tp_model_init",
     **{f"deepspeed.module_inject.layers.{name}": f"hf_zero.deepspeed.served.helpers:{name}" for name in _TP_MODE},
+    **{
+        f"deepspeed.module_inject.layers.{name}": f"hf_zero.deepspeed.served.tp_layers:{name}"
+        for name in ("LinearLayer", "LinearAllreduce")
+    },
     "deepspeed.DeepSpeedEngine": "hf_zero.deepspeed.engine:Engine",
     "deepspeed.runtime.engine.DeepSpeedEngine": "hf_zero.deepspeed.engine:Engine",
     "deepspeed.DeepSpeedOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
@@ -263,6 +267,7 @@ PROVIDED: Final[dict[str, str]] = {
     },
     **{f"{_ULYSSES}.parallel_state_sp.{name}": f"hf_zero.deepspeed.served.sequence_state:{name}" for name in _SEQUENCE_STATE},
     "deepspeed.sequence.layer.DistributedAttention": "hf_zero.sequence_parallel.layer:DistributedAttention",
+    "deepspeed.sequence.layer._SeqAllToAll": "hf_zero.sequence_parallel.layer:SeqAllToAll",
     # Profiling.
     **{f"deepspeed.{path}.{name}": target for path in _PROFILER for name, target in _PROFILING.items()},
     # Logging.
@@ -416,8 +421,19 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.ops.adam": "only DeepSpeedCPUAdam and FusedAdam are provided; torch.optim optimizers work as they are",
 }
 
+# Classes that scripts import at their top for an isinstance, or for a part of them that does not run: importing one is no use of it.
+UNUSED: Final = frozenset(
+    {
+        "deepspeed.moe.layer.MoE",
+        "deepspeed.runtime.utils.PartitionedTensor",
+        "deepspeed.runtime.zero.partition_parameters.MultipleAllGatherHandles",
+        "deepspeed.sequence.fpdt_layer.FPDT_InputConstruct",
+        "deepspeed.sequence.fpdt_layer._FPDTGPUOffloadingAttentionImpl_",
+    }
+)
+
 MODULES: Final[frozenset[str]] = frozenset(
-    ".".join(parts[:count]) for parts in (name.split(".") for name in PROVIDED) for count in range(1, len(parts))
+    ".".join(parts[:count]) for parts in (name.split(".") for name in (*PROVIDED, *UNUSED)) for count in range(1, len(parts))
 )
 
 
