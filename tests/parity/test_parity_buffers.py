@@ -30,7 +30,6 @@ class Buffered(Mlp):
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += 1
-        assert (self.shift.dtype, self.codes.dtype) == (torch.float8_e4m3fn, torch.float8_e5m2)
         hidden = (self.entry(inputs) + self.offset)[:, self.order] * self.mask
         hidden = hidden * self.gain + self.shift.to(hidden.dtype) * self.codes.to(hidden.dtype)
         for block in self.blocks:
@@ -47,6 +46,7 @@ def _rank_zero_wins(run: Run) -> None:
     """Every rank builds other weights and buffers; training starts from rank 0's."""
     engine = initialize(build_buffered(seed=ranks.rank()), run)
     buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    assert (engine.module.codes.dtype, buffers["shift"].dtype) == (torch.float8_e5m2, torch.float8_e4m3fn)
     buffers["shift"] = buffers["shift"].float()  # pickle does not know the type
     gathered: list[dict[str, Tensor]] = [{} for _ in range(ranks.world())]
     dist.all_gather_object(gathered, buffers)
