@@ -58,7 +58,7 @@ from hf_zero.observe import global_rank
 from hf_zero.offload.policy import Offloading
 from hf_zero.onebit.exchange import OneBitExchange
 from hf_zero.onebit.step import OneBitStepper, max_norm_of
-from hf_zero.optim.elementwise import needs_whole_tensors
+from hf_zero.optim.elementwise import needs_whole_tensors, require_tested
 from hf_zero.optim.onebit_adam import OneBitAdam
 from hf_zero.optim.whole_tensor_limits import check_whole_tensors
 from hf_zero.pipeline.apply import pipeline_of, pipelined
@@ -250,6 +250,8 @@ class PartsBuilder:
         experts = self.topology.expert is not None  # which nobody has all of
         all_here = not experts and (not self.stage.optimizer_sharded or self.topology.world == 1)
         split, device = self.topology.layers.model is not None, self.offload.optimizer.device
+        if self.stage.stage > 0 and "zero_allow_untested_optimizer" in self.config.model_fields_set:
+            require_tested(inner, self.config.zero_allow_untested_optimizer)
         whole = needs_whole_tensors(inner, self.config.zero_allow_untested_optimizer, all_here, split or device == "nvme")
         if whole:
             check_whole_tensors(inner, split, device)

@@ -18,6 +18,7 @@ from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.precision import PrecisionPolicy, cast_and_move, cast_param
 from hf_zero.core.step.same_model import require_same_model
 from hf_zero.core.units.construct import NamedParam, build_unit
+from hf_zero.core.units.equal_values import equal_values
 from hf_zero.core.units.grouping import BlockSpec, build_blocks
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.listener import ParamListener
@@ -87,6 +88,8 @@ class UnitBuilder:
             if id(member.param) not in taken and find_unit(member.param) is None:
                 cast_param(member.param, self.precision, device)
         cast_and_move(self.module, self.precision, device)
+        loose = {member.name: member.param for member in members if id(member.param) not in taken}
+        self._take_first_values({name: param for name, param in loose.items() if find_unit(param) is None})
         if self.stage.parameters_sharded:
             for param in self.module.parameters():
                 if find_unit(param) is None:
@@ -168,6 +171,11 @@ class UnitBuilder:
             node=None if of_experts else self.node,
             copy_lasts=self.stage.parameters_in_node and not of_experts,
         )
+
+    def _take_first_values(self, loose: dict[str, nn.Parameter]) -> None:
+        """Takes rank 0's values of parameters outside units, where the ranks do not have the same; units have taken them."""
+        alike = {name: param.data for name, param in loose.items() if not (is_wrapped(param) or is_elsewhere(param) or is_expert(param))}
+        equal_values(alike, self.collectives.data, "one model")
 
     def _sync_buffers(self) -> None:
         """Takes rank 0's buffers, once."""

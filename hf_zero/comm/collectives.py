@@ -97,6 +97,16 @@ def _collective_error(label: str, error: BaseException) -> CollectiveError:
     )
 
 
+def is_narrow(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is of a floating-point type of one byte."""
+    return tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
+
+
+def as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as a network takes it that copies it: of narrow types, which gloo does not know, the bytes; shares its memory."""
+    return tensor.view(torch.uint8) if is_narrow(tensor) else tensor
+
+
 class Collectives(ABC):
     """What the engine asks of the network: all on 1D buffers, all in the same order on every rank.
 
@@ -177,7 +187,7 @@ class Collectives(ABC):
 
     def broadcast(self, tensor: torch.Tensor, source: int, unit: str) -> None:
         """Copies ``tensor`` from rank ``source`` of the axis to all, in place, and waits."""
-        label = observe.note("broadcast", unit)
+        label, tensor = observe.note("broadcast", unit), as_sent(tensor)
         if self.world == 1:
             return
         self.sent_bytes += tensor.numel() * tensor.element_size() if self.rank == source else 0

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero import observe
-from hf_zero.comm.collectives import TAGS, Collectives, Pending, copy_unless_same
+from hf_zero.comm.collectives import TAGS, Collectives, Pending, as_sent, copy_unless_same
 from hf_zero.comm.relay import Relay
 from hf_zero.comm.topology import Topology
 from hf_zero.memory import host_memory
@@ -44,7 +44,7 @@ class GlooCollectives(Collectives):
         self._per_node = per_node if 1 < per_node < self.world else 0
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
-        label = observe.note("all_gather", unit)
+        label, full, shard = observe.note("all_gather", unit), as_sent(full), as_sent(shard)
         if self.world == 1:
             return Pending(label, [], finish=lambda: copy_unless_same(full, shard))
         host = full if full.device.type == "cpu" else torch.empty(full.shape, dtype=full.dtype)

@@ -10,5 +10,9 @@ MODEL_GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group")
 
 
 def model_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
-    """The ranks that hold one model together with this one; None where the object, or None, tells of none."""
-    return next((getattr(mpu, name)() for name in MODEL_GROUPS if hasattr(mpu, name)), None)
+    """The ranks that hold one model together with this one; None where the object, or None, tells of none, or counts one rank."""
+    for name in MODEL_GROUPS:
+        if hasattr(mpu, name):
+            count = getattr(mpu, name.replace("group", "world_size"), None)
+            return None if count is not None and count() == 1 else getattr(mpu, name)()
+    return None

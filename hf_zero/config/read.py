@@ -29,7 +29,8 @@ def read_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str,
 
     Args:
         source: A mapping (its blocks and lists are copied), a path, JSON text, or JSON text in base64 (URL-safe or plain), as launchers
-            pass it through environment variables. Files may hold comments (`//`, `#`, `/* */`) and trailing commas.
+            pass it through environment variables. Files may hold comments (`//`, `#`, `/* */`) and trailing commas, and
+            be Hjson where `hjson` is installed.
 
     Returns:
         A new dictionary; no block or list in it is shared with `source`.
@@ -93,16 +94,36 @@ def _parse(text: str, name: str) -> dict[str, Any]:
     try:
         data = _load(text, name)
     except json.JSONDecodeError as error:
-        relaxed = _without_comments(text)
-        if relaxed == text:
-            raise _not_json(name, error) from error
-        try:
-            data = _load(relaxed, name)
-        except json.JSONDecodeError as second:
-            raise _not_json(name, second) from second
+        data = _relaxed(text, name, error)
     if not isinstance(data, dict):
         raise ConfigError(f"A config is one block {{...}}, but {name} holds a {type(data).__name__}")
     return {_text(key): _copied(value, 1) for key, value in data.items()}
+
+
+def _relaxed(text: str, name: str, error: json.JSONDecodeError) -> Any:
+    """What ``text`` says that is no JSON by itself: with comments and trailing commas, or as Hjson."""
+    relaxed = _without_comments(text)
+    if relaxed != text:
+        try:
+            return _load(relaxed, name)
+        except json.JSONDecodeError as second:
+            error = second
+    data = _as_hjson(text)
+    if data is None:
+        raise _not_json(name, error) from error
+    return data
+
+
+def _as_hjson(text: str) -> Any:
+    """What ``text`` says as Hjson (no quotes, no commas), which DeepSpeed's files may be; None where it is none, or hjson not installed."""
+    try:
+        import hjson
+    except ImportError:
+        return None
+    try:
+        return hjson.loads(text, object_pairs_hook=_no_duplicates)
+    except (hjson.HjsonDecodeError, RecursionError):
+        return None
 
 
 def _load(text: str, name: str) -> Any:

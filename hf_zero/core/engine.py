@@ -309,9 +309,10 @@ class Engine(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients that wait for ``step``, and ``param.grad`` of parameters that no unit trains; every rank must call it.
 
-        In the middle of an accumulation the gradients so far are kept: scripts call this after every micro-step.
+        In the middle of an accumulation the gradients so far are kept: scripts call this after every micro-step. Those that a ``no_sync``
+        without steps has left are forgotten.
         """
-        if self.accumulation.awaits_update:
+        if self.accumulation.awaits_update or self.accumulation.held_back:
             self.discard_gradients()
         for param in self.module.parameters():
             param.grad = None
@@ -325,13 +326,16 @@ class Engine(nn.Module):
     # -- accumulation -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, steps: bool = True) -> Iterator[None]:
         """Micro-steps inside are not the last of an optimizer step.
 
         At stages 0 and 1 their gradients stay whole and local, and are reduced with the first backward outside. At stages 2 and 3
         they are reduced at once, because only their shards are kept.
+
+        Args:
+            steps: ``step`` inside does nothing; False makes it an error.
         """
-        self.accumulation.enter_no_sync()
+        self.accumulation.enter_no_sync(steps)
         try:
             yield
         finally:

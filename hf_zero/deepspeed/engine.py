@@ -59,7 +59,10 @@ class Engine(ConfiguredEngine):
         self._training: list[Training] = []
         if parts.optimizer is not None and parts.stepper is not None:
             give_names(parts.optimizer, self)
-            self._training = [Training(gradients, parts.optimizer, parts.scaler) for gradients in parts.stepper.reducer.gradients]
+            self._training = [
+                Training(gradients, parts.optimizer, parts.scaler, self.policy.allows_deferral)
+                for gradients in parts.stepper.reducer.gradients
+            ]
             for training in self._training:
                 register_training(training.gradients.unit, training)
         elif self.policy.parameters_sharded:
@@ -81,6 +84,7 @@ class Engine(ConfiguredEngine):
 
     train_batch = requests.train_batch
     allreduce_gradients = requests.allreduce_gradients
+    no_sync = requests.no_sync  # type: ignore[assignment]  # core's takes an argument
     coalesce_grad_reduction = requests.coalesce_grad_reduction
     set_train_batch_size = requests.set_train_batch_size
     set_train_micro_batch_size = requests.set_train_micro_batch_size

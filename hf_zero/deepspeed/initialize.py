@@ -25,6 +25,7 @@ from hf_zero.deepspeed.loss_scalers import EngineLossScaler
 from hf_zero.deepspeed.param_attributes import PARAM_ATTRIBUTES
 from hf_zero.deepspeed.pipe.engine import PipelineEngine
 from hf_zero.deepspeed.pipe.module import PipelineModule
+from hf_zero.deepspeed.tp_model_init import require_consistent
 from hf_zero.errors import ConfigError
 from hf_zero.observe import log_rank0
 from hf_zero.pipeline.limits import require_served
@@ -80,6 +81,7 @@ def initialize(
     hidden_size = hidden_size_of(model)
     resolved = resolve(source, world_size=axes.topology.replicas, sources={"hidden_size": hidden_size} if hidden_size else None)
     announce(resolved)
+    require_consistent(model, resolved.config, mpu)
     if axes.topology.pipe is not None and not isinstance(model, PipelineModule):
         require_served(resolved.config)
     model = divide(model, source, axes)

@@ -13,6 +13,29 @@ from hf_zero.deepspeed.offload_handle import OffloadHandle
 from hf_zero.errors import StateError
 
 
+def norm_groups(optimizer: DeepSpeedOptimizer) -> list[torch.Tensor]:
+    """By param group, the norm over all ranks of the gradients that wait for ``step``, times ``loss_scale``, 0-dim; collective."""
+    engine = optimizer._engine()
+    parts = optimizer.averaged_gradients
+    squares = torch.zeros(len(optimizer.param_groups), dtype=torch.float64, device=engine.device)
+    for group, tensors in parts.items():
+        for part in tensors:
+            squares[group] += part.double().square().sum().to(squares.device)
+    if engine.policy.optimizer_sharded:
+        engine.collectives.all_reduce(squares, "norms of param groups").wait()
+    return list(squares.sqrt().float())
+
+
+def _class_of_inner(optimizer: DeepSpeedOptimizer) -> type:
+    """So that isinstance with the class of the user's optimizer is true too; ``type`` is asked first."""
+    return type(optimizer.inner)
+
+
+def _is(optimizer: DeepSpeedOptimizer, other: object) -> bool:
+    """An engine's optimizer equals the one that it steps: below ZeRO, DeepSpeed returns that itself."""
+    return optimizer is other or optimizer.inner is other
+
+
 class DeepSpeedOptimizer(ShardedOptimizer):
     """DeepSpeed's names, mixed into the class of an engine's optimizer by ``give_names``.
 
@@ -25,6 +48,10 @@ class DeepSpeedOptimizer(ShardedOptimizer):
     engine: Any
     scaler: Any
     parameter_offload: OffloadHandle
+    _get_norm_groups = norm_groups
+    __class__ = property(_class_of_inner)  # type: ignore[assignment]
+    __eq__ = _is  # type: ignore[assignment]
+    __hash__ = ShardedOptimizer.__hash__
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -69,6 +69,26 @@ def load_module_state_dict(
 
 
 @contextmanager
+def no_sync(engine: ConfiguredEngine) -> Iterator[None]:
+    """Backwards inside reduce nothing and are not the last of an optimizer step; the first one after it reduces all of them.
+
+    With DeepSpeed's conditions, and its words for them: gradients are whole (stages 0 and 1), and nothing steps inside.
+
+    Raises:
+        StateError: The stage shards gradients, another such block is open, or (in ``step``) one steps inside.
+    """
+    if not engine.policy.allows_deferral:
+        raise StateError(
+            "no_sync context manager is incompatible with gradient partitioning, which zero_optimization.stage "
+            f"{engine.policy.stage} does: every backward reduces, because only shards are kept. Leave no_sync() out, or use stage 0 or 1"
+        )
+    if engine.accumulation.in_no_sync:
+        raise StateError("no_sync context manager reentry is unsupported: leave the block that is open first")
+    with ConfiguredEngine.no_sync(engine, steps=False):
+        yield
+
+
+@contextmanager
 def coalesce_grad_reduction(engine: ConfiguredEngine) -> Iterator[None]:
     """All backwards inside are one optimizer step's, whatever ``gradient_accumulation_steps`` says; ``step`` comes after.
 
@@ -80,7 +100,7 @@ def coalesce_grad_reduction(engine: ConfiguredEngine) -> Iterator[None]:
     """
     if engine.stepper is None:
         raise StateError("coalesce_grad_reduction() on an engine without optimizer: there are no gradients to reduce")
-    with engine.no_sync():
+    with ConfiguredEngine.no_sync(engine):
         yield
     if engine.accumulation.completed() and engine.policy.allows_deferral:
         engine.stepper.reducer.reduce_deferred()

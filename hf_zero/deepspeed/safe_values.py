@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.param_states import gather_param, write_param
 from hf_zero.core.optimizer.segments import master_of
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
@@ -21,11 +22,19 @@ from hf_zero.errors import StateError
 
 @dataclass(frozen=True)
 class Training:
-    """What trains a unit: its gradients, the optimizer and the loss scale. The engine holds it; with the engine it goes."""
+    """What trains a unit: its gradients, the optimizer and the loss scale. The engine holds it; with the engine it goes.
+
+    Attributes:
+        gradients: Of the unit.
+        optimizer: What updates it.
+        scaler: The loss scale.
+        defers: Gradients may wait for their reduction (``no_sync``).
+    """
 
     gradients: UnitGradients
     optimizer: ShardedOptimizer
     scaler: LossScaler
+    defers: bool
 
 
 _training: WeakValueDictionary[Unit, Training] = WeakValueDictionary()
@@ -83,13 +92,28 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
         return None
     training = _training[owner[0]]
     if training.gradients.exchange.keeps_whole and training.gradients.has_local:
-        grad = training.gradients.mean_over_ranks(owner[1]).view(owner[0].layout.slots[owner[1]].shape)
-        return grad / training.scaler.scale
+        return _mean_over_ranks(training.gradients, owner[1]) / training.scaler.scale
     held = training.gradients.held()
-    if held is None:
-        return None
-    grad = gather_param(*owner, held, "gradient")
-    return grad if training.scaler.scale == 1.0 else grad / training.scaler.scale
+    grad = gather_param(*owner, held, "gradient") if held is not None else None
+    if training.defers and _everyone(training.gradients).any_rank(training.gradients.has_local, "waiting gradients"):
+        waiting = _mean_over_ranks(training.gradients, owner[1])
+        grad = waiting if grad is None else grad + waiting
+    return grad if grad is None or training.scaler.scale == 1.0 else grad / training.scaler.scale
+
+
+def _everyone(gradients: UnitGradients) -> Collectives:
+    """All ranks whose gradients are in the sum, those with the same shards among them."""
+    network = gradients.exchange.collectives
+    return network if network.topology.of_experts else network.data
+
+
+def _mean_over_ranks(gradients: UnitGradients, index: int) -> torch.Tensor:
+    """The gradient of parameter ``index`` averaged over ranks, of what is not reduced yet, or not by the engine. Collective, and a copy."""
+    slot, network = gradients.unit.layout.slots[index], _everyone(gradients)
+    own = gradients.own_whole()[slot.range.start : slot.range.stop].clone()
+    network.all_reduce(own, f"{gradients.unit.name}: gradient").wait()
+    own = own.div_(network.world) if gradients.exchange.keeps_whole else own.mul_(gradients.exchange.policy.post_scale)
+    return own.view(slot.shape)
 
 
 def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from hf_zero.build.mesh import claims_of_model, pipeline_ranks
+from hf_zero.build.policies import precision_policy
 from hf_zero.config.mesh import EXPERT, requested_experts
 from hf_zero.config.read import read_config
+from hf_zero.errors import ConfigError
 from hf_zero.expert_parallel.find import modules_of_experts
 from hf_zero.tensor_parallel import split
+
+if TYPE_CHECKING:
+    from hf_zero.config.schema.root import ZeroConfig
+
+
+_ASKED = "_hf_zero_tp_asked"
+
+
+def require_consistent(model: nn.Module, config: ZeroConfig, mpu: Any) -> None:
+    """Compares what ``tp_model_init`` was given with what ``initialize`` is.
+
+    Raises:
+        ConfigError: Another element type, or ``tp_group`` there and ``mpu`` here.
+    """
+    dtype, has_group = getattr(model, _ASKED, (None, False))
+    trained = precision_policy(config).param_dtype
+    if dtype is not None and trained is not None and trained != dtype:
+        raise ConfigError(f"Conflicting dtype: tp_model_init was given {dtype}, and the configuration trains in {trained}; make them agree")
+    if has_group and mpu is not None:
+        raise ConfigError(
+            "tp_model_init provided tp_group, and initialize is given mpu: both name the ranks that hold the model; leave one out"
+        )
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: Any = None, config: Any = None, **kwargs: Any) -> nn.Module:
@@ -32,6 +56,10 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: Any = None, config: Any
         ConfigError: ``tp_size`` does not fit the ranks, or the model does not divide.
         UnsupportedError: Another library has divided the model over ranks, or its experts cannot be divided, and shall be.
     """
+    if config is None:
+        setattr(model, _ASKED, (dtype, kwargs.get("tp_group") is not None))
+    if tp_size == 1:
+        return model if dtype is None or config is not None else model.to(dtype)
     source = read_config(config) if config is not None else {}
     if pipeline_ranks(source, claims_of_model(model))[0] > 1:
         return model

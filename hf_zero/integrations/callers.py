@@ -92,6 +92,12 @@ LAUNCH = Method(
     "accelerate launch --use_deepspeed refuses --use_parallelism_config",
     around="hf_zero.integrations.parallelism:validate_launch",
 )
+NO_SYNC = Method(
+    "accelerate.accelerator",
+    "Accelerator.no_sync",
+    "Accelerator.accumulate() ends in an error where accelerate steps inside it (1.6)",
+    around="hf_zero.integrations.accumulate:no_sync",
+)
 PREPARE = Method("accelerate.accelerator", "Accelerator.prepare", _COUNTED)
 GATHER = Method("accelerate.accelerator", "Accelerator.gather", _COUNTED, around="hf_zero.integrations.metrics_once:gather")
 METRICS = Method(
@@ -165,8 +171,8 @@ CONVERSIONS = Method(
 LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 METHODS = (
-    STATE, ACCELERATOR_STATE, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, LOG, EVALUATE, MISSING_KEYS,
-    SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
+    NO_SYNC, STATE, ACCELERATOR_STATE, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, LOG, EVALUATE,
+    MISSING_KEYS, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
     LIGHTNING_SAVE, OLD_LIGHTNING_SAVE,
 )  # fmt: skip
 

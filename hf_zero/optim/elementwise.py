@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.core.optimizer.clones import TRIAL_STEPS, CollectiveError, options_of, trial_data, try_steps
-from hf_zero.errors import UnsupportedError
+from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.observe import warn_once
 from hf_zero.ops import HostAdagrad, HostAdam, HostLion, HostSGD
 from hf_zero.optim.lion import Lion
@@ -130,6 +130,21 @@ def needs_whole_tensors(
     untold = _Untold(kind, allow_untested, shards_only)
     answers = [_probe(optimizer, group, untold, all_here) for group in _distinct_groups(optimizer)]
     return any(answers)
+
+
+def require_tested(optimizer: torch.optim.Optimizer, allow_untested: bool) -> None:
+    """Refuses a class that is not known here, where the configuration says that none may run.
+
+    Raises:
+        ConfigError: The class is in none of the tables, and ``zero_allow_untested_optimizer`` is written down as false.
+    """
+    kind = type(optimizer)
+    known = kind in _ELEMENTWISE or any(_named(kind, table) for table in (WHOLE_TENSOR, ALL_TENSORS, REFUSED)) or whole_tensor_reason(kind)
+    if not (allow_untested or known):
+        raise ConfigError(
+            f"optimizer {kind.__name__} is not known to run with ZeRO, and {_ALLOW_KEY} is false: leave the key out, and the class is "
+            "tried on small tensors first, or set it to true"
+        )
 
 
 def whole_tensor_reason(kind: type) -> str | None:

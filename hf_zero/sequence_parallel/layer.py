@@ -105,3 +105,25 @@ def _rows(tensor: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
 def _joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
     """The opposite: ``parts`` (ranks, ...) one behind the other along ``dim``."""
     return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+class SeqAllToAll:
+    """The trade by itself, under DeepSpeed's name ``_SeqAllToAll`` and with its arguments."""
+
+    @staticmethod
+    def apply(
+        group: dist.ProcessGroup, input: torch.Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int = 0, *args: Any
+    ) -> torch.Tensor:
+        """Divides ``input`` over the ranks of ``group`` at one dimension and joins what they send at another; collective, differentiable.
+
+        Args:
+            group: Divides the size of ``scatter_idx``.
+            input: This rank's tensor.
+            scatter_idx: Dimension that is divided.
+            gather_idx: Dimension that is joined.
+            batch_dim_idx: Accepted; every other dimension stays as it is.
+            *args: Accepted: streams and handles of an asynchronous trade.
+        """
+        collectives = open_collectives(axis_over(group))
+        (rows,) = trade(collectives, torch.stack(input.tensor_split(collectives.world, dim=scatter_idx)))
+        return torch.cat(list(rows), dim=gather_idx)

@@ -23,6 +23,9 @@ class ModelGroup:
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelGroup:
+        return self  # a process group is one
+
     @property
     def rank(self) -> int:
         """This rank's place."""

@@ -8,10 +8,12 @@ exact: how a layer is split that is split by itself. What the data flow splits t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 
 from torch import nn
 
 from hf_zero.tensor_parallel.plan import COLUMN, GATHERED, ROW, SCATTERED, VOCABULARY, ModulePlan, TpPlan, starred
+from hf_zero.tensor_parallel.solve import is_linear
 
 SOURCE = "tp_plan"
 _LOCAL = {COLUMN: GATHERED, ROW: SCATTERED}
@@ -24,6 +26,14 @@ def own_styles(model: nn.Module) -> dict[str, str]:
         if isinstance(found, Mapping) and found:
             return {str(pattern): str(style) for pattern, style in found.items()}
     return {}
+
+
+def named_layers(model: nn.Module) -> dict[str, str]:
+    """Linear layers that the model's own plan, or its configuration's, names, with how they are split; patterns as of file names."""
+    styles = own_styles(model) or getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    linear = [path for path, module in model.named_modules() if is_linear(type(module))]
+    found = {path: next((family(style) for pattern, style in styles.items() if fnmatchcase(path, pattern)), "") for path in linear}
+    return {path: how for path, how in found.items() if how}
 
 
 def family(style: str) -> str:

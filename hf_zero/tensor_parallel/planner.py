@@ -11,7 +11,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.tensor_parallel.example_inputs import argument_names, example_inputs, labelled
 from hf_zero.tensor_parallel.infer import Findings, infer, unread
 from hf_zero.tensor_parallel.local_split import READ_ELSEWHERE
-from hf_zero.tensor_parallel.model_plan import note_source, own_styles, preferences
+from hf_zero.tensor_parallel.model_plan import SOURCE, named_layers, note_source, own_styles, preferences
 from hf_zero.tensor_parallel.named_layers import plan_named_layers
 from hf_zero.tensor_parallel.overrides import Overrides
 from hf_zero.tensor_parallel.plan import WHOLE, TpPlan
@@ -46,8 +46,9 @@ def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, overri
     try:
         plan = write_plan(_infer(copy, ranks, inputs, overrides.whole, forced), copy, ranks, overrides.source)
     except _Untraceable as error:
-        if overrides.families:
-            return plan_named_layers(model, ranks, overrides, str(error))
+        named = _named(model, overrides)
+        if named is not None:
+            return plan_named_layers(model, ranks, named, str(error))
         raise ConfigError(f"{error}. {_remedy(copy, ranks)}") from error.__cause__
     styles = own_styles(model)
     preferred = {path: how for path, how in preferences(plan, styles).items() if path not in {*overrides.whole, *overrides.families}}
@@ -71,6 +72,15 @@ def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, overri
             f"tensor_parallel.autotp_size is {ranks}, and nothing of {type(model).__name__} divides by it: its dimensions are {sizes}"
         )
     return plan
+
+
+def _named(model: nn.Module, overrides: Overrides) -> Overrides | None:
+    """What is known to be split of a model that cannot be traced: the user's word for every layer or for some, or the model's own plan."""
+    linear = [path for path, module in model.named_modules() if is_linear(type(module))]
+    if overrides.families or (linear and overrides.whole.issuperset(linear)):
+        return overrides
+    own = {path: how for path, how in named_layers(model).items() if path not in overrides.whole}
+    return Overrides(overrides.whole, own, SOURCE) if own else None
 
 
 def _note_undivided(plan: TpPlan, model: nn.Module, ranks: int) -> None:

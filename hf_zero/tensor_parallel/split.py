@@ -15,10 +15,10 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import Topology, build_topology, topology_around
 from hf_zero.config.mesh import requested_ranks
 from hf_zero.config.read import read_config
+from hf_zero.core.units.equal_values import equal_values
 from hf_zero.core.units.tp_shard import is_expert, tp_shard_of
 from hf_zero.errors import ConfigError
-from hf_zero.memory.host_memory import mapped_files
-from hf_zero.observe import log_rank0, warn_once
+from hf_zero.observe import log_rank0
 from hf_zero.tensor_parallel.apply import apply_plan, plan_of, ranks_of
 from hf_zero.tensor_parallel.functions import ModelGroup
 from hf_zero.tensor_parallel.overrides import overrides_of
@@ -27,8 +27,6 @@ from hf_zero.tensor_parallel.planner import make_plan
 from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
 from hf_zero.tensor_parallel.sharded_elsewhere import require_whole
 from hf_zero.tensor_parallel.trace import Inputs
-
-_WINDOWS, _WINDOW = 4, 256  # what is looked at of a weight that is still in its file
 
 
 def is_split(module: nn.Module) -> bool:
@@ -89,7 +87,8 @@ def split_model(
     if fill is not None:
         fill(agreed)
     elif not any(param.is_meta or hasattr(param, "ds_id") for param in module.parameters()):
-        equal_weights(module, collectives)
+        named = chain(module.named_parameters(), module.named_buffers())
+        equal_values({name: value for name, value in named if tp_shard_of(value) is None}, collectives, "a tensor-parallel group")
     apply_plan(module, agreed, ModelGroup(collectives))
     equal_random_state(collectives)
     SameData(module, collectives)
@@ -134,42 +133,10 @@ def _agree(collectives: Collectives, make: Callable[[], TpPlan]) -> TpPlan:
     return TpPlan.from_dict(content)
 
 
-def equal_weights(module: nn.Module, collectives: Collectives, group: str = "a tensor-parallel group") -> None:
+def equal_weights(module: nn.Module, collectives: Collectives, group: str) -> None:
     """Takes rank 0's parameters and buffers where the ranks of the group, called ``group``, do not start with the same; collective."""
     named = chain(module.named_parameters(), module.named_buffers())
-    tensors: dict[str, torch.Tensor] = {name: value for name, value in named if not is_expert(value)}  # of those each may have its own
-    files = mapped_files()
-    marks = [_mark(tensor, any(start <= tensor.data_ptr() < stop for start, stop in files)) for tensor in tensors.values()]
-    if all(other == marks for other in collectives.gather_objects(marks, "equal weights")):
-        return
-    warn_once(f"the ranks of {group} start with different weights: rank 0's are used")
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            if _has_no_values(tensor):
-                continue
-            values = tensor.detach().to(collectives.topology.device).contiguous()
-            collectives.broadcast(values, 0, name)
-            tensor.data.copy_(values)
-
-
-def _mark(tensor: torch.Tensor, in_file: bool) -> float:
-    """A sum that differs where values do.
-
-    ``from_pretrained`` returns weights that are mapped from their files, and a page is read when something touches it: of those only a
-    few windows are looked at, so that a rank reads its own shards and little more.
-    """
-    values = tensor.detach().reshape(-1)
-    if values.numel() == 0 or tensor.is_meta or _has_no_values(tensor):
-        return 0.0
-    if in_file and values.numel() > _WINDOWS * _WINDOW:
-        step = (values.numel() - _WINDOW) // (_WINDOWS - 1)
-        values = values.as_strided((_WINDOWS, _WINDOW), (step, 1))
-    return float(values.sum(dtype=torch.float64))
-
-
-def _has_no_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for values that other stages of a pipeline have ([Note: held stages])."""
-    return tensor.dim() > 0 and not any(tensor.stride())
+    equal_values({name: value for name, value in named if not is_expert(value)}, collectives, group)  # of experts each may have its own
 
 
 def summary(module: nn.Module, plan: TpPlan) -> str:

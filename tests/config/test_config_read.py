@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 import threading
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
@@ -97,3 +98,14 @@ def test_unreadable_files(tmp_path: Path) -> None:
 def test_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "bom.json").write_bytes(b'\xef\xbb\xbf{"a": 1}')
     assert read_config(tmp_path / "bom.json") == {"a": 1}
+
+
+def test_hjson_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "{ train_batch_size: 8 }"
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    with pytest.raises(ConfigError, match="is not JSON"):
+        read_config(text)
+    loads = {text: {"train_batch_size": 8}}
+    fake = SimpleNamespace(loads=lambda given, object_pairs_hook: loads[given], HjsonDecodeError=ValueError)
+    monkeypatch.setitem(sys.modules, "hjson", fake)
+    assert read_config(text) == {"train_batch_size": 8}

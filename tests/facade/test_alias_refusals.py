@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Callable
 
 import pytest
+import torch
 
 import hf_zero.deepspeed
 from hf_zero.errors import UnsupportedError
@@ -50,6 +51,16 @@ def test_probing_is_answered_not_raised() -> None:
     else:
         optional = True
     assert not optional
+
+
+def test_a_class_that_is_only_imported_refuses_to_be_made() -> None:
+    """Registries, helpers of suites and model files import such at their top, for what most of them never build."""
+    from deepspeed.runtime.fp16.onebit import OnebitLamb, ZeroOneAdam
+
+    for kind in (OnebitLamb, ZeroOneAdam):  # MMEngine registers them
+        assert isinstance(kind, type) and not isinstance(object(), kind)
+        with pytest.raises(UnsupportedError, match=rf"{kind.__name__} is not provided.*optimizer\.type OneBitAdam"):
+            kind([torch.zeros(1)], lr=0.1)
 
 
 def test_misspelt_name_is_an_attribute_error_with_the_nearest_name() -> None:

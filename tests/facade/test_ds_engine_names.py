@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
+from hf_zero.deepspeed.optimizer import DeepSpeedOptimizer
+from hf_zero.utils import safe_get_full_grad
 from tests.support import ranks
 from tests.support.models import CASES
 from tests.support.parity import Run, initialize
@@ -29,6 +31,8 @@ def _loss_scale(stage: int) -> None:
     engine = initialize(MLP.build(), Run(stage, "fp16", scale_power=4, scale_window=2))
     optimizer = engine.optimizer
     assert optimizer.optimizer is optimizer.inner is engine.basic_optimizer
+    assert optimizer == optimizer.inner and optimizer != engine and {optimizer: 1}[optimizer]
+    assert isinstance(optimizer, type(optimizer.inner)) and isinstance(optimizer, DeepSpeedOptimizer)
     assert (optimizer.loss_scale, optimizer.cur_scale, optimizer.dynamic_loss_scale) == (16.0, 16.0, True)
     assert optimizer.needs_scaler()
     assert optimizer._global_grad_norm is None
@@ -79,6 +83,9 @@ def _places() -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}
     engine = hf_zero.initialize(model=CASES["llama"].build(), config=config)[0]
     assert (engine.world_size, engine.dp_world_size, engine.mp_world_size) == (4, 2, 2)
+    assert (engine.get_data_parallel_world_size(), engine.get_data_parallel_rank()) == (2, ranks.rank() // 2)
+    assert (engine.get_tensor_parallel_world_size(), engine.get_model_parallel_rank()) == (2, ranks.rank() % 2)
+    assert (engine.get_pipeline_parallel_world_size(), engine.get_sequence_parallel_world_size()) == (1, 1)
     assert engine.global_rank == engine.local_rank == ranks.rank()
     with engine.no_sync():
         assert engine.inside_no_sync_ctxt
@@ -296,6 +303,11 @@ def _parts_of_the_optimizer(stage: int) -> None:
     squares = sum(float(part.double().square().sum()) for group in parts.values() for part in group)
     assert squares == pytest.approx(sum(float(part.double().square().sum()) for part in own), rel=1e-6) and squares > 0
     assert all(exact[group][place].dtype is torch.float32 for group in exact for place in exact[group])
+    everyones = torch.tensor(squares)
+    torch.distributed.all_reduce(everyones)
+    norms = torch.stack(optimizer._get_norm_groups())
+    copies = 1 if stage else ranks.world()
+    assert float(norms.square().sum()) == pytest.approx(float(everyones) / copies, rel=1e-5)
     for group in parts.values():  # live: what is written there is what the step uses
         for part in group:
             part.zero_()
@@ -313,3 +325,30 @@ def _parts_of_the_optimizer(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_masters_gradients_and_loss_scale_of_the_optimizer(stage: int) -> None:
     ranks.run_ranks(_parts_of_the_optimizer, 2, stage)
+
+
+def _no_sync(stage: int) -> None:
+    engine, other = initialize(MLP.build(), Run(stage)), initialize(MLP.build(), Run(stage))
+    batch = MLP.rows(0, 0, ranks.rank())
+    if stage > 1:
+        with pytest.raises(AssertionError, match=f"no_sync context manager is incompatible with gradient partitioning.*stage {stage}"):
+            engine.no_sync().__enter__()
+        return
+    other.backward(MLP.forward(other, batch))
+    expected = [safe_get_full_grad(param) for param in other.module.parameters()]
+    with engine.no_sync():
+        assert all(safe_get_full_grad(param) is None for param in engine.module.parameters())
+        engine.backward(MLP.forward(engine, batch))
+        with pytest.raises(AssertionError, match=r"It is illegal to call Engine.step\(\) inside no_sync context manager"):
+            engine.step()
+        with pytest.raises(AssertionError, match="no_sync context manager reentry is unsupported"):
+            engine.no_sync().__enter__()
+        torch.testing.assert_close([safe_get_full_grad(param) for param in engine.module.parameters()], expected)
+    engine.step()  # nothing was reduced: no update
+    engine.zero_grad()
+    assert engine.global_steps == 0 and all(safe_get_full_grad(param) is None for param in engine.module.parameters())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_sync_has_deepspeeds_conditions(stage: int) -> None:
+    ranks.run_ranks(_no_sync, 2, stage)

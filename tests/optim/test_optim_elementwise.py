@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.errors import UnsupportedError
+from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.optim import elementwise
-from hf_zero.optim.elementwise import needs_whole_tensors
+from hf_zero.optim.elementwise import needs_whole_tensors, require_tested
 from hf_zero.optim.lion import Lion
 from hf_zero.optim.uncorrected_adam import UncorrectedAdam
 from tests.support import ranks
@@ -316,3 +316,14 @@ def test_parameters_on_the_meta_device_are_probed_on_the_host() -> None:
 
 def test_named_parameters_are_probed() -> None:
     assert not needs_whole_tensors(Decorated([("weight", params()[0]), ("bias", params()[1])], lr=0.01))
+
+
+def test_false_written_down_refuses_unknown_classes() -> None:
+    class Unknown(torch.optim.SGD):
+        pass
+
+    for known in (torch.optim.SGD(params(), lr=0.1), torch.optim.Adafactor(params())):
+        require_tested(known, False)
+    require_tested(Unknown(params(), lr=0.1), True)
+    with pytest.raises(ConfigError, match="optimizer Unknown is not known to run with ZeRO, and zero_allow_untested_optimizer is false"):
+        require_tested(Unknown(params(), lr=0.1), False)

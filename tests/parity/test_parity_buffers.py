@@ -16,11 +16,14 @@ STAGES = (0, 1, 2, 3)
 
 
 class Buffered(Mlp):
-    """Floating, integer and boolean buffers, one not persistent, one that the forward updates."""
+    """Buffers of every kind, one not persistent, one that the forward updates; a frozen weight, and frozen codes of one byte."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("offset", torch.randn(16))
+        self.register_buffer("shift", torch.randn(16).to(torch.float8_e4m3fn))
+        self.gain = nn.Parameter(torch.rand(16) + 0.5, requires_grad=False)
+        self.codes = nn.Parameter(torch.randn(16).to(torch.float8_e5m2), requires_grad=False)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
         self.register_buffer("order", torch.randperm(16))
         self.register_buffer("mask", torch.rand(16) > 0.2, persistent=False)
@@ -28,6 +31,7 @@ class Buffered(Mlp):
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += 1
         hidden = (self.entry(inputs) + self.offset)[:, self.order] * self.mask
+        hidden = hidden * self.gain + self.shift.to(hidden.dtype) * self.codes.to(hidden.dtype)
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(hidden)
@@ -42,6 +46,8 @@ def _rank_zero_wins(run: Run) -> None:
     """Every rank builds other weights and buffers; training starts from rank 0's."""
     engine = initialize(build_buffered(seed=ranks.rank()), run)
     buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    assert (engine.module.codes.dtype, buffers["shift"].dtype) == (torch.float8_e5m2, torch.float8_e4m3fn)
+    buffers["shift"] = buffers["shift"].float()  # pickle does not know the type
     gathered: list[dict[str, Tensor]] = [{} for _ in range(ranks.world())]
     dist.all_gather_object(gathered, buffers)
     for other in gathered:

@@ -19,7 +19,7 @@ from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
 from hf_zero.sequence_parallel.batches import UlyssesSPDataLoaderAdapter, prepare
 from hf_zero.sequence_parallel.heads import key_heads
-from hf_zero.sequence_parallel.layer import DistributedAttention
+from hf_zero.sequence_parallel.layer import DistributedAttention, SeqAllToAll
 from tests.support import ranks
 from tests.support.models import CASES
 from tests.support.sequences import Data, build, cut, llama
@@ -80,6 +80,13 @@ def distributed_attention(first: str) -> None:
     for tensor, other in zip(mine, whole, strict=True):
         assert tensor.grad is not None and other.grad is not None
         torch.testing.assert_close(tensor.grad, other.grad[:, here])
+    group: Any = dist.group.WORLD
+    heads = SeqAllToAll.apply(group, mine[0], 2, 1)
+    torch.testing.assert_close(heads, whole[0].tensor_split(size, dim=2)[rank])
+    back = SeqAllToAll.apply(group, heads, 1, 2)
+    torch.testing.assert_close(back, mine[0])
+    (gradient,) = torch.autograd.grad((back * 2).sum(), mine[0])
+    torch.testing.assert_close(gradient, torch.full_like(mine[0], 2))
 
 
 def _sequence_first(parts: list[Tensor]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero.comm.mpu import model_parallel_group
 from hf_zero.deepspeed.served import groups
 from hf_zero.errors import ConfigError
 from hf_zero.tensor_parallel.plan import TpPlan
@@ -169,3 +171,10 @@ def not_ours() -> int:
 
 def test_models_that_are_parallel_by_themselves_stay_as_they_are() -> None:
     assert ranks.run_ranks(not_ours, 2) == [sum(param.numel() for param in CASE.build().parameters())] * 2
+
+
+def test_an_mpu_that_counts_one_rank_names_no_group() -> None:
+    mpu = SimpleNamespace(get_model_parallel_group=lambda: "group", get_model_parallel_world_size=lambda: 1)
+    assert model_parallel_group(mpu) is None
+    mpu.get_model_parallel_world_size = lambda: 2
+    assert model_parallel_group(mpu) == "group"

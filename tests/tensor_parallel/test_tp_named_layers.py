@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,6 +99,49 @@ def test_trains_as_on_one_rank(inputs: bool, stage: int) -> None:
             assert max(relative(found[name], value) for name, value in weights.items()) < 1e-5
 
 
+def by_hand() -> tuple[list[float], dict[str, torch.Tensor] | None]:
+    """DeepSpeed's two layers in a model whose others stay whole; what the engine has divided is an instance of them too."""
+    from hf_zero.deepspeed.served.tp_layers import LinearAllreduce, LinearLayer
+    from hf_zero.deepspeed.tp_model_init import tp_model_init as ds_tp_model_init
+
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    model = built()
+    up = model.block["up"].weight.detach().clone()
+    model.block["up"], model.block["down"] = LinearLayer(model.block["up"], group), LinearAllreduce(model.block["down"], group)
+    divided: Any = model.block["up"].weight
+    divided.gather_params([divided])
+    assert torch.equal(divided, up)
+    divided._tp_partition([divided])
+    assert divided.shape == (6, 8) and torch.equal(divided, up.chunk(2)[ranks.rank()])
+    wide = LinearLayer(nn.Linear(4, 2), group, gather_output=True)
+    assert wide(torch.ones(3, 4)).shape == (3, 2)
+    with pytest.raises(ConfigError, match="LinearLayer: 3 outputs cannot be divided over 2 ranks"):
+        LinearLayer(nn.Linear(4, 3), group)
+    skip = config([{"patterns": [".*"], "partition_type": "skip"}])
+    engine = hf_zero.initialize(model=model, config=skip, optimizer=lambda params: torch.optim.AdamW(params, lr=0.01))[0]
+    losses = []
+    for step in range(3):
+        loss = engine(*batch(step))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    split = hf_zero.initialize(model=built(), config=config(RULES))[0].module.block
+    assert [isinstance(split[name], LinearLayer) for name in ("up", "down", "gate")] == [True, False, False]
+    assert [isinstance(split[name], LinearAllreduce) for name in ("up", "down", "gate")] == [False, True, False]
+    half = ds_tp_model_init(built(), tp_size=1, dtype=torch.float16)
+    with pytest.raises(ConfigError, match=r"Conflicting dtype: tp_model_init was given torch.float16.*trains in torch.bfloat16"):
+        hf_zero.initialize(model=half, config={"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}})
+    return losses, engine._consolidated_16bit_state_dict()
+
+
+def test_layers_divided_by_hand_train_as_on_one_rank() -> None:
+    expected, weights = one_rank(3)
+    (losses, found), (others, _) = ranks.run_ranks(by_hand, 2)
+    assert losses == others == pytest.approx(expected, rel=1e-5) and found is not None
+    assert max(relative(found[name], value) for name, value in weights.items()) < 1e-5
+
+
 def plan_for(rules: list[dict[str, Any]], world: int = 2, model: nn.Module | None = None) -> TpPlan:
     model = model or built()
     return make_plan(model, world, overrides=overrides_of({"partition_config": {"layer_specs": rules}}, None, model))
@@ -113,6 +157,16 @@ def test_plan_says_what_is_split_and_why() -> None:
     }
     assert plan.modules["block.up"].reason == "named, and the model cannot be traced"
     assert "takes neither input_ids nor pixel_values" in plan.notes[0]
+
+
+def test_the_models_own_plan_names_layers() -> None:
+    model = built()
+    model.config = SimpleNamespace(base_model_tp_plan={"*.up": "colwise", "*.down": "rowwise"})  # type: ignore[assignment]
+    plan = make_plan(model, 2)
+    assert (plan.modules["block.up"].split, plan.modules["block.down"].split, plan.modules["first"].split) == (
+        "column, gathered", "row, scattered", "whole",
+    )  # fmt: skip
+    assert plan.source == plan.modules["block.up"].source == "tp_plan"
 
 
 def test_error_says_what_to_do() -> None:

@@ -51,7 +51,10 @@ class ZeroConfig(Section):
     optimizer: Optimizer | None = section(
         None, "Optimizer the engine builds itself from model_parameters; absent means a client optimizer or none"
     )
-    zero_allow_untested_optimizer: Bool = used(False, "Accept a client optimizer that cannot be tried, or looks at all parameters together")
+    zero_allow_untested_optimizer: Bool = used(
+        False,
+        "Accept a client optimizer that cannot be tried, or looks at all parameters together; false, written down, refuses unknown ones",
+    )
     zero_force_ds_cpu_optimizer: Bool = accepted(
         True,
         "Refuse a client optimizer that is not a DeepSpeed CPU optimizer when the optimizer is offloaded",

@@ -398,15 +398,19 @@ class UnitGradients:
         Where nothing is reduced, this rank's own of the whole unit, (padded_numel,).
         """
         if self.exchange.keeps_whole:
-            self.finish_reduce()
-            flat = self._allocate(deferred=True)
-            self._write_kept()
-            self._zero_unwritten(flat)
-            return flat
+            return self.own_whole()
         held = self.held()
         if held is None:
             held = self.shard = self.place.zeros(self.unit, self._policy.accumulation_dtype)
         return held
+
+    def own_whole(self) -> torch.Tensor:
+        """This rank's gradients that are not reduced, of the whole unit, (padded_numel,); zeros where it has none."""
+        self.finish_reduce()
+        flat = self._allocate(deferred=True)
+        self._write_kept()
+        self._zero_unwritten(flat)
+        return flat
 
     def held(self) -> torch.Tensor | None:
         """As ``reduced``, ready to be read; None if no backward reached the unit."""
@@ -419,13 +423,6 @@ class UnitGradients:
         """As ``reduced``, in the accumulation type, for callers that change it."""
         self.shard = self.reduced().to(self._policy.accumulation_dtype)
         return self.shard
-
-    def mean_over_ranks(self, index: int) -> torch.Tensor:
-        """The gradient of parameter ``index`` averaged over ranks, where nothing is reduced; 1D. Collective, and a copy."""
-        slot = self.unit.layout.slots[index]
-        own = self.reduced()[slot.range.start : slot.range.stop].clone()
-        self.exchange.collectives.all_reduce(own, f"{self.unit.name}: gradient").wait()
-        return own.div_(self.exchange.collectives.world)
 
     def clear(self) -> None:
         """Forgets everything accumulated, after a step or to discard a broken one."""

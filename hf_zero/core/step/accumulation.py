@@ -17,6 +17,7 @@ class Accumulation:
         managed: The engine counts; otherwise every step is a boundary.
         boundary: Whether the micro-step begun last is a boundary.
         micro_steps: Micro-steps so far.
+        held_back: The last backward was inside a ``no_sync`` that allows no step, and is over: its gradients are this rank's own.
     """
 
     def __init__(self, steps: int, managed: bool) -> None:
@@ -28,6 +29,8 @@ class Accumulation:
         self._in_cycle = 0
         self._seen_forwards = -1
         self._no_sync_depth = 0
+        self._refuses_step = False
+        self.held_back = False
         self._awaits_step = False  # between a backward and the step call that follows it
 
     def say(self, is_boundary: bool) -> None:
@@ -54,6 +57,7 @@ class Accumulation:
             self._in_cycle += 1
         self.boundary = self.next_is_boundary(begun=True)
         self._awaits_step = True
+        self.held_back = False
         return self.boundary
 
     def begin_all(self) -> None:
@@ -77,7 +81,15 @@ class Accumulation:
         return self._awaits_step
 
     def step_called(self) -> bool:
-        """The caller steps; returns whether that means an update."""
+        """The caller steps; returns whether that means an update.
+
+        Raises:
+            StateError: The ``no_sync`` that is open allows no step.
+        """
+        if self._refuses_step:
+            raise StateError(
+                "It is illegal to call Engine.step() inside no_sync context manager: its gradients are not reduced. Leave the block first"
+            )
         self._awaits_step = False
         return self.boundary
 
@@ -99,7 +111,7 @@ class Accumulation:
     def stepped(self) -> None:
         """An optimizer step was taken: a new cycle begins."""
         self._in_cycle = 0
-        self.boundary = self._awaits_step = False
+        self.boundary = self._awaits_step = self.held_back = False
 
     def discarded(self) -> None:
         """The gradients since the last optimizer step are gone: their micro-steps do not count, another backward may follow."""
@@ -107,13 +119,15 @@ class Accumulation:
         self._seen_forwards = -1
         self.stepped()
 
-    def enter_no_sync(self) -> None:
-        """No boundary until ``leave_no_sync``."""
+    def enter_no_sync(self, steps: bool) -> None:
+        """No boundary until ``leave_no_sync``; ``steps``: a step until then means nothing, else it is an error."""
         self._no_sync_depth += 1
+        self._refuses_step = not steps
 
     def leave_no_sync(self) -> None:
         """Ends one ``enter_no_sync``."""
         self._no_sync_depth -= 1
+        self.held_back, self._refuses_step = self._refuses_step and self._awaits_step, False
 
     @property
     def in_no_sync(self) -> bool:

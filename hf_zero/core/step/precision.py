@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hf_zero.comm.collectives import is_narrow
 from hf_zero.core.units.packed import is_packed
 from hf_zero.core.units.unit import find_unit
 
@@ -63,7 +64,7 @@ def cast_param(param: nn.Parameter, policy: PrecisionPolicy, device: torch.devic
 
 
 def _buffer_dtype(module: nn.Module, name: str, buffer: torch.Tensor, policy: PrecisionPolicy) -> torch.dtype:
-    if not buffer.is_floating_point():
+    if not buffer.is_floating_point() or is_narrow(buffer):
         return buffer.dtype
     if policy.buffer_dtype is not None and not isinstance(module, _NORMS_WITH_STATISTICS):
         return policy.buffer_dtype

@@ -9,6 +9,8 @@ from weakref import ref
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hf_zero.comm.collectives import is_narrow
+
 _PACKED = "_hf_zero_packed"
 OUTER = "_hf_zero_outer"
 
@@ -19,8 +21,8 @@ def mark_packed(param: torch.Tensor) -> None:
 
 
 def is_packed(param: torch.Tensor) -> bool:
-    """Whether ``param`` was marked."""
-    return getattr(param, _PACKED, False)
+    """Whether ``param`` was marked, or is of a floating-point type of one byte, whose scales lie beside it."""
+    return getattr(param, _PACKED, False) or is_narrow(param)
 
 
 def is_wrapped(param: torch.Tensor) -> bool:

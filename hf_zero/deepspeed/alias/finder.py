@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_zero.deepspeed.alias.table import DEEPSPEED_VERSION, MODULES, PROVIDED, refusal
+from hf_zero.deepspeed.alias.table import DEEPSPEED_VERSION, MODULES, PROVIDED, UNUSED, refusal
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 
 SWITCH = "HF_ZERO"
@@ -59,8 +59,8 @@ class AliasModule(types.ModuleType):
             return self._names()
         full_name = f"{self.__name__}.{name}"
         target = PROVIDED.get(full_name)
-        if target is not None:
-            value = load_target(target)
+        if target is not None or full_name in UNUSED:
+            value = load_target(target) if target is not None else _refusing_class(full_name)
             setattr(self, name, value)
             return value
         if full_name in MODULES:
@@ -130,6 +130,16 @@ def load_target(target: str) -> Any:
     for part in attribute.split(".") if attribute else ():
         value = getattr(value, part)
     return value
+
+
+def _refusing_class(full_name: str) -> type:
+    """A class that nothing is an instance of: making one raises what an import of a refused name raises."""
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(_refusal_message(full_name, refusal(full_name) or ""))
+
+    module, _, name = full_name.rpartition(".")
+    return type(name, (), {"__new__": refuse, "__module__": module, "__doc__": f"Not provided: {refusal(full_name)}."})
 
 
 def alias_is_active() -> bool:

@@ -163,6 +163,9 @@ HELPERS: Final[dict[str, str]] = {
         for module in ("config", "offload_config")
         for part in ("Param", "Optimizer")
     },
+    "deepspeed.runtime.zero.leaf_module_config.DEFAULT_LEAF_MODULE_CLASSES": "hf_zero.config.schema.zero:DEFAULT_LEAF_CLASSES",
+    "deepspeed.runtime.zero.leaf_module_config.DEFAULT_LEAF_MODULE_NAMES": "hf_zero.deepspeed.served.settings:NO_LEAVES",
+    "deepspeed.runtime.zero.leaf_module_config.DEFAULT_LEAF_MODULE_NAME_SUFFIXES": "hf_zero.deepspeed.served.settings:NO_LEAVES",
     "deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT": "hf_zero.deepspeed.served.settings:TORCH_DISTRIBUTED_DEFAULT_PORT",
     "deepspeed.constants.default_pg_timeout": "torch.distributed.constants:default_pg_timeout",
     **_rows("runtime.precision_config", "deepspeed.served.settings", ("get_bfloat16_config", "get_float16_config")),
@@ -239,6 +242,7 @@ HELPERS: Final[dict[str, str]] = {
     "deepspeed.version": "hf_zero.deepspeed.alias.table:DEEPSPEED_VERSION",
     "deepspeed.__git_hash__": "hf_zero.deepspeed.served.settings:NO_COMMIT",
     "deepspeed.__git_branch__": "hf_zero.deepspeed.served.settings:NO_COMMIT",
+    "deepspeed.git_version_info.torch_info": "hf_zero.deepspeed.served.settings:TORCH_INFO",
     "deepspeed.git_version_info.git_hash": "hf_zero.deepspeed.served.settings:NO_COMMIT",
     "deepspeed.git_version_info.git_branch": "hf_zero.deepspeed.served.settings:NO_COMMIT",
     "deepspeed.git_version_info.compatible_ops": "hf_zero.deepspeed.served.builders:COMPATIBLE_OPS",

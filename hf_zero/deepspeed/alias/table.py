@@ -50,7 +50,7 @@ _COMM_TORCH = (
     "scatter",
     "send",
 )
-_ONEBIT = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam", "adam.OnebitAdam", "lamb.OnebitLamb", "zoadam.ZeroOneAdam")
+_OTHER_ONEBIT = ("OnebitLamb", "ZeroOneAdam", "lamb.OnebitLamb", "zoadam.ZeroOneAdam")  # which registries of optimizers import
 _UNIT_TEXTS = ("number_to_string", "flops_to_string", "macs_to_string", "params_to_string", "duration_to_string")
 _GATHERED = "hf_zero.integrations.loading:GatheredParameters"
 _INIT = "hf_zero.integrations.loading:Init"
@@ -156,6 +156,10 @@ PROVIDED: Final[dict[str, str]] = {
     "deepspeed.initialize": "hf_zero:initialize",
     "deepspeed.tp_model_init": "hf_zero.deepspeed.tp_model_init:tp_model_init",
     **{f"deepspeed.module_inject.layers.{name}": f"hf_zero.deepspeed.served.helpers:{name}" for name in _TP_MODE},
+    **{
+        f"deepspeed.module_inject.layers.{name}": f"hf_zero.deepspeed.served.tp_layers:{name}"
+        for name in ("LinearLayer", "LinearAllreduce")
+    },
     "deepspeed.DeepSpeedEngine": "hf_zero.deepspeed.engine:Engine",
     "deepspeed.runtime.engine.DeepSpeedEngine": "hf_zero.deepspeed.engine:Engine",
     "deepspeed.DeepSpeedOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
@@ -234,7 +238,8 @@ PROVIDED: Final[dict[str, str]] = {
     # What scripts ask before they offload to files.
     "deepspeed.ops.aio.AsyncIOBuilder": "hf_zero.deepspeed.served.builders:AsyncIOBuilder",
     "deepspeed.ops.__compatible_ops__": "hf_zero.deepspeed.served.builders:COMPATIBLE_OPS",
-    **{f"deepspeed.runtime.fp16.onebit.{name}": f"hf_zero.deepspeed.served.onebit:{name.rpartition('.')[2]}" for name in _ONEBIT},
+    "deepspeed.runtime.fp16.onebit.OnebitAdam": "hf_zero.deepspeed.served.onebit:OnebitAdam",
+    "deepspeed.runtime.fp16.onebit.adam.OnebitAdam": "hf_zero.deepspeed.served.onebit:OnebitAdam",
     **{f"deepspeed.runtime.lr_schedules.{name}": f"hf_zero.optim.schedules:{name}" for name in _SCHEDULES},
     # Checkpoints: of the model, and of activations.
     "deepspeed.checkpoint.utils.clone_tensors_for_torch_save": "hf_zero.deepspeed.served.helpers:clone_tensors_for_torch_save",
@@ -263,6 +268,7 @@ PROVIDED: Final[dict[str, str]] = {
     },
     **{f"{_ULYSSES}.parallel_state_sp.{name}": f"hf_zero.deepspeed.served.sequence_state:{name}" for name in _SEQUENCE_STATE},
     "deepspeed.sequence.layer.DistributedAttention": "hf_zero.sequence_parallel.layer:DistributedAttention",
+    "deepspeed.sequence.layer._SeqAllToAll": "hf_zero.sequence_parallel.layer:SeqAllToAll",
     # Profiling.
     **{f"deepspeed.{path}.{name}": target for path in _PROFILER for name, target in _PROFILING.items()},
     # Logging.
@@ -301,6 +307,7 @@ _HYBRID = "the hybrid engine is not implemented; generate with the model under G
 _MOE = "of DeepSpeed's layers of experts there are MoE, its gate and param groups; other models' experts: expert_parallel (docs/experts.md)"
 _CONFIG = "hf_zero reads the configuration with hf_zero.config.resolve.resolve(source), which returns every value with its origin"
 _BUILDER = "nothing is compiled at run time, so there are no op builders"
+_ONEBIT = "of the 1-bit optimizers there is 1-bit Adam: hf_zero.optim.OneBitAdam, optimizer.type OneBitAdam"
 _INNER = "an inner part of DeepSpeed that hf_zero has no counterpart of"
 
 REFUSED: Final[dict[str, str]] = {
@@ -322,6 +329,7 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.pipe": _PIPELINE,
     "deepspeed.runtime.pipe": _PIPELINE,
     "deepspeed.moe": _MOE,
+    "deepspeed.runtime.fp16.onebit": _ONEBIT,
     "deepspeed.utils.groups": "the data-, model- and sequence-parallel getters are provided; other process groups do not exist here",
     "deepspeed.runtime.config": _CONFIG,
     "deepspeed.runtime.config_utils": _CONFIG,
@@ -408,8 +416,19 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.ops.adam": "only DeepSpeedCPUAdam and FusedAdam are provided; torch.optim optimizers work as they are",
 }
 
+# Classes that scripts import at their top for an isinstance, or for a part of them that does not run: importing one is no use of it.
+UNUSED: Final = frozenset(
+    {
+        *(f"deepspeed.runtime.fp16.onebit.{name}" for name in _OTHER_ONEBIT),
+        "deepspeed.runtime.utils.PartitionedTensor",
+        "deepspeed.runtime.zero.partition_parameters.MultipleAllGatherHandles",
+        "deepspeed.sequence.fpdt_layer.FPDT_InputConstruct",
+        "deepspeed.sequence.fpdt_layer._FPDTGPUOffloadingAttentionImpl_",
+    }
+)
+
 MODULES: Final[frozenset[str]] = frozenset(
-    ".".join(parts[:count]) for parts in (name.split(".") for name in PROVIDED) for count in range(1, len(parts))
+    ".".join(parts[:count]) for parts in (name.split(".") for name in (*PROVIDED, *UNUSED)) for count in range(1, len(parts))
 )
 
 

@@ -1,12 +1,9 @@
-"""DeepSpeed's 1-bit Adam class, constructed with its arguments, and the names of the two other 1-bit optimizers."""
+"""DeepSpeed's 1-bit Adam class, constructed with its arguments."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from hf_zero.errors import UnsupportedError
 from hf_zero.optim.onebit_adam import OneBitAdam
 
 
@@ -59,24 +56,3 @@ class OnebitAdam(OneBitAdam):
             cuda_aware=cuda_aware,
             comm_backend_name=comm_backend_name,
         )
-
-
-class _NotProvided(torch.optim.Optimizer):
-    """A class that libraries put into their registries of optimizers, and that nobody can make here.
-
-    Raises:
-        UnsupportedError: Always.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise UnsupportedError(
-            f"{type(self).__name__} is not provided; of the 1-bit optimizers there is OnebitAdam (optimizer.type OneBitAdam)"
-        )
-
-
-class OnebitLamb(_NotProvided):
-    """Refused when it is made."""
-
-
-class ZeroOneAdam(_NotProvided):
-    """Refused when it is made."""

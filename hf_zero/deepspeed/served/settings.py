@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
+import torch
+
 from hf_zero.config.mesh import requested_slices
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
@@ -19,6 +21,17 @@ TORCH_ADAM_PARAM, ADAM_W_MODE = "torch_adam", "adam_w_mode"
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 NO_COMMIT = "hf_zero"
 """Stands where DeepSpeed names the commit it was built from."""
+
+NO_LEAVES: list[str] = []
+"""Names and endings of blocks that are gathered as one without being asked for."""
+TORCH_INFO = {
+    "version": ".".join(torch.__version__.split(".")[:2]),
+    "bf16_support": True,
+    "cuda_version": ".".join((torch.version.cuda or "0.0").split(".")[:2]),
+    "nccl_version": ".".join(map(str, torch.cuda.nccl.version()[:2])) if torch.version.cuda else "0.0",
+    "hip_version": ".".join((torch.version.hip or "0.0").split(".")[:2]),
+}
+"""The PyTorch that runs; DeepSpeed names the one that it was built with."""
 
 
 class OffloadDeviceEnum(str, Enum):

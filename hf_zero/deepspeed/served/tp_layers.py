@@ -1,0 +1,116 @@
+"""DeepSpeed's two divided linear layers, for scripts that put them into a model by hand; the engine divides layers without them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from hf_zero.comm.back_end import open_collectives
+from hf_zero.comm.topology import axis_over
+from hf_zero.core.units.tp_shard import tp_shard_of
+from hf_zero.errors import ConfigError
+from hf_zero.tensor_parallel.apply import cut_parameter
+from hf_zero.tensor_parallel.functions import ModelGroup, Part, copy, gather, reduce
+from hf_zero.tensor_parallel.plan import SplitParameter
+
+
+class _OfKind(type(nn.Module)):  # type: ignore[misc]
+    """A linear layer that the engine has divided keeps its class, and is an instance of the layer that computes the same."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        if super().__instancecheck__(instance) or not isinstance(instance, nn.Linear):
+            return super().__instancecheck__(instance)
+        part = tp_shard_of(instance.weight)
+        return part is not None and not part.expert and part.dim == getattr(cls, "divided", None)
+
+
+class _Divided(nn.Linear, metaclass=_OfKind):
+    divided: int
+    """The dimension of the weight that is divided: 0 outputs, 1 inputs."""
+
+    def __init__(self, module: nn.Linear, mp_group: dist.ProcessGroup) -> None:
+        nn.Module.__init__(self)
+        self.group = ModelGroup(open_collectives(axis_over(mp_group)))
+        self.weight, self.bias = module.weight, module.bias
+        size = module.weight.shape[self.divided]
+        if size % self.group.world:
+            side = ("outputs", "inputs")[self.divided]
+            raise ConfigError(f"{type(self).__name__}: {size} {side} cannot be divided over {self.group.world} ranks; use a divisor of it")
+        width = size // self.group.world
+        self.ranges = [[(rank * width, (rank + 1) * width)] for rank in range(self.group.world)]
+        for param in (self.weight, self.bias if self.divided == 0 else None):
+            if param is not None:
+                self._divide(param)
+        self.out_features, self.in_features = self.weight.shape
+
+    def _divide(self, param: Any) -> None:
+        shape = list(param.shape)
+        cut_parameter(param, SplitParameter(shape, self.divided, self.ranges), self.group.rank)
+        part = Part(self.divided, self.ranges, shape[self.divided])
+        param.tensor_model_parallel = True
+        param.gather_params = partial(_join, self.group, part)
+        param._tp_partition = partial(_cut, self.group.rank, part)
+
+
+def _join(group: ModelGroup, part: Part, params: list[torch.Tensor]) -> None:
+    """Makes parameters whole; collective."""
+    for param in params:
+        param.data = part.join(group.gather(param.detach(), "divided layer"))
+
+
+def _cut(rank: int, part: Part, params: list[torch.Tensor]) -> None:
+    """Keeps this rank's part of whole parameters."""
+    for param in params:
+        param.data = part.take(param.detach(), rank).clone(memory_format=torch.contiguous_format)
+
+
+class LinearLayer(_Divided):
+    """A linear layer of which each rank computes some outputs, from whole inputs.
+
+    Args:
+        module: The whole layer, the same on every rank; its parameters become this layer's.
+        mp_group: The ranks that hold it together.
+        gather_output: Give all outputs to every rank.
+
+    Raises:
+        ConfigError: The ranks do not divide the outputs.
+    """
+
+    divided = 0
+
+    def __init__(self, module: nn.Linear, mp_group: dist.ProcessGroup, gather_output: bool = False, **_: Any) -> None:
+        super().__init__(module, mp_group)
+        self.gather_output = gather_output
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """This rank's outputs, or all."""
+        outputs = functional.linear(copy(input, self.group, "divided layer"), self.weight, self.bias)
+        part = Part(-1, self.ranges, self.ranges[-1][0][1])
+        return gather(outputs, self.group, part, "divided layer") if self.gather_output else outputs
+
+
+class LinearAllreduce(_Divided):
+    """A linear layer of which each rank has some inputs; every rank gets the sum.
+
+    Args:
+        module: The whole layer, the same on every rank; its parameters become this layer's.
+        mp_group: The ranks that hold it together.
+
+    Raises:
+        ConfigError: The ranks do not divide the inputs.
+    """
+
+    divided = 1
+
+    def __init__(self, module: nn.Linear, mp_group: dist.ProcessGroup, **_: Any) -> None:
+        super().__init__(module, mp_group)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """All outputs, from this rank's inputs."""
+        outputs = reduce(functional.linear(input, self.weight), self.group, "divided layer")
+        return outputs if self.bias is None else outputs + self.bias
