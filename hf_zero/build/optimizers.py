@@ -23,6 +23,7 @@ from hf_zero.optim.factory import build_optimizer
 from hf_zero.optim.muon import muon_parameters
 from hf_zero.optim.onebit_adam import OneBitAdam
 from hf_zero.optim.scheduler_factory import build_scheduler
+from hf_zero.optim.schedules import VALID_LR_SCHEDULES
 
 
 def inner_optimizer(
@@ -112,7 +113,9 @@ def scheduler_of(resolved: ResolvedConfig, client: Any, optimizer: ShardedOptimi
     section = resolved.config.scheduler
     if section is None or not section.type:
         return None
-    return build_scheduler(section.type, (resolved.resolved.get("scheduler") or {}).get("params"), optimizer)
+    # DeepSpeed's schedules hold the torch optimizer, whose class people log by; torch's own count the steps of what is stepped.
+    holds = optimizer.inner if section.type in VALID_LR_SCHEDULES else optimizer
+    return build_scheduler(section.type, (resolved.resolved.get("scheduler") or {}).get("params"), holds)
 
 
 def _require_same_groups(scheduler: Any, optimizer: ShardedOptimizer) -> None:

@@ -35,6 +35,7 @@ _ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2,
     "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
+_TORCH_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
@@ -342,14 +343,14 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Writes the whole fp32 weights as safetensors, holding at most one output file in memory.
+    """Writes the whole fp32 weights, holding at most one output file in memory: safetensors, unless a file of torch's is named.
 
     Args:
         checkpoint_dir: As above.
-        output_dir: A folder, made when it does not exist; or the name of one file. One that ends as pickles do (`pytorch_model.bin`)
-            gets the name that safetensors have (`model.safetensors`).
+        output_dir: A folder, made when it does not exist; or the name of one file. One that ends as torch's do (`out.bin`, `w.pt`) is
+            written by `torch.save`, for scripts that `torch.load` it; `pytorch_model.bin` becomes `model.safetensors`.
         max_shard_size: Size of one output file, such as "5GB"; None writes one file.
-        safe_serialization: Has no effect: safetensors are written in any case, never a pickle.
+        safe_serialization: Has no effect: the name says it.
         tag: As above.
         exclude_frozen_parameters: As above.
 
@@ -359,7 +360,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint = Checkpoint(checkpoint_dir, tag)
     output = _file_or_folder(os.fspath(output_dir))
     names = checkpoint.names(exclude_frozen_parameters)
-    if output.endswith(".safetensors"):
+    if output.endswith(".safetensors") or (output.endswith(_TORCH_ENDINGS) and not os.path.isdir(output)):
         os.makedirs(os.path.dirname(output) or ".", exist_ok=True)
         _save(checkpoint, names, output)
         return
@@ -392,16 +393,17 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def _file_or_folder(output: str) -> str:
-    """``output``, with the ending of safetensors where it has that of a pickle and is no folder."""
-    stem, ending = os.path.splitext(output)
-    if ending not in (".bin", ".pt", ".pth", ".ckpt") or os.path.isdir(output):
-        return output
-    folder, name = os.path.split(stem)
-    return os.path.join(folder, ("model" if name == "pytorch_model" else name) + ".safetensors")
+    """``output``, with Hugging Face's own name in place of ``pytorch_model.bin``, unless that is a folder."""
+    folder, name = os.path.split(output)
+    return output if name != "pytorch_model.bin" or os.path.isdir(output) else os.path.join(folder, "model.safetensors")
 
 
 def _save(checkpoint: Checkpoint, names: list[str], path: str) -> None:
-    save_file({name: checkpoint.read(name).contiguous().clone() for name in names}, path, metadata={"format": "pt"})
+    tensors = {name: checkpoint.read(name).contiguous().clone() for name in names}
+    if path.endswith(_TORCH_ENDINGS):
+        torch.save(tensors, path)
+    else:
+        save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _divide(checkpoint: Checkpoint, names: list[str], limit: int) -> Iterator[list[str]]:
@@ -430,11 +432,11 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint_dir", help="folder with `latest` and the folders of the checkpoints")
-    parser.add_argument("output_dir", help="folder for the weights, or the name of one file")
+    parser.add_argument("output_dir", help="folder for the weights, or the name of one file (.safetensors; .bin, .pt for torch.load)")
     parser.add_argument("-t", "--tag", default=None, help="name of the checkpoint (what `latest` names)")
     parser.add_argument("--max_shard_size", default="5GB", help="size of one output file (5GB)")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what no optimizer trained")
-    parser.add_argument("--safe_serialization", action="store_true", help="no effect: safetensors are written in any case")
+    parser.add_argument("--safe_serialization", action="store_true", help="no effect: output_dir says what is written")
     parser.add_argument("-d", "--debug", action="store_true", help="print the whole traceback of an error")
     arguments = parser.parse_args()
     try:

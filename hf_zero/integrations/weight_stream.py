@@ -55,7 +55,7 @@ def iter_full_params(
     steps = engine.progress.global_steps
 
     def check() -> None:
-        if engine.runtime.backward.begun or any(block.open for block in engine.runtime.blocks):
+        if engine.runtime.backward.begun or any(block.open for block in (engine.runtime.root, *engine.runtime.blocks)):
             raise StateError("iter_full_params: a forward or backward is under way; stream weights between step() and the next forward")
         if engine.progress.global_steps != steps:
             raise StateError("iter_full_params: step() was called before all weights had come, so they would be those of two steps")

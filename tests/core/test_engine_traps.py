@@ -253,6 +253,7 @@ def _forward_is_looked_up_at_call_time(stage: int) -> None:
 
 def _scheduler_of_the_configuration(stage: int) -> None:
     engine = initialize(MLP.build(), Run(stage=stage, extra={"scheduler": WARMUP}))
+    assert engine.lr_scheduler.optimizer is engine.optimizer.optimizer  # loggers go by its class
     rates = []
     for number in range(6):
         step(engine, number)

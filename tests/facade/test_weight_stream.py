@@ -127,9 +127,12 @@ def _refusals() -> None:
     assert len(list(iter_full_params(engine))) == len(list(engine.module.parameters()))
     with pytest.raises(ConfigError, match="bucket_bytes is 0"):
         iter_full_params(engine, bucket_bytes=0)
-    engine.module.model.layers[1].register_forward_pre_hook(lambda *_: list(iter_full_params(engine)) and None)
-    with pytest.raises(StateError, match="a forward or backward is under way"):
-        streams.train(engine)
+    layers = engine.module.model.layers
+    for hooked in (layers[1].register_forward_pre_hook, layers[0].register_forward_hook):  # in a layer, and between two
+        handle = hooked(lambda *_: list(iter_full_params(engine)) and None)
+        with pytest.raises(StateError, match="a forward or backward is under way"):
+            streams.train(engine)
+        handle.remove()
     engine.destroy()
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(UnsupportedError, match="PROMPT_TUNING: prompts are no part of a layer"):

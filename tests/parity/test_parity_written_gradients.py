@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -137,7 +138,30 @@ def _refused(stage: int, everywhere: bool) -> str:
     return str(raised.value)
 
 
+def _refused_while_empty() -> None:
+    engine = _engine(3, zero_optimization={"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0})
+    weight = next(iter(engine.parameters()))
+    for _ in range(2):
+        engine.backward(engine(_rows(0)).square().mean())
+        assert weight.numel() == 0
+        weight.grad = None
+        with pytest.raises(StateError, match=r"0\.weight\.grad was given a gradient of shape \(10, 6\).*safe_set_full_grad"):
+            weight.grad = torch.ones(10, 6)
+        assert weight.grad is None
+        hf_zero.utils.safe_set_full_grad(weight, torch.ones(10, 6))
+        engine.step()
+    with hf_zero.zero.GatheredParameters([weight]):
+        assert type(weight) is nn.Parameter and type(copy.deepcopy(weight)) is nn.Parameter
+        weight.grad = torch.ones(10, 6)
+    with pytest.raises(StateError, match=r"0\.weight\.grad was written by hand.*safe_set_full_grad"):
+        engine.step()
+    weight.grad = None
+    assert isinstance(copy.deepcopy(weight), nn.Parameter) and copy.deepcopy(weight).ds_shape == (10, 6)
+    engine.destroy()
+
+
 def test_what_cannot_be_taken_is_one_error_on_every_rank() -> None:
+    ranks.run_ranks(_refused_while_empty, 2)
     for text in ranks.run_ranks(_refused, 2, 1, False):
         assert "0.bias.grad was written by hand on rank(s) 1 of 2 only" in text
     for text in ranks.run_ranks(_refused, 2, 3, True):

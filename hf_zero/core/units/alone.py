@@ -15,6 +15,7 @@ from hf_zero.core.units.layout import UnitLayout
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.own_part import OwnPart
 from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
+from hf_zero.core.units.sharded_parameter import point
 from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.whole_buffer import WholeBuffer
 from hf_zero.errors import StateError
@@ -164,18 +165,13 @@ class AloneParams:
     def _show(self, index: int) -> None:
         param = self._unit.params[index]
         if param is not None:
-            _point(param, self._held[index].value)
+            point(param, self._held[index].value, empties=False)
 
     def _empty(self, indices: Iterable[int]) -> None:
         params = [param for index in indices if (param := self._unit.params[index]) is not None]
         for param in params:
-            _point(param, param.new_empty(0))
+            point(param, param.new_empty(0), empties=True)
         self._unit.listener.state_changed(params, self._unit.state)
-
-
-def _point(param: nn.Parameter, value: torch.Tensor) -> None:
-    with torch._C.DisableTorchFunction():
-        param.data = value
 
 
 def whole_from_owners(unit: Divided, index: int, flat: torch.Tensor, label: str) -> torch.Tensor:

@@ -11,7 +11,8 @@ import torch
 
 from hf_zero.core.units.empty_values import refusal
 from hf_zero.core.units.packed import OUTER, inner_tensors, is_packed, is_wrapped, mark_inner, with_outer
-from hf_zero.core.units.unit import OWNER, Unit, find_unit, full_shape, is_sharded
+from hf_zero.core.units.sharded_parameter import OWNER, set_class
+from hf_zero.core.units.unit import Unit, find_unit, full_shape, is_sharded
 from hf_zero.core.units.unit_copy import copy_unit
 
 _ATTRIBUTES = (OWNER, "__getstate__", "__deepcopy__")
@@ -30,6 +31,7 @@ def register(unit: Unit) -> None:
 
 def _own(unit: Unit, index: int, param: Any) -> None:
     setattr(param, OWNER, (unit, index))
+    set_class(param, empty=is_sharded(param))
     # torch.save of a parameter itself (`param.cpu()` is one, on a CPU) writes its attributes too, process groups with them.
     vars(param)["__getstate__"] = partial(_foreign_state, ref(param))
     if unit.reshards:
@@ -46,6 +48,7 @@ def unregister(param: torch.Tensor) -> None:
         for name in (*_ATTRIBUTES, *unit.listener.attributes):
             for shown in with_outer(param):
                 vars(shown).pop(name, None)
+        set_class(param, empty=False)
 
 
 def _foreign_state(itself: ref[Any]) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ from hf_zero.core.units.packed import is_wrapped
 from hf_zero.core.units.pins import Pins
 from hf_zero.core.units.secondary import SecondaryCopy
 from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
+from hf_zero.core.units.sharded_parameter import OWNER
 from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.whole_buffer import WholeBuffer
 from hf_zero.errors import StateError
@@ -294,7 +295,6 @@ class Unit:
 
 # -- parameters that belong to a unit ---------------------------------------------------------------------------------
 
-OWNER = "_hf_zero_owner"
 _pinned: WeakSet[Unit] = WeakSet()
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from hf_zero.core.units.layout import ParamSlot, UnitLayout
 from hf_zero.core.units.own_part import has_memory, require_memory
 from hf_zero.core.units.packed import bytes_as
+from hf_zero.core.units.sharded_parameter import point
 from hf_zero.errors import StateError
 from hf_zero.memory.host_memory import on_huge_pages
 
@@ -56,10 +57,9 @@ class WholeBuffer:
         return [view_of(self.flat, slot) for slot in self._layout.slots]
 
     def _point(self, values: Iterable[torch.Tensor], shown: Shown) -> None:
-        with torch._C.DisableTorchFunction():  # no mode shall see it: ``ConstructorAccess`` would take it for a constructor's write
-            for param, value in zip(self._params, values, strict=False):
-                if param is not None:
-                    param.data = value
+        for param, value in zip(self._params, values, strict=False):
+            if param is not None:
+                point(param, value, empties=shown is Shown.NOTHING)
         self._shown = shown
 
     def allocate(self) -> None:
