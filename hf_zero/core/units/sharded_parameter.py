@@ -10,6 +10,7 @@ from torch import nn
 from hf_zero.errors import StateError
 
 OWNER = "_hf_zero_owner"
+_GRAD: Any = torch.Tensor.grad  # torch's own property
 
 
 class ShardedParameter(nn.Parameter):
@@ -23,7 +24,8 @@ class ShardedParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """As of any tensor."""
-        return torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined,no-any-return]
+        found: torch.Tensor | None = _GRAD.__get__(self)
+        return found
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -34,11 +36,11 @@ class ShardedParameter(nn.Parameter):
         """
         if isinstance(value, torch.Tensor) and value.shape != self.shape:
             raise _refusal(self, value)
-        torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+        _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        torch.Tensor.grad.__delete__(self)  # type: ignore[attr-defined]
+        _GRAD.__delete__(self)
 
 
 def point(param: nn.Parameter, value: torch.Tensor, empties: bool) -> None:
@@ -48,10 +50,10 @@ def point(param: nn.Parameter, value: torch.Tensor, empties: bool) -> None:
     set_class(param, empties)
 
 
-def set_class(param: nn.Parameter, empty: bool) -> None:
+def set_class(param: torch.Tensor, empty: bool) -> None:
     """Gives ``param`` the class of an empty or an ordinary parameter; classes of libraries stay as they are."""
     if type(param) is (nn.Parameter if empty else ShardedParameter):
-        param.__class__ = ShardedParameter if empty else nn.Parameter
+        param.__class__ = ShardedParameter if empty else nn.Parameter  # type: ignore[assignment]
 
 
 def _refusal(param: Any, value: torch.Tensor) -> StateError:
