@@ -26,11 +26,6 @@ def norm_groups(optimizer: DeepSpeedOptimizer) -> list[torch.Tensor]:
     return list(squares.sqrt().float())
 
 
-def _class_of_inner(optimizer: DeepSpeedOptimizer) -> type:
-    """So that isinstance with the class of the user's optimizer is true too; ``type`` is asked first."""
-    return type(optimizer.inner)
-
-
 def _is(optimizer: DeepSpeedOptimizer, other: object) -> bool:
     """An engine's optimizer equals the one that it steps: below ZeRO, DeepSpeed returns that itself."""
     return optimizer is other or optimizer.inner is other
@@ -49,7 +44,6 @@ class DeepSpeedOptimizer(ShardedOptimizer):
     scaler: Any
     parameter_offload: OffloadHandle
     _get_norm_groups = norm_groups
-    __class__ = property(_class_of_inner)  # type: ignore[assignment]
     __eq__ = _is  # type: ignore[assignment]
     __hash__ = ShardedOptimizer.__hash__
 

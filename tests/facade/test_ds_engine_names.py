@@ -32,7 +32,7 @@ def _loss_scale(stage: int) -> None:
     optimizer = engine.optimizer
     assert optimizer.optimizer is optimizer.inner is engine.basic_optimizer
     assert optimizer == optimizer.inner and optimizer != engine and {optimizer: 1}[optimizer]
-    assert isinstance(optimizer, type(optimizer.inner)) and isinstance(optimizer, DeepSpeedOptimizer)
+    assert isinstance(optimizer, DeepSpeedOptimizer)
     assert (optimizer.loss_scale, optimizer.cur_scale, optimizer.dynamic_loss_scale) == (16.0, 16.0, True)
     assert optimizer.needs_scaler()
     assert optimizer._global_grad_norm is None

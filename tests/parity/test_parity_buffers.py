@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support import ranks
+from tests.support import parity, ranks
 from tests.support.models import CASES, Mlp, class_loss
 from tests.support.parity import Run, check, check_training, initialize, reference, train
 from tests.support.rows import slow_but, thinned
@@ -57,6 +57,7 @@ def _rank_zero_wins(run: Run) -> None:
     assert engine.module.calls.item() == run.steps * run.accumulation
     engine.destroy()
     if ranks.rank() == 0:
+        trace.weights["codes"] = trace.weights["codes"].to(parity.DTYPES[run.dtype])  # the reference casts all of its model
         check(
             trace,
             lambda follow=None: reference(build_buffered(0), CASES["mlp"].rows, class_loss, run, ranks.world(), follow),
