@@ -30,6 +30,7 @@ NOWHERE = "nowhere"
 _ROUND = 512  # what a device's allocator rounds to
 _FIRST_ADDRESS = 1 << 50  # where no process has memory
 _COPY_TO = torch.ops.aten._to_copy.default
+_GROUPED = torch.ops.aten._grouped_mm.default
 _COPIES = (_COPY_TO, torch.ops.aten.copy_.default)
 _DEVICE_OF = torch.ops.prim.device.default
 _NUMBER_OF = torch.ops.aten._local_scalar_dense.default
@@ -133,7 +134,8 @@ class Books(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _COPY_TO:  # a known value would be copied to a device that is not there
             args[0].constant = None
-        result = func(*args, **kwargs)
+        rounded = func is _GROUPED and args[0].dtype is not torch.bfloat16
+        result = _grouped(*args, **kwargs) if rounded else func(*args, **kwargs)
         if isinstance(result, FakeTensor):
             self._see(result)
         elif isinstance(result, (list, tuple)):
@@ -265,3 +267,9 @@ def _number(tensor: Any) -> Any:
         with torch.utils._mode_utils.no_dispatch():
             return tensor.constant.item()
     return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
+
+
+def _grouped(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
+    """What a grouped matrix product makes: torch tells it of bf16 alone, and computes other types on a CPU too."""
+    groups = (offs.numel(),) if offs is not None and left.dim() == right.dim() == 2 else tuple(left.shape[:-2]) if right.dim() == 3 else ()
+    return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
