@@ -134,8 +134,8 @@ class Books(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _COPY_TO:  # a known value would be copied to a device that is not there
             args[0].constant = None
-        rounded = func is _GROUPED and args[0].dtype is not torch.bfloat16
-        result = _grouped(*args, **kwargs) if rounded else func(*args, **kwargs)
+        untold = func is _GROUPED and args[0].dtype is not torch.bfloat16
+        result = _grouped(*args, **kwargs) if untold else func(*args, **kwargs)
         if isinstance(result, FakeTensor):
             self._see(result)
         elif isinstance(result, (list, tuple)):

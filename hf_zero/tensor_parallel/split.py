@@ -87,8 +87,7 @@ def split_model(
     if fill is not None:
         fill(agreed)
     elif not any(param.is_meta or hasattr(param, "ds_id") for param in module.parameters()):
-        named = chain(module.named_parameters(), module.named_buffers())
-        equal_values({name: value for name, value in named if tp_shard_of(value) is None}, collectives, "a tensor-parallel group")
+        equal_weights(module, collectives, "a tensor-parallel group")
     apply_plan(module, agreed, ModelGroup(collectives))
     equal_random_state(collectives)
     SameData(module, collectives)
@@ -136,7 +135,7 @@ def _agree(collectives: Collectives, make: Callable[[], TpPlan]) -> TpPlan:
 def equal_weights(module: nn.Module, collectives: Collectives, group: str) -> None:
     """Takes rank 0's parameters and buffers where the ranks of the group, called ``group``, do not start with the same; collective."""
     named = chain(module.named_parameters(), module.named_buffers())
-    equal_values({name: value for name, value in named if not is_expert(value)}, collectives, group)  # of experts each may have its own
+    equal_values({name: value for name, value in named if tp_shard_of(value) is None}, collectives, group)  # of parts each has its own
 
 
 def summary(module: nn.Module, plan: TpPlan) -> str:

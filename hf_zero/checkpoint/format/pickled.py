@@ -1,4 +1,4 @@
-"""Values of a script's own classes in its client state, where the configuration lets them be pickled: the only pickles that are written."""
+"""Values of a script's own classes in its client state, where the configuration lets them be pickled: the only pickles in a checkpoint."""
 
 from __future__ import annotations
 

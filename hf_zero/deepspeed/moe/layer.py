@@ -112,8 +112,9 @@ class MOELayer(nn.Module):
         routes = self.gate(rows, used_token)
         self.l_aux, self.exp_counts = routes.loss, routes.counts.detach()
         count, choices = len(routes.counts), routes.experts.shape[1]
-        order = torch.where(routes.kept, routes.experts, count).reshape(-1).argsort(stable=True)
-        counts = torch.bincount(routes.experts[routes.kept], minlength=count).tolist()
+        chosen = torch.where(routes.kept, routes.experts, count).reshape(-1)  # those that are dropped come last
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=count + 1)[:count].tolist()
         results = self.experts(rows[order[: sum(counts)] // choices], counts)
         return combine(results, order, routes.weights).to(results.dtype).view_as(hidden_states)
 
