@@ -71,14 +71,21 @@ def prepare_tensor_parallel(method: Callable[..., Any], accelerator: Any, *args:
 
 
 def validate_launch(method: Callable[..., Any], args: Any) -> Any:
-    """accelerate's check of the flags of ``accelerate launch``, which allows a ParallelismConfig beside FSDP only."""
-    sizes = [f"parallelism_config_{axis}_size" for axis in AXES]
-    asked = args.use_parallelism_config or any((getattr(args, name, 1) or 1) > 1 for name in sizes)
-    if not (asked and args.use_deepspeed):
+    """accelerate's check of the flags of ``accelerate launch``, which allows a ParallelismConfig beside FSDP only.
+
+    The check also reads the file of ``accelerate config``, which may be what chooses DeepSpeed or gives the sizes: so it comes first.
+    """
+    asked, given = args.use_parallelism_config, dict(vars(args))
+    if asked and args.use_fsdp:
         return method(args)
     args.use_parallelism_config = False
     found = method(args)
-    args.use_parallelism_config = True
+    if args.use_deepspeed:
+        sizes = (getattr(args, f"parallelism_config_{axis}_size", None) or 1 for axis in AXES)
+        args.use_parallelism_config = bool(asked or args.use_parallelism_config or any(size > 1 for size in sizes))
+    elif asked:
+        vars(args).update(given)
+        return method(args)  # its own error
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -319,21 +320,31 @@ def test_a_model_that_is_sharded_already_gets_a_clear_answer() -> None:
         assert '"tensor_parallel": {"autotp_size": 2}' in text and "distributed_config" in text
 
 
+def launch_flags(**given: Any) -> SimpleNamespace:
+    flags = {"use_deepspeed": False, "use_fsdp": False, "use_parallelism_config": False, "parallelism_config_tp_size": 1}
+    return SimpleNamespace(**{**flags, **given})
+
+
 def test_accelerate_launch_takes_the_sizes_beside_use_deepspeed() -> None:
-    def check(args: Any) -> str:
-        if args.use_parallelism_config:
+    def check(args: Any, **read: Any) -> str:
+        """accelerate's, and what it would read in the file of `accelerate config`."""
+        if args.use_parallelism_config and not args.use_fsdp:
             raise ValueError("You cannot use `--use_parallelism_config`")
+        vars(args).update(read)
         return "checked"
 
-    flags = {"use_deepspeed": True, "use_parallelism_config": False, "parallelism_config_tp_size": 1}
-    for given, served in (
-        ({}, False),
-        ({"use_parallelism_config": "true"}, True),
-        ({"parallelism_config_tp_size": 2}, True),
-        ({"parallelism_config_tp_size": 2, "use_deepspeed": False}, False),
+    for given, read, served in (
+        ({"use_deepspeed": True}, {}, False),
+        ({"use_deepspeed": True, "use_parallelism_config": "true"}, {}, True),
+        ({"use_deepspeed": True, "parallelism_config_tp_size": 2}, {}, True),
+        ({"use_deepspeed": True}, {"parallelism_config_tp_size": 2}, True),
+        ({"use_parallelism_config": "true"}, {"use_deepspeed": True}, True),
+        ({}, {"use_deepspeed": True, "use_parallelism_config": True}, True),
+        ({"parallelism_config_tp_size": 2}, {}, False),
+        ({"use_fsdp": True, "use_parallelism_config": True}, {}, True),
     ):
-        args = SimpleNamespace(**{**flags, **given})
-        assert validate_launch(check, args) == "checked"
-        assert bool(args.use_parallelism_config) is served
+        args = launch_flags(**given)
+        assert validate_launch(partial(check, **read), args) == "checked"
+        assert bool(args.use_parallelism_config) is served, (given, read)
     with pytest.raises(ValueError, match="You cannot"):
-        validate_launch(check, SimpleNamespace(**{**flags, "use_deepspeed": False, "use_parallelism_config": True}))
+        validate_launch(check, launch_flags(use_parallelism_config=True))
