@@ -196,6 +196,7 @@ HELPERS: Final[dict[str, str]] = {
         for module in ("utils", "partition_parameters")
     },
     **_rows("runtime.fp16.loss_scaler", "deepspeed.loss_scalers", _SCALERS),
+    "deepspeed.runtime.zero.offload_states.get_state_devices": "hf_zero.deepspeed.served.state_devices:get_state_devices",
     "deepspeed.runtime.zero.utils.ZeRORuntimeException": "hf_zero.errors:ConfigError",
     # One class serves every precision, as it does every stage.
     "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
