@@ -267,7 +267,7 @@ class Engine(nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At a boundary: clips, updates, all-gathers updated parameters and steps the scheduler; otherwise nothing. Collective.
 
-        Gradients that the script has written to ``param.grad``, after a backward or in place of one, take the place of the engine's own at
+        Gradients that the script has assigned to ``param.grad``, after a backward or in place of one, take the place of the engine's own at
         stages 0 to 2: the mean over ranks counts, and a loss scale is divided out as of all others.
 
         Args:

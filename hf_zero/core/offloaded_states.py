@@ -105,6 +105,8 @@ class OffloadedStates:
             pin_memory: Page-lock the copies. That memory stays for the next time, until ``close``.
         """
         self._runtime.reshard_for_update()
+        if self._runtime.backward.reducer is not None:
+            self._runtime.backward.reducer.shown.end()
         for unit in self._units:
             if all(has_memory(tensor) for tensor in unit.own.tensors()):
                 write_back_assigned(unit)
@@ -128,6 +130,12 @@ class OffloadedStates:
         for unit in self._units:
             unit.set_offloaded(False)
         self._unguard()
+
+    def devices(self, kind: str) -> set[torch.device]:
+        """Where the state of a ``kind`` lies now; local."""
+        buffers = kind == "contiguous_grad_buffer"
+        tensors = (tensor for gradients in self._gradients for tensor in gradients.pool.tensors()) if buffers else self._tensors(kind)
+        return {tensor.device if has_memory(tensor) else torch.device("cpu") for tensor in tensors if tensor.numel()}
 
     def require_none(self, what: str) -> None:
         """Raises where state that ``what`` needs waits on the host.

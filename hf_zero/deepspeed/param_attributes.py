@@ -33,7 +33,7 @@ _STATUS = {
     UnitState.UNSHARDING: ZeroParamStatus.INFLIGHT,
     UnitState.UNSHARDED: ZeroParamStatus.AVAILABLE,
 }
-_METHODS = ("all_gather", "partition", "partition_numel", "ds_summary")
+_METHODS = ("all_gather", "all_gather_coalesced", "partition", "partition_numel", "ds_summary")
 _VALUES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_process_group", "ds_active_sub_modules")
 
 
@@ -55,6 +55,7 @@ class ParamAttributes(ParamListener):
         itself = ref(param)
         param.partition_numel = part.numel
         param.all_gather = partial(_all_gather, itself)
+        param.all_gather_coalesced = partial(_all_gather_coalesced, itself)
         param.partition = partial(_partition, itself)
         param.ds_summary = partial(_summary, itself)
 
@@ -131,6 +132,18 @@ def _units_of(itself: ref[Any], params: Iterable[torch.Tensor] | None) -> list[U
 def _all_gather(itself: ref[Any], param_list: Iterable[torch.Tensor] | None = None, *args: object, **kwargs: object) -> None:
     for unit in _units_of(itself, param_list):
         unit.unshard(exact=True)
+
+
+class _Gathered:
+    """What has been gathered already, for callers that wait for it."""
+
+    def wait(self, **kwargs: object) -> None:
+        """Returns at once."""
+
+
+def _all_gather_coalesced(itself: ref[Any], params: Iterable[torch.Tensor], *args: object, **kwargs: object) -> _Gathered:
+    _all_gather(itself, params)
+    return _Gathered()
 
 
 def _partition(

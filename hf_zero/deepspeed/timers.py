@@ -200,7 +200,8 @@ class ThroughputTimer:
         self.logging = logging_fn or observe.logger.info
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.total_elapsed_time = self.step_elapsed_time = 0.0  # seconds
-        self._since: float | None = None
+        self.start_time = self.end_time = 0.0  # of the last micro-step that counts, on a clock of its own
+        self.initialized = self.started = False
 
     def update_epoch_count(self) -> None:
         """A new epoch begins."""
@@ -209,18 +210,22 @@ class ThroughputTimer:
 
     def start(self) -> None:
         """A micro-step begins."""
-        if self.config.enabled:
-            self._since = _now(self.config.synchronized)
+        if not self.config.enabled:
+            return
+        self.initialized = self.started = True
+        if self.global_step_count >= self.start_step:
+            self.start_time = _now(self.config.synchronized)
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """A micro-step ends; with ``global_step`` an optimizer step does."""
-        if self._since is None:
+        if not self.started:
             return
-        elapsed, self._since = _now(self.config.synchronized) - self._since, None
+        self.started = False
         self.micro_step_count += 1
-        if self.global_step_count >= self.start_step:
-            self.total_elapsed_time += elapsed
-            self.step_elapsed_time += elapsed
+        if self.start_time:
+            self.end_time = _now(self.config.synchronized)
+            self.total_elapsed_time += self.end_time - self.start_time
+            self.step_elapsed_time += self.end_time - self.start_time
         if not global_step:
             return
         self.global_step_count += 1

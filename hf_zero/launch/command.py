@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hf_zero.errors import ConfigError
 from hf_zero.launch import hosts as host_lists
+from hf_zero.launch import local_rank
 from hf_zero.launch.hosts import Host
 from hf_zero.launch.passed_on import names_passed_on, read_environment_files
 from hf_zero.launch.placement import DEFAULT_PORT
@@ -43,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--node_rank", type=int, default=-1, help="standard: number of this host, when its name is not in the hostfile")
     add("--module", action="store_true", help="the script is a module, run as python -m")
     add("--no_python", action="store_true", help="the script is a program, run without python")
-    for flag in ("--no_local_rank", "--no_ssh", "--force_multi"):
+    add("--no_local_rank", action="store_true", help="standard: no --local_rank for a script whose text declares that argument")
+    for flag in ("--no_ssh", "--force_multi"):
         add(flag, action="store_true", help=argparse.SUPPRESS)  # accepted: what they ask for is how it works here
     add("--dry-run", "--dry_run", action="store_true", help="print the command, do not run it")
     add("script", help="training script, module or program")
@@ -174,6 +176,8 @@ def _standard(options: argparse.Namespace, hosts: list[Host], environ: Mapping[s
     words += ["--nnodes", str(len(hosts)), "--node_rank", str(number)]
     words += ["--master_addr", options.master_addr or (hosts[0].name if len(hosts) > 1 else "127.0.0.1")]
     words += ["--master_port", str(options.master_port), *_further(options)]
+    if local_rank.is_wanted(options):
+        words += ["--no_python", sys.executable, "-m", local_rank.__name__]
     words += [*(["--module"] if options.module else []), *(["--no_python"] if options.no_python else []), options.script]
     return Command([*words, *options.script_args], _visible(host))
 

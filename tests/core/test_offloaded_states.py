@@ -21,6 +21,7 @@ from hf_zero.deepspeed.safe_values import (
     safe_set_full_fp32_param,
 )
 from hf_zero.deepspeed.served.settings import OffloadDeviceEnum, OffloadStateTypeEnum
+from hf_zero.deepspeed.served.state_devices import get_state_devices
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.memory.buffers import HostMemory, HostPool
 from tests.support import ranks
@@ -232,6 +233,12 @@ def _on_a_host() -> None:
     engine.optimizer.offload_states()
     train(engine, range(1))  # everything was in host memory, and has stayed
     engine.reload_states()
+    assert [len(get_state_devices(engine, kind)) for kind in OffloadStateTypeEnum] == [1, 1, 1, 0, 0]
+    engine.backward(MLP.forward(engine, batch_of(engine, 1)))
+    assert get_state_devices(engine, "lp_grads") == {torch.device("cpu")}
+    engine.step()
+    with pytest.raises(ConfigError, match=r"'weights'\): no kind of state; there are optim_states"):
+        get_state_devices(engine, "weights")
     with pytest.raises(ConfigError, match=r"'weights' is no kind of state; there are optim_states"):
         engine.offload_states(include=["weights"])
     with pytest.raises(ConfigError, match="goes to 'cpu' only"):
@@ -249,6 +256,22 @@ def _objects() -> None:
     assert list(engine.timers.get_timers()) == ["own"] and not engine.monitor.enabled
     engine.monitor.write_events([("own", 1.0, 1)])
     assert engine._config.zero_config.stage == 1 and engine._config.train_batch_size == engine.train_batch_size()
+
+
+def _throughput() -> None:
+    engine = initialize(MLP.build(), Run(1, accumulation=2))
+    timer = engine.tput_timer
+    assert timer.batch_size == engine.train_batch_size() and not (timer.initialized or timer.started or timer.start_time)
+    train(engine, range(8))
+    assert engine.tput_timer is timer and (timer.micro_step_count, timer.global_step_count) == (8, 4)
+    counted = timer.batch_size * (4 - timer.start_step) / timer.total_elapsed_time
+    assert timer.avg_samples_per_sec() == counted and 0 < timer.end_time - timer.start_time <= timer.total_elapsed_time
+    timer.update_epoch_count()
+    assert (timer.epoch_count, timer.micro_step_count) == (1, 0)
+
+
+def test_the_throughput_of_an_engine_is_counted_from_the_first_look_on() -> None:
+    ranks.run_ranks(_throughput, 1)
 
 
 def test_timers_monitor_and_configuration_of_an_engine() -> None:

@@ -102,6 +102,11 @@ def test_small_helpers(tmp_path: Path) -> None:
     assert helpers.call_to_str("f") == "f()" and helpers.call_to_str("f", 1, "x", b=2) == "f(1, 'x', b=2)"
     assert helpers.required_torch_version(min_version=1.8) and not helpers.required_torch_version(max_version="1.9")
     assert helpers.get_only_unique_item([2, 2]) == 2
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 3)))
+    assert helpers.recursive_getattr(model, "0.0.bias") is model[0][0].bias
+    for name, layer in (("0.0", nn.Linear(3, 2)), ("0", nn.Tanh())):
+        helpers.recursive_setattr(model, name, layer)
+        assert helpers.recursive_getattr(model, name) is layer
     with pytest.raises(ConfigError, match="one unique element"):
         helpers.get_only_unique_item([1, 2])
     helpers.ensure_directory_exists(tmp_path / "a" / "b" / "file")

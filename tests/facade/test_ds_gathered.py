@@ -129,6 +129,8 @@ def _by_hand() -> None:
     with hf_zero.zero.Init():
         layer = nn.Linear(6, 4)
     weight, bias = layer.weight, layer.bias
+    weight.all_gather_coalesced([weight, bias]).wait()
+    weight.partition([weight, bias])
     weight.all_gather([weight, bias])
     assert (weight.shape, bias.shape) == ((4, 6), (4,))
     weight.data.fill_(3.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import sys
@@ -14,7 +15,7 @@ import pytest
 from hf_zero.cli import main
 from hf_zero.deepspeed import launcher
 from hf_zero.errors import ConfigError
-from hf_zero.launch import placement
+from hf_zero.launch import local_rank, placement
 from hf_zero.launch.hosts import read_hostfile
 from hf_zero.launch.placement import export_placement, find_placement, first_host, require_address
 
@@ -154,6 +155,24 @@ def test_one_host(capsys: pytest.CaptureFixture[str], hostfile: str) -> None:
     assert dry(capsys, "--num_gpus", "2", "--no_python", "./run.sh") == f"{start} --no_python ./run.sh"
     chosen = dry(capsys, "--num_gpus", "4", "--include", "localhost:1,3", "--master_port", "1", "train.py")
     assert chosen == f"CUDA_VISIBLE_DEVICES=1,3 {start[:-5]}1 train.py"
+
+
+def test_scripts_that_declare_it_are_given_their_local_rank(
+    capsys: pytest.CaptureFixture[str], hostfile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, other = tmp_path / "script.py", tmp_path / "other.py"
+    script.write_text('parser.add_argument("--local_rank", type=int, default=-1)', encoding="utf-8")
+    other.write_text('rank = os.environ["LOCAL_RANK"]  # not --local_rank', encoding="utf-8")
+    found = dry(capsys, "--num_gpus", "2", str(script), "--lr", "1")
+    assert found.endswith(f" --no_python python -m hf_zero.launch.local_rank {script} --lr 1")
+    for words in ((str(other),), ("--no_local_rank", str(script))):
+        assert "hf_zero.launch" not in dry(capsys, "--num_gpus", "2", *words)
+    monkeypatch.setattr(sys, "argv", ["local_rank.py", str(script), "--lr", "1"])
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    started: list[Any] = []
+    monkeypatch.setattr(os, "execv", lambda *command: started.append(command))
+    local_rank.main()
+    assert started == [(sys.executable, [sys.executable, "-u", str(script), "--local_rank=1", "--lr", "1"])]
 
 
 def test_every_launcher(capsys: pytest.CaptureFixture[str], hostfile: str, monkeypatch: pytest.MonkeyPatch) -> None:

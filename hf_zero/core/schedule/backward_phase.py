@@ -68,6 +68,8 @@ class BackwardPhase:
             if index in added:
                 return
             if not self._collects:
+                if self.reducer is not None:
+                    self.reducer.shown.require_hidden(param, entry.unit.layout.slots[index].name)
                 self._begin_collecting()
             if not self.begun:
                 self._notice()
@@ -164,8 +166,10 @@ class BackwardPhase:
         self._stack.clear()
         SharedBackward.begin(self)
         note("backward")
-        if self.reducer is not None and not self._collects:
-            self.reducer.begin(reduces=False)
+        if self.reducer is not None:
+            self.reducer.shown.end()
+            if not self._collects:
+                self.reducer.begin(reduces=False)
         if self.schedule is not None:
             self.schedule.begin_backward(self.reducer)
 

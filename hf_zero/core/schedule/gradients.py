@@ -171,6 +171,7 @@ class UnitGradients:
         piecemeal: In this backward the block runs several times, and its gradients arrive in pieces; the block says.
         was_late: Gradients once came when the unit had been sent; the reducer says.
         in_place: Parameters whose further gradients of this backward need no hook.
+        places: Shape, strides and first element of each parameter inside the unit.
     """
 
     def __init__(self, unit: Unit, exchange: GradientExchange, pool: BufferPool, place: GradientPlace | None = None) -> None:
@@ -193,7 +194,7 @@ class UnitGradients:
         self._factor = 1.0  # of what is kept
         self._several = False  # each parameter gets several in this backward
         self.in_place = InPlace(unit.params)
-        self._places = [_place(slot) for slot in unit.layout.slots]
+        self.places = [_place(slot) for slot in unit.layout.slots]
         self._arrived = 0  # gradients of this backward
         self._sent: torch.Tensor | None = None  # what the reduction in flight reads; back to the pool when it ends
         self._pending: Pending | None = None
@@ -290,7 +291,7 @@ class UnitGradients:
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
         places: dict[int, torch.Tensor] = {}
         for index, grad in grads.items():
-            shape, stride, offset = self._places[index]
+            shape, stride, offset = self.places[index]
             places[index] = target = flat.as_strided(shape, stride, start + offset)  # half of what slicing and a view cost
             (added if self._written[index] else copied).append((target, grad))
             self._written[index] = True

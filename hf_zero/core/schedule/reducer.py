@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hf_zero.core.schedule.gradients import GradientExchange, UnitGradients
+from hf_zero.core.schedule.shown_gradients import ShownGradients
 from hf_zero.observe import warn_once
 
 # Reductions in flight at once. Two keep one on the wire while the next fills; more only hold more flat buffers alive.
@@ -78,6 +79,7 @@ class Reducer:
     Attributes:
         gradients: One entry per trainable unit, in the order of the model.
         exchange: How they become one over ranks.
+        shown: Those that scripts see.
         pieces: Each parameter gets several gradients in the backward that runs: they are summed up, and units are sent when it ends.
 
     Args:
@@ -96,6 +98,7 @@ class Reducer:
     ) -> None:
         self.gradients = list(gradients)
         self.exchange = exchange
+        self.shown = ShownGradients(self.gradients)
         self._reduces = True  # whether the backward that runs sends anything
         self._factor = 1.0
         self.pieces = False
@@ -211,6 +214,8 @@ class Reducer:
         for entry in self.gradients:
             entry.begin_backward()
             entry.pool.clear()
+        if self._reduces and self.exchange.completes:
+            self.shown.begin()
         self._reset()
 
     def reduce_deferred(self) -> None:
@@ -243,6 +248,7 @@ class Reducer:
 
     def clear(self) -> None:
         """Forgets all gradients."""
+        self.shown.end()
         for entry in self.gradients:
             entry.clear()
         for flying in self._flying:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from hf_zero.core.schedule.backward_phase import BackwardPhase
@@ -96,6 +97,8 @@ class Runtime:
                 self.backward.recompute(block)
                 return
             self.backward.abort()  # it broke off
+        if self.backward.reducer is not None and torch.is_grad_enabled():  # a backward may come of it
+            self.backward.reducer.shown.end()
         self.forward.enter(block)
 
     def leave(self, block: Block, output: Any) -> None:

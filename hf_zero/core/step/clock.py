@@ -62,9 +62,6 @@ class Clock:
             torch.accelerator.synchronize(self._device)
         return time.perf_counter()
 
-    def update_epoch_count(self) -> None:
-        """Told by scripts (``engine.tput_timer``) when an epoch ends; nothing here is counted by epochs."""
-
     def end_step(self, step: int, samples: int, offloaded: Mapping[str, int]) -> None:
         """Prints and forgets the phases of optimizer step ``step``.
 

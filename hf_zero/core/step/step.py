@@ -122,7 +122,7 @@ class Stepper:
         Raises:
             StateError: On every rank, if ranks have begun different numbers of micro-steps.
         """
-        return require_same_pace(self.collectives.data, self.runtime.micro_steps, have_written(self.reducer.gradients))
+        return require_same_pace(self.collectives.data, self.runtime.micro_steps, have_written(self.reducer))
 
     def take(self) -> StepResult:
         """One step over the gradients accumulated so far, and over those that the script has written; collective.
@@ -131,8 +131,9 @@ class Stepper:
             StateError: On every rank, if ranks have begun different numbers of micro-steps, a parameter had no gradient and each must
                 have one, or gradients were written that cannot be taken; nothing has changed then.
         """
+        self.reducer.shown.drop_removed()
         if self.agree():
-            take_written(self.reducer.gradients, self.collectives.data, self.settings.stage.parameters_sharded)
+            take_written(self.reducer, self.collectives.data, self.settings.stage.parameters_sharded)
         if self.settings.wants_all:
             self._require_all()
         with span("finish_reduce"):

@@ -9,28 +9,29 @@ import torch
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.param_states import write_param
 from hf_zero.core.schedule.gradients import UnitGradients
+from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.errors import StateError
 
 
-def have_written(gradients: Sequence[UnitGradients]) -> bool:
-    """Whether any parameter has a ``grad``: backwards leave none there, so a script has written it. Local."""
-    return any(param is not None and param.grad is not None for entry in gradients for param in entry.unit.params)
+def have_written(reducer: Reducer) -> bool:
+    """Whether any parameter has a ``grad`` that no backward has left there, so a script has written it. Local."""
+    return next(_written(reducer), None) is not None
 
 
-def take_written(gradients: Sequence[UnitGradients], collectives: Collectives, parameters_sharded: bool) -> None:
+def take_written(reducer: Reducer, collectives: Collectives, parameters_sharded: bool) -> None:
     """Moves each ``param.grad`` to the gradients of the coming step, in place of what backward has left there; collective.
 
     As with gradients of a backward, each rank brings those of its own samples, times the loss scale, and the mean over ranks counts.
 
     Args:
-        gradients: Of all trainable units.
+        reducer: Of all trainable units.
         collectives: All data-parallel ranks.
         parameters_sharded: A rank has parts of parameters only.
 
     Raises:
         StateError: On every rank; parameters are sharded, or ranks have written gradients of different parameters.
     """
-    written = list(_written(gradients))
+    written = list(_written(reducer))
     names = [entry.unit.layout.slots[index].name for entry, index in written]
     by_rank: list[list[str]] = collectives.gather_objects(names, "written gradients")
     _require_whole(by_rank, parameters_sharded)
@@ -64,10 +65,10 @@ def write_gradient(gradients: UnitGradients, index: int, value: torch.Tensor) ->
     write_param(gradients.unit, index, gradients.writable(), value)
 
 
-def _written(gradients: Sequence[UnitGradients]) -> Iterator[tuple[UnitGradients, int]]:
-    for entry in gradients:
+def _written(reducer: Reducer) -> Iterator[tuple[UnitGradients, int]]:
+    for entry in reducer.gradients:
         for index, param in enumerate(entry.unit.params):
-            if param is not None and param.grad is not None:
+            if param is not None and param.grad is not None and not reducer.shown.has(param):
                 yield entry, index
 
 

@@ -195,7 +195,11 @@ HELPERS: Final[dict[str, str]] = {
         f"deepspeed.runtime.zero.{module}.is_zero_param": "hf_zero.deepspeed.served.helpers:is_zero_param"
         for module in ("utils", "partition_parameters")
     },
+    # DeepSpeed-Chat's LoRA puts its layers in with them.
+    **_rows("compression.helper", "deepspeed.served.helpers", ("recursive_getattr", "recursive_setattr")),
+    **_rows("utils.module_utils", "deepspeed.served.helpers", ("recursive_getattr", "recursive_setattr")),
     **_rows("runtime.fp16.loss_scaler", "deepspeed.loss_scalers", _SCALERS),
+    "deepspeed.runtime.zero.offload_states.get_state_devices": "hf_zero.deepspeed.served.state_devices:get_state_devices",
     "deepspeed.runtime.zero.utils.ZeRORuntimeException": "hf_zero.errors:ConfigError",
     # One class serves every precision, as it does every stage.
     "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",

@@ -403,7 +403,7 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.runtime.progressive_layer_drop": "progressive layer drop is not implemented; use the model's own layerdrop",
     "deepspeed.runtime.compiler": "use torch.compile or engine.compile()",
     "deepspeed.linear": "use peft for LoRA and quantized base weights",
-    "deepspeed.compression": "compression is not implemented; use torchao or bitsandbytes",
+    "deepspeed.compression": "compression is not implemented; use torchao or bitsandbytes; helper has recursive_getattr and -setattr",
     "deepspeed.profiling": "only the flops profiler is provided; use torch.profiler, in which phases appear as hf_zero::...",
     "deepspeed.monitor": "only the monitors and their sections are provided; track more with accelerate or with callbacks",
     "deepspeed.autotuning": "the autotuner is not implemented; `hf-zero explain` shows what a configuration does",

@@ -7,6 +7,7 @@ import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -188,6 +189,17 @@ def is_model_parallel_parameter(param: torch.Tensor) -> bool:
 def is_zero_param(parameter: Any) -> bool:
     """Whether a parameter is one that stage 3 shards."""
     return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """What a dotted name means below ``model``: a module, or a parameter of one."""
+    return attrgetter(module_name)(model)
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Puts ``module`` in the place that a dotted name means below ``model``."""
+    parent, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, name, module)
 
 
 def set_autotp_mode(training: bool = False) -> None:

@@ -19,8 +19,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scales ``param.grad`` so that their common norm is at most ``max_norm``; collective where there is a process group.
 
-    Ranks whose gradients differ use the mean of their norms, so that all scale alike. Parameters of an engine have no ``param.grad``:
-    set ``gradient_clipping`` in the configuration for them.
+    Ranks whose gradients differ use the mean of their norms, so that all scale alike. Parameters of an engine have a
+    ``param.grad`` at stage 0 alone: set ``gradient_clipping`` in the configuration for them.
 
     Args:
         parameters: Those with a ``grad`` count.

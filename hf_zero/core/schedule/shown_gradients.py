@@ -1,0 +1,79 @@
+"""Reduced gradients where scripts look for them: ``param.grad``, between the backward that completes an optimizer step and the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hf_zero.core.schedule.gradients import UnitGradients
+from hf_zero.errors import StateError
+
+_HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # torch 2.10: a gradient may be of another type than its parameter
+
+
+class ShownGradients:
+    """``param.grad`` as a view of the unit's reduced gradient, where every rank has all of it (stage 0).
+
+    [Note: shown gradients] They are the ones that the step takes, the mean over ranks, with the loss scale: what is written to them in
+    place counts, on this rank, and one set to None counts as zero. Autograd must never add to them, so they go before the next backward,
+    which the forward before it tells in time. They are not shown where they lie on another device, nor where a step has begun on a copy.
+
+    Args:
+        gradients: Of all trainable units.
+    """
+
+    def __init__(self, gradients: Sequence[UnitGradients]) -> None:
+        self._gradients = gradients
+        self._views: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}  # by id of the parameter
+
+    def begin(self) -> None:
+        """Shows what is reduced; local."""
+        for entry in self._gradients:
+            total = entry.shard
+            if total is not None and not entry.exchange.policy.sharded and entry.place.listener is None:
+                self._show(entry, total)
+
+    def _show(self, entry: UnitGradients, total: torch.Tensor) -> None:
+        start = total.storage_offset()
+        for param, (shape, stride, offset) in zip(entry.unit.params, entry.places, strict=True):
+            if param is None or param.grad is not None or param.device != total.device:  # one that a script has assigned stays
+                continue
+            if param.dtype != total.dtype:
+                if not _HAS_GRAD_DTYPE:
+                    continue
+                param.grad_dtype = None
+            view = param.grad = total.as_strided(shape, stride, start + offset)
+            self._views[id(param)] = param, view
+
+    def end(self) -> None:
+        """Shows none any more; what a script has put in their place stays. Local."""
+        for param, view in self._views.values():
+            if param.grad is view:
+                param.grad = None
+            if _HAS_GRAD_DTYPE and param.grad is None and param.grad_dtype is None:
+                param.grad_dtype = param.dtype  # autograd casts to it again
+        self._views.clear()
+
+    def has(self, param: torch.Tensor) -> bool:
+        """Whether ``param.grad`` is one that is shown."""
+        return id(param) in self._views and self._views[id(param)][1] is param.grad
+
+    def require_hidden(self, param: torch.Tensor, name: str) -> None:
+        """Raises where autograd has added to the gradient that ``param``, called ``name``, shows.
+
+        Raises:
+            StateError: It has.
+        """
+        if self.has(param):
+            raise StateError(
+                f"{name}: a second backward before step() reached this parameter first, through a part of the model that was called by "
+                "itself. Call engine.backward(loss), or let the loss come from the whole model's forward"
+            )
+
+    def drop_removed(self) -> None:
+        """Zeroes the gradients that a script has set to None; local."""
+        for param, view in self._views.values():
+            if param.grad is None:
+                view.zero_()

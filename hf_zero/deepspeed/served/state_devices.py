@@ -1,0 +1,30 @@
+"""Where the state of an engine lies now, for scripts that offload it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_zero.core.offloaded_states import KINDS
+from hf_zero.errors import ConfigError
+
+
+def get_state_devices(model: Any, state: Any) -> set[torch.device]:
+    """The devices of one kind of state of an engine; local.
+
+    Args:
+        model: The engine.
+        state: A member of ``OffloadStateTypeEnum``, or its name.
+
+    Returns:
+        Empty where there is none of it now (gradients after a step).
+
+    Raises:
+        ConfigError: There is no such kind.
+    """
+    kind = str(getattr(state, "value", state))
+    if kind not in KINDS:
+        raise ConfigError(f"get_state_devices(state={kind!r}): no kind of state; there are {', '.join(KINDS)}")
+    devices: set[torch.device] = model.offloaded_states.devices(kind)
+    return devices

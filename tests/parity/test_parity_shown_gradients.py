@@ -1,0 +1,133 @@
+"""``param.grad`` after a backward: the mean over ranks at stage 0, as scripts read and change it; nothing at stages 1 to 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.errors import StateError
+from tests.support import ranks
+
+STEPS, CLIP = 3, 0.05
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 10), nn.Linear(10, 2))
+
+
+def _engine(stage: int = 0, **config: Any) -> Any:
+    sections = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage},
+        **config,
+    }
+    return hf_zero.initialize(model=_model(), config=sections)[0]
+
+
+def _rows(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _loss(model: Any, step: int, rank: int) -> torch.Tensor:
+    return model(_rows(step, rank).to(next(model.parameters()).dtype)).float().square().mean()
+
+
+def _plain_grads(steps: list[int], model: nn.Module) -> list[torch.Tensor]:
+    for step in steps:
+        for rank in range(ranks.world()):
+            (_loss(model, step, rank) / ranks.world() / len(steps)).backward()
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def _shown(engine: Any) -> list[torch.Tensor | None]:
+    return [param.grad for param in engine.parameters()]
+
+
+def _all_none(engine: Any) -> bool:
+    return all(grad is None for grad in _shown(engine))
+
+
+def _is_shown() -> None:
+    for precision, scale, tolerance in (
+        ({}, 1.0, 1e-6),
+        ({"bf16": {"enabled": True}}, 1.0, 2e-2),
+        ({"fp16": {"enabled": True}}, 2.0**16, 4e-3),
+    ):
+        engine = _engine(gradient_accumulation_steps=2, **precision)
+        for step in (0, 1):
+            assert _all_none(engine), "a micro-step in the middle shows nothing"
+            engine.backward(_loss(engine, step, ranks.rank()))
+            engine.step() if step == 0 else None
+        found = [grad / scale for grad in _shown(engine) if grad is not None]
+        torch.testing.assert_close(found, _plain_grads([0, 1], _model()), rtol=tolerance, atol=tolerance, msg=str(precision))
+        for param, grad in zip(engine.parameters(), found, strict=True):
+            assert torch.equal(hf_zero.utils.safe_get_full_grad(param), grad)
+        norm = torch.stack([grad.norm() for grad in found]).norm()
+        engine.step()
+        torch.testing.assert_close(torch.tensor(engine.get_global_grad_norm()), norm)
+        assert _all_none(engine)
+        if hasattr(torch.Tensor, "grad_dtype"):
+            assert {param.grad_dtype for param in engine.parameters()} == {engine.module[0].weight.dtype}
+        engine.destroy()
+
+
+def _is_taken() -> None:
+    """Clipped in place, set to None, and after a second backward before the step: as plain PyTorch would."""
+    model, engine = _model(), _engine()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
+    for step in range(STEPS):
+        for again in range(1 + step % 2):  # the second one is summed up with the first
+            _plain_grads([step + again], model)
+            engine.backward(_loss(engine, step + again, ranks.rank()))
+        for params in (list(model.parameters()), list(engine.parameters())):
+            params[-1].grad = torch.zeros_like(params[-1]) if params[0] is model[0].weight else None
+            nn.utils.clip_grad_norm_(params, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step()
+    torch.testing.assert_close(list(engine.parameters()), list(model.parameters()), rtol=1e-5, atol=1e-6)
+    engine.backward(_loss(engine, 0, ranks.rank()))
+    engine.zero_grad()
+    assert _all_none(engine)
+    engine.destroy()
+
+
+def _is_none_elsewhere() -> None:
+    for stage in (1, 2, 3):
+        engine = _engine(stage)
+        engine.backward(_loss(engine, 0, ranks.rank()))
+        assert _all_none(engine), stage
+        engine.destroy()
+
+
+def _is_never_added_to() -> None:
+    engine = _engine()
+    for _ in range(2):  # a forward that may train hides what the last backward has left
+        (engine.module(_rows(0, 0))).sum().backward()
+    plain = _model()
+    (2 * plain(_rows(0, 0)).sum()).backward()
+    torch.testing.assert_close(engine.module[0].weight.grad, plain[0].weight.grad)
+    with pytest.raises(StateError, match=r"0\.weight: a second backward before step\(\)"):
+        nn.functional.linear(_rows(0, 0), engine.module[0].weight).sum().backward()
+
+
+def test_it_is_the_mean_over_ranks_at_a_boundary() -> None:
+    ranks.run_ranks(_is_shown, 2)
+
+
+def test_what_a_script_does_to_it_counts() -> None:
+    ranks.run_ranks(_is_taken, 2)
+
+
+def test_there_is_none_where_gradients_are_sharded() -> None:
+    ranks.run_ranks(_is_none_elsewhere, 2)
+
+
+def test_no_backward_adds_to_it() -> None:
+    ranks.run_ranks(_is_never_added_to, 1)
