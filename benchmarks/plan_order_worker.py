@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import json
-import sys
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from processes import open_answers
+from processes import serve_ranks
 
 
 def seconds_of(config: dict[str, Any], settings: dict[str, Any], recomputes: bool, length: int, steps: int) -> float:
@@ -42,15 +40,5 @@ def seconds_of(config: dict[str, Any], settings: dict[str, Any], recomputes: boo
     return taken
 
 
-def main() -> None:
-    """Answers requests."""
-    answers = open_answers()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    answers.write(json.dumps({"ready": True}) + "\n")
-    for line in sys.stdin:
-        answers.write(json.dumps({"seconds": seconds_of(**json.loads(line))}) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    serve_ranks(lambda request: {"seconds": seconds_of(**request)})

@@ -3,50 +3,45 @@
 from __future__ import annotations
 
 import gc
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from processes import open_answers
+from processes import serve_ranks
 
-from tests.support.memory import resident_bytes, return_freed
+from tests.support.memory import Peak, in_use_bytes, resident_bytes, return_freed
 from tests.support.planned import engine_of
 
 _FORGET_THE_PEAK = "5"  # what the kernel takes in clear_refs for: VmHWM begins anew (proc(5))
 
 
-def peak_of(case: dict[str, Any]) -> int:
-    """The most memory, in bytes, that this process has in the second step."""
+def peaks_of(case: dict[str, Any]) -> tuple[int, int]:
+    """The most memory, in bytes, that this process has resident in the second step, and the most of its heap that is in use then."""
     samples, length = case["samples"], case.pop("length")
     built, engine = engine_of(**case, device=torch.device("cpu"))
+    used = Peak(in_use_bytes)
     for _ in range(2):
         gc.collect()
         Path("/proc/self/clear_refs").write_text(_FORGET_THE_PEAK)
+        used.restart()
         loss = engine(**built.batch(samples, length)).loss
         engine.backward(loss)
         del loss
         engine.step()
-    peak = resident_bytes("VmHWM")
+    resident = resident_bytes("VmHWM")
+    used.close()
     engine.destroy()
-    return peak
+    return resident, used.value
 
 
-def main() -> None:
-    """Answers requests."""
-    answers = open_answers()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    answers.write(json.dumps({"ready": True}) + "\n")
-    for line in sys.stdin:
-        request = json.loads(line)
-        peak_of(request["warm_up"])
-        return_freed()
-        before = resident_bytes("VmRSS")
-        answers.write(json.dumps({"before": before, "peak": peak_of(request["case"])}) + "\n")
+def added(request: dict[str, Any]) -> dict[str, Any]:
+    """What the case of a request adds to the memory of this process, which has trained what warms it up."""
+    peaks_of(request["warm_up"])
+    return_freed()
+    before = resident_bytes("VmRSS"), in_use_bytes()
+    resident, used = peaks_of(request["case"])
+    return {"resident": resident - before[0], "used": used - before[1]}
 
 
 if __name__ == "__main__":
-    main()
+    serve_ranks(added)

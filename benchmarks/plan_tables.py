@@ -1,9 +1,10 @@
-"""The worked example of docs/plan.md, made by `hf-zero plan` itself.
+"""The worked examples of docs/plan.md, made by `hf-zero plan` itself.
 
     python benchmarks/plan_tables.py 8b     Llama-3-8B on 1, 4 and 8 devices
     python benchmarks/plan_tables.py 70b    a 70-B model on 2 nodes of 8
+    python benchmarks/plan_tables.py 30b    Qwen3-30B-A3B on 2 nodes of 8
 
-Prints Markdown. `make` does not run it: it takes a minute or two for each of the two.
+Prints Markdown. `make` does not run it: it takes a minute or two for each of them.
 """
 
 from __future__ import annotations
@@ -15,30 +16,64 @@ import sys
 
 from hf_zero.cli import main
 
-LLAMA = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "vocab_size": 128256, "num_key_value_heads": 8}
+LLAMA = {
+    "model_type": "llama",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+}
 MODELS = {
     "8b": {**LLAMA, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336},
     "70b": {**LLAMA, "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672},
 }
-RANKS = {"8b": (1, 4, 8), "70b": (16,)}
+MODELS["30b"] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+}
+RANKS = {"8b": (1, 4, 8), "70b": (16,), "30b": (16,)}
 MEMORY = (24, 48, 80)  # GB of a device
-HOST = {"device": "cpu"}
-CONFIGURATIONS = {
-    "stage 3": ({}, []),
-    "stage 3, optimizer on the host": ({"offload_optimizer": HOST}, []),
-    "stage 3, optimizer and parameters on the host": ({"offload_optimizer": HOST, "offload_param": HOST}, []),
-    "stage 3, LoRA of rank 16": ({}, ["--trainable", "lora:r=16"]),
+HOST = {"offload_optimizer": {"device": "cpu"}}
+ALL_ON_HOST = {**HOST, "offload_param": {"device": "cpu"}}
+EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 8}}
+LORA = ["--trainable", "lora:r=16"]
+CONFIGURATIONS: dict[str, tuple[dict[str, object], dict[str, object], list[str]]] = {  # zero_optimization, other sections, flags
+    "stage 3": ({}, {}, []),
+    "stage 3, optimizer on the host": (HOST, {}, []),
+    "stage 3, optimizer and parameters on the host": (ALL_ON_HOST, {}, []),
+    "stage 3, LoRA of rank 16": ({}, {}, LORA),
+}
+OF_EXPERTS = {
+    "stage 3": CONFIGURATIONS["stage 3"],
+    "stage 3, experts over 8 ranks": ({}, EXPERTS, []),
+    "stage 3, optimizer on the host": (HOST, {}, []),
+    "stage 3, experts over 8 ranks, optimizer on the host": (HOST, EXPERTS, []),
 }
 COMMON = ["--checkpoint-activations", "--sequence", "4096", "--micro-batch", "1", "--ranks-per-node", "8", "--json"]
 
 
-def planned(model: str, ranks: int, zero: dict[str, object], flags: list[str]) -> dict[str, object]:
+def configurations(model: str) -> dict[str, tuple[dict[str, object], dict[str, object], list[str]]]:
+    """What is planned of a model."""
+    return OF_EXPERTS if "num_experts" in MODELS[model] else CONFIGURATIONS
+
+
+def planned(model: str, ranks: int, name: str) -> dict[str, object]:
     """What the command prints."""
-    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **zero}}
-    settings = [part for name, value in MODELS[model].items() for part in ("--set", f"{name}={json.dumps(value)}")]
+    zero, sections, flags = configurations(model)[name]
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **zero}, **sections}
+    values = dict(MODELS[model])
+    kind = str(values.pop("model_type"))
+    settings = [part for name, value in values.items() for part in ("--set", f"{name}={json.dumps(value)}")]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        status = main(["plan", "llama", "--config", json.dumps(config), "--ranks", str(ranks), *COMMON, *settings, *flags])
+        status = main(["plan", kind, "--config", json.dumps(config), "--ranks", str(ranks), *COMMON, *settings, *flags])
     if status == 2:
         raise SystemExit("the command refused its input")
     found: dict[str, object] = json.loads(out.getvalue())
@@ -47,8 +82,7 @@ def planned(model: str, ranks: int, zero: dict[str, object], flags: list[str]) -
 
 def row(model: str, ranks: int, name: str) -> str:
     """One row of the table."""
-    zero, flags = CONFIGURATIONS[name]
-    found = planned(model, ranks, zero, flags)
+    found = planned(model, ranks, name)
     peaks, sent = found["peak_bytes_per_rank"], found["sent_bytes_per_step"]
     assert isinstance(peaks, dict)
     assert isinstance(sent, dict)
@@ -63,7 +97,7 @@ def tables(model: str) -> None:
     print(f"| ranks | configuration | device | host | sent in the node | sent to others | {sizes} |")
     print("|---|---|---|---|---|---|---|---|---|")
     for ranks in RANKS[model]:
-        for name in CONFIGURATIONS:
+        for name in configurations(model):
             print(row(model, ranks, name), flush=True)
 
 

@@ -138,3 +138,16 @@ def open_answers() -> IO[str]:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return answers
+
+
+def serve_ranks(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """In a worker whose process is one gloo rank with one thread: answers requests until standard input ends."""
+    import torch
+    import torch.distributed as dist
+
+    answers = open_answers()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    answers.write(json.dumps({"ready": True}) + "\n")
+    for line in sys.stdin:
+        answers.write(json.dumps(answer(json.loads(line))) + "\n")

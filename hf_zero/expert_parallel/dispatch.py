@@ -106,6 +106,17 @@ def send_to_experts(shares: Shares, rows: torch.Tensor, told: Told, trained: boo
     return exchange(group, results, receives, sends, f"{label}: results", trained)
 
 
+def tokens_of_each(counts: torch.Tensor, rows: int) -> list[int]:
+    """Tokens of each expert here, for the host, which waits for the device.
+
+    Args:
+        counts: (ranks, experts here); a plan knows none, and takes them for even.
+        rows: Their sum.
+    """
+    here = counts.shape[1]
+    return _evenly(rows, here, 0)[0] if planning() else list(counts.sum(dim=0).tolist())
+
+
 def _evenly(rows: int, world: int, rank: int) -> tuple[list[int], list[int]]:
     """What ``rank`` sends to and receives from each of ``world`` ranks that are alike, where tokens spread evenly."""
     sends = [rows // world + (peer < rows % world) for peer in range(world)]

@@ -78,7 +78,7 @@ def find_experts(model: nn.Module) -> list[ExpertLayer]:
 
 def present_experts(model: nn.Module) -> list[ExpertLayer]:
     """As ``find_experts``; none of a model that has none."""
-    found: list[ExpertLayer] = [*_stacked(model), *_listed(model)]
+    found: list[ExpertLayer] = [*_stacked(model), *listed_experts(model)]
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return sorted(found, key=lambda layer: order[layer.path])
 
@@ -173,7 +173,8 @@ def _refuse_parametrized(path: str, module: nn.Module) -> None:
 # -- listed -------------------------------------------------------------------------------------------------------------
 
 
-def _listed(model: nn.Module) -> Iterator[ListedExperts]:
+def listed_experts(model: nn.Module) -> Iterator[ListedExperts]:
+    """Layers whose experts are modules of a list or a dict, in the model's order."""
     for path, module in model.named_modules():
         leaf = path.rpartition(".")[2]
         if _WORD not in leaf or not isinstance(module, (nn.ModuleList, nn.ModuleDict)):

@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 
 from hf_zero.core.units.layout import Range
 from hf_zero.errors import StateError, UnsupportedError
-from hf_zero.expert_parallel.dispatch import Shares, send_to_experts, tell
+from hf_zero.expert_parallel.dispatch import Shares, send_to_experts, tell, tokens_of_each
 from hf_zero.expert_parallel.exchange import beside_idle, tie
+from hf_zero.system.planning import planning
 
 
 @dataclass
@@ -98,7 +99,7 @@ class ListedLayer:
         if number >= len(calls.noted):
             raise self._differs("the second has a further call")
         expert, before = calls.noted[number]
-        if expert != index or before.shape != tokens.shape or not torch.equal(before, tokens):
+        if expert != index or before.shape != tokens.shape or not (planning() or torch.equal(before, tokens)):
             raise self._differs(f"call {number} is of expert {expert} in the first and {index} in the second, or of other tokens")
         return calls.answers[number]
 
@@ -160,7 +161,7 @@ class ListedLayer:
         world, here = counts.shape
         indices = torch.arange(here, device=tokens.device).repeat(world).repeat_interleave(counts.reshape(-1), output_size=len(tokens))
         order = torch.sort(indices, stable=True)[1]
-        parts = tokens[order].split(counts.sum(dim=0).tolist())
+        parts = tokens[order].split(tokens_of_each(counts, len(tokens)))
         made = [_first(forward(part)) for (_, forward), part in zip(self._own, parts, strict=True) if len(part)]
         results = torch.cat(made) if made else torch.zeros_like(tokens)
         if results.shape != tokens.shape:

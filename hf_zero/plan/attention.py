@@ -1,7 +1,11 @@
-"""Attention as a GPU's kernels keep it: on a pretended device torch would take its reference, which keeps every score."""
+"""Attention as a run has it: with the masks that tokens of one sequence per sample need, and as a GPU's kernels keep it.
+
+On a pretended device torch would take its reference, which keeps every score.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +19,20 @@ from hf_zero.system.planning import DEVICE
 
 _HALF = (torch.bfloat16, torch.float16)
 _MOST_WIDTH = 256  # of a head, for the flash kernel
+
+
+@contextmanager
+def masks_by_values() -> Iterator[None]:
+    """Inside, transformers decides by values whether a mask is needed, as in a run, where tensors without values would always get one.
+
+    Truth values that nobody knows are true, here: positions without a break, tokens without padding.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    if not hasattr(masking, "is_tracing"):
+        yield
+        return
+    with mock.patch.object(masking, "is_tracing", lambda *_: False):
+        yield
 
 
 @contextmanager

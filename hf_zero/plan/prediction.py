@@ -209,7 +209,7 @@ def _notes(peaks: dict[str, Peak], cluster: Cluster, hardware: Hardware, observa
     notes = []
     if cluster.on_host:
         notes.append(
-            "not counted on a CPU: what imports take, and holes in the C library's heap, some 20 to 45 % of the peak (docs/plan.md)"
+            "not counted on a CPU: what imports take, and holes in the C library's heap, some 15 to 50 % of the peak (docs/plan.md)"
         )
     else:
         notes.append("not counted on a device: its driver's context, libraries' work space, and fragments of the allocator")

@@ -24,9 +24,10 @@ from hf_zero.expert_parallel.apply import shares_of
 from hf_zero.integrations.attach import initialize
 from hf_zero.pipeline.apply import Pipeline, pipeline_of
 from hf_zero.pipeline.forward import pipelined
-from hf_zero.plan.attention import device_attention
+from hf_zero.plan.attention import device_attention, masks_by_values
 from hf_zero.plan.books import NOWHERE, Books, Change, Work
 from hf_zero.plan.checkpoint_size import checkpoint_bytes
+from hf_zero.plan.choices import Choices
 from hf_zero.plan.cluster import Cluster, Load
 from hf_zero.plan.models import PlannedModel, give_memory, loss_of
 from hf_zero.plan.pretended import pretended_world
@@ -175,7 +176,7 @@ def observe_step(
     with pretended_world(cluster, rank, told) as device:
         books = Books(device, model.vocabulary)
         kernels = nullcontext() if attention in ("eager", "reference") or cluster.on_host else device_attention(attention == "flash")
-        with books.kept(), kernels, _quiet(), torch.autograd.set_multithreading_enabled(False):
+        with books.kept(), masks_by_values(), kernels, _quiet(), torch.autograd.set_multithreading_enabled(False):
             try:
                 return _Run(model, dict(config), cluster, load, device, books).observation()
             except HfZeroError:
@@ -212,6 +213,10 @@ class _Run:
     device: torch.device
     books: Books
     sent: Traffic = field(default_factory=Traffic)
+    choices: Choices = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.choices = Choices(self.model.module)
 
     def observation(self) -> Observation:
         """Trains two steps."""
@@ -224,7 +229,8 @@ class _Run:
         with mock.patch.object(Collectives, "__init__", lambda network, topology: self.network(network, topology)):
             engine = initialize(model=self.model.module, config=self.config)[0]
         with mock.patch.object(Link, "send", self._sending(Link.send)):
-            return self._watched(engine, counts)
+            with self.choices if self.choices.any else nullcontext():
+                return self._watched(engine, counts)
 
     def _watched(self, engine: Any, counts: list[tuple[int, bool]]) -> Observation:
         if engine.stepper is None:
@@ -357,7 +363,10 @@ class _Run:
             largest_unit_bytes=max(reshards, default=0),
             parts=forward.parts if forward is not None else 1,
             pipeline=pipeline_of(engine.module),
-            assumptions=(*([_EVEN] if shares_of(engine.module) else []), *([_PARTS] if forward is not None and forward.parts > 1 else [])),
+            assumptions=(
+                *([_EVEN] if self.choices.any or shares_of(engine.module) else []),
+                *([_PARTS] if forward is not None and forward.parts > 1 else []),
+            ),
         )
 
 

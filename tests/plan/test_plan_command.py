@@ -55,6 +55,7 @@ def answers(folder: Path) -> dict[str, tuple[int, str, str]]:
         "python": [f"python:{folder / 'model.py'}:make", *RANKS, "--json", "--set", "width=16"],
         "eager": [str(folder), *RANKS, "--json", "--attention", "eager", "--memory", "100kB"],
         "tensor": [str(folder), "--ranks", "2", "--config", json.dumps({**ZERO, "tensor_parallel": {"autotp_size": 2}})],
+        "flash": [str(folder), *RANKS, "--json", "--attention", "flash"],
         "host": [str(folder), *RANKS, "--device", "cpu", "--memory", "100kB", "--json"],
     }
     found = dict(zip(lines, plans_of(list(lines.values())), strict=True))
@@ -127,6 +128,12 @@ def test_memory_of_a_host_is_shared_by_its_ranks(answers: Any) -> None:
 def test_eager_attention_keeps_scores(answers: Any) -> None:
     kernel, eager = (json.loads(answers[name][1])["by_kind"]["activations"] for name in ("json", "eager"))
     assert eager > kernel
+
+
+def test_a_sequence_per_sample_needs_no_mask(answers: Any) -> None:
+    status, text, errors = answers["flash"]
+    assert status == 0, errors  # the kernel takes no mask
+    assert json.loads(text)["by_kind"] == json.loads(answers["json"][1])["by_kind"]
 
 
 def test_a_model_of_python_code(answers: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hf_zero.plan.cluster import Cluster
 from hf_zero.plan.prediction import Hardware, predict
 from tests.support import planned
-from tests.support.plan_cases import BF16, case
+from tests.support.plan_cases import BF16, LISTED, case
 
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}, **BF16}
 STAGES = {"pipeline": {"stages": 2}, **BF16}
@@ -18,8 +18,11 @@ FAST = [
     case("llama", 1, steps=2, saves=True, **STAGES),
     case("llama", 1, wish={"trainable": "match:layers.1"}, saves=True, tensor_parallel={"autotp_size": 2}, **BF16),
     case("gpt2", 3, saves=True),
+    case(LISTED, 1, saves=True, **EXPERTS),
 ]
 SLOW = [
+    case(LISTED, 3, steps=2, **EXPERTS),
+    case(LISTED, 2, saves=True, **BF16),
     case("mixtral", 3, steps=2, saves=True, **EXPERTS),
     case("mixtral", 2, wish={"checkpointing": True}, saves=True, **EXPERTS),
     case("gpt2", 0, saves=True, **STAGES),  # its embeddings are tied: both stages hold them

@@ -10,6 +10,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,38 @@ def return_freed() -> None:
         library.malloc_trim(0)
 
 
-class Peak:
-    """The most memory this process had at any time since ``restart``."""
+class _Statistics(ctypes.Structure):
+    """What the C library says of its heap (``mallinfo2``, glibc 2.33 and newer)."""
 
-    def __init__(self, kind: str = "RssAnon") -> None:
-        self.kind = kind
-        self.value = resident_bytes(kind)
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    )
+
+
+def heap_tells() -> bool:
+    """Whether the C library tells what of its heap is in use."""
+    return hasattr(ctypes.CDLL(None), "mallinfo2")
+
+
+def in_use_bytes() -> int:
+    """Bytes of the C library's heap that were asked for and not given back; what it keeps between them is not counted."""
+    tell = ctypes.CDLL(None).mallinfo2
+    tell.restype = _Statistics
+    found = tell()
+    return int(found.uordblks + found.hblkhd)
+
+
+class Peak:
+    """The most memory this process had at any time since ``restart``.
+
+    Args:
+        tell: Says how much it is now; looked at every millisecond.
+    """
+
+    def __init__(self, tell: Callable[[], int] = resident_bytes) -> None:
+        self._tell = tell
+        self.value = tell()
         self._lock = threading.Lock()  # else a reading from before ``restart`` may be kept after it
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -48,11 +75,11 @@ class Peak:
     def _watch(self) -> None:
         while not self._ended.wait(0.001):
             with self._lock:
-                self.value = max(self.value, resident_bytes(self.kind))
+                self.value = max(self.value, self._tell())
 
     def restart(self) -> None:
         with self._lock:
-            self.value = resident_bytes(self.kind)
+            self.value = self._tell()
 
     def close(self) -> None:
         self._ended.set()
@@ -65,7 +92,7 @@ def peak_growth(call: Callable[[], object], kind: str = "RssAnon") -> int:
         pytest.skip(f"needs {STATUS}")
     return_freed()
     before = resident_bytes(kind)
-    peak = Peak(kind)
+    peak = Peak(partial(resident_bytes, kind))
     try:
         call()
     finally:

@@ -69,7 +69,7 @@ def plan(
 
 
 def route_evenly(module: torch.nn.Module) -> None:
-    """Makes the routers of stacked experts choose each expert equally often, as plans assume."""
+    """Makes routers choose each expert equally often, as plans assume."""
 
     def spread(router: Any, _args: Any, result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         chosen = result[-1]
@@ -78,6 +78,15 @@ def route_evenly(module: torch.nn.Module) -> None:
     for part in module.modules():
         if type(part).__name__.endswith("TopKRouter"):
             part.register_forward_hook(spread)
+        if type(part).__name__ == "ListedBlock":
+            part.gate.register_forward_hook(_take_turns)
+
+
+def _take_turns(_gate: Any, _args: Any, scores: torch.Tensor) -> torch.Tensor:
+    """Scores of which the two best of each row are those behind the two of the row before."""
+    rows, count = scores.shape
+    places = torch.arange(rows, device=scores.device)
+    return sum((100.0 * (2 - k) * torch.nn.functional.one_hot((2 * places + k) % count, count) for k in range(2)), scores)
 
 
 def engine_of(
@@ -124,6 +133,7 @@ def trained(
 ) -> Any:
     """Bytes that a rank holds after two optimizer steps, those that it sent in the second, and those of a checkpoint; in a job of ranks."""
     from hf_zero.comm.collectives import Collectives
+    from hf_zero.plan.models import loss_of
 
     built, engine = engine_of(model, settings, config, samples, wish, torch.device("cpu"))
     networks = [found for found in gc.get_objects() if isinstance(found, Collectives)]
@@ -132,7 +142,7 @@ def trained(
     def step(count: int) -> None:
         engine.accumulation.steps = count
         for _ in range(count):
-            engine.backward(engine(**built.batch(samples, length)).loss)
+            engine.backward(loss_of(engine(**built.batch(samples, length))))
         engine.step()
 
     step(1)
@@ -178,6 +188,8 @@ def peak_on_device(
     model: str, settings: Mapping[str, Any], config: Mapping[str, Any], samples: int, length: int, wish: Mapping[str, Any]
 ) -> Any:
     """The allocator's peak in the second step on the pretend accelerator, and bytes sent; in a job of ranks."""
+    from hf_zero.plan.models import loss_of
+
     device = ranks.device()
     gc.collect()
     base = torch.accelerator.memory_allocated(device)
@@ -187,7 +199,7 @@ def peak_on_device(
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats(device)
         batch = {name: value.to(device) for name, value in built.batch(samples, length).items()}
-        loss = engine(**batch).loss
+        loss = loss_of(engine(**batch))
         engine.backward(loss)
         del loss, batch
         engine.step()

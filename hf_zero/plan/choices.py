@@ -1,0 +1,127 @@
+"""Which experts the tokens of a plan choose, where a layer calls its experts one by one.
+
+[Note: known choices] A layer with a list of experts looks up which tokens have chosen an expert, so shapes depend on values, and a plan has
+none. Inside such a layer the choices are known: where the k best of as many scores as there are experts are taken, neighbours take
+turns, so that tokens spread evenly; and all that is computed of known whole numbers and truth values alone is computed, beside the tensors
+without values that stand for them. So masks, counts and places of tokens have the shapes that a run would give them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hf_zero.expert_parallel.find import listed_experts
+
+_aten = torch.ops.aten
+_CHOOSE = (_aten.topk.default, _aten.sort.default, _aten.sort.stable, _aten.argmax.default, _aten.max.dim)
+_NUMBER_OF = _aten._local_scalar_dense.default
+_FILLED = (
+    _aten.zeros, _aten.ones, _aten.full, _aten.arange, _aten.scalar_tensor, _aten.zeros_like, _aten.ones_like, _aten.full_like,
+    _aten.new_zeros, _aten.new_ones, _aten.new_full,
+)  # fmt: skip
+_BY_MASK = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
+
+
+class Choices(TorchDispatchMode):
+    """While it is entered, whole numbers and truth values that come of choices of experts have values; see [Note: known choices].
+
+    Backward needs them too, where it undoes what a mask has chosen.
+
+    Args:
+        model: Its layers that call experts one by one are to know which tokens chose which.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._values: Any = WeakTensorKeyDictionary()
+        self._count = 0  # experts of the layer that is running
+        layers = {id(layer.module): layer for layer in listed_experts(model)}
+        for layer in layers.values():
+            layer.module.forward = partial(self._run, layer.module.forward, layer.count)  # type: ignore[method-assign]
+        self.any = bool(layers)
+
+    def _run(self, forward: Callable[..., Any], count: int, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a layer with ``count`` experts."""
+        before, self._count = self._count, count
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._count = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one operation, and with values where all that it is given has some."""
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if self._count and func._overloadpacket in _FILLED:
+            return self._filled(func, args, kwargs)
+        if given and all(tensor in self._values for tensor in given):
+            return self._computed(func, args, kwargs, given[0].device)
+        if func in _BY_MASK:
+            args = (args[0], [place for index in args[1] for place in self._places(index)], *args[2:])
+        result = func(*args, **kwargs)
+        if func._schema.is_mutable and given:
+            self._forget(given[0])
+        if self._count and func in _CHOOSE:
+            self._choose(args[0], result[-1] if isinstance(result, (tuple, list)) else result)
+        return result
+
+    def _computed(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
+        """What ``func`` makes of what has values."""
+        with _disable_current_modes():
+            values = func(*tree_map_only(torch.Tensor, self._values.__getitem__, args), **_on_host(kwargs))
+        if func is _NUMBER_OF:
+            return values
+        try:
+            result = func(*args, **kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            result = tree_map_only(torch.Tensor, lambda value: torch.empty(value.shape, dtype=value.dtype, device=device), values)
+        for tensor, value in zip(tree_leaves(result), tree_leaves(values), strict=True):
+            if isinstance(tensor, torch.Tensor):
+                self._values[tensor] = value
+        return result
+
+    def _filled(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What has values whatever it is given."""
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and not result.is_floating_point():
+            with _disable_current_modes():
+                like = tree_map_only(torch.Tensor, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"), args)
+                self._values[result] = func(*like, **_on_host(kwargs))
+        return result
+
+    def _choose(self, scores: torch.Tensor, indices: torch.Tensor) -> None:
+        """Of as many scores as there are experts the next row takes the next ones."""
+        if not scores.is_floating_point() or scores.shape[-1:] != (self._count,):
+            return
+        width = indices.shape[-1] if indices.dim() == scores.dim() else 1
+        with _disable_current_modes():
+            rows = torch.arange(indices.numel() // width, device="cpu").unsqueeze(-1)
+            self._values[indices] = ((rows + torch.arange(width, device="cpu")) % self._count).view(indices.shape)
+
+    def _forget(self, tensor: torch.Tensor) -> None:
+        """``tensor`` was given what has no values."""
+        if tensor in self._values:
+            memory = self._values[tensor].untyped_storage()._cdata
+            for other in [other for other, value in self._values.items() if value.untyped_storage()._cdata == memory]:
+                del self._values[other]
+
+    def _places(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """``index`` of an operation, or in place of a mask that is known the places where it is true."""
+        if index is None or index.dtype != torch.bool or index not in self._values:
+            return [index]
+        with _disable_current_modes():
+            count = int(self._values[index].sum())
+        return [torch.empty(count, dtype=torch.int64, device=index.device) for _ in range(index.dim())]
+
+
+def _on_host(kwargs: Any) -> Any:
+    return {name: torch.device("cpu") if name == "device" and value is not None else value for name, value in kwargs.items()}
