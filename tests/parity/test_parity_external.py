@@ -56,6 +56,37 @@ class RootBorrows(Lending):
         return super().forward(inputs) + self.blocks[1].down.weight.sum() * 0.01
 
 
+class Prepared(nn.Module):
+    """A hook before the forward makes what goes in, with the model's own modules, as ms-swift's multimodal templates do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(LENGTH, 16)
+        self.tower = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+        self.head = nn.Linear(16, CLASSES)
+        self.register_forward_pre_hook(Prepared.prepare)
+
+    def prepare(self, arguments: tuple[Tensor]) -> tuple[Tensor]:
+        hidden = self.entry(*arguments)
+        for block in self.tower:
+            hidden = block(hidden)
+        return (hidden,)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def _prepared(run: Run) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Prepared()
+
+    check_training(build, CASES["mlp"].rows, class_loss, run, label="modules called by a hook before the forward")
+
+
 def _declared(run: Run) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -100,6 +131,11 @@ def test_declared_external_parameter(stage: int, dtype: str) -> None:
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_parameter_of_a_block_read_by_the_root(stage: int) -> None:
     ranks.run_ranks(_root_reads_block_parameter, 2, Run(stage=stage, accumulation=2))
+
+
+@pytest.mark.parametrize("stage", slow_but(STAGES, 3))
+def test_modules_called_by_a_hook_before_the_forward(stage: int) -> None:
+    ranks.run_ranks(_prepared, 2, Run(stage=stage, accumulation=2))
 
 
 @pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))

@@ -69,18 +69,27 @@ DATA: dict[str, Row] = {
 
 def save(folder: Path) -> None:
     """Writes the folders ``model``, ``reward`` and those of ``DATA``, each with a split ``train`` and a split ``test``."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
     made = tokenizer()
-    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    size = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
     ids = {"bos_token_id": made.bos_token_id, "eos_token_id": made.eos_token_id, "pad_token_id": made.pad_token_id}
-    config = Qwen2Config(vocab_size=len(made), max_position_embeddings=256, tie_word_embeddings=True, num_labels=1, **size, **ids)
+    config = Qwen3Config(vocab_size=len(made), max_position_embeddings=256, tie_word_embeddings=True, num_labels=1, **size, **ids)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        Qwen2ForCausalLM(config).save_pretrained(folder / "model")
-        Qwen2ForSequenceClassification(config).save_pretrained(folder / "reward")
+        Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+        Qwen3ForSequenceClassification(config).save_pretrained(folder / "reward")
     for name in ("model", "reward"):
         made.save_pretrained(folder / name)
+        # AutoTokenizer takes the class of the model's own for some types (qwen2), which reads these words as nothing at all.
+        assert AutoTokenizer.from_pretrained(folder / name)("w0 w1")["input_ids"] == made("w0 w1")["input_ids"]
     for name, row in DATA.items():
         (folder / name).mkdir()
         for split, count in (("train", 40), ("test", 8)):
