@@ -174,7 +174,7 @@ def savings(engine: Any, resolved: ResolvedConfig, failure: Failure) -> Iterator
 
 
 def _by_stage(engine: Any, failure: Failure) -> Iterator[Saving]:
-    policy, world = engine.policy, engine.collectives.data.world
+    policy, world = engine.stage_policy, engine.collectives.data.world
     states = failure.here("masters", "moments") + _summed_gradients(engine, failure)
     at_one = 0 if policy.optimizer_sharded or world == 1 else states - states // world
     if at_one:
@@ -199,7 +199,7 @@ def _summed_gradients(engine: Any, failure: Failure) -> int:
     """Bytes of gradients that stay until the step; the rest passes through."""
     entries = engine.stepper.reducer.gradients if engine.stepper is not None else ()
     held = [entry.shard for entry in entries if entry.shard is not None]
-    if not engine.policy.optimizer_sharded:
+    if not engine.stage_policy.optimizer_sharded:
         held = [tensor for entry in entries for tensor in tensors_of(entry)]
     seen = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held if _tier(tensor) == failure.tier}
     return sum(seen.values())
@@ -215,7 +215,7 @@ def _resting_shards(engine: Any, failure: Failure) -> int:
 
 
 def _by_ranks(engine: Any, failure: Failure) -> Iterator[Saving]:
-    policy = engine.policy
+    policy = engine.stage_policy
     if not policy.optimizer_sharded:
         return
     shared = failure.here("masters", "moments") + _summed_gradients(engine, failure)
@@ -226,7 +226,7 @@ def _by_ranks(engine: Any, failure: Failure) -> Iterator[Saving]:
 
 
 def _by_offload(engine: Any, resolved: ResolvedConfig, failure: Failure) -> Iterator[Saving]:
-    zero, policy = resolved.config.zero_optimization, engine.policy
+    zero, policy = resolved.config.zero_optimization, engine.stage_policy
     target, of_device = ("cpu", True) if failure.tier == "device" else ("nvme", False)
     states = failure.here("masters", "moments")
     if of_device:
@@ -246,7 +246,7 @@ def _goes(target: str) -> str:
 
 def _by_limits(engine: Any, failure: Failure) -> Iterator[Saving]:
     """What stage 3 gathers beyond what has to be whole."""
-    if not engine.policy.parameters_sharded:
+    if not engine.stage_policy.parameters_sharded:
         return
     largest = max((sum(unit.whole.nbytes for unit in block.units) for block in engine.runtime.blocks), default=0)
     needed = sum(unit.whole.nbytes for unit in engine.runtime.root.units) + largest

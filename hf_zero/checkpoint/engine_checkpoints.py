@@ -159,7 +159,7 @@ class EngineCheckpoints:
             collectives=engine.collectives,
             everyone=self._everyone(),
             tensor=_tensor_axis(engine),
-            stage=engine.policy.stage,
+            stage=engine.stage_policy.stage,
             optimizer=engine.optimizer if isinstance(engine.optimizer, ShardedOptimizer) else None,
             scheduler=engine.lr_scheduler,
             scaler=engine.scaler,

@@ -131,7 +131,7 @@ class Engine(nn.Module):
         self.runtime = parts.runtime
         self.units = parts.units
         self.collectives = parts.collectives
-        self.policy = parts.policy
+        self.stage_policy = parts.policy
         self.precision = parts.precision
         self.scaler = parts.scaler
         self.accumulation = parts.accumulation
@@ -303,7 +303,7 @@ class Engine(nn.Module):
             return
         boundary = self.accumulation.begin(None)
         self.stepper.prepare(boundary)
-        if boundary and self.policy.allows_deferral:
+        if boundary and self.stage_policy.allows_deferral:
             self.stepper.reducer.reduce_deferred()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -60,12 +60,12 @@ class Engine(ConfiguredEngine):
         if parts.optimizer is not None and parts.stepper is not None:
             give_names(parts.optimizer, self)
             self._training = [
-                Training(gradients, parts.optimizer, parts.scaler, self.policy.allows_deferral)
+                Training(gradients, parts.optimizer, parts.scaler, self.stage_policy.allows_deferral)
                 for gradients in parts.stepper.reducer.gradients
             ]
             for training in self._training:
                 register_training(training.gradients.unit, training)
-        elif self.policy.parameters_sharded:
+        elif self.stage_policy.parameters_sharded:
             self.optimizer = OffloadHandle(module)
 
     # -- steps ----------------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class Engine(ConfiguredEngine):
             ConfigError: ``max_shard_size`` is no size.
         """
         self.offloaded_states.require_none("save_16bit_model()")
-        if self.policy.parameters_sharded and not self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save:
+        if self.stage_policy.parameters_sharded and not self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save:
             log_rank0(
                 "no model saved to %s: zero_optimization.stage3_gather_16bit_weights_on_model_save is false. Set it to true, or save a "
                 "checkpoint (save_checkpoint) and run the zero_to_fp32.py in its folder",
@@ -143,8 +143,8 @@ class Engine(ConfiguredEngine):
         Raises:
             ValueError: The stage is not 3; a plain ``state_dict()`` serves there.
         """
-        if not self.policy.parameters_sharded:
-            raise ValueError(f"parameters are not sharded at zero_optimization.stage {self.policy.stage}; use module.state_dict()")
+        if not self.stage_policy.parameters_sharded:
+            raise ValueError(f"parameters are not sharded at zero_optimization.stage {self.stage_policy.stage}; use module.state_dict()")
         return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def wait_for_checkpoint(self) -> None:

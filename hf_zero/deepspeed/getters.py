@@ -154,13 +154,13 @@ METHODS: dict[str, Getter] = {
     "flops_profiler_top_modules": _profiler("top_modules"),
     "flops_profiler_detailed": _profiler("detailed"),
     "flops_profiler_output_file": _profiler("output_file"),
-    "zero_optimization": lambda engine: engine.policy.stage > 0,
-    "zero_optimization_stage": lambda engine: engine.policy.stage,
-    "zero_optimization_partition_gradients": lambda engine: engine.policy.stage >= 2,
-    "zero_optimization_partition_weights": lambda engine: engine.policy.stage >= 3,
+    "zero_optimization": lambda engine: engine.stage_policy.stage > 0,
+    "zero_optimization_stage": lambda engine: engine.stage_policy.stage,
+    "zero_optimization_partition_gradients": lambda engine: engine.stage_policy.stage >= 2,
+    "zero_optimization_partition_weights": lambda engine: engine.stage_policy.stage >= 3,
     # Below stage 3 a whole model is at hand, or slices of it are, of which the key, off by default, says nothing.
     "zero_gather_16bit_weights_on_model_save": lambda engine: (
-        not engine.policy.parameters_sharded or engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
+        not engine.stage_policy.parameters_sharded or engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
     ),
     "zero_offload_optimizer": lambda engine: engine.settings.zero_optimization.offload_optimizer,
     "zero_offload_param": lambda engine: engine.settings.zero_optimization.offload_param,

@@ -94,7 +94,7 @@ def initialize(
         engine.compile(**compiling)
     for hook in hooks.on_build:
         hook(engine)
-    log_rank0("%s", describe(engine.units, engine.policy, engine.collectives.topology, builder.offload))
+    log_rank0("%s", describe(engine.units, engine.stage_policy, engine.collectives.topology, builder.offload))
     if training_data is not None:
         engine.collate_fn = collate_fn
         engine.training_dataloader = engine.deepspeed_io(training_data, route=engine.training_route)

@@ -21,7 +21,7 @@ def norm_groups(optimizer: DeepSpeedOptimizer) -> list[torch.Tensor]:
     for group, tensors in parts.items():
         for part in tensors:
             squares[group] += part.double().square().sum().to(squares.device)
-    if engine.policy.optimizer_sharded:
+    if engine.stage_policy.optimizer_sharded:
         engine.collectives.all_reduce(squares, "norms of param groups").wait()
     return list(squares.sqrt().float())
 

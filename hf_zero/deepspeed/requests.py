@@ -59,7 +59,7 @@ def load_module_state_dict(
         StateError: State of the engine waits on the host.
     """
     engine.offloaded_states.require_none("load_module_state_dict()")
-    with GatheredParameters(list(engine.module.parameters()), modifier_rank=0, enabled=engine.policy.parameters_sharded):
+    with GatheredParameters(list(engine.module.parameters()), modifier_rank=0, enabled=engine.stage_policy.parameters_sharded):
         if custom_load_fn is not None:
             custom_load_fn(src=state_dict, dst=engine.module)
         else:
@@ -77,10 +77,11 @@ def no_sync(engine: ConfiguredEngine) -> Iterator[None]:
     Raises:
         StateError: The stage shards gradients, another such block is open, or (in ``step``) one steps inside.
     """
-    if not engine.policy.allows_deferral:
+    if not engine.stage_policy.allows_deferral:
         raise StateError(
             "no_sync context manager is incompatible with gradient partitioning, which zero_optimization.stage "
-            f"{engine.policy.stage} does: every backward reduces, because only shards are kept. Leave no_sync() out, or use stage 0 or 1"
+            f"{engine.stage_policy.stage} does: every backward reduces, because only shards are kept. Leave no_sync() "
+            "out, or use stage 0 or 1"
         )
     if engine.accumulation.in_no_sync:
         raise StateError("no_sync context manager reentry is unsupported: leave the block that is open first")
@@ -102,7 +103,7 @@ def coalesce_grad_reduction(engine: ConfiguredEngine) -> Iterator[None]:
         raise StateError("coalesce_grad_reduction() on an engine without optimizer: there are no gradients to reduce")
     with ConfiguredEngine.no_sync(engine):
         yield
-    if engine.accumulation.completed() and engine.policy.allows_deferral:
+    if engine.accumulation.completed() and engine.stage_policy.allows_deferral:
         engine.stepper.reducer.reduce_deferred()
 
 

@@ -17,4 +17,4 @@ def no_sync(method: Callable[..., AbstractContextManager[None]], accelerator: An
     """
     if not isinstance(model, Engine):
         return method(accelerator, model)
-    return CoreEngine.no_sync(model) if model.policy.allows_deferral else nullcontext()
+    return CoreEngine.no_sync(model) if model.stage_policy.allows_deferral else nullcontext()

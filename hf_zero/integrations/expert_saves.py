@@ -24,7 +24,7 @@ def get_state_dict(method: Callable[..., Any], accelerator: Any, model: Any, *ar
     """``Accelerator.get_state_dict``; of an engine with divided experts or layers the whole weights, on rank 0; collective then."""
     axes = getattr(getattr(model, "collectives", None), "topology", None)
     divided = getattr(axes, "expert", None) is not None or getattr(axes, "pipe", None) is not None
-    if divided and not model.policy.parameters_sharded:
+    if divided and not model.stage_policy.parameters_sharded:
         return model._consolidated_16bit_state_dict()
     found = method(accelerator, model, *args, **kwargs)
     for call in callers.running(callers.SAVE_MODEL)[:1]:

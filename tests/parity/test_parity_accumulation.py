@@ -77,7 +77,7 @@ def no_sync(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
         engine.backward(loss)
         engine.step()
     else:
-        with engine.no_sync() if engine.policy.allows_deferral else nullcontext():
+        with engine.no_sync() if engine.stage_policy.allows_deferral else nullcontext():
             loss = forward(engine, batch)
             engine.backward(loss)
     return loss.item()

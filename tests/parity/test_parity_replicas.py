@@ -161,7 +161,7 @@ def _all_inside(stage: int) -> None:
         def steps(engine: Any, batch: Batch, forward: Any, micro: int) -> float:
             loss = forward(engine, batch)
             if micro < 2:
-                with engine.no_sync() if engine.policy.allows_deferral else nullcontext():
+                with engine.no_sync() if engine.stage_policy.allows_deferral else nullcontext():
                     engine.backward(loss)
             else:
                 engine.set_gradient_accumulation_boundary(True)
