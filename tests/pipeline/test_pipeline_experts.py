@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hf_zero.core.units.tp_shard import tp_shard_of
 from tests.support import parity, ranks, zoo
-from tests.support.experts import build, build_listed, with_experts
-from tests.support.models import Batch, ModelCase
+from tests.support.experts import build, with_experts
+from tests.support.models import ModelCase
 from tests.support.parity import Run
 from tests.support.pipelines import check, check_schedule, replica, with_stages
 from tests.support.reads import loaded_under, saved_sizes
@@ -27,21 +26,11 @@ def case_of(name: str = MIXTRAL, **changes: object) -> ModelCase:
     return ModelCase(name, lambda: build(name, dict(changes)), lambda generator, rows: zoo.batch(name, generator, rows), zoo.loss)
 
 
-def listed() -> ModelCase:
-    """Experts in lists; the forward returns the loss."""
-
-    def forward(model: torch.nn.Module, batch: Batch) -> Tensor:
-        return model(**batch)
-
-    return ModelCase("a list of experts", build_listed, lambda generator, rows: zoo.batch(MIXTRAL, generator, rows), forward)
-
-
 def check_training() -> None:
-    """ZeRO's stages, of which 0 adds norms up otherwise; clipping, accumulation, parts of a batch; tied weights; a list; a schedule."""
+    """ZeRO's stages, of which 0 adds norms up otherwise; clipping, accumulation, parts of a batch; tied weights; a schedule."""
     for stage in (0, 2):
         check(case_of(num_hidden_layers=4), with_experts(Run(stage, accumulation=2, clip=0.1), 2), 2)
     check(case_of("Qwen3MoeForCausalLM", tie_word_embeddings=True), with_experts(Run(1, clip=0.1), 2), 2, micro_batches=1)
-    check(listed(), with_experts(Run(1, clip=0.1), 2), 2)
     check_schedule(case_of(num_hidden_layers=4), with_experts(Run(1, accumulation=4, clip=0.1), 2), 2, "1F1B")
 
 
