@@ -17,7 +17,8 @@ from hf_zero.config.batch import count_replicas_once
 from hf_zero.config.mesh import Mesh
 from hf_zero.expert_parallel.apply import divide_model
 from hf_zero.expert_parallel.find import modules_of_experts
-from hf_zero.pipeline.apply import divide_layers, plan_pipeline
+from hf_zero.expert_parallel.held import mark_again
+from hf_zero.pipeline.apply import divide_layers, plan_pipeline, put_forward
 from hf_zero.sequence_parallel.state import SequenceParallel, sequence_parallel_of
 from hf_zero.tensor_parallel.split import is_split, model_topology, split_model
 
@@ -90,8 +91,11 @@ def divide(model: nn.Module, source: dict[str, Any], axes: Axes) -> nn.Module:
         keeps = modules_of_experts(model) if axes.mesh.ep > 1 else ()
         model = split_model(model, source.get("tensor_parallel") or {}, axes.topology.layers, keeps=keeps)
     if pipeline is not None:
+        mark_again(model)
         divide_layers(model, pipeline, axes.topology)
     model = divide_model(model, axes.topology)
+    if pipeline is not None:
+        put_forward(model, pipeline, axes.topology)
     if axes.sequence is not None:
         axes.sequence.bind(model)
     return model

@@ -85,7 +85,7 @@ class Networks:
         return TwoHops(self.borrow(replace(axes, replicate=None)), self.borrow(axes.replicate))
 
     def stages(self, sets: list[tuple[int, ...]]) -> dict[tuple[int, ...], Collectives]:
-        """Networks of the stages of a pipeline that hold a parameter together, by these stages."""
+        """Networks of the stages of a pipeline that hold a parameter together, with replicas of its shards, by these stages."""
         return {stages: open_collectives(stages_together(self.topology, stages)) for stages in sets}
 
     def _open(self, topology: Topology, purpose: Purpose = "gathers") -> Collectives:

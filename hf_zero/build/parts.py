@@ -128,7 +128,8 @@ class PartsBuilder:
         trained = [unit for unit in units if unit.trainable]
         schedule = self._schedule(root, blocks)
         reducer = self._reducer(trained, isinstance(inner, OneBitAdam)) if inner is not None else None
-        runtime = Runtime(self.module, root, blocks, schedule, reducer)
+        # Blocks run many times for a step in a pipeline, and never under reentrant checkpointing, whose gradients cross no border.
+        runtime = Runtime(self.module, root, blocks, schedule, reducer, root_alone=self.topology.pipe is not None)
         scaler = policies.loss_scaler(self.config, self._scaler_kind) if inner is not None else self._scaler_kind(loss_scale=1.0)
         optimizer, stepper = None, None
         if inner is not None and reducer is not None:
@@ -140,7 +141,7 @@ class PartsBuilder:
         stays = {id(unit) for block in blocks if block.name in kept for unit in block.units}
         persist_and_reshard(units, stays, zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold)
         self._attach(runtime)
-        if schedule is not None or self.topology.expert is not None:
+        if schedule is not None or (self.topology.expert is not None and self.topology.pipe is None):
             self._attach_generation(runtime, units)
         return parts
 
@@ -182,7 +183,8 @@ class PartsBuilder:
         runtime.attach()
         if stages is not None:
             stages.begin_backward = partial(begin_inside, runtime.backward)
-            generates = WholeGeneration(stages, self.module, open_collectives(self.topology.pipe or self.topology))
+            pipe = open_collectives(self.topology.pipe or self.topology)
+            generates = WholeGeneration(stages, self.module, pipe, self.topology.expert is not None)
             generates.attach(self.module)
             runtime.keep(generates)
             runtime.keep(stages)
@@ -285,7 +287,7 @@ class PartsBuilder:
 
         def entry_of(unit: Unit) -> UnitGradients:
             own = of_experts if of_experts is not None and unit.collectives.topology.of_experts else exchange
-            others = replicas or tied.get(_stages_of(unit))
+            others = tied.get(_stages_of(unit)) or replicas  # replicas are among those of several stages
             return (
                 UnitGradients(unit, own, pool, place(unit)) if others is None else ReplicatedGradients(unit, own, pool, place(unit), others)
             )
@@ -324,7 +326,8 @@ class PartsBuilder:
         settings = policies.step_settings(self.config, self.precision, self.stage, max_norm)
         kind = OneBitStepper if isinstance(optimizer.inner, OneBitAdam) else Stepper
         # Where every rank has all of a unit, nobody has the squares of other ranks' experts.
-        experts = open_collectives(self.topology.expert) if self.topology.expert and not self.stage.optimizer_sharded else None
+        parts = self.topology.all_parts
+        experts = open_collectives(parts) if parts is not None and not self.stage.optimizer_sharded else None
         return kind(runtime, reducer, optimizer, scaler, self.collectives, settings, self.networks.model, experts)
 
 

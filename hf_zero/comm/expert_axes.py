@@ -12,7 +12,8 @@ def divide_experts(topology: Topology, size: int, key: str = "expert_parallel.au
     """``topology`` with its two axes of experts: ``size`` adjacent ranks hold all of them together; collective.
 
     Where several ranks hold each layer together, all of these are among the ``size``: they hold different experts, so that the ranks with
-    the same experts are on one data-parallel axis. Where there are shard groups, all experts are in each of them.
+    the same experts are on one data-parallel axis. Where there are shard groups, all experts are in each of them; in a pipeline, all
+    experts of a stage's layers are among its ranks.
 
     Args:
         topology: The axis that parameters are sharded over.
@@ -22,7 +23,8 @@ def divide_experts(topology: Topology, size: int, key: str = "expert_parallel.au
     Raises:
         ConfigError: ``size`` does not divide the ranks of the axis, with those that hold layers together with them.
     """
-    tensor = topology.model.world if topology.model is not None else 1
+    layers = topology.layers.model
+    tensor = layers.world if layers is not None else 1
     require_divisor(size, topology.world * tensor, key, "ranks that parameters are sharded over")
     if size == 1:
         return topology
@@ -30,21 +32,32 @@ def divide_experts(topology: Topology, size: int, key: str = "expert_parallel.au
     joint = divide_experts(topology.joint, size, key) if topology.joint is not None else None
     lines, places = lines_of(topology), size // tensor
     alike = [line[place::places] for line in lines for place in range(places)]
-    holders, sharers = divide_twice(topology.group, ("expert", size), alike, _together(topology, lines, places), topology.device)
+    together = _together(layers, lines, places)
+    holders, sharers = divide_twice(topology.group, ("expert", size), alike, together, topology.device)
     expert = axis_over(sharers, topology.device)
     replicate = replace(topology.replicate, joint=joint) if topology.replicate is not None else None
     same = replace(
         axis_over(holders, topology.device),
         model=topology.model,
+        pipe=topology.pipe,
+        tensor=topology.tensor,
         expert=expert,
         replicate=replicate,
         joint=joint.expert_data if joint is not None else None,
     )
-    return replace(topology, expert=expert, expert_data=same, replicate=replicate, joint=joint)
+    parts = _in_all_stages(topology, topology.pipe, size, together) if topology.pipe is not None else None
+    return replace(topology, expert=expert, expert_data=same, replicate=replicate, joint=joint, parts=parts)
 
 
-def _together(topology: Topology, lines: Lines, places: int) -> list[tuple[int, ...]]:
+def _in_all_stages(topology: Topology, pipe: Topology, size: int, together: Lines) -> Topology:
+    """The ranks that hold one model with all of its experts, stage by stage; collective."""
+    stages = {line[0]: line for line in lines_of_all(pipe.ranks)}
+    lines = [[stages[rank][stage] for stage in range(pipe.world) for rank in line] for line in together if line[0] in stages]
+    return axis_over(divide_twice(topology.group, ("experts of all stages", size), lines, lines, topology.device)[0], topology.device)
+
+
+def _together(layers: Topology | None, lines: Lines, places: int) -> list[tuple[int, ...]]:
     """The ranks that hold all experts: ``places`` neighbours of an axis, each with those that hold layers together with it; collective."""
-    beside = {rank: line for line in lines_of_all(topology.model.ranks) for rank in line} if topology.model is not None else {}
+    beside = {rank: line for line in lines_of_all(layers.ranks) for rank in line} if layers is not None else {}
     runs = [line[start : start + places] for line in lines for start in range(0, len(line), places)]
     return list(dict.fromkeys(tuple(found for rank in run for found in beside.get(rank, [rank])) for run in runs))

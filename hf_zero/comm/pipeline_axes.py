@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hf_zero.comm.bootstrap import init_distributed
 from hf_zero.comm.device import default_device
-from hf_zero.comm.process_groups import divide_twice
+from hf_zero.comm.process_groups import divide_twice, lines_of_all
 from hf_zero.comm.topology import Topology, all_ranks, axis_over, join_topologies, newest_is, require_divisor
 
 
@@ -42,16 +42,18 @@ def divide_stages(stages: int, tensor: int = 1) -> Topology:
 
 
 def stages_together(topology: Topology, stages: Sequence[int]) -> Topology:
-    """The ranks of some ``stages`` on the pipe axis through this rank, one of those stages among them; collective over all ranks.
+    """The ranks of some ``stages`` on the pipe axis through this rank, each with the replicas of its shards; collective over all ranks.
 
     Args:
         topology: Axes with that of a pipeline.
-        stages: Rising.
+        stages: Rising; this rank is in one of them, or alone with its replicas.
     """
-    pipe = topology.pipe
+    pipe, replicas = topology.pipe, topology.replicate
     assert pipe is not None
-    size, ranks = dist.get_world_size() // pipe.world, range(dist.get_world_size() // pipe.world)
-    lines = [[stage * size + place for stage in stages] for place in ranks]
-    alone = [[stage * size + place] for stage in range(pipe.world) if stage not in stages for place in ranks]
-    group, _ = divide_twice(all_ranks(), ("together", tuple(stages)), [*lines, *alone], [*lines, *alone], topology.device)
+    size = dist.get_world_size() // pipe.world
+    places = [[place] for place in range(size)] if replicas is None else [line for line in lines_of_all(replicas.ranks) if line[0] < size]
+    lines = [[stage * size + place for stage in stages for place in line] for line in places]
+    alone = [[stage * size + place for place in line] for stage in range(pipe.world) if stage not in stages for line in places]
+    key = "together", tuple(stages), len(places)
+    group, _ = divide_twice(all_ranks(), key, [*lines, *alone], [*lines, *alone], topology.device)
     return axis_over(group, topology.device)

@@ -35,12 +35,13 @@ class Topology:
         sequence: The ranks that hold slices of the same sequences; None where sequences are whole.
         replicate: The ranks that hold the same shards, one of each shard group; None where the axis is all data-parallel ranks.
         joint: All data-parallel ranks, which the axis is a part of; None where it is all of them.
-        expert: The ranks that hold all experts between them (expert parallelism): some of the axis, each with its model axis; None where
-            each has all.
+        expert: The ranks that hold all experts of a layer between them (expert parallelism): some of the axis, each with those that hold
+            layers together with it; None where each has all.
         expert_data: The ranks of the axis that hold the same experts; None likewise, and on that axis itself.
         script_group: The script's group of the same ranks, where ``group`` is one of the engine's own.
         pipe: The stages of a pipeline: the ranks of the model axis that have this one's place in their stage; None without a pipeline.
         tensor: In a pipeline, the ranks that hold each layer of this stage together; None where each holds them all.
+        parts: In a pipeline with experts, the ranks that hold all parts of one model between them: those of ``expert`` in every stage.
     """
 
     group: dist.ProcessGroup
@@ -57,6 +58,7 @@ class Topology:
     script_group: dist.ProcessGroup | None = None
     pipe: Topology | None = None
     tensor: Topology | None = None
+    parts: Topology | None = None
 
     def axis(self, name: Axis) -> Topology | None:
         """The axis of that name through this rank."""
@@ -79,10 +81,16 @@ class Topology:
 
     @property
     def expert_places(self) -> int:
-        """How many neighbours on the data-parallel axis hold all experts, with the model axis of each; 1 where each has all."""
+        """How many neighbours on the data-parallel axis hold all experts of a layer; 1 where each has all."""
         if self.expert is None:
             return 1
-        return self.expert.world // (self.model.world if self.model is not None else 1)
+        layers = self.layers.model
+        return self.expert.world // (layers.world if layers is not None else 1)
+
+    @property
+    def all_parts(self) -> Topology | None:
+        """The ranks that hold one model between them where that is more than the model axis: with its experts; None without experts."""
+        return self.parts or self.expert
 
     @property
     def of_experts(self) -> bool:

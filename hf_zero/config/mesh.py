@@ -272,23 +272,16 @@ def _require_served(claims: Sequence[Claim], sizes: Mapping[str, int]) -> None:
         )
 
 
-_BESIDE_PIPELINES = {
-    "sp": "sequence parallelism",
-    EXPERT: "expert parallelism",
-    "dp_replicate": "shard groups",
-    SHARD_GROUP: "shard groups",
-}
-
-
 def _require_served_pipeline(claims: Sequence[Claim], sizes: Mapping[str, int]) -> None:
-    """Stages of a pipeline go with data and tensor parallelism."""
+    """Stages of a pipeline go with all axes but that of sequences, whose slices know nothing of parts of a batch."""
     if sizes.get("pp", 1) == 1:
         return
-    other = next((claim for claim in claims if claim.axis in _BESIDE_PIPELINES and claim.size > 1), None)
+    other = next((claim for claim in claims if claim.axis == "sp" and claim.size > 1), None)
     if other is not None:
         raise UnsupportedError(
-            f"a pipeline of {sizes['pp']} stages and {_BESIDE_PIPELINES[other.axis]} ({other}) cannot be combined; data and tensor "
-            f"parallelism go with pipelines. The mesh is described by\n{_listed(claims)}"
+            f"a pipeline of {sizes['pp']} stages and sequence parallelism ({other}) cannot be combined: losses of slices are joined by the "
+            "script over a whole batch, and a pipeline computes it in parts. Data, tensor and expert parallelism and shard groups go with "
+            f"pipelines; for long sequences tensor parallelism divides activations too. The mesh is described by\n{_listed(claims)}"
         )
 
 

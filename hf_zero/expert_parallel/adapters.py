@@ -16,10 +16,9 @@ from torch import nn
 
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.tp_shard import TpShard, is_expert, whole_shape
-from hf_zero.core.units.unit import full_shape
+from hf_zero.core.units.tp_shard import TpShard, is_expert
 from hf_zero.errors import StateError, UnsupportedError
-from hf_zero.expert_parallel.find import StackedExperts, wrappers_of
+from hf_zero.expert_parallel.find import StackedExperts, shape_of_all, wrappers_of
 from hf_zero.expert_parallel.kept import keep
 
 _MATRICES = ("lora_A", "lora_B")
@@ -41,9 +40,9 @@ def check_adapters(layer: StackedExperts) -> None:
             )
         stacked = _is_stacked(layer, wrapper)
         for a, b in _pairs(layer, wrapper):
-            rows, columns = full_shape(a)[0], full_shape(b)[1]
+            rows, columns = shape_of_all(a)[0], shape_of_all(b)[1]
             whole = wrapper.num_experts == layer.count and rows == columns and rows % layer.count == 0
-            if not (whole if stacked else full_shape(b)[0] == layer.count):
+            if not (whole if stacked else shape_of_all(b)[0] == layer.count):
                 raise _made_late(layer.path, wrapper)
 
 
@@ -91,12 +90,12 @@ def divide_adapters(layer: StackedExperts, own: Range) -> None:
         stacked = _is_stacked(layer, wrapper)
         for a, b in _pairs(layer, wrapper):
             if stacked:
-                rows = full_shape(a)[0]
+                rows = shape_of_all(a)[0]
                 rank = rows // layer.count
-                keep(a, TpShard(full_shape(a), 0, (Range(own.start * rank, own.stop * rank),), expert=True))
-                keep(b, TpShard(full_shape(b), 1, tuple(own.shift(start) for start in range(0, rows, layer.count)), expert=True))
+                keep(a, TpShard(shape_of_all(a), 0, (Range(own.start * rank, own.stop * rank),), expert=True))
+                keep(b, TpShard(shape_of_all(b), 1, tuple(own.shift(start) for start in range(0, rows, layer.count)), expert=True))
             else:
-                keep(b, TpShard(full_shape(b), 0, (own,), expert=True))
+                keep(b, TpShard(shape_of_all(b), 0, (own,), expert=True))
         for matrix in (found for name in _MATRICES for found in getattr(wrapper, name).values()):
             guard_state_dict(matrix)
         if stacked:
@@ -125,4 +124,4 @@ def _pairs(layer: StackedExperts, wrapper: Any) -> Iterator[_Pair]:
 def _is_stacked(layer: StackedExperts, wrapper: Any) -> bool:
     """Whether the adapter has a product for each expert, not one for all."""
     param = layer.params.get(wrapper.parameter_name)
-    return param is not None and len(whole_shape(param) or full_shape(param)) == 3
+    return param is not None and len(shape_of_all(param)) == 3

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import chain
 
-import torch
 from torch import nn
 
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.topology import Topology
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.tp_shard import TpShard, is_expert, tp_shard_of, whole_shape
+from hf_zero.core.units.tp_shard import TpShard, is_elsewhere, is_expert, is_part
 from hf_zero.core.units.unit import find_unit, full_shape
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.expert_parallel import stacked
 from hf_zero.expert_parallel.adapters import check_adapters, check_adapters_beside_split_layers, divide_adapters, require_divided
 from hf_zero.expert_parallel.dispatch import Shares
-from hf_zero.expert_parallel.find import ExpertLayer, ListedExperts, StackedExperts, find_experts
+from hf_zero.expert_parallel.find import ExpertLayer, ListedExperts, StackedExperts, find_experts, shape_of_all
 from hf_zero.expert_parallel.held import held_layers, held_of, let_go
 from hf_zero.expert_parallel.kept import keep
 from hf_zero.expert_parallel.listed import ListedLayer
@@ -79,7 +78,8 @@ def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
         raise StateError(
             "some ranks have loaded their own experts alone, others have not: call from_pretrained on every rank, under one configuration"
         )
-    tensor = open_collectives(topology.model) if topology.model is not None else None
+    together = topology.layers.model
+    tensor = open_collectives(together) if together is not None else None
     layers = find_experts(model)
     for layer in layers:
         _check(layer, collectives.world)
@@ -136,13 +136,13 @@ def _divide(layer: ExpertLayer, shares: Shares) -> None:
         for module in expert.modules():
             guard_state_dict(module)
         for param in expert.parameters():
-            keep(param, _part(param, Range(0, (whole_shape(param) or full_shape(param))[0] if first <= index < stop else 0)))
+            keep(param, _part(param, Range(0, shape_of_all(param)[0] if first <= index < stop else 0)))
     ListedLayer(layer.module, layer.path, layer.experts, shares)
 
 
 def _part(param: nn.Parameter, own: Range) -> TpShard:
     """The entries ``own`` along the first dimension."""
-    return TpShard(torch.Size(full_shape(param)), 0, (own,) if own.numel else (), expert=True)
+    return TpShard(shape_of_all(param), 0, (own,) if own.numel else (), expert=True)
 
 
 def _check(layer: ExpertLayer, ranks: int) -> None:
@@ -171,7 +171,7 @@ def _check_beside_split_layers(model: nn.Module, layers: Iterable[ExpertLayer]) 
     plan, names = plan_of(model), {id(param): name for name, param in model.named_parameters()}
     for layer in layers:
         for param in _params(layer):
-            if tp_shard_of(param) is not None and not is_expert(param):
+            if is_part(param) and not is_expert(param) and not is_elsewhere(param):
                 raise StateError(
                     f"{names[id(param)]} was divided by tensor parallelism before expert parallelism was known of: leave tp_model_init and "
                     "tp_plan out (initialize divides both, as the configuration says), or give deepspeed.tp_model_init this configuration"

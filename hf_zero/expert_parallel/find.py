@@ -112,7 +112,7 @@ def _stacked(model: nn.Module) -> Iterator[StackedExperts]:
     for path, module in model.named_modules():
         count = _count_of(module)
         params = {name: param for name, param in module._parameters.items() if param is not None and _has_entry_each(param, count)}
-        if not any(len(_shape(param)) >= 3 for param in params.values()):
+        if not any(len(shape_of_all(param)) >= 3 for param in params.values()):
             _refuse_parametrized(path, module)
             continue
         if not chooses_implementation(module):
@@ -138,11 +138,11 @@ def _count_of(module: nn.Module) -> int:
 
 
 def _has_entry_each(param: nn.Parameter, count: int) -> bool:
-    shape = _shape(param)
+    shape = shape_of_all(param)
     return count > 1 and len(shape) > 0 and shape[0] == count
 
 
-def _shape(param: nn.Parameter) -> torch.Size:
+def shape_of_all(param: nn.Parameter) -> torch.Size:
     """Of all experts, also where this rank has loaded its own alone."""
     return whole_shape(param) or full_shape(param)
 
@@ -191,5 +191,5 @@ _NO_FORWARD = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
 
 def _alike(experts: tuple[nn.Module, ...]) -> bool:
     """Whether all are of one class with parameters of the same names and shapes; they have some."""
-    shapes = [{name: tuple(_shape(param)) for name, param in expert.named_parameters()} for expert in experts]
+    shapes = [{name: tuple(shape_of_all(param)) for name, param in expert.named_parameters()} for expert in experts]
     return bool(shapes[0]) and all(type(expert) is type(experts[0]) for expert in experts) and all(found == shapes[0] for found in shapes)

@@ -17,7 +17,7 @@ from torch import nn
 from hf_zero.core.units.held import called_before_engine, guard, release
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.registration import unregister
-from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard
+from hf_zero.core.units.tp_shard import TpShard, is_elsewhere, mark_tp_shard
 from hf_zero.core.units.unit import full_shape
 from hf_zero.expert_parallel.find import ExpertLayer, StackedExperts
 
@@ -112,6 +112,12 @@ def held_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Held]]:
             yield path, module, held
 
 
+def mark_again(model: nn.Module) -> None:
+    """Marks the parameters of layers that were loaded with this rank's experts alone, of which ``model`` may be a copy."""
+    for _ in held_layers(model):
+        pass
+
+
 def let_go(module: nn.Module) -> None:
     """Takes the note and the guard off: the layer is an engine's now."""
     module.__dict__.pop(_HELD, None)
@@ -120,7 +126,9 @@ def let_go(module: nn.Module) -> None:
 
 def _mark(module: nn.Module, held: Held) -> None:
     for name, part in held.parts.items():
-        mark_tp_shard(module.get_parameter(name), part)
+        param = module.get_parameter(name)
+        if not is_elsewhere(param):
+            mark_tp_shard(param, part)
 
 
 def _refuse_held(module: nn.Module, *_: Any) -> None:

@@ -27,6 +27,7 @@ class Load:
         config: How transformers is to load it.
         args: The method's further arguments.
         kwargs: Those by name.
+        values: What is to be loaded, by names in the files, where somebody has left something out already; None is all that is there.
     """
 
     method: Callable[..., Any]
@@ -36,6 +37,7 @@ class Load:
     config: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    values: dict[str, Any] | None = None
 
     @property
     def may_be_parted(self) -> bool:
@@ -47,6 +49,10 @@ class Load:
     def whole(self) -> Any:
         """The call as it is."""
         return self.method(self.model, self.state_dict, self.files, self.config, *self.args, **self.kwargs)
+
+    def open(self, stack: ExitStack) -> dict[str, Any]:
+        """What is to be loaded, of which nothing has been read."""
+        return open_slices(stack, self.files) if self.values is None else self.values
 
     def of(self, values: dict[str, Any]) -> Any:
         """The call with ``values``, by their names in the files, in place of all that is there."""

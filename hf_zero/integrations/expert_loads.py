@@ -9,9 +9,9 @@ every rank reads its experts itself. A layer whose tensors are saved in another 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from hf_zero.build.mesh import expert_ranks
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.expert_parallel.find import ExpertLayer, StackedExperts, present_experts
 from hf_zero.expert_parallel.held import Held, Place, hold, make_room
-from hf_zero.integrations.checkpoint_slices import Load, Sources, converters_of, open_slices, sources_of
+from hf_zero.integrations.checkpoint_slices import Load, Sources, converters_of, sources_of
 from hf_zero.integrations.distributed_config import claims_of_load
 
 _MERGE, _TRANSPOSE = "MergeModulelist", "Transpose"
@@ -66,8 +66,12 @@ class _Share:
     params: set[str] = field(default_factory=set)
 
 
-def load_experts(load: Load) -> Any:
+def load_experts(load: Load, rest_of: Callable[[Load], Any]) -> Any:
     """Loads this rank's experts and everything else; see [Note: reading a share].
+
+    Args:
+        load: The call.
+        rest_of: Leaves more out of what other ranks' experts have been left out of; None where it leaves nothing out.
 
     Returns:
         What ``load.whole()`` does; None, with nothing read, where experts will not be divided or cannot be told apart.
@@ -76,18 +80,23 @@ def load_experts(load: Load) -> Any:
     if not layers:
         return None
     with ExitStack() as files:
-        slices = open_slices(files, load.files)
+        slices = load.open(files)
         share = _share(load.model, layers, place, slices, load.config)
         if not share.held:
             return None
         rest = {name: found for name, found in slices.items() if name not in share.names}
-        found = _load_apart(load, share, rest) if _sharded_already() else load.of({**rest, **share.values})
+        found = _load_apart(load, share, rest) if _sharded_already() else _load_with(load, {**rest, **share.values}, rest_of)
     found[0].missing_keys -= share.params
     for module, held in share.held:
         hold(module, held)
         for name, part in held.parts.items():
             module.get_parameter(name).ds_shape = part.full_shape  # type: ignore[attr-defined]  # peft makes adapters of this shape
     return found
+
+
+def _load_with(load: Load, values: dict[str, Any], rest_of: Callable[[Load], Any]) -> Any:
+    found = rest_of(replace(load, values=values))
+    return found if found is not None else load.of(values)
 
 
 def _to_divide(model: nn.Module) -> tuple[list[ExpertLayer], Place]:

@@ -48,11 +48,10 @@ def load_weights(
     from hf_zero.integrations.expert_loads import load_experts
     from hf_zero.integrations.stage_loads import load_stage
 
-    for part in (load_experts, load_stage):
-        found = part(load)
-        if found is not None:
-            return found
-    return load.whole()
+    found = load_experts(load, load_stage)
+    if found is None:
+        found = load_stage(load)
+    return found if found is not None else load.whole()
 
 
 def _configuration_in_use() -> bool:

@@ -20,7 +20,7 @@ from torch import nn
 from hf_zero.build.mesh import pipeline_ranks
 from hf_zero.config.schema.parallel import Pipeline as Settings
 from hf_zero.errors import HfZeroError
-from hf_zero.integrations.checkpoint_slices import Load, Sources, converters_of, open_slices, sources_of
+from hf_zero.integrations.checkpoint_slices import Load, Sources, converters_of, sources_of
 from hf_zero.integrations.distributed_config import claims_of_load
 from hf_zero.observe import log_rank0
 from hf_zero.pipeline.apply import placement_of
@@ -53,7 +53,7 @@ def load_stage(load: Load) -> Any:
     if cuts is None:
         return None
     with ExitStack() as files:
-        slices = open_slices(files, load.files)
+        slices = load.open(files)
         left_out = dict(_left_out(cuts, sources_of(load.model, slices, load.config), converters_of(load.config)))
         if not left_out:
             return None

@@ -87,7 +87,7 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
 
     Raises:
         ConfigError: More stages than blocks, or a ``partition_method`` that is none.
-        UnsupportedError: The model's forward cannot be cut.
+        UnsupportedError: The model's forward cannot be cut; or experts would be divided beside a list of layers.
         StateError: It is divided already, over other ranks; or it was loaded by stages for other ones, or not so on every rank.
     """
     present, pipe = pipeline_of(model), topology.pipe
@@ -112,6 +112,11 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
         )
     settings = Settings.model_validate(section)
     if isinstance(model, DividesItself):
+        if topology.expert is not None:
+            raise UnsupportedError(
+                "expert_parallel and a PipelineModule cannot be combined: each stage has made its own layers alone, and whether others "
+                "have experts is not known there. Give initialize the model itself, with pipeline.stages, or leave expert_parallel out"
+            )
         return Pipeline(model.pipeline_plan(), Placement(pipe.world, pipe.world), model, pipe.ranks, None, schedule_of(settings))
     collectives = open_collectives(topology.model or pipe)
     with looking_aside():
@@ -170,7 +175,7 @@ def _agree(collectives: Collectives, model: nn.Module, stages: int, method: str,
 
 
 def divide_layers(model: nn.Module, pipeline: Pipeline, topology: Topology) -> None:
-    """Keeps what this rank's stage holds of ``model``, and puts the pipeline in the place of its forward; collective.
+    """Keeps what this rank's stage holds of ``model``; collective.
 
     Args:
         model: The module that ``pipeline`` was planned for; tensor parallelism may have split it since.
@@ -178,16 +183,9 @@ def divide_layers(model: nn.Module, pipeline: Pipeline, topology: Topology) -> N
         topology: The engine's axes.
     """
     pipe, everyone = topology.pipe, topology.model
-    if pipe is None or everyone is None:
+    if pipe is None or everyone is None or pipeline_of(model) is not None:
         return
-    if pipeline_of(model) is None:
-        _keep_own(model, pipeline, topology, pipe, open_collectives(everyone))
-    if not isinstance(model, DividesItself) and pipelined(model) is None:
-        _put_forward(model, pipeline, topology, pipe, open_collectives(everyone))
-
-
-def _keep_own(model: nn.Module, pipeline: Pipeline, topology: Topology, pipe: Topology, collectives: Collectives) -> None:
-    """Keeps what this rank's stage holds."""
+    collectives = open_collectives(everyone)
     held_by = pipeline.held_by
     if isinstance(model, DividesItself) or pipeline.by_stage:
         equal_where_shared(model, held_by, open_collectives(pipe))
@@ -201,12 +199,18 @@ def _keep_own(model: nn.Module, pipeline: Pipeline, topology: Topology, pipe: To
     setattr(model, _PIPELINE, pipeline)
 
 
-def _put_forward(model: nn.Module, pipeline: Pipeline, topology: Topology, pipe: Topology, collectives: Collectives) -> None:
-    """Puts the pipeline in the place of the model's forward."""
+def put_forward(model: nn.Module, pipeline: Pipeline, topology: Topology) -> None:
+    """Puts the pipeline in the place of the forward of ``model``, which is divided in every way; collective."""
+    pipe, everyone = topology.pipe, topology.model
+    if pipe is None or everyone is None or isinstance(model, DividesItself) or pipelined(model) is not None:
+        return
+    collectives = open_collectives(everyone)
+    beside = open_collectives(topology.expert) if topology.expert is not None else None
     paths = list(dict.fromkeys(call.path for call in pipeline.plan.calls))
     own = OwnStages(model, pipeline.placement, pipe.rank, paths, Templates(pipeline.skeleton), topology.device)
     planned = partial(_plan_for, pipeline)
-    model.forward = PipelinedForward(own, open_collectives(pipe), collectives, pipeline.micro_batches, pipeline.schedule, planned)
+    settings = pipeline.micro_batches, pipeline.schedule, planned, beside
+    model.forward = PipelinedForward(own, open_collectives(pipe), collectives, *settings)
     equal_random_state(collectives)
     SameData(model, collectives)
     log_rank0("%s", summary(pipeline.plan, model))
@@ -227,7 +231,7 @@ def _keep(param: nn.Parameter, holders: tuple[int, ...], pipe: Topology, tensor_
     part = tp_shard_of(param) or TpShard(param.shape, 0, (Range(0, param.shape[0]),), ((Range(0, param.shape[0]), tensor_ranks),))
     if pipe.rank not in holders:
         param.data = param.data[:0].clone(memory_format=torch.contiguous_format) if part.dim == 0 else _emptied(param, part.dim)
-        mark_tp_shard(param, replace(part, ranges=(), copies=()))
+        mark_tp_shard(param, replace(part, ranges=(), copies=(), elsewhere=True))
         return
     several = len(holders) > 1
     copies = _counted(part, param.shape[part.dim], len(holders))
@@ -258,4 +262,4 @@ def summary(plan: PipelinePlan, model: nn.Module) -> str:
     return f"pipeline of {plan.stages} stages for {type(model).__name__}: {told}{shared}"
 
 
-__all__ = ["Pipeline", "divide_layers", "pipeline_of", "pipelined", "plan_pipeline"]
+__all__ = ["Pipeline", "divide_layers", "pipeline_of", "pipelined", "plan_pipeline", "put_forward"]

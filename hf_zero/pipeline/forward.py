@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -67,6 +68,8 @@ class PipelinedForward:
         wanted: Parts of a batch; None takes what divides it.
         schedule: Of ``train``.
         plan_for: Makes the plan for a call, from its arguments.
+        beside: Ranks that train on other samples and whose modules compute with this one's (experts), so that parts of their batches go
+            through side by side; None where each computes alone.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class PipelinedForward:
         wanted: int | None,
         schedule: str,
         plan_for: Callable[[Mapping[str, Any]], PipelinePlan],
+        beside: Collectives | None = None,
     ) -> None:
         self.begin_backward: Callable[[int], None] = lambda parts: None
         self.parts = 1
@@ -88,6 +92,7 @@ class PipelinedForward:
         self._scheduler = Scheduler(own.placement, pipe, schedule)
         self._borders: dict[Any, Border] = {}
         self._plan_for = plan_for
+        self._beside = beside
         self._kinds: dict[Any, _Kind] = {}
         self._engines = 0
         self._original = own.model.forward
@@ -124,7 +129,7 @@ class PipelinedForward:
         if self.whole:
             return self._original(*args, **kwargs)
         given = self._arguments(args, kwargs)
-        rows = micro_batches.rows_of(given)
+        rows = self._common(micro_batches.rows_of(given))
         count = micro_batches.count_for(rows, self._wanted, self._pipe.world)
         kind = self._kind_of(given, count)
         self.parts = count if kind.weighs is not None else 1
@@ -197,6 +202,10 @@ class PipelinedForward:
             given["use_cache"] = False
         return given
 
+    def _common(self, rows: int) -> int:
+        """Rows whose divisors are those of every rank's batch that goes side by side with this one's; collective over these."""
+        return rows if self._beside is None else math.gcd(*self._beside.gather_objects(rows, "rows of a batch"))
+
     # -- kinds of calls -------------------------------------------------------------------------------------------------
 
     def _kind_of(self, given: Mapping[str, Any], count: int) -> _Kind:
@@ -207,12 +216,17 @@ class PipelinedForward:
         device = self._own.device.type
         autocast = torch.is_autocast_enabled(device)
         key = (repr((shapes, others, autocast and torch.get_autocast_dtype(device))), self._own.model.training, count > 1)
-        if key not in self._kinds:
+        if self._is_new(key):
             self._own.templates.follow(self._own.model)
             plan = self._plan_for(micro_batches.split(given, count)[0])
             types = BorderTypes(autocast)
             self._kinds[key] = _Kind(plan, self._find_weights(plan, given, count, types) if count > 1 else "sum", types)
         return self._kinds[key]
+
+    def _is_new(self, key: Any) -> bool:
+        """Whether a kind is to be found; together where ranks compute side by side, because that runs the model."""
+        new = key not in self._kinds
+        return new if self._beside is None else self._beside.any_rank(new, "a new kind of batch")
 
     def _find_weights(self, plan: PipelinePlan, given: Mapping[str, Any], count: int, types: BorderTypes) -> str | None:
         """How the losses of parts add up, tried with this batch and no dropout; None where they do not.
@@ -228,6 +242,8 @@ class PipelinedForward:
         if self._last and all(micro_batches.mergeable(part, micro_batches.rows_of(given) // count) for part in parts):
             found = self._agreeing(whole[0], parts, micro_batches.split(given, count), micro_batches.ways_to_weigh(given))
         found = self._pipe.broadcast_object(found, self._source, "how losses of parts add up")
+        if self._beside is not None and self._beside.any_rank(found is None, "how losses of parts add up"):
+            found = None  # parts go through side by side
         if found is None:
             log_rank0(
                 "pipeline: the result of %s for a batch is not made of results for parts of it; each batch goes through the %d stages as a "

@@ -27,10 +27,12 @@ class WholeGeneration(StandsBefore):
         forward: The pipeline in the place of the module's forward.
         module: The user's module.
         pipe: The ranks of the pipeline.
+        synced: Ranks run their forwards together: they hold experts for each other.
     """
 
-    def __init__(self, forward: PipelinedForward, module: nn.Module, pipe: Collectives) -> None:
+    def __init__(self, forward: PipelinedForward, module: nn.Module, pipe: Collectives, synced: bool = False) -> None:
         super().__init__()
+        self.synced = synced
         self._forward = forward
         self._module = module
         self._pipe = pipe
@@ -67,7 +69,8 @@ class WholeGeneration(StandsBefore):
                 continue
             mine = name in own
             value = param.data.contiguous() if mine else param.data.new_empty(held[source][name])
-            self._pipe.broadcast(value.view(-1), source, name)
+            if value.numel():  # none of an expert that another rank has
+                self._pipe.broadcast(value.view(-1), source, name)
             if not mine:
                 brought.append((param, param.data))
                 param.data, numel = value, numel + value.nbytes

@@ -68,7 +68,7 @@ def hold(model: nn.Module, plan: PipelinePlan, names: Iterable[str]) -> None:
         note.elsewhere = (*note.elsewhere, leaf)
         guard(owner, _refuse)
         param = owner.get_parameter(leaf)
-        mark_tp_shard(param, TpShard(param.shape, 0, ()))
+        mark_tp_shard(param, TpShard(param.shape, 0, (), elsewhere=True))
 
 
 def is_held(model: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,6 +89,6 @@ class ModelStage:
         return tuple(self.types.of(self.index - 1, found))
 
 
-def _kind_of(call: Mapping[str, Any]) -> str:
+def _kind_of(call: Mapping[str, Any]) -> Hashable:
     """What shapes and types at the borders depend on, beside the plan: those of the arguments."""
-    return repr(sorted((name, tuple(value.shape), str(value.dtype)) for name, value in call.items() if isinstance(value, torch.Tensor)))
+    return frozenset((name, value.shape, value.dtype) for name, value in call.items() if isinstance(value, torch.Tensor))

@@ -19,7 +19,7 @@ from torch import nn
 from hf_zero.core.units.tp_shard import is_elsewhere
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.pipeline.plan import Crossing, PipelinePlan, Placement
-from hf_zero.pipeline.templates import Templates, placeholder
+from hf_zero.pipeline.templates import Templates
 from hf_zero.pipeline.trees import map_tensors
 from hf_zero.tensor_parallel.call_arguments import tensors_in
 
@@ -157,9 +157,9 @@ class Run:
         self._receive = receive
         self._place = 0
         self._values: dict[Crossing, torch.Tensor] = {}
-        self._incoming = _by_call(plan.crossings[index - 1]) if index > 0 else {}
-        self._outgoing = _by_call(plan.crossings[index]) if index < plan.stages - 1 else {}
-        self._changed = _by_call(plan.changed)
+        self._incoming = plan.crossings_by_call[index - 1]  # of the first stage: those behind the last one, which are none
+        self._outgoing = plan.crossings_by_call[index]
+        self._changed = plan.changed_by_call
         self._grad = torch.is_grad_enabled()
         self._inside = False  # an item runs: what it calls is its own affair
 
@@ -191,7 +191,7 @@ class Run:
             tensors = [tensor for _, tensor in tensors_in(result)]
             for crossing in self._outgoing[place]:
                 self._values[crossing] = tensors[crossing.leaf]
-        return self._copied(result, {crossing.leaf for crossing in self._changed[place]}) if place in self._changed else result
+        return self._copied(result, self._changed[place]) if place in self._changed else result
 
     def _refuse_reentrant(self, path: str) -> None:
         """What crosses a border must bring gradients back; a model that switches them off itself wants none."""
@@ -215,16 +215,19 @@ class Run:
 
     def _stand_in(self, path: str, place: int, args: Any, kwargs: Any) -> Any:
         """What a call of an earlier stage returns here."""
-        template = self._own.templates.result(path, args, kwargs)
+        templates, device = self._own.templates, self._own.device
+        if place not in self._incoming:
+            return templates.stand_in(path, args, kwargs, device)
+        template = templates.result(path, args, kwargs)
         metas = [tensor for _, tensor in tensors_in(template)]
-        leaves = [crossing.leaf for crossing in self._incoming.get(place, ())]
-        arrived = dict(zip(leaves, self._receive([metas[leaf] for leaf in leaves]) if leaves else (), strict=True))
+        leaves = [crossing.leaf for crossing in self._incoming[place]]
+        arrived = dict(zip(leaves, self._receive([metas[leaf] for leaf in leaves]), strict=True))
         self.received += arrived.values()
         counted = iter(range(len(metas)))
 
         def fill(meta: torch.Tensor) -> torch.Tensor:
             leaf = next(counted)
-            return arrived[leaf] if leaf in arrived else placeholder(meta, self._own.device)
+            return arrived[leaf] if leaf in arrived else templates.placeholder(meta, device)
 
         return map_tensors(template, fill)
 
@@ -239,13 +242,6 @@ class Run:
                 f"pipeline: the model's forward ended before it called {self._plan.calls[self._place].path}: its modules do not run in the "
                 "order that was found without values. Leave pipeline.stages out for this model"
             )
-
-
-def _by_call(crossings: Sequence[Crossing]) -> dict[int, list[Crossing]]:
-    found: dict[int, list[Crossing]] = {}
-    for crossing in crossings:
-        found.setdefault(crossing.call, []).append(crossing)
-    return found
 
 
 def give_back(module: nn.Module, original: Callable[..., Any]) -> None:

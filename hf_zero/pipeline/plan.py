@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 
@@ -60,8 +61,22 @@ class PipelinePlan:
 
     def span(self, stage: int) -> range:
         """Positions in ``calls`` of those that ``stage`` runs."""
-        mine = [place for place, call in enumerate(self.calls) if call.stage == stage]
-        return range(mine[0], mine[-1] + 1) if mine else range(0)
+        return self._spans[stage]
+
+    @cached_property
+    def _spans(self) -> list[range]:
+        found = [[place for place, call in enumerate(self.calls) if call.stage == stage] for stage in range(self.stages)]
+        return [range(mine[0], mine[-1] + 1) if mine else range(0) for mine in found]
+
+    @cached_property
+    def crossings_by_call(self) -> list[dict[int, list[Crossing]]]:
+        """Per border, what goes over it by the call whose result it is part of; nothing goes over a last one, behind the last stage."""
+        return [_by_call(border) for border in (*self.crossings, ())]
+
+    @cached_property
+    def changed_by_call(self) -> dict[int, set[int]]:
+        """Leaves of ``changed`` by their call."""
+        return {call: {crossing.leaf for crossing in found} for call, found in _by_call(self.changed).items()}
 
     def to_dict(self) -> dict[str, Any]:
         """As values of JSON."""
@@ -77,6 +92,13 @@ class PipelinePlan:
             {name: tuple(stages) for name, stages in content["holders"].items()},
             tuple(Crossing(**crossing) for crossing in content["changed"]),
         )
+
+
+def _by_call(crossings: Iterable[Crossing]) -> dict[int, list[Crossing]]:
+    found: dict[int, list[Crossing]] = {}
+    for crossing in crossings:
+        found.setdefault(crossing.call, []).append(crossing)
+    return found
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from hf_zero.comm.process_groups import serving_backend
 from hf_zero.comm.topology import Topology
 from hf_zero.pipeline.plan import Placement
 
+_NOTHING = torch.zeros(1)
+
 
 class StageWork(Protocol):
     """What one stage does with the parts of a batch."""
@@ -87,7 +89,7 @@ class ScheduledStage:
             tensor.requires_grad_(self.has_backward and tensor.is_floating_point())
         with self._own_errors() as work:
             sent = list(work.forward(part, received))
-        self.output_chunks.append(torch.zeros(1))  # which schedules join at the end; the work keeps its results itself
+        self.output_chunks.append(_NOTHING)  # which schedules join at the end; the work keeps its results itself
         self._sent[part] = sent
         if self.has_backward:
             self._received[part] = [tensor for tensor in received if tensor.is_floating_point()]
@@ -138,8 +140,8 @@ class ScheduledStage:
     def _ends(self, part: int, sent: Sequence[torch.Tensor], loss: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What backward begins with, and the gradients of it."""
         if self.is_last:
-            scaled = loss.float() * self.scale
-            return [scaled], [torch.ones_like(scaled)]
+            whole = loss.float()
+            return [whole], [torch.full_like(whole, self.scale)]
         floating = [tensor for tensor in sent if tensor.is_floating_point()]
         arrived = [gradient.to(self.device) for gradient in self._gradients.pop(part)]
         pairs = [(tensor, gradient) for tensor, gradient in zip(floating, arrived, strict=True) if tensor.requires_grad]

@@ -38,6 +38,7 @@ class Templates:
         self._modules = dict(skeleton.named_modules())
         self._known: dict[tuple[Any, ...], Any] = {}
         self._keeps_shape: set[str] = set()
+        self._placeholders: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def follow(self, model: nn.Module) -> None:
         """Takes the element types of ``model``, which an engine may have cast, and whether it trains."""
@@ -67,6 +68,21 @@ class Templates:
             if alike and given[0].dim() > 2:
                 self._keeps_shape.add(path)
         return self._known[key]
+
+    def stand_in(self, path: str, args: Any, kwargs: Any, device: torch.device) -> Any:
+        """The result of a call of the module ``path`` with placeholders for its tensors; as ``result``."""
+        first = args[0] if args else None
+        if path in self._keeps_shape and isinstance(first, torch.Tensor):  # nearly all calls
+            return self.placeholder(first, device)
+        return map_tensors(self.result(path, args, kwargs), lambda meta: self.placeholder(meta, device))
+
+    def placeholder(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """As ``placeholder``, for ranks that make many: all of one shape and type are the same number."""
+        key = like.shape, like.dtype
+        if key not in self._placeholders:
+            with torch.inference_mode(False):  # it is for training, too
+                self._placeholders[key] = placeholder(like, device)
+        return self._placeholders[key].detach()  # a script's hook may ask for a gradient
 
     def _run(self, path: str, args: Any, kwargs: Any) -> Any:
         module = self._modules[path]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_zero.checkpoint.contents import contents_of
 from hf_zero.checkpoint.format.names import MODULE
-from hf_zero.checkpoint.state.training_state import TrainingState
+from hf_zero.checkpoint.state.training_state import Holders, TrainingState
 from hf_zero.core.units.packed import is_packed, is_wrapped
 from hf_zero.core.units.tp_shard import is_expert
 
@@ -21,15 +21,16 @@ def checkpoint_bytes(state: TrainingState) -> int:
             continue
         for entry in entries:
             experts = entry.name in of_experts
-            ranks = state.holders_of_experts.world * state.holders_of_experts.parts if experts else together.world * _parts(state)
+            holders = state.holders_of_experts if experts else together
+            ranks = holders.world * _parts(state, holders)
             total += entry.nbytes * ranks
     return total
 
 
-def _parts(state: TrainingState) -> int:
+def _parts(state: TrainingState, holders: Holders) -> int:
     """Ranks that hold one stage's tensors together."""
     pipe = state.collectives.topology.pipe
-    return state.holders.parts // (pipe.world if pipe is not None else 1)
+    return holders.parts // (pipe.world if pipe is not None else 1)
 
 
 def _whole_bytes(state: TrainingState) -> int:
@@ -39,7 +40,7 @@ def _whole_bytes(state: TrainingState) -> int:
         if is_packed(param) or is_wrapped(param):
             continue
         if state.tensor.tp_shard_of(name, param.shape).dim is not None:
-            total += param.nbytes * (state.holders_of_experts.parts if is_expert(param) else _parts(state))
+            total += param.nbytes * _parts(state, state.holders_of_experts if is_expert(param) else state.holders)
         elif first:
             total += param.nbytes
     return total + (sum(buffer.nbytes for buffer in state.buffers().values()) if first else 0)

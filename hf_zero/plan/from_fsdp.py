@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_zero.config.problems import show
 from hf_zero.errors import ConfigError
-from hf_zero.plan.fsdp_keys import FATES, GROUP, HERE, NO_RULES, SHARDING, STAGE, Case, Setting
+from hf_zero.plan.fsdp_keys import FATES, GROUP, HERE, NO_RULES, SHARDING, STAGE, STAGES, Case, Setting
 from hf_zero.plan.fsdp_source import KINDS, FsdpSource, Said, read_source
 from hf_zero.plan.written import places, write_files
 
@@ -224,7 +224,8 @@ def _group(source: FsdpSource, ranks_per_node: int | None) -> int | None:
 def _stage(settings: Sequence[Setting], group: int | None) -> int:
     if group == 1:  # a rank that holds everything alone shards nothing
         return 0
-    return max((setting.value for setting in settings if setting.path == STAGE), default=0)
+    found = max((setting.value for setting in settings if setting.path == STAGE), default=0)
+    return min(found, 2) if any(setting.path == STAGES for setting in settings) else found  # a stage of a pipeline keeps its layers whole
 
 
 def _active(settings: Sequence[Setting], stage: int, group: int | None) -> Iterator[Setting]:

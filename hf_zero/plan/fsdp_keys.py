@@ -19,6 +19,7 @@ Fate = Literal["set", "nothing", "script", "none"]
 FATES: Mapping[Fate, str] = {"set": "", "nothing": "nothing to set", "script": "the script", "none": "no counterpart"}
 ZERO = "zero_optimization."
 STAGE = f"{ZERO}stage"
+STAGES = "pipeline.stages"
 HERE = "<value>"  # in a setting: the value of the key itself
 GROUP = "<ranks of a shard group>"
 _ALL = (0, 1, 2, 3)
@@ -353,7 +354,10 @@ DISTRIBUTED_KEYS: tuple[FsdpKey, ...] = (
     FsdpKey(
         ("pp_size",),
         size,
-        {1: _ONE, None: Case("none", "pipelines are not provided: stage 3 shards all layers over all ranks", (Setting(STAGE, 3), _ONCE))},
+        {
+            1: _ONE,
+            None: Case("set", "layers are divided over so many stages, which ZeRO's stages 0 to 2 go with", (Setting(STAGES, HERE),)),
+        },
     ),
 )
 TABLES: Mapping[str, tuple[str, tuple[FsdpKey, ...]]] = {

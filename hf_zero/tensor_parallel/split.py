@@ -16,7 +16,7 @@ from hf_zero.comm.topology import Topology, build_topology, topology_around
 from hf_zero.config.mesh import requested_ranks
 from hf_zero.config.read import read_config
 from hf_zero.core.units.equal_values import equal_values
-from hf_zero.core.units.tp_shard import is_expert, tp_shard_of
+from hf_zero.core.units.tp_shard import is_expert, is_part, tp_shard_of
 from hf_zero.errors import ConfigError
 from hf_zero.observe import log_rank0
 from hf_zero.tensor_parallel.apply import apply_plan, plan_of, ranks_of
@@ -135,7 +135,7 @@ def _agree(collectives: Collectives, make: Callable[[], TpPlan]) -> TpPlan:
 def equal_weights(module: nn.Module, collectives: Collectives, group: str) -> None:
     """Takes rank 0's parameters and buffers where the ranks of the group, called ``group``, do not start with the same; collective."""
     named = chain(module.named_parameters(), module.named_buffers())
-    equal_values({name: value for name, value in named if tp_shard_of(value) is None}, collectives, group)  # of parts each has its own
+    equal_values({name: value for name, value in named if not is_part(value)}, collectives, group)  # of parts each has its own
 
 
 def summary(module: nn.Module, plan: TpPlan) -> str:

@@ -54,6 +54,22 @@ def test_stages_layers_and_data_over_eight_ranks(tmp_path: Path) -> None:
         assert found == [pytest.approx(expected, rel=1e-5)] * world, (world, stages)
 
 
+def check_groups() -> None:
+    """Shard groups beside stages: a weight that two stages hold is added up over these and over the groups."""
+    for stage in (1, 2):
+        extra = {"zero_optimization": {"mics_shard_size": ranks.world() // 4}}
+        check(zoo_case("LlamaForCausalLM", TIED), Run(stage, accumulation=2, clip=0.1, extra=extra), 2)
+
+
+def test_shard_groups_beside_stages() -> None:
+    ranks.run_ranks(check_groups, 4)
+
+
+@pytest.mark.slow
+def test_shard_groups_of_two_beside_stages() -> None:
+    ranks.run_ranks(check_groups, 8)
+
+
 def check_streamed(stages: int, tp: int) -> None:
     """Every rank is given every weight, whole, once, in the model's order."""
     case = zoo_case("LlamaForCausalLM", TIED)

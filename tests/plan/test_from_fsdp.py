@@ -80,6 +80,10 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "communication_data_type": "fp32",
         },
     ),
+    "stages": (
+        {"pp_size": 2, "fsdp_size": 4, "tp_size": 2},
+        {"zero_optimization": {"stage": 2}, "pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}, **BOTH},
+    ),
     "experts": (
         {"tp_size": 4, "fsdp_size": 2, "enable_expert_parallel": True},
         {"zero_optimization": FULL, "expert_parallel": {"enabled": True, "autoep_size": 4}, **BOTH},

@@ -79,8 +79,9 @@ def model_axis_of(collectives: Collectives) -> Collectives | None:
 
 
 def expert_axis_of(collectives: Collectives) -> Collectives | None:
-    """The ranks that hold all experts between them; None where each has all."""
-    return open_collectives(collectives.topology.expert) if collectives.topology.expert is not None else None
+    """The ranks that hold all experts between them, those of all stages of a pipeline; None where each has all."""
+    parts = collectives.topology.all_parts
+    return open_collectives(parts) if parts is not None else None
 
 
 def joined_experts(local: torch.Tensor, part: TpShard, axis: Collectives, everywhere: bool = False) -> torch.Tensor | None:

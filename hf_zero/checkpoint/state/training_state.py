@@ -107,9 +107,9 @@ class TrainingState:
     def holders_of_experts(self) -> Holders:
         """Who shares out experts: the ranks that hold the same ones."""
         topology = self.collectives.topology
-        if topology.expert is None or topology.expert_data is None:
+        alike, together = topology.expert_data, topology.all_parts
+        if together is None or alike is None:
             return self.holders
-        alike, together = topology.expert_data, topology.expert
         return Holders(_beside_replicas(alike), alike.data.world, together.rank, together.world)
 
     def holders_of(self, unit: Unit) -> Holders:

@@ -37,10 +37,24 @@ class Runtime:
         schedule: Unshards and reshards; None when nothing is ever resharded.
         forward: What happens outside backward.
         backward: What happens in it.
+
+    Args:
+        module: As the attribute.
+        root: As the attribute.
+        blocks: As the attribute.
+        schedule: As the attribute.
+        reducer: Gradients on their way; None without optimizer.
+        root_alone: Only forwards of the whole module need hooks: nothing is resharded, and no block runs without gradient first.
     """
 
     def __init__(
-        self, module: nn.Module, root: Block, blocks: list[Block], schedule: UnshardSchedule | None, reducer: Reducer | None
+        self,
+        module: nn.Module,
+        root: Block,
+        blocks: list[Block],
+        schedule: UnshardSchedule | None,
+        reducer: Reducer | None,
+        root_alone: bool = False,
     ) -> None:
         self.module = module
         self.root = root
@@ -50,6 +64,7 @@ class Runtime:
         self.backward = BackwardPhase(root, blocks, schedule, reducer, self.forward.stack)
         self._outside_reads = OutsideReads(module, root, blocks, self.forward, self.backward)
         self._handles: list[Handle] = []
+        self._hooked = (root,) if root_alone else (root, *blocks)
         entries = {id(entry.unit): entry for entry in (reducer.gradients if reducer is not None else ())}
         for block in (root, *blocks):
             block.gradients = [entries[id(unit)] for unit in block.units if id(unit) in entries]
@@ -63,7 +78,7 @@ class Runtime:
             before.detach()
         unguard_unprepared(self.module)
         self.module.__dict__[_ATTRIBUTE] = self
-        for block in (self.root, *self.blocks):
+        for block in self._hooked:
             self._handles += hook_forward(block.module, partial(self.enter, block), partial(self.leave, block))
         if self.schedule is not None:
             self._outside_reads.attach(self.enter, self.leave)

@@ -30,6 +30,7 @@ class TpShard:
         copies: Ranges along ``dim`` of this rank's tensor that other ranks hold too, each with the number of ranks.
         expert: The ranks that hold all experts together have the rest of it, not those of the model axis.
         stages: Of a pipeline, those that hold it, where they are several (tied weights); () elsewhere.
+        elsewhere: Other stages of a pipeline hold it, and this rank nothing.
     """
 
     full_shape: torch.Size
@@ -38,6 +39,7 @@ class TpShard:
     copies: tuple[tuple[Range, int], ...] = ()
     expert: bool = False
     stages: tuple[int, ...] = ()
+    elsewhere: bool = False
 
 
 def mark_tp_shard(param: torch.Tensor, part: TpShard) -> None:
@@ -99,7 +101,13 @@ def paste(whole: torch.Tensor, values: torch.Tensor, dim: int, ranges: Iterable[
 def is_elsewhere(param: torch.Tensor) -> bool:
     """Whether other stages of a pipeline hold ``param``, and this rank nothing of it."""
     part = tp_shard_of(param)
-    return part is not None and not part.ranges and not part.expert
+    return part is not None and part.elsewhere
+
+
+def is_part(param: torch.Tensor) -> bool:
+    """Whether this rank has less than all of ``param``."""
+    part = tp_shard_of(param)
+    return part is not None and sum(run.numel for run in part.ranges) < part.full_shape[part.dim]
 
 
 def stages_of(param: torch.Tensor) -> tuple[int, ...]:

@@ -170,7 +170,7 @@ class HeldElsewhere:
 
 def _empty(param: nn.Parameter) -> nn.Parameter:
     made = nn.Parameter(torch.empty((0, *param.shape[1:]), dtype=param.dtype), param.requires_grad)
-    mark_tp_shard(made, TpShard(param.shape, 0, ()))
+    mark_tp_shard(made, TpShard(param.shape, 0, (), elsewhere=True))
     return made
 
 
