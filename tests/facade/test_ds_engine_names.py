@@ -274,6 +274,18 @@ def test_what_a_script_assigns_to_a_name_takes_its_place() -> None:
     ranks.run_ranks(_assigned, 1)
 
 
+def _children() -> None:
+    model = MLP.build()
+    wrapper = nn.Module()
+    wrapper.policy, wrapper.value_model = model, nn.Linear(4, 1)  # as TRL's PPO wraps them
+    engine = initialize(wrapper, Run(2))
+    assert engine.policy is model and engine.value_model is wrapper.value_model
+
+
+def test_children_of_the_model_are_reached_through_the_engine() -> None:
+    ranks.run_ranks(_children, 1)
+
+
 def _star() -> None:
     names: dict[str, Any] = {}
     exec("from deepspeed.runtime.lr_schedules import *\nfrom deepspeed.utils import *\nfrom deepspeed.comm import *", names)
