@@ -58,6 +58,7 @@ class _Gradients:
     passed: bool = False
     was_late: bool = False
     left: bool = False  # a sum that goes to the replicas next
+    shard: Any = None  # no reduced gradients to show
     exchange: Any = field(default_factory=lambda: SimpleNamespace(completes=True))
     pool: Any = field(default_factory=lambda: SimpleNamespace(clear=lambda: None))
 
