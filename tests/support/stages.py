@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.pipeline.own_stages import OwnStages, Run
+from hf_zero.pipeline.partition import replan
 from hf_zero.pipeline.plan import PipelinePlan, Placement
 from hf_zero.pipeline.templates import Templates
 from hf_zero.tensor_parallel.skeleton import skeleton
@@ -37,7 +38,9 @@ def run_plain(model: nn.Module, call: Mapping[str, Any]) -> Outcome:
 def run_stages(model: nn.Module, plan: PipelinePlan, call: Mapping[str, Any]) -> Outcome:
     """Each stage with a copy of the model, in which parameters that it does not hold are NaN."""
     paths = list(dict.fromkeys(item.path for item in plan.calls))
-    templates = Templates(skeleton(model))
+    whole = skeleton(model)
+    replan(whole, plan, call)  # as an engine does for each kind of call: some models change their modules for it
+    templates = Templates(whole)
     placement = Placement(plan.stages, plan.stages)
     stages = []
     for index in range(plan.stages):
