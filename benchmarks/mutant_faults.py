@@ -15,6 +15,7 @@ SKIPPED = "tests/parity/test_parity_skipped_block.py"
 SCALE = "tests/core/test_engine_loss_scale.py"
 RESUME = "tests/checkpoint/test_checkpoint_resume.py"
 FILES = "tests/checkpoint/test_checkpoint_files.py"
+FOLDERS = "tests/checkpoint/test_checkpoint_folders.py"
 GOLDEN = "tests/checkpoint/test_checkpoint_golden.py"
 FAULTY = "tests/checkpoint/test_checkpoint_faults.py"
 RESOLVE = "tests/config/test_config_resolve.py"
@@ -427,14 +428,14 @@ FAULTS: tuple[Fault, ...] = (
             "a folder without marker is complete",
             "return (folder / INDEX_FILE).is_file() and (folder / MARKER_FILE).is_file()",
             "return (folder / INDEX_FILE).is_file()",
-            (FAULTY, FILES),
+            (FAULTY, FOLDERS),
         ),
-        ("a damaged index passes", "    if digest(text) != expected:\n", "    if False:\n", (FAULTY, FILES)),
+        ("a damaged index passes", "    if digest(text) != expected:\n", "    if False:\n", (FAULTY, FOLDERS)),
         (
             "the oldest is the newest",
             "key=lambda item: int(numbers[item[0]][1]), reverse=True)",
             "key=lambda item: int(numbers[item[0]][1]))",
-            (FAULTY, FILES),
+            (FAULTY, FOLDERS),
         ),
     ),
     *_in(
@@ -476,8 +477,8 @@ FAULTS: tuple[Fault, ...] = (
             "another process' folder is completed",
             "    if Process.of_json(writer) != Process.own():\n",
             "    if False:\n",
-            (FILES, "tests/checkpoint/test_checkpoint_writes.py"),
+            (FOLDERS, "tests/checkpoint/test_checkpoint_writes.py"),
         ),
-        ("foreign folders are replaced", "    _refuse_foreign(save_dir / tag)\n", "", (FILES,)),
+        ("foreign folders are replaced", "    _refuse_foreign(save_dir / tag)\n", "", (FOLDERS,)),
     ),
 )
