@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -71,8 +72,13 @@ class ModelStage:
         return [loss]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Of the whole model; other ranks' are empty, and no graph of this one has them."""
-        return self.own.model.parameters()
+        """What this stage may read: schedules that divide the backward look at each of them in every part."""
+        return iter(self._parameters)
+
+    @cached_property
+    def _parameters(self) -> list[nn.Parameter]:
+        named, holders = self.own.model.named_parameters(), self.plan.holders
+        return [param for name, param in named if param.requires_grad and self.index in holders.get(name, (self.index,))]
 
     def _border(self, part: int) -> Border:
         found: list[torch.Tensor] = []
