@@ -16,6 +16,7 @@ from hf_zero.core.schedule.outside_reads import GuardedParameters
 from hf_zero.core.schedule.torch_internals import (
     call_after_backward,
     in_backward,
+    is_only_view,
     outside_compile,
     outside_transforms,
     reaches,
@@ -123,3 +124,16 @@ def test_copies_and_pickles_of_guarded_modules_are_plain() -> None:
     replace_parameters(module, GuardedParameters(dict(module._parameters), lambda param: None))
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert type(other._parameters) is dict and torch.equal(other.weight, module.weight)
+
+
+def test_views_of_memory_are_counted() -> None:
+    whole = torch.zeros(4)
+    assert is_only_view(whole)
+    part = whole.view(torch.uint8)[4:8].view(torch.float32)
+    assert not is_only_view(whole)
+    del whole
+    assert is_only_view(part)
+    other = part[:1]
+    assert not is_only_view(part)
+    del other
+    assert is_only_view(part)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_zero.core.schedule.in_place import InPlace
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
+from hf_zero.pipeline.train import backward_of
 from tests.support import parity, ranks
 from tests.support.models import CASES, Batch, ModelCase
 from tests.support.parity import Run
@@ -26,6 +27,8 @@ def check_single(zero: int) -> None:
         check_schedule(case, Run(zero, accumulation=4, clip=0.1), 2, name)
     check_schedule(CASES["llama"], Run(zero, "fp16", accumulation=2, clip=0.1), 2, "1F1B")
     check_in_place(case, Run(zero, accumulation=4))
+    if zero == 0:
+        check_kept_memory(case)
 
 
 def check_in_place(case: ModelCase, run: Run) -> None:
@@ -47,6 +50,28 @@ def check_in_place(case: ModelCase, run: Run) -> None:
     assert others[:2] == [losses, norms]
     if weights is not None:
         assert all(torch.equal(weights[name], value) for name, value in others[2].items())
+
+
+def check_kept_memory(case: ModelCase) -> None:
+    """The next step's gradients take up the memory of this one's, but not that of a gradient which the script still has."""
+    engine = parity.initialize(case.build(), with_stages(Run(0, accumulation=2), 2))
+    entry = engine.stepper.reducer.gradients[-1]
+    param = entry.unit.params[0]
+
+    def gradient(step: int) -> Tensor:
+        backward_of(engine, [case.rows(step, micro, 0) for micro in range(2)])
+        return param.grad
+
+    places = [gradient(0).data_ptr()]
+    engine.step()
+    held = gradient(1)
+    places.append(held.data_ptr())
+    value = held.clone()
+    engine.step()
+    places.append(gradient(2).data_ptr())
+    assert torch.equal(held, value) and not torch.equal(held, param.grad)
+    assert places[0] == places[1] != places[2]
+    engine.destroy()
 
 
 def check_data() -> None:
