@@ -38,6 +38,18 @@ def test_trained_as_by_one_rank() -> None:
     ranks.run_ranks(check_training, 4)
 
 
+def check_with_layers() -> None:
+    """Stages, tensor parallelism and experts at once."""
+    for name in (MIXTRAL, "Qwen3MoeForCausalLM"):
+        check(case_of(name, num_hidden_layers=4), with_experts(Run(1, accumulation=2, clip=0.1), 2), 2, tp=2)
+    check(case_of(num_hidden_layers=4), with_experts(Run(2, clip=0.1), 4), 2, tp=2)
+
+
+@pytest.mark.slow
+def test_stages_layers_and_experts_over_eight_ranks() -> None:
+    ranks.run_ranks(check_with_layers, 8, timeout=250)
+
+
 def check_saved(folder: str, whole: dict[str, int]) -> None:
     """A rank reads its experts of its stage's layers; saves, generates, and resumes over other axes."""
     wanted = build(MIXTRAL, {"num_hidden_layers": 4})
