@@ -441,9 +441,9 @@ class UnitGradients:
     def _to_keep(self) -> torch.Tensor | None:
         """Memory of this step's gradients that the next step's take up, because the next is likely to be as this one.
 
-        [Note: kept memory] Fresh memory of a host costs more than what is written to it. In a backward of several gradients each (pipelines)
-        the memory is in use from the first part's backward on, when most activations are there: nothing is gained by giving it back.
-        Scripts may have kept a view of it that they were shown.
+        [Note: kept memory] Fresh memory of a host costs more than what is written to it. In a backward of several gradients each (of a
+        pipeline) the memory is in use from the first part's backward on, when most activations are there: giving it back gains
+        nothing. Scripts may have kept a view of it that they were shown.
         """
         if self.exchange.keeps_whole:
             return self._flat
