@@ -227,8 +227,8 @@ VALUES: dict[str, Getter] = {
     "has_moe_layers": lambda engine: has_moe_layers(engine.module)[0],
     "num_experts": lambda engine: [module.num_experts for module in engine.module.modules() if isinstance(module, MoE)],
     "pipeline_parallelism": lambda engine: engine.collectives.topology.pipe is not None,
-    "data_parallel_group": lambda engine: engine.collectives.data.topology.public_group,
-    "seq_data_parallel_group": lambda engine: engine.collectives.topology.public_group,
+    "data_parallel_group": lambda engine: engine.collectives.topology.sample_group,
+    "seq_data_parallel_group": lambda engine: engine.collectives.data.topology.public_group,
     "sparse_tensor_module_names": lambda engine: set(),  # embeddings whose gradients travel sparse
     "basic_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),
     "client_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),

@@ -101,6 +101,9 @@ _SEQUENCE_STATE = (
     "get_sequence_data_parallel_group",
     "get_sequence_data_parallel_rank",
     "get_sequence_data_parallel_world_size",
+    "get_model_parallel_group",
+    "get_model_parallel_rank",
+    "get_model_parallel_world_size",
 )
 _ULYSSES = "deepspeed.runtime.sequence_parallel"
 _PROFILER = ("profiling.flops_profiler", "profiling.flops_profiler.profiler")
