@@ -9,6 +9,7 @@ import torch
 from hf_zero.core.optimizer.param_groups import learning_rates
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.layout import FROZEN
+from hf_zero.deepspeed import optimizer_getters
 from hf_zero.deepspeed.offload_handle import OffloadHandle
 from hf_zero.errors import StateError
 
@@ -32,7 +33,7 @@ def _is(optimizer: DeepSpeedOptimizer, other: object) -> bool:
 
 
 class DeepSpeedOptimizer(ShardedOptimizer):
-    """DeepSpeed's names, mixed into the class of an engine's optimizer by ``give_names``.
+    """DeepSpeed's names, mixed into the class of an engine's optimizer by ``give_names``; further ones are in ``optimizer_getters``.
 
     Attributes:
         engine: The engine it belongs to; None after ``destroy``.
@@ -56,6 +57,10 @@ class DeepSpeedOptimizer(ShardedOptimizer):
     def loss_scale(self) -> float:
         """The factor the loss is multiplied with; 1 without fp16."""
         return float(self.scaler.scale)
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.scaler.cur_scale = value
 
     cur_scale = loss_scale
 
@@ -172,6 +177,8 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         super().dismiss()
         self.engine = None
 
+
+optimizer_getters.bind(DeepSpeedOptimizer)
 
 _kinds: dict[str, type[Any]] = {}  # classes with both, by name
 

@@ -112,7 +112,7 @@ class FlopsProfiler:
         total = self._recorded().total
         figures = [("parameters of the model", params_to_string(count_params(self.model)))]
         if self.ds_engine is not None:
-            figures += [("data-parallel ranks", str(self.ds_engine.collectives.data.world))]
+            figures += [("data-parallel ranks", str(self.ds_engine.collectives.topology.replicas))]
             figures += [("samples per micro-step and rank", str(self.ds_engine.resolved.batch.micro))]
         figures += [
             ("forwards", str(total.calls)),

@@ -54,6 +54,16 @@ def get_data_parallel_group() -> dist.ProcessGroup:
     return topology.sample_group
 
 
+def _get_data_parallel_group_ranks() -> list[int]:
+    """The ranks of ``get_data_parallel_group()``, as the default group counts them."""
+    return dist.get_process_group_ranks(get_data_parallel_group())
+
+
+def _get_broadcast_src_rank() -> int:
+    """The first rank of ``_get_sequence_data_parallel_group()``, as the default group counts ranks."""
+    return dist.get_process_group_ranks(_get_sequence_data_parallel_group())[0]
+
+
 def get_data_parallel_world_size() -> int:
     """Number of ranks in ``get_data_parallel_group()``."""
     topology = _divided()
