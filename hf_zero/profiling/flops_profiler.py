@@ -88,6 +88,10 @@ class FlopsProfiler:
         seconds = self._recorded().total.seconds
         return duration_to_string(seconds) if as_string else seconds
 
+    flops = property(get_total_flops, doc="As ``get_total_flops``.")
+    macs = property(get_total_macs, doc="As ``get_total_macs``.")
+    params = property(get_total_params, doc="As ``get_total_params``.")
+
     def tree(self) -> ModuleCost:
         """What was recorded, by module."""
         return self._recorded().tree()

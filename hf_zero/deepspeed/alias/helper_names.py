@@ -213,6 +213,10 @@ HELPERS: Final[dict[str, str]] = {
     **_rows("utils.module_utils", "deepspeed.served.helpers", ("recursive_getattr", "recursive_setattr")),
     **_rows("runtime.fp16.loss_scaler", "deepspeed.loss_scalers", _SCALERS),
     "deepspeed.runtime.zero.offload_states.get_state_devices": "hf_zero.deepspeed.served.state_devices:get_state_devices",
+    # Layers are not replaced: torch's own do on gathered weights what DeepSpeed's do.
+    "deepspeed.runtime.zero.linear.LinearModuleForZeroStage3": "torch.nn:Linear",
+    "deepspeed.runtime.zero.linear.zero3_linear_wrap": "torch.nn.functional:linear",
+    "deepspeed.runtime.compiler.is_compile_supported": "hf_zero.deepspeed.served.helpers:is_compile_supported",
     "deepspeed.runtime.zero.utils.ZeRORuntimeException": "hf_zero.errors:ConfigError",
     # One class serves every precision, as it does every stage.
     "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",

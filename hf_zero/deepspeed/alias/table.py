@@ -357,7 +357,7 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.default_inference_config": _INFERENCE,
     "deepspeed.runtime.constants": "the keys of the configuration are plain texts; docs/config.md lists them",
     "deepspeed.runtime.zero.config": _CONFIG,
-    "deepspeed.runtime.zero.linear": "linear layers are not replaced; torch.nn.functional.linear works on gathered weights as it is",
+    "deepspeed.runtime.zero.linear": "linear layers are not replaced; torch.nn.Linear works on gathered weights as it is",
     "deepspeed.runtime.zero.tiling": "tiled layers are not implemented; ZeRO stage 3 shards a layer of any size",
     "deepspeed.runtime.zero.utils": "only is_zero_param and ZeRORuntimeException are provided",
     "deepspeed.runtime.zero.offload_states": _INNER,

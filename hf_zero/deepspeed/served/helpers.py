@@ -175,6 +175,11 @@ def jit_script_compat(fn: Function) -> Function:
     return fn
 
 
+def is_compile_supported() -> bool:
+    """True: this PyTorch has ``torch.compile``."""
+    return True
+
+
 def noop_decorator(func: Function) -> Function:
     """The function itself."""
     return func
