@@ -94,14 +94,6 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         """``norm`` as a number."""
         return None if self.norm is None else float(self.norm)
 
-    def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """As the engine's method of that name."""
-        self._engine().offload_states(*args, **kwargs)
-
-    def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        """As the engine's method of that name."""
-        self._engine().reload_states(*args, **kwargs)
-
     def _engine(self) -> Any:
         if self.engine is None:
             raise StateError("this optimizer belongs to no engine any more (destroy() was called)")

@@ -89,7 +89,10 @@ METHODS: dict[str, Callable[..., Any]] = {
     "set_fp32_grad_for_param": lambda optimizer, value, param: safe_values.safe_set_full_grad(param, value),
     "get_local_fp32_grad_for_param": lambda optimizer, param: safe_values.safe_get_local_grad(param),
     "set_local_grad_for_param": lambda optimizer, value, param: safe_values.safe_set_local_grad(param, value),
-    "empty_partition_cache": lambda optimizer: optimizer._engine().empty_partition_cache(),
+    **{
+        name: lambda optimizer, *args, name=name, **kwargs: getattr(optimizer._engine(), name)(*args, **kwargs)
+        for name in ("empty_partition_cache", "offload_states", "reload_states")
+    },
 }
 
 
