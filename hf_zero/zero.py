@@ -2,7 +2,14 @@
 
 from hf_zero.core.schedule.external_parameters import register_external_parameter, unregister_external_parameter
 from hf_zero.core.schedule.gathered_parameters import GatheredParameters
-from hf_zero.deepspeed.param_attributes import ZeroParamStatus
+from hf_zero.deepspeed.param_attributes import ZeroParamStatus, ZeroParamType
 from hf_zero.deepspeed.zero_init import Init
 
-__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter", "unregister_external_parameter"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "register_external_parameter",
+    "unregister_external_parameter",
+]

@@ -42,6 +42,8 @@ class Topology:
         pipe: The stages of a pipeline: the ranks of the model axis that have this one's place in their stage; None without a pipeline.
         tensor: In a pipeline, the ranks that hold each layer of this stage together; None where each holds them all.
         parts: In a pipeline with experts, the ranks that hold all parts of one model between them: those of ``expert`` in every stage.
+        same_slice: The ranks that hold this one's slice of other sequences, one of each group of ``sequence``, for scripts; None where
+            sequences are whole, and where a script's groups are not of all ranks.
     """
 
     group: dist.ProcessGroup
@@ -59,6 +61,7 @@ class Topology:
     pipe: Topology | None = None
     tensor: Topology | None = None
     parts: Topology | None = None
+    same_slice: dist.ProcessGroup | None = None
 
     def axis(self, name: Axis) -> Topology | None:
         """The axis of that name through this rank."""
@@ -101,6 +104,11 @@ class Topology:
     def public_group(self) -> dist.ProcessGroup:
         """The group of these ranks that scripts may use."""
         return self.script_group or self.group
+
+    @property
+    def sample_group(self) -> dist.ProcessGroup | None:
+        """The ``replicas`` ranks that train on samples of their own, this one among them; None where nobody made that group."""
+        return self.data.public_group if self.sequence is None else self.same_slice
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -222,8 +230,9 @@ def sequence_topology(size: int, key: str = "sequence_parallel_size") -> Topolog
     # [Note: cpu:gloo] The differentiable all_gather of torch.distributed.nn, with which scripts join losses, takes ranks of a group for
     # global ones where the group's back end is named "gloo"; under its other name it goes another way, which is right.
     backend = "cpu:gloo" if len(lines) > 1 and str(dist.get_backend()) == "gloo" else None
-    _, sequence = divide_twice(group, ("sequence", size), [ranks], lines, default_device(), backend)
-    return newest_is("sequence", replace(axis_over(group), sequence=axis_over(sequence), replica=dist.get_rank() // size))
+    same_slice, sequence = divide_twice(group, ("sequence", size), _across(lines), lines, default_device(), backend)
+    topology = replace(axis_over(group), sequence=axis_over(sequence), same_slice=same_slice, replica=dist.get_rank() // size)
+    return newest_is("sequence", topology)
 
 
 def join_sequence(sequence: dist.ProcessGroup, joint: dist.ProcessGroup) -> Topology:
@@ -236,7 +245,12 @@ def join_sequence(sequence: dist.ProcessGroup, joint: dist.ProcessGroup) -> Topo
     lines = lines_of_all(own, joint)
     if any(len(line) != len(own) for line in lines) or sum(map(len, lines)) != dist.get_world_size(joint):
         raise ConfigError(f"sequence-parallel groups must be of one size and not overlap; they are {lines}")
-    return newest_is("sequence", replace(axis_over(joint), sequence=axis_over(sequence), replica=lines.index(own)))
+    ranks, same_slice = dist.get_process_group_ranks(joint), None
+    if len(ranks) == dist.get_world_size():
+        key = ("same slice", tuple(map(tuple, lines)))
+        _, same_slice = divide_twice(joint, key, [ranks], _across(lines), default_device())
+    topology = replace(axis_over(joint), sequence=axis_over(sequence), same_slice=same_slice, replica=lines.index(own))
+    return newest_is("sequence", topology)
 
 
 def joint_topology(topology: Topology) -> Topology:
@@ -271,6 +285,11 @@ def all_ranks() -> dist.ProcessGroup:
     if group is None:
         raise ConfigError("there is no default process group")
     return group
+
+
+def _across(lines: list[list[int]]) -> list[list[int]]:
+    """The ranks with the same place in lines of one size."""
+    return [list(ranks) for ranks in zip(*lines, strict=True)]
 
 
 def _adjacent(ranks: list[int], size: int) -> list[list[int]]:

@@ -408,6 +408,7 @@ class Engine(nn.Module):
         )
         if restored is None:
             return None, None
+        self.progress.loads += 1
         self.discard_gradients()
         if restored.counters is not None:
             self.progress.restore(restored.counters)

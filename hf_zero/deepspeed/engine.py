@@ -17,6 +17,7 @@ from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.offload_handle import OffloadHandle
 from hf_zero.deepspeed.optimizer import give_names
 from hf_zero.deepspeed.safe_values import Training, register_training
+from hf_zero.deepspeed.served.autocast import mark_lower_precision
 from hf_zero.errors import StateError
 from hf_zero.observe import log_rank0
 
@@ -56,6 +57,8 @@ class Engine(ConfiguredEngine):
         sequence_parallel: SequenceParallel | None = None,
     ) -> None:
         super().__init__(module, resolved, parts, sequence_parallel)
+        if self.precision.autocast_dtype is not None:
+            mark_lower_precision(module, self.precision.autocast_dtype, self.settings.torch_autocast.lower_precision_safe_modules)
         self._training: list[Training] = []
         if parts.optimizer is not None and parts.stepper is not None:
             give_names(parts.optimizer, self)

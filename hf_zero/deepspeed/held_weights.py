@@ -2,7 +2,7 @@
 
 [Note: weights that a script holds] Scripts gather the whole model on all ranks, and then let rank 0 save in two ways: the adapters by
 PEFT, which is given no dict and would read the model itself, and files of their own from the dict (OpenRLHF). No rank can gather in the
-first. As long as the dict lives and no step has changed the weights, they are in it.
+first. As long as the dict lives and no step and no load has changed the weights, they are in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_zero.deepspeed.configured import ConfiguredEngine
 
 _Held = WeakValueDictionary[str, torch.Tensor]
 
-_held: WeakKeyDictionary[ConfiguredEngine, tuple[int, _Held | None]] = WeakKeyDictionary()
+_held: WeakKeyDictionary[ConfiguredEngine, tuple[tuple[int, int], _Held | None]] = WeakKeyDictionary()
 
 
 def note(engine: ConfiguredEngine, state: dict[str, torch.Tensor] | None) -> None:
@@ -27,11 +27,16 @@ def note(engine: ConfiguredEngine, state: dict[str, torch.Tensor] | None) -> Non
         engine: Whose weights were gathered.
         state: None on a rank that was given none.
     """
-    _held[engine] = engine.progress.global_steps, _Held(state) if state is not None else None
+    _held[engine] = _age(engine), _Held(state) if state is not None else None
+
+
+def _age(engine: ConfiguredEngine) -> tuple[int, int]:
+    """What is another one when the weights have changed."""
+    return engine.progress.global_steps, engine.progress.loads
 
 
 def held_for(module: nn.Module) -> dict[str, torch.Tensor] | None:
-    """The whole weights of ``module``, a part of an engine's model; None where they are not all held, or are older than the last step."""
+    """The whole weights of ``module``, a part of an engine's model; None where they are not all held, or have changed since."""
     for prefix, values in _of(module):
         found = {name.removeprefix(prefix): value for name, value in list((values or {}).items()) if name.startswith(prefix)}
         if found.keys() >= {name for name, _ in module.named_parameters()}:
@@ -40,13 +45,13 @@ def held_for(module: nn.Module) -> dict[str, torch.Tensor] | None:
 
 
 def given_to_another_rank(module: nn.Module) -> bool:
-    """Whether the weights of ``module`` were gathered since the last step, for another rank than this one."""
+    """Whether the weights of ``module`` were gathered since the last step or load, for another rank than this one."""
     return any(values is None for _, values in _of(module))
 
 
 def _of(module: nn.Module) -> Iterator[tuple[str, _Held | None]]:
     """What was gathered of the engines that have ``module`` inside, with what comes before its names there."""
-    for engine, (steps, values) in list(_held.items()):
+    for engine, (age, values) in list(_held.items()):
         prefix = next((f"{name}." if name else "" for name, inner in engine.module.named_modules() if inner is module), None)
-        if prefix is not None and engine.progress.global_steps == steps:
+        if prefix is not None and _age(engine) == age:
             yield prefix, values

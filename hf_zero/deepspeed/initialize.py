@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -49,7 +50,7 @@ def initialize(
     """Makes an engine of ``model``; collective. The arguments are those of DeepSpeed's function.
 
     Args:
-        args: Namespace whose ``deepspeed_config`` names the configuration when ``config`` is not given.
+        args: Namespace whose ``deepspeed_config`` names the configuration; ``config`` is not given then, or is the same.
         model: The module to train; its parameters may come from ``zero.Init``.
         optimizer: A torch optimizer over the model's parameters that updates each by itself, or a function that makes one of
             ``model_parameters``; wins over the configuration's.
@@ -105,10 +106,20 @@ def _source_of(args: Any, config: Any) -> Any:
     """The configuration that the arguments name.
 
     Raises:
-        ConfigError: They name none.
+        ConfigError: They name none, or two.
     """
-    if config is None:
-        config = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    if config is not None and named is not None and config != named:
+        raise ConfigError(
+            f"initialize() was given two configurations that differ: args.deepspeed_config ({_kind(named)}) and config= ({_kind(config)}); "
+            "leave one out"
+        )
+    config = config if config is not None else named
     if config is None:
         raise ConfigError("initialize() needs config= (a path, a dict or JSON text), or args.deepspeed_config")
     return config
+
+
+def _kind(config: Any) -> str:
+    """A configuration in a message, which shows nothing of what is in it."""
+    return repr(str(config)) if isinstance(config, (str, os.PathLike)) and len(str(config)) < 200 else f"a {type(config).__name__}"

@@ -21,8 +21,18 @@ class EngineLossScaler(own.LossScaler):
 
     @property
     def cur_scale(self) -> float:
-        """As ``scale``."""
+        """As ``scale``; a script may set it between steps, to the same value on every rank.
+
+        Raises:
+            ConfigError: Of setting: no finite number above 0.
+        """
         return self.scale
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        if not 0 < value < math.inf:
+            raise ConfigError(f"the loss scale was set to {value!r}; a finite number above 0 is allowed")
+        self.scale = float(value)
 
     @property
     def loss_scale(self) -> float:

@@ -9,6 +9,7 @@ import torch
 from hf_zero.core.optimizer.param_groups import learning_rates
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.layout import FROZEN
+from hf_zero.deepspeed import optimizer_getters
 from hf_zero.deepspeed.offload_handle import OffloadHandle
 from hf_zero.errors import StateError
 
@@ -32,7 +33,7 @@ def _is(optimizer: DeepSpeedOptimizer, other: object) -> bool:
 
 
 class DeepSpeedOptimizer(ShardedOptimizer):
-    """DeepSpeed's names, mixed into the class of an engine's optimizer by ``give_names``.
+    """DeepSpeed's names, mixed into the class of an engine's optimizer by ``give_names``; further ones are in ``optimizer_getters``.
 
     Attributes:
         engine: The engine it belongs to; None after ``destroy``.
@@ -56,6 +57,10 @@ class DeepSpeedOptimizer(ShardedOptimizer):
     def loss_scale(self) -> float:
         """The factor the loss is multiplied with; 1 without fp16."""
         return float(self.scaler.scale)
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.scaler.cur_scale = value
 
     cur_scale = loss_scale
 
@@ -88,14 +93,6 @@ class DeepSpeedOptimizer(ShardedOptimizer):
     def _global_grad_norm(self) -> float | None:
         """``norm`` as a number."""
         return None if self.norm is None else float(self.norm)
-
-    def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """As the engine's method of that name."""
-        self._engine().offload_states(*args, **kwargs)
-
-    def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        """As the engine's method of that name."""
-        self._engine().reload_states(*args, **kwargs)
 
     def _engine(self) -> Any:
         if self.engine is None:
@@ -172,6 +169,8 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         super().dismiss()
         self.engine = None
 
+
+optimizer_getters.bind(DeepSpeedOptimizer)
 
 _kinds: dict[str, type[Any]] = {}  # classes with both, by name
 

@@ -28,6 +28,14 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3
 
 
+class ZeroParamType(Enum):
+    """Where a parameter's values are (``param.ds_param_type``): on every rank, or divided over ranks. Nothing is kept by one rank alone."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
 _STATUS = {
     UnitState.SHARDED: ZeroParamStatus.NOT_AVAILABLE,
     UnitState.UNSHARDING: ZeroParamStatus.INFLIGHT,
@@ -35,12 +43,14 @@ _STATUS = {
 }
 _METHODS = ("all_gather", "all_gather_coalesced", "partition", "partition_numel", "ds_summary")
 _VALUES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_process_group", "ds_active_sub_modules")
+_PLACE = ("ds_param_type", "ds_zero_partition_rank", "ds_zero_partition_world_size", "is_external_param")
+_OF_NODES = ("ds_secondary_tensor", "ds_zero_param_process_group")  # None: a node's copies belong to units
 
 
 class ParamAttributes(ParamListener):
     """Gives parameters DeepSpeed's stage-3 attributes and keeps them true."""
 
-    attributes = (*_METHODS, *_VALUES)
+    attributes = (*_METHODS, *_VALUES, *_PLACE, *_OF_NODES)
 
     def registered(self, param: Any, shape: torch.Size, part: torch.Tensor, collectives: Collectives) -> None:
         param.ds_id = id(param)
@@ -51,6 +61,12 @@ class ParamAttributes(ParamListener):
         param.ds_persist = True
         param.ds_process_group = collectives.topology.group
         param.ds_active_sub_modules = set()
+        param.ds_param_type = ZeroParamType.PARTITIONED
+        param.ds_zero_partition_rank = collectives.topology.rank
+        param.ds_zero_partition_world_size = collectives.topology.world
+        param.is_external_param = False
+        for name in _OF_NODES:
+            setattr(param, name, None)
         # Weak: a cycle through its own methods would keep a parameter's memory until the garbage collector runs.
         itself = ref(param)
         param.partition_numel = part.numel

@@ -64,6 +64,7 @@ def load_module_state_dict(
             custom_load_fn(src=state_dict, dst=engine.module)
         else:
             engine.module.load_state_dict(state_dict, strict=strict)
+    engine.progress.loads += 1
     for unit in engine.units:
         unit.own.refresh_master()
 

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hf_zero.build.mesh import claims_of_model, pipeline_ranks
+from hf_zero.build.mesh import CLAIMS, claims_of_model, pipeline_ranks
 from hf_zero.build.policies import precision_policy
-from hf_zero.config.mesh import EXPERT, requested_experts
+from hf_zero.config.mesh import EXPERT, Claim, requested_experts
 from hf_zero.config.read import read_config
 from hf_zero.errors import ConfigError
 from hf_zero.expert_parallel.find import modules_of_experts
+from hf_zero.observe import log_rank0
 from hf_zero.tensor_parallel import split
+from hf_zero.tensor_parallel.planner import UnknownFlowError
 
 if TYPE_CHECKING:
     from hf_zero.config.schema.root import ZeroConfig
@@ -40,7 +42,8 @@ def require_consistent(model: nn.Module, config: ZeroConfig, mpu: Any) -> None:
 def tp_model_init(model: nn.Module, tp_size: int, dtype: Any = None, config: Any = None, **kwargs: Any) -> nn.Module:
     """As ``hf_zero.tensor_parallel.split.tp_model_init``, which this calls; collective.
 
-    Where ``config`` has a pipeline nothing is done: stages are found from whole layers, so ``initialize`` finds them and splits then.
+    Where ``config`` has a pipeline nothing is done: stages are found from whole layers, so ``initialize`` finds them and splits then. So it
+    does with a model that cannot be traced where no ``config`` is given: that of ``initialize`` may name its layers.
 
     Args:
         model: Any model, the same on every rank.
@@ -65,4 +68,13 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: Any = None, config: Any
         return model
     wanted = requested_experts(source) > 1
     divides = wanted or any(claim.axis == EXPERT for claim in claims_of_model(model))
-    return split.tp_model_init(model, tp_size, dtype, config, keeps=modules_of_experts(model) if divides else (), **kwargs)
+    try:
+        return split.tp_model_init(model, tp_size, dtype, config, keeps=modules_of_experts(model) if divides else (), **kwargs)
+    except UnknownFlowError as error:
+        if config is not None or kwargs.get("tp_group") is not None:
+            raise
+        log_rank0(
+            "tp_model_init leaves %s whole until initialize(), whose configuration may name its layers: %s", type(model).__name__, error
+        )
+        model.__dict__[CLAIMS] = (*model.__dict__.get(CLAIMS, ()), Claim("tp", tp_size, "tp_model_init"))
+        return model if dtype is None else model.to(dtype)

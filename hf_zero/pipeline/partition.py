@@ -19,7 +19,7 @@ from hf_zero.pipeline.flow import Drawn, Flow, Kept, Read
 from hf_zero.pipeline.flow_trace import trace_flow
 from hf_zero.pipeline.plan import Crossing, ItemCall, PipelinePlan
 from hf_zero.tensor_parallel.call_arguments import tensors_in
-from hf_zero.tensor_parallel.example_inputs import argument_names, example_inputs
+from hf_zero.tensor_parallel.example_inputs import argument_names, example_inputs, required_arguments
 from hf_zero.tensor_parallel.skeleton import skeleton
 
 METHODS = ("parameters", "uniform", "operations", "type:REGEX")
@@ -132,8 +132,20 @@ def _first_flow(copy: nn.Module, inputs: Mapping[str, Any] | None) -> Flow:
             error = error or ConfigError("it calls none of its repeated blocks")
     raise ConfigError(
         f"{type(copy).__name__} does not run on tensors without values ({type(error).__name__}: {error}), so what goes from block to block "
-        "is not known and it cannot be divided into stages. Make a call that runs it known (inputs=...)"
+        f"is not known and it cannot be divided into stages. {_remedy(copy, inputs)}"
     ) from error
+
+
+def _remedy(copy: nn.Module, inputs: Mapping[str, Any] | None) -> str:
+    """What makes a call known: arguments that nobody can make up need a default."""
+    needed = [name for name in required_arguments(copy) if inputs is None and name not in example_inputs(copy)]
+    if not needed:
+        return "Make a call that runs it known (inputs=...)"
+    defaults = ", ".join(f"{name}=None" for name in needed)
+    return (
+        f"{type(copy).__name__}.forward requires {', '.join(needed)}, of which nothing is known: give that a default ({defaults}) with "
+        "which it returns its logits without a loss, as transformers' models do"
+    )
 
 
 @contextmanager

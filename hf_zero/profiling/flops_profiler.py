@@ -88,6 +88,10 @@ class FlopsProfiler:
         seconds = self._recorded().total.seconds
         return duration_to_string(seconds) if as_string else seconds
 
+    flops = property(get_total_flops, doc="As ``get_total_flops``.")
+    macs = property(get_total_macs, doc="As ``get_total_macs``.")
+    params = property(get_total_params, doc="As ``get_total_params``.")
+
     def tree(self) -> ModuleCost:
         """What was recorded, by module."""
         return self._recorded().tree()
@@ -112,7 +116,7 @@ class FlopsProfiler:
         total = self._recorded().total
         figures = [("parameters of the model", params_to_string(count_params(self.model)))]
         if self.ds_engine is not None:
-            figures += [("data-parallel ranks", str(self.ds_engine.collectives.data.world))]
+            figures += [("data-parallel ranks", str(self.ds_engine.collectives.topology.replicas))]
             figures += [("samples per micro-step and rank", str(self.ds_engine.resolved.batch.micro))]
         figures += [
             ("forwards", str(total.calls)),

@@ -64,6 +64,10 @@ class SequenceParallel:
         """This rank's place among them."""
         return self.topology.rank
 
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that train on samples of their own: one of each group; None where a script's groups are not of all ranks."""
+        return self.topology.sample_group
+
     def get_data_parallel_world_size(self) -> int:
         """Number of groups: how many samples are trained on at a time."""
         return self.topology.replicas

@@ -54,9 +54,18 @@ def _plain_token(config: Any) -> int:
 
 def argument_names(model: nn.Module) -> list[str]:
     """What ``model.forward`` takes by name; of a wrapper that hands on all keywords (PEFT's), what the model in it takes."""
+    return [item.name for item in _arguments(model)]
+
+
+def required_arguments(model: nn.Module) -> list[str]:
+    """Those of ``argument_names`` without a default."""
+    return [item.name for item in _arguments(model) if item.default is item.empty]
+
+
+def _arguments(model: nn.Module) -> list[inspect.Parameter]:
     for module in model.modules():
         parameters = inspect.signature(module.forward).parameters.values()
-        names = [item.name for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
-        if _READ.intersection(names) or not any(item.kind is item.VAR_KEYWORD for item in parameters):
-            return names
+        named = [item for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
+        if any(item.name in _READ for item in named) or not any(item.kind is item.VAR_KEYWORD for item in parameters):
+            return named
     return []

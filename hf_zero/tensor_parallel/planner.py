@@ -24,6 +24,10 @@ _USABLE = range(2, 65)  # numbers of ranks that messages try
 _LENGTHS = (16, 64, 512)
 
 
+class UnknownFlowError(ConfigError):
+    """The model cannot be traced and nothing of it is named, so no plan is known."""
+
+
 def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, overrides: Overrides | None = None) -> TpPlan:
     """How to split ``model`` over ``ranks``.
 
@@ -35,7 +39,8 @@ def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, overri
             be traced, what they name is split, each layer by itself.
 
     Raises:
-        ConfigError: Nothing of the model can be split over so many ranks, or the model cannot be traced and nothing is named.
+        ConfigError: Nothing of the model can be split over so many ranks.
+        UnknownFlowError: The model cannot be traced and nothing is named.
     """
     overrides = overrides or Overrides()
     copy = skeleton(model).train()
@@ -49,7 +54,7 @@ def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, overri
         named = _named(model, overrides)
         if named is not None:
             return plan_named_layers(model, ranks, named, str(error))
-        raise ConfigError(f"{error}. {_remedy(copy, ranks)}") from error.__cause__
+        raise UnknownFlowError(f"{error}. {_remedy(copy, ranks)}") from error.__cause__
     styles = own_styles(model)
     preferred = {path: how for path, how in preferences(plan, styles).items() if path not in {*overrides.whole, *overrides.families}}
     if preferred:

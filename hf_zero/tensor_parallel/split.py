@@ -23,7 +23,7 @@ from hf_zero.tensor_parallel.apply import apply_plan, plan_of, ranks_of
 from hf_zero.tensor_parallel.functions import ModelGroup
 from hf_zero.tensor_parallel.overrides import overrides_of
 from hf_zero.tensor_parallel.plan import WHOLE, TpPlan
-from hf_zero.tensor_parallel.planner import make_plan
+from hf_zero.tensor_parallel.planner import UnknownFlowError, make_plan
 from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
 from hf_zero.tensor_parallel.sharded_elsewhere import require_whole
 from hf_zero.tensor_parallel.trace import Inputs
@@ -124,11 +124,13 @@ def _agree(collectives: Collectives, make: Callable[[], TpPlan]) -> TpPlan:
     if collectives.rank == 0:
         try:
             made = ("plan", make().to_dict())
+        except UnknownFlowError as error:
+            made = ("unknown flow", str(error))
         except ConfigError as error:
             made = ("error", str(error))
     kind, content = collectives.broadcast_object(made, 0, "tensor-parallel plan")
-    if kind == "error":
-        raise ConfigError(content)
+    if kind != "plan":
+        raise UnknownFlowError(content) if kind == "unknown flow" else ConfigError(content)
     return TpPlan.from_dict(content)
 
 
@@ -185,6 +187,7 @@ def tp_model_init(
 
     Raises:
         ConfigError: ``tp_size`` does not fit the ranks, or the model does not divide.
+        UnknownFlowError: The model cannot be traced, and nothing says how to split it.
         UnsupportedError: Another library has divided the model over ranks.
     """
     if tp_group is not None and tp_group.size() != tp_size:

@@ -47,6 +47,9 @@ def _configuration_arguments(folder: str) -> None:
         assert engine.train_micro_batch_size_per_gpu() == 2 and engine.zero_optimization_stage() == 2, arguments
         assert optimizer is engine.optimizer and loader is None and scheduler is None
         engine.destroy()
+    hf_zero.initialize(model=MLP.build(), args=namespace, config=path)[0].destroy()  # the same twice
+    with pytest.raises(AssertionError, match=r"two configurations that differ: args.deepspeed_config \('.*json'\) and config= \(a dict\)"):
+        hf_zero.initialize(model=MLP.build(), args=namespace, config=other)
 
 
 def _optimizer_situations(stage: int) -> None:

@@ -294,3 +294,39 @@ def test_hostfiles_and_what_a_command_line_says_of_them(tmp_path: Path) -> None:
     path.write_text("\n".join(lines))
     found = hosts.fetch_hostfile(path)
     assert json.loads(base64.urlsafe_b64decode(hosts.encode_world_info(found))) == {"10.0.0.2": 4, "b": 1}
+
+
+def test_tensors_are_sorted_by_type_and_sparse_ones_left_out() -> None:
+    half, single, other = torch.zeros(2, dtype=torch.half), torch.zeros(2), torch.ones(3)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1.0]), (1,))
+    found = helpers.split_half_float_double([single, half, sparse, other, torch.zeros(1, dtype=torch.int32)])
+    assert [[id(tensor) for tensor in kind] for kind in found] == [[id(half)], [id(single), id(other)]]
+
+
+def test_a_hook_runs_when_a_gradient_has_been_added() -> None:
+    param, seen = nn.Parameter(torch.ones(2)), []
+    handle = helpers.register_grad_hook(param, lambda given: seen.append(given.grad.tolist()))
+    (param * 3).sum().backward()
+    handle.remove()
+    param.sum().backward()
+    assert seen == [[3.0, 3.0]]
+
+
+def _mesh() -> None:
+    from deepspeed import comm
+    from deepspeed.utils import groups
+
+    mesh = comm.initialize_mesh_device((2, 1), ("data_parallel", "sequence_parallel"))
+    assert mesh.mesh_dim_names == ("data_parallel", "sequence_parallel") and mesh.get_group("data_parallel").size() == 2
+    assert groups._get_data_parallel_group_ranks() == [0, 1] and groups._get_broadcast_src_rank() == 0
+
+
+def test_a_mesh_of_named_dimensions() -> None:
+    ranks.run_ranks(_mesh, 2)
+
+
+def test_the_report_of_the_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    from hf_zero import environment
+
+    environment.cli_main(hide_operator_status=True)
+    assert "`import deepspeed` is" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
+from hf_zero.deepspeed import held_weights, optimizer_getters
 from hf_zero.deepspeed.optimizer import DeepSpeedOptimizer
 from hf_zero.utils import safe_get_full_grad
 from tests.support import ranks
@@ -41,6 +42,11 @@ def _loss_scale(stage: int) -> None:
     micro_step(engine, float("inf"))
     assert optimizer.overflow and (optimizer.cur_scale, engine.loss_scale()) == (8.0, 8.0)
     assert (engine.global_steps, engine.skipped_steps) == (2, 1)
+    for place in (optimizer, optimizer.loss_scaler):
+        place.cur_scale = 4
+        assert engine.loss_scale() == optimizer.loss_scale == 4
+        with pytest.raises(ValueError, match="a finite number above 0 is allowed"):
+            place.cur_scale = 0
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -234,14 +240,67 @@ def test_every_question_has_an_answer(stage: int) -> None:
     ranks.run_ranks(_every_question, 2, stage)
 
 
+def _optimizer_values(stage: int) -> None:
+    engine = initialize(MLP.build(), Run(stage, "bf16"))
+    optimizer, param = engine.optimizer, next(engine.parameters())
+    batch = MLP.rows(0, 0, ranks.rank())
+    engine.backward(MLP.forward(engine, {name: value.bfloat16() if value.is_floating_point() else value for name, value in batch.items()}))
+    assert torch.equal(optimizer.get_fp32_grad_for_param(param), safe_get_full_grad(param))  # type: ignore[arg-type]
+    engine.step()
+    value = optimizer.get_full_hp_param(param)
+    assert value.dtype == torch.float32 and optimizer.get_full_hp_param(param, "exp_avg").shape == value.shape
+    optimizer.set_full_hp_param(value + 1, param)
+    assert torch.equal(optimizer.get_full_hp_param(param), value + 1)
+    assert optimizer.get_local_fp32_param(param).numel() <= value.numel()
+    optimizer.empty_partition_cache()
+    assert optimizer.dp_process_group is engine.seq_data_parallel_group and optimizer.dtype == torch.bfloat16
+    assert optimizer.partition_count == [ranks.world()] * len(optimizer.param_groups) and optimizer.module is engine.module
+    for name in optimizer_getters.VALUES:
+        getattr(optimizer, name)
+    optimizer.clip_grad = 3  # what a script assigns stands in place of the answer
+    assert optimizer.clip_grad == 3
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_further_names_of_the_optimizer(stage: int) -> None:
+    ranks.run_ranks(_optimizer_values, 2, stage)
+
+
+def _lower_precision(stage: int) -> None:
+    from hf_zero.deepspeed.served import autocast
+
+    def build(names: list[str] | None) -> Any:
+        section = {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": names}
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        return initialize(model, Run(stage, extra={"torch_autocast": section})).module
+
+    linear, norm = build(None)
+    assert {autocast.get_comm_dtype(param) for param in linear.parameters()} == {torch.bfloat16} == {autocast.get_autocast_dtype()}
+    assert not any(autocast.has_comm_dtype(param) for param in norm.parameters())
+    assert autocast.get_all_comm_dtypes(norm.parameters()) == {torch.float32}
+    linear, norm = build(["torch.nn.LayerNorm"])
+    assert autocast.has_comm_dtype(norm.weight) and not autocast.has_comm_dtype(linear.weight)
+    for name in ("torch.nn.Nope", "Linear", "torch.nn.functional.relu"):
+        with pytest.raises(ValueError, match=f"lower_precision_safe_modules has '{name}', which .*torch.nn.Linear"):
+            build([name])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_autocast_marks_what_may_be_communicated_in_its_type(stage: int) -> None:
+    ranks.run_ranks(_lower_precision, 2, stage)
+
+
 def _whole_weights_loaded(stage: int) -> None:
     import hf_zero
 
     other = MLP.build(1).state_dict()
     engine = initialize(MLP.build(), Run(stage))
+    gathered = engine._consolidated_16bit_state_dict()
+    assert (held_weights.held_for(engine.module) is not None) is (gathered is not None)
     engine.load_module_state_dict(other if ranks.rank() == 0 or stage < 3 else {}, strict=ranks.rank() == 0 or stage < 3)
     for name, param in engine.module.named_parameters():
         assert torch.equal(hf_zero.utils.safe_get_full_fp32_param(param), other[name].float()), name
+    assert held_weights.held_for(engine.module) is None, "what was gathered before is old"
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -98,7 +98,7 @@ class Odd(nn.Module):
 
 
 def _attributes(threshold: int) -> None:
-    from hf_zero.zero import ZeroParamStatus
+    from hf_zero.zero import ZeroParamStatus, ZeroParamType
 
     shapes = {name: param.shape for name, param in Odd().named_parameters()}
     engine = initialize(Odd(), Run(3, extra={"zero_optimization": {"stage3_param_persistence_threshold": threshold}}))
@@ -108,6 +108,8 @@ def _attributes(threshold: int) -> None:
         assert param.ds_status is (ZeroParamStatus.AVAILABLE if stays else ZeroParamStatus.NOT_AVAILABLE), name
         assert param.ds_persist == stays and param.partition_numel() == param.ds_tensor.numel(), name
         assert param.ds_summary()["numel"] == param.ds_numel and len(param.ds_active_sub_modules) == 0, name
+        assert (param.ds_zero_partition_rank, param.ds_zero_partition_world_size) == (ranks.rank(), ranks.world()), name
+        assert param.ds_param_type is ZeroParamType.PARTITIONED and param.ds_secondary_tensor is None and not param.is_external_param, name
         param.all_gather()
         assert param.shape == shapes[name], name
         param.partition()

@@ -55,6 +55,17 @@ def test_each_method_balances_what_it_says(llama: nn.Module) -> None:
     assert blocks_of(make_plan(llama, 2, "type:rmsnorm|linear|decoder")) == [4, 2]
 
 
+class Labelled(nn.Module):
+    """A model that cannot be called without labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("it is not called without labels")
+
+
 def test_what_does_not_fit_is_said_with_what_would(llama: nn.Module) -> None:
     with pytest.raises(
         ConfigError, match="7 stages does not fit LlamaForCausalLM: it has 6 calls of blocks .6 of LlamaDecoderLayer.*At most 6"
@@ -68,6 +79,8 @@ def test_what_does_not_fit_is_said_with_what_would(llama: nn.Module) -> None:
         make_plan(llama, 2, "type:(")
     with pytest.raises(ConfigError, match=r"At most 0 stages fit|calls none of its repeated blocks"):
         make_plan(nn.Linear(2, 2), 2, inputs={"input": torch.zeros(1, 2)})
+    with pytest.raises(ConfigError, match=r"requires labels, of which nothing is known: give that a default \(labels=None\)"):
+        make_plan(Labelled(), 2)
 
 
 def test_shared_keys_and_values_stay_in_one_stage() -> None:

@@ -147,13 +147,19 @@ def by_configuration(how: str) -> tuple[Any, ...]:
     assert engine.get_sequence_parallel_group() is groups._get_sequence_parallel_group()
     sizes = groups._get_sequence_parallel_world_size(), groups._get_sequence_data_parallel_world_size()
     assert (engine.dp_world_size, engine.seq_dp_world_size, engine.sequence_parallel_size) == (2, 4, 2)
+    # The groups are those that the sizes count.
+    assert dist.get_process_group_ranks(engine.seq_data_parallel_group) == [0, 1, 2, 3]
+    assert dist.get_process_group_ranks(engine.data_parallel_group) == [ranks.rank() % 2, ranks.rank() % 2 + 2]
+    group = groups._get_data_parallel_group()
+    assert group is engine.data_parallel_group and group.rank() == groups._get_data_parallel_rank()
+    assert groups._get_data_parallel_world_size() == group.size()
     return engine.train_batch_size(), sizes, groups._get_sequence_parallel_rank(), groups._get_data_parallel_rank(), seen
 
 
 @pytest.mark.parametrize("how", ["keys", "mesh"])
 def test_groups_of_the_configuration(how: str) -> None:
     found = ranks.run_ranks(by_configuration, 4, how)
-    assert [value[:4] for value in found] == [(4, (2, 4), place % 2, place) for place in range(4)]
+    assert [value[:4] for value in found] == [(4, (2, 4), place % 2, place // 2) for place in range(4)]
     assert found[0][4] == found[1][4] and found[2][4] == found[3][4] and found[0][4] != found[2][4]
 
 
@@ -178,11 +184,13 @@ def by_mpu() -> tuple[int, int, int, list[int]]:
         groups._get_sequence_parallel_group()
     engine = hf_zero.initialize(model=CASES["mlp"].build(), config={**CONFIG, "train_batch_size": 4}, mpu=Mpu())[0]
     line = dist.get_process_group_ranks(groups._get_sequence_parallel_group())
+    assert dist.get_process_group_ranks(engine.data_parallel_group) == [ranks.rank() // 2 * 2, ranks.rank() // 2 * 2 + 1]
+    assert groups._get_sequence_data_parallel_rank() == ranks.rank()
     return engine.train_batch_size(), engine.collectives.world, groups._get_data_parallel_rank(), line
 
 
 def test_groups_of_an_mpu_object() -> None:
-    assert ranks.run_ranks(by_mpu, 4) == [(4, 4, place, [place % 2, place % 2 + 2]) for place in range(4)]
+    assert ranks.run_ranks(by_mpu, 4) == [(4, 4, place % 2, [place % 2, place % 2 + 2]) for place in range(4)]
 
 
 def by_module() -> int:

@@ -11,6 +11,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.core.units.tp_shard import tp_shard_of
+from hf_zero.deepspeed import tp_model_init as facade
 from hf_zero.errors import ConfigError
 from hf_zero.tensor_parallel.overrides import overrides_of
 from hf_zero.tensor_parallel.plan import TpPlan
@@ -76,6 +77,10 @@ def train(rules: list[dict[str, Any]] | None, stage: int, inputs: bool) -> tuple
     if inputs:
         x, y = batch(0)
         tp_model_init(model, 2, inputs={"x": x, "y": y})
+    elif stage == 3:  # DeepSpeed's function, before anything names the layers: left to initialize
+        assert facade.tp_model_init(model, 2) is model and not any(tp_shard_of(param) for param in model.parameters())
+        with pytest.raises(ConfigError, match="forward takes neither"):
+            hf_zero.initialize(model=model, config=config(None, stage))
     engine = hf_zero.initialize(model=model, config=config(rules, stage), optimizer=lambda params: torch.optim.AdamW(params, lr=0.01))[0]
     split = [name for name, param in model.named_parameters() if tp_shard_of(param) is not None]
     losses = []

@@ -25,6 +25,7 @@ class Progress:
         last_step_applied: Whether the last call of ``step`` updated the weights: not off the boundary, not on overflow.
         last_norm: Gradient norm of the last boundary, before clipping, inf if it was skipped; 0-dim tensor, or None before the first.
         last_loss: Loss given to the last backward, detached; on the device.
+        loads: How often the weights were replaced by loaded ones.
     """
 
     global_steps: int = 0
@@ -33,6 +34,7 @@ class Progress:
     last_step_applied: bool = False
     last_norm: torch.Tensor | None = None
     last_loss: torch.Tensor | None = None
+    loads: int = 0
 
     def count_step(self, samples: int, norm: torch.Tensor, skipped: bool) -> None:
         """Takes note of one optimizer step over ``samples`` samples of all ranks."""

@@ -82,6 +82,17 @@ _SCALERS = (
     "CONSECUTIVE_HYSTERESIS",
     "MIN_LOSS_SCALE",
 )
+_AUTOCAST = (
+    "LOWER_PRECISION_SAFE_MODULES",
+    "PARAM_COMM_DTYPE_ATTR_NAME",
+    "get_all_comm_dtypes",
+    "get_autocast_dtype",
+    "get_comm_dtype",
+    "get_default_autocast_lower_precision_modules",
+    "has_comm_dtype",
+    "is_autocast_initialized",
+    "sort_dtypes",
+)
 _LAUNCHER = ("get_local_rank_from_launcher", "get_world_rank_from_launcher", "get_world_size_from_launcher")
 _LEAVES = ("set_z3_leaf_module", "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix")
 _CKPT_FILES = ("get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank", "get_layer_ckpt_name_for_rank")
@@ -190,7 +201,9 @@ HELPERS: Final[dict[str, str]] = {
     # Gradients, devices and numbers.
     **_rows("runtime.utils", "deepspeed.served.norms", _NORMS),
     **_rows("runtime.utils", "deepspeed.served.helpers", _SMALL),
-    "deepspeed.utils.torch.required_torch_version": "hf_zero.deepspeed.served.helpers:required_torch_version",
+    **_rows("utils.torch", "deepspeed.served.helpers", ("required_torch_version", "register_grad_hook", "jit_script_compat")),
+    **_rows("runtime.zero.stage_1_and_2", "deepspeed.served.helpers", ("split_half_float_double",)),
+    **_rows("runtime.torch_autocast", "deepspeed.served.autocast", _AUTOCAST),
     **{
         f"deepspeed.runtime.zero.{module}.is_zero_param": "hf_zero.deepspeed.served.helpers:is_zero_param"
         for module in ("utils", "partition_parameters")
@@ -200,6 +213,10 @@ HELPERS: Final[dict[str, str]] = {
     **_rows("utils.module_utils", "deepspeed.served.helpers", ("recursive_getattr", "recursive_setattr")),
     **_rows("runtime.fp16.loss_scaler", "deepspeed.loss_scalers", _SCALERS),
     "deepspeed.runtime.zero.offload_states.get_state_devices": "hf_zero.deepspeed.served.state_devices:get_state_devices",
+    # Layers are not replaced: torch's own do on gathered weights what DeepSpeed's do.
+    "deepspeed.runtime.zero.linear.LinearModuleForZeroStage3": "torch.nn:Linear",
+    "deepspeed.runtime.zero.linear.zero3_linear_wrap": "torch.nn.functional:linear",
+    "deepspeed.runtime.compiler.is_compile_supported": "hf_zero.deepspeed.served.helpers:is_compile_supported",
     "deepspeed.runtime.zero.utils.ZeRORuntimeException": "hf_zero.errors:ConfigError",
     # One class serves every precision, as it does every stage.
     "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
@@ -219,7 +236,7 @@ HELPERS: Final[dict[str, str]] = {
     **_rows(
         "comm",
         "deepspeed.served.comm",
-        ("has_all_gather_into_tensor", "has_reduce_scatter_tensor", "get_all_ranks_from_group"),
+        ("has_all_gather_into_tensor", "has_reduce_scatter_tensor", "get_all_ranks_from_group", "initialize_mesh_device"),
     ),
     "deepspeed.comm.allgather_fn": "torch.distributed:all_gather_into_tensor",
     "deepspeed.comm.reduce_scatter_fn": "torch.distributed:reduce_scatter_tensor",
@@ -242,6 +259,9 @@ HELPERS: Final[dict[str, str]] = {
     **{
         f"deepspeed.elasticity.{module}.{name}": f"hf_zero.config.elastic:{name}" for module, names in _ELASTICITY.items() for name in names
     },
+    **_rows("env_report", "environment", ("main", "cli_main")),
+    "deepspeed.ops.__installed_ops__": "hf_zero.deepspeed.served.builders:COMPATIBLE_OPS",
+    "deepspeed.ops.op_builder.all_ops.ALL_OPS": "hf_zero.deepspeed.served.builders:ALL_OPS",
     # Versions.
     "deepspeed.version": "hf_zero.deepspeed.alias.table:DEEPSPEED_VERSION",
     "deepspeed.__git_hash__": "hf_zero.deepspeed.served.settings:NO_COMMIT",

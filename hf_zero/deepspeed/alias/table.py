@@ -54,7 +54,7 @@ _OTHER_ONEBIT = ("OnebitLamb", "ZeroOneAdam", "lamb.OnebitLamb", "zoadam.ZeroOne
 _UNIT_TEXTS = ("number_to_string", "flops_to_string", "macs_to_string", "params_to_string", "duration_to_string")
 _GATHERED = "hf_zero.integrations.loading:GatheredParameters"
 _INIT = "hf_zero.integrations.loading:Init"
-_ZERO = ("register_external_parameter", "unregister_external_parameter", "ZeroParamStatus")
+_ZERO = ("register_external_parameter", "unregister_external_parameter", "ZeroParamStatus", "ZeroParamType")
 _FULL_VALUES = (
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
@@ -72,7 +72,9 @@ _FULL_VALUES = (
 )
 _LEAF_MODULES = ("set_z3_leaf_modules", "unset_z3_leaf_modules", "get_z3_leaf_modules")
 _GROUPS = (
+    "_get_broadcast_src_rank",
     "_get_data_parallel_group",
+    "_get_data_parallel_group_ranks",
     "_get_data_parallel_rank",
     "_get_data_parallel_world_size",
     "_get_model_parallel_rank",
@@ -101,6 +103,9 @@ _SEQUENCE_STATE = (
     "get_sequence_data_parallel_group",
     "get_sequence_data_parallel_rank",
     "get_sequence_data_parallel_world_size",
+    "get_model_parallel_group",
+    "get_model_parallel_rank",
+    "get_model_parallel_world_size",
 )
 _ULYSSES = "deepspeed.runtime.sequence_parallel"
 _PROFILER = ("profiling.flops_profiler", "profiling.flops_profiler.profiler")
@@ -202,8 +207,8 @@ PROVIDED: Final[dict[str, str]] = {
     **{f"deepspeed.runtime.zero.partition_parameters.{name}": f"hf_zero.zero:{name}" for name in _ZERO},
     **{f"deepspeed.{path}.GatheredParameters": _GATHERED for path in ("zero", "runtime.zero", "runtime.zero.partition_parameters")},
     **{
-        f"deepspeed.runtime.zero.{path}unwrap_model_for_generation": "hf_zero.integrations.loading:unwrap_model_for_generation"
-        for path in ("", "stage3.")
+        f"deepspeed.{path}.unwrap_model_for_generation": "hf_zero.integrations.loading:unwrap_model_for_generation"
+        for path in ("zero", "runtime.zero", "runtime.zero.stage3")
     },
     **{f"deepspeed.{path}.Init": _INIT for path in ("zero", "runtime.zero", "runtime.zero.partition_parameters")},
     **{f"deepspeed.{path}.MiCS_Init": "hf_zero.integrations.loading:MiCSInit" for path in ("zero", "runtime.zero", "runtime.zero.mics")},
@@ -352,7 +357,7 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.default_inference_config": _INFERENCE,
     "deepspeed.runtime.constants": "the keys of the configuration are plain texts; docs/config.md lists them",
     "deepspeed.runtime.zero.config": _CONFIG,
-    "deepspeed.runtime.zero.linear": "linear layers are not replaced; torch.nn.functional.linear works on gathered weights as it is",
+    "deepspeed.runtime.zero.linear": "linear layers are not replaced; torch.nn.Linear works on gathered weights as it is",
     "deepspeed.runtime.zero.tiling": "tiled layers are not implemented; ZeRO stage 3 shards a layer of any size",
     "deepspeed.runtime.zero.utils": "only is_zero_param and ZeRORuntimeException are provided",
     "deepspeed.runtime.zero.offload_states": _INNER,
@@ -366,10 +371,9 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.runtime.state_dict_factory": _INFERENCE,
     "deepspeed.runtime.swap_tensor": f"{_INNER}; set offload_optimizer or offload_param with device nvme",
     "deepspeed.runtime.tensor_parallel": "set tensor_parallel.autotp_size in the configuration",
-    "deepspeed.runtime.torch_autocast": "set the torch_autocast section of the configuration",
+    "deepspeed.runtime.torch_autocast": "set the torch_autocast section of the configuration; what it says of a parameter is provided",
     "deepspeed.runtime.weight_quantizer": "quantization is not implemented; use torchao or bitsandbytes",
     "deepspeed.compile": "use torch.compile or engine.compile()",
-    "deepspeed.comm.initialize_mesh_device": "use torch.distributed.device_mesh.init_device_mesh",
     "deepspeed.comm.backend": f"{_INNER}; use torch.distributed",
     "deepspeed.comm.config": "set the comms_logger section of the configuration, or call deepspeed.comm.configure()",
     "deepspeed.comm.torch": f"{_INNER}; use torch.distributed",
@@ -397,7 +401,6 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.runtime.zero.parameter_offload": "one engine serves every stage; use deepspeed.initialize(...) and engine.optimizer",
     "deepspeed.zero.TiledLinear": "tiled layers are not implemented; ZeRO stage 3 shards a layer of any size",
     "deepspeed.runtime.zero.mics": "only MiCS_Init is provided; zero_optimization.mics_shard_size is all that deepspeed.initialize() needs",
-    "deepspeed.zero.ZeroParamType": "use the parameter's ds_status and deepspeed.zero.ZeroParamStatus",
     "deepspeed.runtime.dataloader": "pass training_data to deepspeed.initialize, or a torch DataLoader to accelerate",
     "deepspeed.runtime.data_pipeline": "data efficiency is not implemented; do it in the dataset or the sampler",
     "deepspeed.runtime.progressive_layer_drop": "progressive layer drop is not implemented; use the model's own layerdrop",
@@ -412,7 +415,7 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.io": "checkpoint writers are not pluggable; checkpoints are written to a directory",
     "deepspeed.checkpoint": "only clone_tensors_for_torch_save is provided; a checkpoint loads on any number of ranks without conversion",
     "deepspeed.launcher": "start with `hf-zero launch`, which takes the same flags, `accelerate launch`, torchrun or mpirun",
-    "deepspeed.env_report": "run `hf-zero report`, whose output is made for bug reports",
+    "deepspeed.env_report": "only main and cli_main are provided; `hf-zero report` is the same, made for bug reports",
     "deepspeed.ops.adam": "only DeepSpeedCPUAdam and FusedAdam are provided; torch.optim optimizers work as they are",
 }
 

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from hf_zero.comm import bootstrap
+from hf_zero.comm.device import default_device
+from hf_zero.comm.process_groups import device_mesh
 
 
 def init_distributed(
@@ -96,6 +100,16 @@ def barrier(group: dist.ProcessGroup | None = None, async_op: bool = False, devi
     if not is_initialized():
         return None
     return dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
+
+
+def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
+    """All ranks as torch's mesh of named dimensions; made once for a shape, collective.
+
+    Args:
+        mesh_shape: Sizes from the outside in; their product is the number of ranks.
+        mesh_dim_names: A name for each.
+    """
+    return device_mesh(dict(zip(mesh_dim_names, mesh_shape, strict=True)), default_device().type, {})
 
 
 # What DeepSpeed asks of the version of torch is always there.

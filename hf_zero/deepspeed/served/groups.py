@@ -14,8 +14,8 @@ def _divided() -> Topology | None:
     return newest_with("sequence") or newest_with("model")
 
 
-def get_data_parallel_group() -> dist.ProcessGroup:
-    """The process group gradients are averaged over; that of all ranks where ranks share the sequences of their samples.
+def _get_sequence_data_parallel_group() -> dist.ProcessGroup:
+    """The process group that ZeRO shards over and gradients are averaged over; all ranks where they share the sequences of their samples.
 
     Raises:
         StateError: There is no process group yet.
@@ -28,16 +28,52 @@ def get_data_parallel_group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
+def _get_sequence_data_parallel_world_size() -> int:
+    """Number of ranks in ``_get_sequence_data_parallel_group()``."""
+    topology = _divided()
+    return get_world_size() if topology is None else topology.world
+
+
+def _get_sequence_data_parallel_rank() -> int:
+    """This process' rank in ``_get_sequence_data_parallel_group()``."""
+    topology = _divided()
+    return get_rank() if topology is None else topology.rank
+
+
+def get_data_parallel_group() -> dist.ProcessGroup:
+    """The ranks that train on samples of their own, this one among them: with sequence parallelism one of each group that shares samples.
+
+    Raises:
+        StateError: There is no process group yet, or a script's own groups share samples and are not of all ranks.
+    """
+    topology = _divided()
+    if topology is None:
+        return _get_sequence_data_parallel_group()
+    if topology.sample_group is None:
+        raise StateError("the sequence-parallel groups of the mpu object are not of all ranks: ask it for its data-parallel group")
+    return topology.sample_group
+
+
+def _get_data_parallel_group_ranks() -> list[int]:
+    """The ranks of ``get_data_parallel_group()``, as the default group counts them."""
+    return dist.get_process_group_ranks(get_data_parallel_group())
+
+
+def _get_broadcast_src_rank() -> int:
+    """The first rank of ``_get_sequence_data_parallel_group()``, as the default group counts ranks."""
+    return dist.get_process_group_ranks(_get_sequence_data_parallel_group())[0]
+
+
 def get_data_parallel_world_size() -> int:
     """Number of ranks in ``get_data_parallel_group()``."""
     topology = _divided()
-    return get_world_size() if topology is None else topology.world
+    return get_world_size() if topology is None else topology.replicas
 
 
 def get_data_parallel_rank() -> int:
     """This process' rank in ``get_data_parallel_group()``."""
     topology = _divided()
-    return get_rank() if topology is None else topology.rank
+    return get_rank() if topology is None else topology.replica
 
 
 def get_model_parallel_group() -> dist.ProcessGroup:
@@ -97,9 +133,9 @@ def _get_sequence_parallel_rank() -> int:
 
 
 # DeepSpeed's names carry an underscore, older ones none.
-_get_data_parallel_group = _get_sequence_data_parallel_group = get_data_parallel_group
-_get_data_parallel_world_size = _get_sequence_data_parallel_world_size = get_data_parallel_world_size
-_get_data_parallel_rank = _get_sequence_data_parallel_rank = get_data_parallel_rank
+_get_data_parallel_group = get_data_parallel_group
+_get_data_parallel_world_size = get_data_parallel_world_size
+_get_data_parallel_rank = get_data_parallel_rank
 _get_model_parallel_world_size = get_model_parallel_world_size
 _get_model_parallel_rank = get_model_parallel_rank
 get_tensor_model_parallel_group = _get_model_parallel_group = get_model_parallel_group

@@ -158,6 +158,28 @@ def _borders(sums: Sequence[float], most: float, num_parts: int) -> list[int] | 
     return borders if borders[-1] == items else None
 
 
+def split_half_float_double(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Dense tensors by type: fp16, fp32, fp64 and bf16 ones, in this order; types that do not occur and sparse tensors are left out."""
+    dense = [tensor for tensor in tensors if tensor.layout == torch.strided]
+    kinds = ([tensor for tensor in dense if tensor.dtype == dtype] for dtype in (torch.half, torch.float, torch.double, torch.bfloat16))
+    return [kind for kind in kinds if kind]
+
+
+def register_grad_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Calls ``hook`` with ``param`` when its gradient has been added; returns a handle with ``remove()``."""
+    return param.register_post_accumulate_grad_hook(hook)
+
+
+def jit_script_compat(fn: Function) -> Function:
+    """The function itself: small functions are left as they are."""
+    return fn
+
+
+def is_compile_supported() -> bool:
+    """True: this PyTorch has ``torch.compile``."""
+    return True
+
+
 def noop_decorator(func: Function) -> Function:
     """The function itself."""
     return func

@@ -59,3 +59,9 @@ def get_sequence_data_parallel_world_size() -> int:
 def get_sequence_data_parallel_rank() -> int:
     """This rank's place among them."""
     return _joint().rank
+
+
+# DeepSpeed's module has no further axis, and names this one twice.
+get_model_parallel_group = get_sequence_parallel_group
+get_model_parallel_world_size = get_sequence_parallel_world_size
+get_model_parallel_rank = get_sequence_parallel_rank

@@ -12,7 +12,7 @@ from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
 from hf_zero.config.view import ConfigView, MonitorView, ZeroView
 from hf_zero.deepspeed.served.comm import get_world_size
-from hf_zero.deepspeed.served.groups import _get_sequence_parallel_world_size, get_data_parallel_world_size
+from hf_zero.deepspeed.served.groups import _get_sequence_data_parallel_world_size, _get_sequence_parallel_world_size
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "adagrad", "lion"
 LAMB_OPTIMIZER, MUON_OPTIMIZER = "lamb", "muon"
@@ -87,7 +87,7 @@ def _replicas(config: dict[str, Any], mpu: Any) -> int:
         mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else _get_sequence_parallel_world_size()
     )
     sharers = max(int(found), requested_slices(config))
-    ranks = get_data_parallel_world_size()
+    ranks = _get_sequence_data_parallel_world_size()
     return ranks // sharers if ranks % sharers == 0 else ranks
 
 

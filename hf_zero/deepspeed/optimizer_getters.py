@@ -1,0 +1,104 @@
+"""What else scripts read off DeepSpeed's optimizers, and ask them, as tables over the engine: name -> function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_zero.deepspeed import safe_values
+
+VALUES: dict[str, Callable[[Any], Any]] = {
+    "dp_process_group": lambda engine: engine.seq_data_parallel_group,
+    "real_dp_process_group": lambda engine: [engine.seq_data_parallel_group for _ in engine.optimizer.param_groups],
+    "partition_count": lambda engine: [engine.collectives.topology.world for _ in engine.optimizer.param_groups],
+    "partition_gradients": lambda engine: engine.stage_policy.stage >= 2,
+    "dtype": lambda engine: engine.optimizer.low_precision_dtype,
+    "device": lambda engine: engine.device,
+    "clip_grad": lambda engine: engine.settings.gradient_clipping,
+    "gradient_accumulation_dtype": lambda engine: engine.precision.accumulation_dtype,
+    "gradient_accumulation_steps": lambda engine: engine.accumulation.steps,
+    "communication_data_type": lambda engine: engine.communication_data_type(),
+    "sequence_parallel_size": lambda engine: engine.sequence_parallel_size,
+    "has_moe_layers": lambda engine: engine.has_moe_layers,
+    "param_names": lambda engine: engine.param_names,
+    "module": lambda engine: engine.module,
+    "cpu_offload": lambda engine: engine.zero_cpu_offload(),
+    **{
+        key: lambda engine, key=key: getattr(engine.settings.zero_optimization, key)  # type: ignore[misc]
+        for key in ("contiguous_gradients", "overlap_comm", "reduce_bucket_size", "reduce_scatter", "sub_group_size")
+    },
+}
+
+
+class Value:
+    """A value that is read off an optimizer's engine and computed each time; assigned, it is what was assigned."""
+
+    def __init__(self, getter: Callable[[Any], Any]) -> None:
+        self._getter = getter
+
+    def __get__(self, optimizer: Any, owner: type) -> Any:
+        return self if optimizer is None else self._getter(optimizer._engine())
+
+
+def get_full_hp_param(optimizer: Any, param: torch.Tensor, optim_state_key: str | None = None) -> torch.Tensor | None:
+    """The whole fp32 value of ``param``, or its state ``optim_state_key``; None where no engine trains it. Collective."""
+    if optim_state_key is None:
+        return safe_values.safe_get_full_fp32_param(param)
+    return safe_values.safe_get_full_optimizer_state(param, optim_state_key)
+
+
+def set_full_hp_param(optimizer: Any, value: torch.Tensor, param: torch.Tensor, optim_state_key: str | None = None) -> None:
+    """Sets what ``get_full_hp_param`` returns; collective.
+
+    Raises:
+        StateError: No engine trains ``param``, or the shapes differ.
+    """
+    if optim_state_key is None:
+        safe_values.safe_set_full_fp32_param(param, value)
+    else:
+        safe_values.safe_set_full_optimizer_state(param, value, optim_state_key)
+
+
+def get_local_fp32_param(optimizer: Any, param: torch.Tensor, optim_state_key: str | None = None) -> torch.Tensor | None:
+    """This rank's part of the fp32 value of ``param``, or of its state ``optim_state_key``; None where no engine trains it."""
+    if optim_state_key is None:
+        return safe_values.safe_get_local_fp32_param(param)
+    return safe_values.safe_get_local_optimizer_state(param, optim_state_key)
+
+
+def set_local_hp_param(optimizer: Any, value: torch.Tensor, param: torch.Tensor, optim_state_key: str | None = None) -> None:
+    """Sets what ``get_local_fp32_param`` returns.
+
+    Raises:
+        StateError: No engine trains ``param``, or the shapes differ.
+    """
+    if optim_state_key is None:
+        safe_values.safe_set_local_fp32_param(param, value)
+    else:
+        safe_values.safe_set_local_optimizer_state(param, value, optim_state_key)
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "get_full_hp_param": get_full_hp_param,
+    "set_full_hp_param": set_full_hp_param,
+    "get_local_fp32_param": get_local_fp32_param,
+    "set_local_hp_param": set_local_hp_param,
+    "get_fp32_grad_for_param": lambda optimizer, param: safe_values.safe_get_full_grad(param),
+    "set_fp32_grad_for_param": lambda optimizer, value, param: safe_values.safe_set_full_grad(param, value),
+    "get_local_fp32_grad_for_param": lambda optimizer, param: safe_values.safe_get_local_grad(param),
+    "set_local_grad_for_param": lambda optimizer, value, param: safe_values.safe_set_local_grad(param, value),
+    **{
+        name: lambda optimizer, *args, name=name, **kwargs: getattr(optimizer._engine(), name)(*args, **kwargs)
+        for name in ("empty_partition_cache", "offload_states", "reload_states")
+    },
+}
+
+
+def bind(optimizer_class: type[Any]) -> None:
+    """Gives ``optimizer_class`` all values and methods of the tables."""
+    for name, getter in VALUES.items():
+        setattr(optimizer_class, name, Value(getter))
+    for name, method in METHODS.items():
+        setattr(optimizer_class, name, method)
