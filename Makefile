@@ -39,6 +39,9 @@ help:
 	@echo "make kernels   build the native library again, after a change in kernels/"
 	@echo "make venv      only install into $(VENV)"
 
+# Processes of tests import the package hundreds of times: it stays compiled, whatever the shell says of other work.
+test test-quick test-all: export PYTHONDONTWRITEBYTECODE =
+
 demo: $(READY)
 	$(BIN)/python examples/clm/demo.py $(DEMO_ARGS)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +46,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if any("parity" in item.nodeid for item in items):
         ranks.warm_up()  # imports transformers while the first tests run
+
+
+def pytest_collection_finish() -> None:
+    """One thread, as ranks have: tensors are small, and idle threads of torch would look for work on cores that other tests need."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,6 +13,7 @@ Equal dims are joined with union-find; a dim that some operation needs whole is 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 
 PRODUCT, SUM = "product", "sum"
@@ -226,13 +227,30 @@ def _unify_products(first: SymbolicDim, second: SymbolicDim) -> None:
 
 
 def _unify_sums(first: SymbolicDim, second: SymbolicDim) -> None:
-    bounds = sorted({0, *_bounds(first), *_bounds(second)})
-    for start, stop in zip(bounds, bounds[1:], strict=False):
-        left, right = cut(first, start, stop), cut(second, start, stop)
-        if left is None or right is None:
-            _disagree(first, second)
-            return
-        unify(left, right)
+    bounds = sorted({*_bounds(first), *_bounds(second)})
+    left, right = _divided(first, bounds), _divided(second, bounds)
+    if left is None or right is None:
+        _disagree(first, second)
+        return
+    for one, other in zip(left, right, strict=True):
+        unify(one, other)
+
+
+def _divided(dim: SymbolicDim, bounds: list[int]) -> list[SymbolicDim] | None:
+    """The segments of a sum between ``bounds``, its own among them, in one walk; None if they do not fit what it is made of."""
+    segments: list[SymbolicDim] = []
+    offset = 0
+    for part in dim.parts:
+        inside = bounds[bisect_right(bounds, offset) : bisect_left(bounds, offset + part.size)]
+        ends = [0, *(bound - offset for bound in inside), part.size]
+        for start, stop in zip(ends, ends[1:], strict=False):
+            piece = cut(part, start, stop)
+            if piece is None:
+                return None
+            segments.append(piece)
+        offset += part.size
+    dim.parts = tuple(segments)
+    return [segment for segment in segments if segment.size]
 
 
 def _bounds(dim: SymbolicDim) -> list[int]:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
+from torch.distributed import TCPStore
 
-from tests.support.launches import launch_on_ranks, report_of
+from tests.support.launches import launch_on_ranks, report_of, run_on_ranks
 from tests.support.processes import Ended, run, run_forked, run_python
+from tests.support.rows import slow_but
 
 DEEPSPEED_SCRIPT = """
 import argparse, json
@@ -67,7 +69,8 @@ for stage in (2, 3, 2):
 """
 
 
-def test_a_deepspeed_users_script_under_torchrun_and_accelerators_after_it_in_the_same_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", slow_but(["torchrun", "torchrun's variables"], "torchrun's variables"))
+def test_a_deepspeed_users_script_under_torchrun_and_accelerators_after_it_in_the_same_processes(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(DEEPSPEED_SCRIPT + AGAIN)
     config = {
         "train_batch_size": 16,
@@ -76,8 +79,14 @@ def test_a_deepspeed_users_script_under_torchrun_and_accelerators_after_it_in_th
         "zero_optimization": {"stage": 3},
     }
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    command = ["torchrun", "--standalone", "--nproc_per_node", "2", "train.py", "--deepspeed", "--deepspeed_config", "ds.json"]
-    printed = run(command, cwd=tmp_path, timeout=200)
+    words = ["--deepspeed", "--deepspeed_config", "ds.json"]
+    if launcher == "torchrun":
+        printed = run(["torchrun", "--standalone", "--nproc_per_node", "2", "train.py", *words], cwd=tmp_path, timeout=200)
+    else:
+        words[-1] = str(tmp_path / words[-1])
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the launcher's, for all groups of its ranks
+        agent = {"MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "GROUP_WORLD_SIZE": 1}
+        printed = run_on_ranks(tmp_path / "train.py", *words, **{name: str(value) for name, value in agent.items()})
     report = report_of(printed)
     assert report["world"] == 2 and report["batches"] == 4  # 64 rows, 8 per rank and micro-step, 2 ranks
     assert report["losses"][-1] < 0.8 * report["losses"][0]

@@ -6,8 +6,8 @@ import inspect
 import pickle
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +17,7 @@ import _hf_zero_startup
 from hf_zero.errors import UnsupportedError
 from hf_zero.integrations import callers, rotation
 from hf_zero.observe import logger
-from tests.support.processes import run_forked
+from tests.support.processes import run_python
 from tests.support.rows import slow_but
 
 
@@ -188,15 +188,39 @@ hf_zero.deepspeed.install_as_deepspeed()
 import deepspeed
 {CHECK}""",
     "after": f"""
-import sys, hf_zero, deepspeed
+import os, sys
+before = dict(os.environ)
+import hf_zero, deepspeed, hf_zero.deepspeed
+hf_zero.deepspeed.install_as_deepspeed()
 hf_zero.initialize
 assert not sys.modules.keys() & {{"accelerate", "transformers", "lightning"}}
 import {MODULES}
-{CHECK}""",
+{CHECK}
+added = sorted(os.environ.keys() - before.keys())
+class Halt(Exception): ...
+def halt(*args, **kwargs): raise Halt
+accelerate.state.PartialState._prepare_backend = halt
+try:
+    accelerate.Accelerator()
+except Halt:
+    print("RANK" in added, os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"])
+""",
 }
+PLACED = {"RANK": 1, "SIZE": 2, "LOCAL_RANK": 1, "LOCAL_SIZE": 2}
+
+
+@pytest.fixture(scope="module")
+def printed() -> Callable[[str], list[str]]:
+    """What a process that imports everything in one order prints; mpirun has started it."""
+    variables = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in PLACED.items()}
+    return cache(lambda order: run_python(ORDERS[order], env=variables).splitlines())
 
 
 @pytest.mark.parametrize("order", slow_but(ORDERS, "after"))
-def test_the_installed_libraries_have_every_method_whenever_they_are_imported(order: str, tmp_path: Path) -> None:
-    found = run_forked({order: ORDERS[order]}, tmp_path, "import torch")[order]
-    assert found.out.endswith("all wrapped\n"), found
+def test_the_installed_libraries_have_every_method_whenever_they_are_imported(order: str, printed: Callable[[str], list[str]]) -> None:
+    assert "all wrapped" in printed(order)
+
+
+def test_imports_leave_the_environment_alone_until_a_state_is_made(printed: Callable[[str], list[str]]) -> None:
+    """mpirun sets no RANK; accelerate, which reads it when a state is made, finds it then."""
+    assert printed("after")[-1] == "False 1 1 2"

@@ -10,9 +10,11 @@ import sys
 from datetime import timedelta
 
 import pytest
+from torch.distributed import TCPStore
 
-from hf_zero.comm import store
-from tests.support.processes import REPO, environment, run_python
+from hf_zero.comm import bootstrap, store
+from hf_zero.errors import CollectiveError
+from tests.support.processes import REPO, environment
 
 SCRIPT = """
 import json, os, time, torch, torch.distributed as dist
@@ -76,14 +78,23 @@ def test_an_address_that_is_not_here_or_taken() -> None:
     os.close(held)
 
 
-_ALONE = """
-    from hf_zero.comm.bootstrap import init_distributed
-    from hf_zero.errors import CollectiveError
-    try:
-        init_distributed(dist_backend="gloo")
-    except CollectiveError as error:
-        print(error)
-"""
+def test_groups_and_attempts_under_torchrun_find_nothing_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's store lives through all groups of a process and all attempts of a run."""
+    second = timedelta(seconds=1)
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=second)
+    variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port), "WORLD_SIZE": "1"}
+    for name, value in {**variables, "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    found = [store.store_of_launcher(second) for _ in range(2)]
+    monkeypatch.setattr(store, "_made", store._made - 2)  # as in a new process, of the next attempt
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    found.append(store.store_of_launcher(second))
+    for number, mine in enumerate(found):
+        assert mine is not None
+        mine.set("address", str(number))
+    assert [mine.get("address") for mine in found if mine is not None] == [b"0", b"1", b"2"]
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert store.store_of_launcher(second) is None, "attempts are not counted alike on several machines"
 
 
 @pytest.mark.parametrize(
@@ -93,10 +104,13 @@ _ALONE = """
         ("0", "could not meet the others at 127.0.0.1:{port}: "),
     ],
 )
-def test_a_rank_that_meets_nobody_says_so_in_one_line(rank: str, text: str) -> None:
+def test_a_rank_that_meets_nobody_says_so_in_one_line(rank: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     port = str(free_port())
     variables = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DEEPSPEED_TIMEOUT": "0.02"}
-    variables["PYTHONPATH"] = str(REPO)
-    (line,) = run_python(_ALONE, env=variables).splitlines()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CollectiveError) as error:
+        bootstrap.init_distributed(dist_backend="gloo")
+    (line,) = str(error.value).splitlines()
     assert line.startswith(f"rank {rank} of 2 on {socket.gethostname()} {text.format(port=port)}")
     assert line.endswith("DEEPSPEED_TIMEOUT says how many minutes to wait")

@@ -15,7 +15,7 @@ from tests.support import ranks
 from tests.support.models import CASES, LENGTH, VOCAB
 from tests.support.parity import Run, initialize
 
-NEW_TOKENS = 10
+NEW_TOKENS = 7
 
 
 @pytest.mark.parametrize("gather", [True, False])
@@ -62,7 +62,7 @@ def prompt(rank: int | None = None) -> Tensor:
 
 def lengths(rank: int | None = None) -> dict[str, Any]:
     """Every rank stops elsewhere."""
-    new = NEW_TOKENS - 4 * (ranks.rank() if rank is None else rank)
+    new = NEW_TOKENS - 3 * (ranks.rank() if rank is None else rank)
     return {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import model_memory
-from tests.support.processes import environment
+from tests.support.processes import REPO, environment
 
 RANKS = 2
 MIB = 2**20
@@ -69,8 +68,7 @@ def _measure(model: Path, output: Path) -> list[dict[str, int]]:
     for rank in range(RANKS):
         variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         env = environment(variables)
-        folder = Path(model_memory.__file__).parents[1]
-        ranks.append(subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        ranks.append(subprocess.Popen(command, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     reports = []
     for process in ranks:
         out, err = process.communicate(timeout=240)

@@ -144,7 +144,8 @@ def test_a_child_of_multiprocessing_tells_too(tmp_path: Path, method: str) -> No
 
 @pytest.mark.slow
 def test_a_save_that_is_interrupted_at_the_end_is_lost(tmp_path: Path) -> None:
-    end = SLOWLY.replace("sleep(0.3)", "sleep(60)") + 'print("ready", flush=True)\n'
+    heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where the tests run in the background
+    end = heard + SLOWLY.replace("sleep(0.3)", "sleep(60)") + 'print("ready", flush=True)\n'
     command = [sys.executable, "-c", SCRIPT + end, str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=REPO)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"

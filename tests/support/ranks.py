@@ -153,7 +153,7 @@ def observe_ranks(
 
 def run_alone(function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> Any:
     """What ``function(*args)`` returns in a process of its own, which is nobody's rank, has all imports and ends with the call."""
-    with ProcessPoolExecutor(1, _context()) as pool:
+    with ProcessPoolExecutor(1, _context(), _use_one_thread) as pool:
         return pool.submit(function, *args).result(timeout)
 
 
@@ -309,11 +309,17 @@ def _read(folder: str, name: str) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
+def _use_one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
 def _serve(pipe: connection.Connection, rank: int, world_size: int, folder: str) -> None:
     """Body of a rank: wait for a job, run it, answer; ends when the parent closes the pipe."""
     import torch
 
-    torch.set_num_threads(1)
+    _use_one_thread()
     _share_gloo_thread()
     gc.freeze()  # what was imported stays; collections between jobs need not look at it
     _FACTORIES.update({name: getattr(torch, name) for name in ("empty", "zeros", "ones", "full", "tensor", "arange")})

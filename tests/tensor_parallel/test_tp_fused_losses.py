@@ -120,8 +120,12 @@ def test_trl_trainers(kind: str, trainer_models: Path, tmp_path: Path) -> None:
     trainers.assert_close(expected, found, f"{kind} with a divided head", rel=1e-3)
 
 
-def test_a_head_that_its_model_never_calls_stays_whole() -> None:
+def _never_called() -> None:
     model = fused_losses.model("trl")
     assert make_plan(model, 2).modules["lm_head"].split == WHOLE
     with pytest.raises(ConfigError, match="lm_head cannot be split by vocabulary: its weight is read by .* in LlamaForCausalLM"):
         make_plan(model, 2, overrides=overrides_of({"vocab_parallel_lm_head": True}, None, model))
+
+
+def test_a_head_that_its_model_never_calls_stays_whole() -> None:
+    ranks.run_ranks(_never_called, 1)  # which has TRL imported
