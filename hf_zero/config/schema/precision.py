@@ -42,10 +42,10 @@ class TorchAutocast(Section, switch="enabled"):
 
     enabled: Bool = used(False, "Turn it on; when off an outer autocast region is disabled inside the engine forward")
     dtype: Dtype | None = used(None, "bfloat16 or float16 (short names accepted)")
-    lower_precision_safe_modules: list[str] | None = accepted(
+    lower_precision_safe_modules: list[str] | None = used(
         None,
-        "Module classes whose communication may use the lower type",
-        "gradients of autocast training are reduced in fp32, or in communication_data_type",
+        "Full names of module classes whose parameters are marked (`comm_dtype`) as ones that may be communicated in the lower type; "
+        "gradients are reduced in fp32, or in communication_data_type, all the same",
     )
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
-from hf_zero.core.schedule.in_place import InPlace
-from hf_zero.core.schedule.torch_internals import is_only_view
+from hf_zero.core.schedule.in_place import InPlace, memory_to_keep
 from hf_zero.core.units.layout import ParamSlot
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
@@ -429,7 +428,10 @@ class UnitGradients:
     def clear(self) -> None:
         """Forgets everything accumulated, after a step or to discard a broken one."""
         self.held()
-        self._spare = self._to_keep()
+        if self.exchange.keeps_whole:
+            self._spare = self._flat
+        elif self._several:
+            self._spare = memory_to_keep(self.shard, self.unit.layout.padded_numel)
         self.shard = self._flat = self._halfway = None
         self._kept, self._kept_bytes = {}, 0
         self.in_place.end()
@@ -437,20 +439,6 @@ class UnitGradients:
         self.passed = self.piecemeal = False
         self._written = [False] * len(self._written)
         self._used = [False] * len(self._used)
-
-    def _to_keep(self) -> torch.Tensor | None:
-        """Memory of this step's gradients that the next step's take up, because the next is likely to be as this one.
-
-        [Note: kept memory] Fresh memory of a host costs more than what is written to it. In a backward of several gradients each (of a
-        pipeline) the memory is in use from the first part's backward on, when most activations are there: giving it back gains
-        nothing. Scripts may have kept a view of it that they were shown.
-        """
-        if self.exchange.keeps_whole:
-            return self._flat
-        total = self.shard
-        if total is None or not self._several or total.device.type != "cpu" or self._device.type != "cpu":
-            return None
-        return total if total.numel() == self.unit.layout.padded_numel and is_only_view(total) else None
 
 
 def tensors_of(gradients: UnitGradients) -> list[torch.Tensor]:

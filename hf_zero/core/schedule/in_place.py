@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from hf_zero.core.schedule.torch_internals import is_only_view
+
 
 class InPlace:
     """Parameters whose ``grad`` is their place in the flat buffer, until the backward that runs ends.
@@ -41,3 +43,14 @@ class InPlace:
             if param is not None:
                 param.grad = None
         self.indices.clear()
+
+
+def memory_to_keep(total: torch.Tensor | None, numel: int) -> torch.Tensor | None:
+    """A unit's gradient after the step, (numel,) if this rank has it whole, where the next step's may take up its memory.
+
+    [Note: kept memory] Fresh memory of a host costs more than what is written to it. In a backward of several gradients each (of a
+    pipeline) the memory is in use from the first part's backward on, when most activations are there: giving it back gains
+    nothing. Scripts may have kept a view of it that they were shown.
+    """
+    whole = total is not None and total.device.type == "cpu" and total.numel() == numel
+    return total if whole and total is not None and is_only_view(total) else None
