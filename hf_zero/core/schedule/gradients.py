@@ -430,7 +430,7 @@ class UnitGradients:
         self.held()
         if self.exchange.keeps_whole:
             self._spare = self._flat
-        elif self._several:
+        elif self._several and self._device.type == "cpu":  # else the sum may be the host's, of a device's gradients
             self._spare = memory_to_keep(self.shard, self.unit.layout.padded_numel)
         self.shard = self._flat = self._halfway = None
         self._kept, self._kept_bytes = {}, 0

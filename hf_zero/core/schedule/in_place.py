@@ -52,5 +52,4 @@ def memory_to_keep(total: torch.Tensor | None, numel: int) -> torch.Tensor | Non
     pipeline) the memory is in use from the first part's backward on, when most activations are there: giving it back gains
     nothing. Scripts may have kept a view of it that they were shown.
     """
-    whole = total is not None and total.device.type == "cpu" and total.numel() == numel
-    return total if whole and total is not None and is_only_view(total) else None
+    return total if total is not None and total.numel() == numel and is_only_view(total) else None
