@@ -42,49 +42,33 @@ class Value:
         return self if optimizer is None else self._getter(optimizer._engine())
 
 
-def get_full_hp_param(optimizer: Any, param: torch.Tensor, optim_state_key: str | None = None) -> torch.Tensor | None:
-    """The whole fp32 value of ``param``, or its state ``optim_state_key``; None where no engine trains it. Collective."""
-    if optim_state_key is None:
-        return safe_values.safe_get_full_fp32_param(param)
-    return safe_values.safe_get_full_optimizer_state(param, optim_state_key)
+def _reader(whole: Callable[..., Any], state: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives ``param``'s fp32 value, or its state ``optim_state_key``; what is raised and who takes part: ``safe_values``."""
+
+    def read(optimizer: Any, param: torch.Tensor, optim_state_key: str | None = None) -> torch.Tensor | None:
+        found: torch.Tensor | None = whole(param) if optim_state_key is None else state(param, optim_state_key)
+        return found
+
+    return read
 
 
-def set_full_hp_param(optimizer: Any, value: torch.Tensor, param: torch.Tensor, optim_state_key: str | None = None) -> None:
-    """Sets what ``get_full_hp_param`` returns; collective.
+def _writer(whole: Callable[..., Any], state: Callable[..., Any]) -> Callable[..., Any]:
+    """Sets what a reader gives."""
 
-    Raises:
-        StateError: No engine trains ``param``, or the shapes differ.
-    """
-    if optim_state_key is None:
-        safe_values.safe_set_full_fp32_param(param, value)
-    else:
-        safe_values.safe_set_full_optimizer_state(param, value, optim_state_key)
+    def write(optimizer: Any, value: torch.Tensor, param: torch.Tensor, optim_state_key: str | None = None) -> None:
+        if optim_state_key is None:
+            whole(param, value)
+        else:
+            state(param, value, optim_state_key)
 
-
-def get_local_fp32_param(optimizer: Any, param: torch.Tensor, optim_state_key: str | None = None) -> torch.Tensor | None:
-    """This rank's part of the fp32 value of ``param``, or of its state ``optim_state_key``; None where no engine trains it."""
-    if optim_state_key is None:
-        return safe_values.safe_get_local_fp32_param(param)
-    return safe_values.safe_get_local_optimizer_state(param, optim_state_key)
-
-
-def set_local_hp_param(optimizer: Any, value: torch.Tensor, param: torch.Tensor, optim_state_key: str | None = None) -> None:
-    """Sets what ``get_local_fp32_param`` returns.
-
-    Raises:
-        StateError: No engine trains ``param``, or the shapes differ.
-    """
-    if optim_state_key is None:
-        safe_values.safe_set_local_fp32_param(param, value)
-    else:
-        safe_values.safe_set_local_optimizer_state(param, value, optim_state_key)
+    return write
 
 
 METHODS: dict[str, Callable[..., Any]] = {
-    "get_full_hp_param": get_full_hp_param,
-    "set_full_hp_param": set_full_hp_param,
-    "get_local_fp32_param": get_local_fp32_param,
-    "set_local_hp_param": set_local_hp_param,
+    "get_full_hp_param": _reader(safe_values.safe_get_full_fp32_param, safe_values.safe_get_full_optimizer_state),
+    "set_full_hp_param": _writer(safe_values.safe_set_full_fp32_param, safe_values.safe_set_full_optimizer_state),
+    "get_local_fp32_param": _reader(safe_values.safe_get_local_fp32_param, safe_values.safe_get_local_optimizer_state),
+    "set_local_hp_param": _writer(safe_values.safe_set_local_fp32_param, safe_values.safe_set_local_optimizer_state),
     "get_fp32_grad_for_param": lambda optimizer, param: safe_values.safe_get_full_grad(param),
     "set_fp32_grad_for_param": lambda optimizer, value, param: safe_values.safe_set_full_grad(param, value),
     "get_local_fp32_grad_for_param": lambda optimizer, param: safe_values.safe_get_local_grad(param),
