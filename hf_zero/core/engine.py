@@ -153,6 +153,7 @@ class Engine(nn.Module):
             self._scaled_by_user = False
             # Weak: the module's hooks outlive an engine that is dropped.
             self.runtime.backward.on_user_backward = WeakMethod(self._begin_user_backward)
+            self.runtime.backward.on_broken_off = WeakMethod(self.accumulation.broke_off)
             parts.optimizer.connect(self.step, self.zero_grad)
 
     # -- forward, backward, step ----------------------------------------------------------------------------------------
@@ -161,10 +162,13 @@ class Engine(nn.Module):
         """Calls the module; its hooks unshard and reshard.
 
         Raises:
-            StateError: The engine was destroyed and is asked to train.
+            StateError: The engine was destroyed, or a backward broke off and took gradients with it, and it is asked to train.
         """
-        if self.destroyed and self.training and torch.is_grad_enabled():
-            raise StateError(f"a forward for training on an engine that was destroyed{self._after_destroy}")
+        if self.training and torch.is_grad_enabled():
+            if self.destroyed:
+                raise StateError(f"a forward for training on an engine that was destroyed{self._after_destroy}")
+            self.runtime.forget_broken()
+            self.accumulation.require_window()
         if self.precision.casts_inputs and self.precision.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self.precision.param_dtype)
         with self.clock.phase("forward"), self.autocast():
@@ -232,9 +236,11 @@ class Engine(nn.Module):
         ``retain_graph`` changes nothing: a second backward over the graph unshards again.
 
         Raises:
-            StateError: The engine has no optimizer, or another engine has taken its module.
+            StateError: The engine has no optimizer, another engine has taken its module, or ``loss`` is no scalar.
         """
         self._require_optimizer("scale")
+        if loss.numel() != 1:
+            raise StateError(f"scale() takes the loss, a scalar tensor, not one of shape {tuple(loss.shape)}: sum it up, or take the mean")
         self.progress.last_loss = loss.detach()
         self._scaled_by_user = True
         return loss if self.scaler.scale == 1.0 else loss.float() * self.scaler.scale
@@ -274,10 +280,11 @@ class Engine(nn.Module):
             lr_kwargs: Keyword arguments for the scheduler's ``step``.
 
         Raises:
-            StateError: The engine has no optimizer, or another engine has taken its module.
+            StateError: The engine has no optimizer, another engine has taken its module, or the last backward broke off.
         """
         self._require_optimizer("step")
         self.progress.last_step_applied = False
+        self.runtime.forget_broken()
         if not self.accumulation.awaits_step:
             self._begin_written()
         if not self.accumulation.step_called():
@@ -312,7 +319,8 @@ class Engine(nn.Module):
         In the middle of an accumulation the gradients so far are kept: scripts call this after every micro-step. Those that a ``no_sync``
         without steps has left are forgotten.
         """
-        if self.accumulation.awaits_update or self.accumulation.held_back:
+        self.runtime.forget_broken()
+        if self.accumulation.awaits_update or self.accumulation.held_back or self.accumulation.broken:
             self.discard_gradients()
         for param in self.module.parameters():
             param.grad = None

@@ -49,6 +49,90 @@ def test_a_backward_without_loss_scale_is_refused() -> None:
     ranks.run_ranks(_forgotten_scale, 2)
 
 
+class _Breaks(nn.Module):
+    """Passes values on; its backward raises while ``on``."""
+
+    on = False
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = value.clone()
+        value.register_hook(self._raise)
+        return value
+
+    def _raise(self, grad: Tensor) -> None:
+        if self.on:
+            raise ValueError("broke off")
+
+
+def _broken_backward(stage: int, by_script: bool) -> None:
+    """Half the parameters have their gradient when the backward breaks off; what is left of the step may not be taken for whole."""
+
+    def run(batch: Tensor, breaks: bool) -> None:
+        breaker.on = breaks
+        loss = engine(batch).square().mean()
+        if by_script:
+            loss.backward()
+        else:
+            engine.backward(loss)
+
+    def weights() -> list[Tensor]:
+        with engine_gathered(engine):
+            return [param.detach().clone() for param in engine.module.parameters()]
+
+    breaker, results = _Breaks(), []
+    for broken in (False, True):
+        torch.manual_seed(0)
+        engine = initialize(nn.Sequential(nn.Linear(4, 8), breaker, nn.Linear(8, 4)), Run(stage, accumulation=2, clip=0.0))
+        batches = [torch.randn(2, 4) for _ in range(3)]
+        if broken:
+            run(batches[2], False)
+            engine.step()
+            with pytest.raises(ValueError, match="broke off"):
+                run(batches[0], True)
+            with pytest.raises(RuntimeError, match="gradients of 1 backward.*restart the accumulation window"):
+                engine.step()
+            with pytest.raises(RuntimeError, match="restart the accumulation window"):
+                engine(batches[0])
+            engine.zero_grad()
+            with pytest.raises(ValueError, match="broke off"):  # the first of its step: nothing else is lost
+                run(batches[0], True)
+            with pytest.raises(RuntimeError, match="there are no gradients"):
+                engine.step()
+        for batch in batches[:2]:
+            run(batch, False)
+            engine.step()
+        assert engine.global_steps == 1
+        results.append(weights())
+        engine.destroy()
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def engine_gathered(engine: Any) -> Any:
+    import hf_zero
+
+    return hf_zero.zero.GatheredParameters(list(engine.module.parameters()))
+
+
+def _broken_backwards(stage: int) -> None:
+    for by_script in (False, True):
+        _broken_backward(stage, by_script)
+
+
+@pytest.mark.parametrize("stage", slow_but([0, 2, 3], 2, 3))
+def test_a_backward_that_breaks_off_is_not_half_a_step(stage: int) -> None:
+    ranks.run_ranks(_broken_backwards, 2, stage)
+
+
+def _no_scalar() -> None:
+    engine = initialize(CASE.build(), Run(1))
+    with pytest.raises(AssertionError, match=r"the loss, a scalar tensor, not one of shape \(2,\)"):
+        engine.scale(torch.ones(2, requires_grad=True))
+
+
+def test_the_loss_scale_is_for_a_scalar() -> None:
+    ranks.run_ranks(_no_scalar, 1)
+
+
 def _checkpointed(run: Run, reentrant: bool) -> None:
     case = CASES["llama"]
 

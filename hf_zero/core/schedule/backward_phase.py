@@ -28,6 +28,7 @@ class BackwardPhase:
         mixed: In the one that runs, forwards of some micro-batches follow backwards of others (schedules of pipelines).
         micro_steps: Backwards so far that hand gradients to parameters.
         on_user_backward: Called when one of them begins that the engine did not start.
+        on_broken_off: Called when one of them has broken off with an error, and its gradients are gone.
 
     Args:
         root: Block of what belongs to no other block.
@@ -46,6 +47,7 @@ class BackwardPhase:
         self.mixed = False
         self.micro_steps = 0
         self.on_user_backward: WeakMethod[Callable[[], None]] | None = None
+        self.on_broken_off: WeakMethod[Callable[[], None]] | None = None
         self._root = root
         self._blocks = (root, *blocks)
         self._stack = stack
@@ -235,6 +237,9 @@ class BackwardPhase:
             self.schedule.reshard_all()
         if self.reducer is not None and self._collects:
             self.reducer.clear()
+            tell = self.on_broken_off() if self.on_broken_off is not None else None
+            if tell is not None:
+                tell()
         self._finish()
 
     def _finish(self) -> None:

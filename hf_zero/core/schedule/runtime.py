@@ -142,6 +142,11 @@ class Runtime:
         """Micro-steps begun so far, those included whose forward raised."""
         return self.backward.micro_steps + self.forward.failed
 
+    def forget_broken(self) -> None:
+        """Forgets a backward that the script started and that broke off with an error, of which nothing told the engine; local."""
+        if self.backward.begun and not self.backward.mixed and not in_backward():
+            self.backward.abort()
+
     def reshard_for_update(self) -> None:
         """Before an update: what is unsharded becomes stale, so it is resharded; local."""
         if self.schedule is not None:

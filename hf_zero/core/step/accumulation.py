@@ -12,6 +12,10 @@ class Accumulation:
     ``step`` after every micro-step and rely on the count, or step the optimizer itself. Counting backwards (those after a new forward)
     and ignoring steps off the boundary serves all of them.
 
+    [Note: a backward that broke off] Its gradients are in the same sums as those of the backwards before it, so all of them go. What is
+    left of the optimizer step would be an average over too few micro-steps, and a ``step`` would update with zeros: both are errors until
+    the caller says ``zero_grad``. Where there were no backwards before it, running it again is all it takes.
+
     Attributes:
         steps: Micro-steps per optimizer step.
         managed: The engine counts; otherwise every step is a boundary.
@@ -32,6 +36,9 @@ class Accumulation:
         self._refuses_step = False
         self.held_back = False
         self._awaits_step = False  # between a backward and the step call that follows it
+        self._backwards = 0  # since the last optimizer step
+        self._lost = 0  # of those, how many have lost their gradients to one that broke off after them
+        self._broke = False  # the last backward broke off
 
     def say(self, is_boundary: bool) -> None:
         """The caller decides from now on.
@@ -50,7 +57,13 @@ class Accumulation:
         """A backward begins after ``forwards`` forwards in all; returns whether its gradients complete an optimizer step.
 
         None: gradients that the caller has written stand in for it.
+
+        Raises:
+            StateError: A backward broke off, and gradients before it are gone.
         """
+        self.require_window()
+        self._backwards += 1
+        self._broke = False
         if forwards is None or forwards != self._seen_forwards:
             self._seen_forwards = self._seen_forwards if forwards is None else forwards
             self.micro_steps += 1
@@ -62,6 +75,7 @@ class Accumulation:
 
     def begin_all(self) -> None:
         """All micro-steps of an optimizer step begin as one."""
+        self._backwards += 1
         self.micro_steps += self.steps
         self._in_cycle = self.steps
         self.boundary = self._awaits_step = True
@@ -84,8 +98,11 @@ class Accumulation:
         """The caller steps; returns whether that means an update.
 
         Raises:
-            StateError: The ``no_sync`` that is open allows no step.
+            StateError: The ``no_sync`` that is open allows no step, or the last backward broke off.
         """
+        self.require_window()
+        if self._broke:
+            raise StateError("step() after a backward that broke off with an error: there are no gradients. Run forward and backward again")
         if self._refuses_step:
             raise StateError(
                 "It is illegal to call Engine.step() inside no_sync context manager: its gradients are not reduced. Leave the block first"
@@ -110,14 +127,37 @@ class Accumulation:
 
     def stepped(self) -> None:
         """An optimizer step was taken: a new cycle begins."""
-        self._in_cycle = 0
-        self.boundary = self._awaits_step = self.held_back = False
+        self._in_cycle = self._backwards = self._lost = 0
+        self.boundary = self._awaits_step = self.held_back = self._broke = False
 
     def discarded(self) -> None:
         """The gradients since the last optimizer step are gone: their micro-steps do not count, another backward may follow."""
         self.micro_steps -= self._in_cycle
         self._seen_forwards = -1
         self.stepped()
+
+    def broke_off(self) -> None:
+        """The backward begun last broke off with an error; the gradients since the last optimizer step are gone."""
+        before = self._backwards - 1
+        self.discarded()
+        self._lost, self._broke = max(before, 0), True
+
+    @property
+    def broken(self) -> bool:
+        """Whether the last backward broke off, and the caller has not said ``zero_grad`` since."""
+        return self._broke or self._lost > 0
+
+    def require_window(self) -> None:
+        """Refuses to go on with an optimizer step that has lost gradients.
+
+        Raises:
+            StateError: It has.
+        """
+        if self._lost:
+            raise StateError(
+                f"a backward broke off with an error, and the gradients of {self._lost} backward(s) before it, which belong to the same "
+                "optimizer step, are gone with its own: restart the accumulation window with engine.zero_grad()"
+            )
 
     def enter_no_sync(self, steps: bool) -> None:
         """No boundary until ``leave_no_sync``; ``steps``: a step until then means nothing, else it is an error."""
