@@ -19,6 +19,7 @@ from hf_zero.core.units.unit import Unit
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.onebit.sharded import OneBitSharded
 from hf_zero.onebit.step import check_topology
+from hf_zero.ops.host_optimizer import HostOptimizer
 from hf_zero.optim.factory import build_optimizer
 from hf_zero.optim.muon import muon_parameters
 from hf_zero.optim.onebit_adam import OneBitAdam
@@ -39,16 +40,16 @@ def inner_optimizer(
         device: Where the engine lives.
 
     Raises:
-        ConfigError: ``client`` is neither, or the configuration's optimizer cannot be made.
+        ConfigError: ``client`` is neither, or refused by the configuration, or the configuration's optimizer cannot be made.
     """
     trainable = [param for param in module.parameters() if param.requires_grad]
     params = list(model_parameters) if model_parameters is not None else trainable
     section = resolved.config.optimizer
+    if callable(client) and not isinstance(client, torch.optim.Optimizer):
+        client = client(params)
     if isinstance(client, torch.optim.Optimizer):
+        _require_host_optimizer(client, resolved)
         return client
-    if callable(client):
-        inner: torch.optim.Optimizer = client(params)
-        return inner
     if client is not None:
         raise ConfigError(f"optimizer is a {type(client).__name__}; a torch.optim.Optimizer or a function that makes one is allowed")
     if section is None or not section.type or not params:
@@ -57,6 +58,21 @@ def inner_optimizer(
     offloaded = resolved.config.zero_optimization.offload_optimizer.device != "none"
     matrices = partial(muon_parameters, module)
     return build_optimizer(section.type, arguments, params, device_type=device.type, offloaded=offloaded, matrices=matrices)
+
+
+def _require_host_optimizer(client: torch.optim.Optimizer, resolved: ResolvedConfig) -> None:
+    """Holds a configuration to ``zero_force_ds_cpu_optimizer`` true, where that is written down; the default refuses nothing.
+
+    Raises:
+        ConfigError: The state is offloaded, and ``client`` is none of the optimizers that update on the host.
+    """
+    config = resolved.config
+    forced = "zero_force_ds_cpu_optimizer" in config.model_fields_set and config.zero_force_ds_cpu_optimizer
+    if forced and config.zero_optimization.offload_optimizer.device != "none" and not isinstance(client, HostOptimizer):
+        raise ConfigError(
+            f"optimizer {type(client).__name__} with zero_optimization.offload_optimizer, and zero_force_ds_cpu_optimizer is true: leave "
+            "that key out or set it to false, and the optimizer is offloaded as it is; or use deepspeed.ops.adam.DeepSpeedCPUAdam"
+        )
 
 
 def sharded_optimizer(

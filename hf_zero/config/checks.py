@@ -28,6 +28,9 @@ REFUSED_OPTIMIZERS: dict[str, str] = {
     "musgd": "not provided: pass an optimizer made with the mup package instead",
 }
 
+_ALIGNMENT = 2
+"""DeepSpeed's `nccl_start_alignment_factor`; units are aligned whatever the key says, and a file that it refuses is refused here too."""
+
 _ONE_BIT = "only read by OneBitAdam: use that type, or leave it out"
 _LAMB = "only read by Lamb: use that type, or leave it out"
 _MUON = "only read by Muon: use that type, or leave it out"
@@ -115,6 +118,11 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
         problems.refuse("optimizer.type", data["optimizer"]["type"], text)
     _check_shard_group(data.get("zero_optimization", {}), data.get("hf_zero", {}).get("param_shard_size"), problems)
     _check_quantization(data, problems)
+    bucket = data.get("zero_optimization", {}).get("allgather_bucket_size", 0)
+    if stage in (1, 2) and bucket % _ALIGNMENT:
+        # DeepSpeed's sentence, whole and last: scripts look for it in what is raised, which pytest cuts in the middle.
+        text = f"is {show(bucket)}: allgather_bucket_size must be a multiple of nccl_start_alignment_factor, {_ALIGNMENT}"
+        problems.error("zero_optimization.allgather_bucket_size", text)
     experts = data.get("expert_parallel") or {}
     if experts.get("enabled") and experts.get("autoep_size") is None:
         text = "is missing, and 1 then: every rank holds all experts, unless an argument or a DistributedConfig gives their number"

@@ -26,6 +26,7 @@ OF_ONE_TYPE = {f"optimizer.params.{name}" for name in ONLY_OF}  # refused beside
 WITH_OTHERS = (
     *(f"zero_optimization.{name}" for name in ("zero_quantized_", "zeropp_loco_param.", "zero_hpz_partition_size", "mics_shard_size")),
     "hf_zero.param_shard_size",
+    "zero_optimization.allgather_bucket_size",
 )
 HARMLESS = [
     path

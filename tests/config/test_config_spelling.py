@@ -229,7 +229,7 @@ def test_a_computed_prefetch_size_is_rounded_down() -> None:
 
 @pytest.mark.parametrize("value", [921.6, "921.6", "many", True, [1], -1, float("inf"), float("nan")])
 def test_not_whole_numbers(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"zero_optimization\.reduce_bucket_size.*a whole number, at least 0"):
+    with pytest.raises(ConfigError, match=r"zero_optimization\.reduce_bucket_size.*a whole number, at least 1"):
         zero({"reduce_bucket_size": value})
 
 
@@ -382,6 +382,7 @@ def test_both_16bit_formats() -> None:
         ({"optimizer": {"type": "Lion", "params": {"betas": [0.9, 1]}}}, ["optimizer.params.betas", "below 1"]),
         ({"scheduler": {"type": "WarmupDecay"}}, ["scheduler.type", "WarmupDecayLR"]),
         ({"scheduler": {"params": {}}}, ["scheduler.type", "missing"]),
+        ({"zero_optimization": {"stage": 2, "allgather_bucket_size": 1001}}, ["size must be a multiple of nccl_start_alignment_factor"]),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, ["zero_optimization.offload_param.nvme_path", "missing"]),
     ],
 )

@@ -73,6 +73,13 @@ def _optimizer_situations(stage: int) -> None:
         step(engine)
         assert not torch.equal(before, _first_weight(engine)), arguments.keys()
         engine.destroy()
+    if stage:
+        offloading = {**without, "zero_optimization": {**without["zero_optimization"], "offload_optimizer": {"device": "cpu"}}}
+        model = MLP.build()
+        adam = torch.optim.Adam(model.parameters())
+        with pytest.raises(hf_zero.errors.ConfigError, match="optimizer Adam with .*zero_force_ds_cpu_optimizer is true"):
+            hf_zero.initialize(model=model, optimizer=adam, config={**offloading, "zero_force_ds_cpu_optimizer": True})
+        hf_zero.initialize(model=model, optimizer=adam, config=offloading)[0].destroy()
     engine, optimizer, _, scheduler = hf_zero.initialize(model=MLP.build(), config={**without, "scheduler": WARMUP})
     assert optimizer is None and scheduler is None, "a scheduler section without optimizer is ignored"
     engine.destroy()

@@ -55,10 +55,10 @@ class ZeroConfig(Section):
         False,
         "Accept a client optimizer that cannot be tried, or looks at all parameters together; false, written down, refuses unknown ones",
     )
-    zero_force_ds_cpu_optimizer: Bool = accepted(
+    zero_force_ds_cpu_optimizer: Bool = used(
         True,
-        "Refuse a client optimizer that is not a DeepSpeed CPU optimizer when the optimizer is offloaded",
-        "any optimizer can be offloaded, so there is nothing to force; accelerate reads it, and false makes it leave the client's in place",
+        "true, written down, refuses a client optimizer that is not a DeepSpeed CPU optimizer when the optimizer is offloaded; accelerate "
+        "reads it, and false makes it leave the client's in place",
     )
     scheduler: Scheduler | None = section(None, "Scheduler the engine builds on engine.optimizer and advances inside step()")
     communication_data_type: Dtype | None = used(

@@ -23,6 +23,7 @@ from hf_zero.config.schema.fields import (
     used,
 )
 
+_AHEAD = "the next block is always fetched ahead, and as much more as stage3_prefetch_bucket_size says"
 NO_BUCKETS = "every unit is one flat buffer with one collective, so there are no buckets to size"
 
 
@@ -105,14 +106,16 @@ class ZeroOptimization(Section):
     reduce_scatter: Bool = accepted(
         True, "Reduce to the owner instead of all-reduce", "a unit is always reduced to the rank that owns the shard; the sums are the same"
     )
-    reduce_bucket_size: Size = accepted(500000000, "Elements per gradient reduction", NO_BUCKETS)
+    reduce_bucket_size: Annotated[Size, Field(ge=1)] = accepted(500000000, "Elements per gradient reduction", NO_BUCKETS)
     use_multi_rank_bucket_allreduce: Bool = accepted(
         True, "Merge the buckets of several ranks into one all-reduce", "every unit is one collective; there are no buckets to merge"
     )
     allgather_partitions: Bool = accepted(
         True, "All-gather updated weights instead of broadcasts", "updated shards are always all-gathered, one collective per unit"
     )
-    allgather_bucket_size: Size = accepted(500000000, "Elements per weight all-gather", NO_BUCKETS)
+    allgather_bucket_size: Size = accepted(
+        500000000, "Elements per weight all-gather; an even number at stages 1 and 2", NO_BUCKETS
+    )
     overlap_comm: Bool | None = used(
         None, "Overlap gathers and reductions with computation; unset means true: overlapping changes no number"
     )
@@ -139,6 +142,9 @@ class ZeroOptimization(Section):
         None, "Old form of pin_memory", "replaced by pin_memory inside offload_optimizer and offload_param; the value is not carried over"
     )
     stage3_prefetch_bucket_size: Size = used(50000000, "Elements fetched ahead of use")
+    stage3_adaptive_prefetch_bucket_size: Bool = accepted(False, "Choose stage3_prefetch_bucket_size while training", _AHEAD)
+    stage3_adaptive_prefetch_min_size: Size = accepted(10000000, "Least elements that are chosen", _AHEAD)
+    stage3_adaptive_prefetch_max_size: Size = accepted(500000000, "Most elements that are chosen", _AHEAD)
     stage3_param_persistence_threshold: Size = used(100000, "Parameters smaller than this stay gathered")
     stage3_model_persistence_threshold: Size = used(9223372036854775807, "Most elements that may stay gathered in total")
     stage3_max_live_parameters: Size = used(1000000000, "Most gathered elements per rank")
