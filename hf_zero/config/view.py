@@ -31,8 +31,14 @@ class ZeroView:
         written = resolved.raw.get("zero_optimization")
         given = {*resolved.resolved.get("zero_optimization", {}), *(written if isinstance(written, Mapping) else {})}
         names = {name for name in given if not isinstance(written, Mapping) or written.get(name, "") is not None}
+        self._overlap_written = isinstance(written, Mapping) and written.get("overlap_comm") not in (None, "auto")
         self.offload_param = self._section.offload_param if "offload_param" in names else None
         self.offload_optimizer = self._section.offload_optimizer if "offload_optimizer" in names else None
+
+    @property
+    def overlap_comm(self) -> bool:
+        """As written, else whether the stage is 3: what DeepSpeed makes of its absence, which changes no number here."""
+        return bool(self._section.overlap_comm) if self._overlap_written else self._section.stage == 3
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -54,5 +54,9 @@ class OffloadHandle:
         self.backward_hooks: list[Any] = []
         self.param_coordinator = _TraceCoordinator()
 
+    def get_param_coordinator(self) -> _TraceCoordinator:
+        """``param_coordinator``."""
+        return self.param_coordinator
+
     def _register_deepspeed_module(self, module: Any, count: list[int] | None = None) -> None:
         """Nothing to register: the engine's hooks were never taken off."""

@@ -9,10 +9,18 @@ import torch
 
 from hf_zero.deepspeed import safe_values
 
+
+def _parts_by_rank(engine: Any) -> list[list[torch.Tensor]]:
+    """By unit, what each rank owns of the whole flat buffer, live, (shard_numel,) each; none at stage 3, where no rank keeps that."""
+    return [] if engine.stage_policy.parameters_sharded else [list(unit.full.chunk(unit.layout.world)) for unit in engine.optimizer.units]
+
+
 VALUES: dict[str, Callable[[Any], Any]] = {
     "dp_process_group": lambda engine: engine.seq_data_parallel_group,
     "real_dp_process_group": lambda engine: [engine.seq_data_parallel_group for _ in engine.optimizer.param_groups],
     "partition_count": lambda engine: [engine.collectives.topology.world for _ in engine.optimizer.param_groups],
+    "parallel_partitioned_bit16_groups": _parts_by_rank,
+    "nccl_start_alignment_factor": lambda engine: 2,  # DeepSpeed's; parts of units start at multiples of 16 elements
     "partition_gradients": lambda engine: engine.stage_policy.stage >= 2,
     "dtype": lambda engine: engine.optimizer.low_precision_dtype,
     "device": lambda engine: engine.device,

@@ -84,6 +84,8 @@ def test_zero_keys_are_there_with_and_without_their_prefix() -> None:
     given = DeepSpeedZeroConfig(offload_param={}, offload_optimizer={"pipeline_read": True})
     assert isinstance(given.offload_param, OffloadParam) and given.offload_optimizer.pipeline
     assert DeepSpeedZeroConfig(offload_param=None).offload_param is None
+    assert [DeepSpeedZeroConfig(stage=stage).overlap_comm for stage in (0, 2, 3)] == [False, False, True]
+    assert DeepSpeedZeroConfig(overlap_comm=True).overlap_comm and not DeepSpeedZeroConfig(stage=3, overlap_comm=False).overlap_comm
     with pytest.raises(AttributeError, match="no key 'frobnicate'"):
         _ = config.frobnicate
     with pytest.raises(ConfigError, match="stage"):

@@ -255,6 +255,9 @@ def _optimizer_values(stage: int) -> None:
     optimizer.empty_partition_cache()
     assert optimizer.dp_process_group is engine.seq_data_parallel_group and optimizer.dtype == torch.bfloat16
     assert optimizer.partition_count == [ranks.world()] * len(optimizer.param_groups) and optimizer.module is engine.module
+    if engine.zero_optimization_stage() < 3:
+        parts, align = optimizer.parallel_partitioned_bit16_groups, 2 * optimizer.nccl_start_alignment_factor
+        assert all(len(unit) == ranks.world() and part.data_ptr() % align == 0 for unit in parts for part in unit)
     for name in optimizer_getters.VALUES:
         getattr(optimizer, name)
     optimizer.clip_grad = 3  # what a script assigns stands in place of the answer
