@@ -36,6 +36,10 @@ _ITEM_BYTES = {
     "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 _TORCH_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
+_DTYPES = {
+    "fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16,
+    "float16": torch.float16,
+}  # fmt: skip
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
@@ -45,14 +49,16 @@ class Checkpoint:
     Args:
         checkpoint_dir: Folder that holds the folder of the tag.
         tag: Name of the checkpoint; None is what ``latest`` names.
+        written: Type of the floating point weights in files that are written.
 
     Raises:
         FileNotFoundError: There is no such checkpoint.
         ValueError: It is damaged, or of another version; names the file.
     """
 
-    def __init__(self, checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> None:
+    def __init__(self, checkpoint_dir: str | os.PathLike[str], tag: str | None = None, written: torch.dtype = torch.float32) -> None:
         base = os.fspath(checkpoint_dir)
+        self.written = written
         if tag is None:
             latest = os.path.join(base, "latest")
             if not os.path.isfile(latest):
@@ -240,13 +246,19 @@ class Checkpoint:
         return kept + list(self.index["buffers"])
 
     def nbytes(self, name: str) -> int:
-        """Bytes of ``name`` as ``read`` returns it."""
+        """Bytes of ``name`` in a file."""
         if name in self.params:
-            place = self.params[name][0]
-            numel = math.prod(self.shapes[name])
-            return 4 * numel if place.unit is not None else _fp32_bytes(self._record(place.file, name)["dtype"], numel)
-        record = self._record(self.index["buffers"][name], name)
-        return _fp32_bytes(record["dtype"], math.prod(record["shape"]))
+            place, numel = self.params[name][0], math.prod(self.shapes[name])
+            dtype = "F32" if place.unit is not None else self._record(place.file, name)["dtype"]
+        else:
+            record = self._record(self.index["buffers"][name], name)
+            dtype, numel = record["dtype"], math.prod(record["shape"])
+        return numel * (self.written.itemsize if dtype in _FLOATS else _ITEM_BYTES[dtype])
+
+    def to_write(self, name: str) -> torch.Tensor:
+        """``name`` as a file gets it, in memory of its own; errors as ``read``."""
+        value = self.read(name)
+        return (value.to(self.written) if value.is_floating_point() else value).contiguous().clone()
 
 
 @dataclass(frozen=True)
@@ -304,10 +316,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _fp32_bytes(dtype: str, numel: int) -> int:
-    return numel * (4 if dtype in _FLOATS else _ITEM_BYTES[dtype])
-
-
 def _as_fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.float32) if tensor.is_floating_point() else tensor
 
@@ -342,40 +350,44 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     safe_serialization: bool = True,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
+    dtype: str = "fp32",
 ) -> None:
-    """Writes the whole fp32 weights, holding at most one output file in memory: safetensors, unless a file of torch's is named.
+    """Writes the whole weights, holding at most one output file in memory: safetensors, unless files of torch's are asked for.
 
     Args:
         checkpoint_dir: As above.
         output_dir: A folder, made when it does not exist; or the name of one file. One that ends as torch's do (`out.bin`, `w.pt`) is
             written by `torch.save`, for scripts that `torch.load` it; `pytorch_model.bin` becomes `model.safetensors`.
         max_shard_size: Size of one output file, such as "5GB"; None writes one file.
-        safe_serialization: Has no effect: the name says it.
+        safe_serialization: False writes `pytorch_model.bin` by `torch.save`, with tied parameters under all their names.
         tag: As above.
         exclude_frozen_parameters: As above.
+        dtype: Type of the floating point weights: "fp32", "bf16" or "fp16".
 
     Raises:
-        FileNotFoundError, ValueError: There is no such checkpoint, or it is damaged.
+        FileNotFoundError, ValueError: There is no such checkpoint, or it is damaged; or no such type.
     """
-    checkpoint = Checkpoint(checkpoint_dir, tag)
-    output = _file_or_folder(os.fspath(output_dir))
+    if dtype not in _DTYPES:
+        raise ValueError(f"Unsupported output dtype {dtype!r}; write one of {', '.join(_DTYPES)}")
+    checkpoint = Checkpoint(checkpoint_dir, tag, _DTYPES[dtype])
+    output = _file_or_folder(os.fspath(output_dir)) if safe_serialization else os.fspath(output_dir)
     names = checkpoint.names(exclude_frozen_parameters)
-    if output.endswith(".safetensors") or (output.endswith(_TORCH_ENDINGS) and not os.path.isdir(output)):
+    if output.endswith((".safetensors", *_TORCH_ENDINGS)) and not os.path.isdir(output):
         os.makedirs(os.path.dirname(output) or ".", exist_ok=True)
         _save(checkpoint, names, output)
         return
     os.makedirs(output, exist_ok=True)
+    stem, ending = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
     shards = [names] if max_shard_size is None else list(_divide(checkpoint, names, _bytes_of(max_shard_size)))
     if len(shards) <= 1:
-        _save(checkpoint, names, os.path.join(output, "model.safetensors"))
+        _save(checkpoint, names, os.path.join(output, stem + ending))
         return
     weight_map: dict[str, str] = {}
     for number, members in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _save(checkpoint, members, os.path.join(output, file))
-        weight_map.update(dict.fromkeys(members, file))
+        file = f"{stem}-{number:05d}-of-{len(shards):05d}{ending}"
+        weight_map.update(dict.fromkeys(_save(checkpoint, members, os.path.join(output, file)), file))
     total = sum(checkpoint.nbytes(name) for name in names)
-    with open(os.path.join(output, "model.safetensors.index.json"), "w", encoding="utf-8") as index:
+    with open(os.path.join(output, f"{stem}{ending}.index.json"), "w", encoding="utf-8") as index:
         json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, index, indent=2)
 
 
@@ -398,12 +410,15 @@ def _file_or_folder(output: str) -> str:
     return output if name != "pytorch_model.bin" or os.path.isdir(output) else os.path.join(folder, "model.safetensors")
 
 
-def _save(checkpoint: Checkpoint, names: list[str], path: str) -> None:
-    tensors = {name: checkpoint.read(name).contiguous().clone() for name in names}
+def _save(checkpoint: Checkpoint, names: list[str], path: str) -> list[str]:
+    """Writes one file; returns the names in it."""
+    tensors = {name: checkpoint.to_write(name) for name in names}
     if path.endswith(_TORCH_ENDINGS):
+        tensors.update({alias: tensors[name] for alias, name in checkpoint.index["aliases"].items() if name in tensors})
         torch.save(tensors, path)
     else:
         save_file(tensors, path, metadata={"format": "pt"})
+    return list(tensors)
 
 
 def _divide(checkpoint: Checkpoint, names: list[str], limit: int) -> Iterator[list[str]]:
@@ -436,6 +451,7 @@ def main() -> None:
     parser.add_argument("-t", "--tag", default=None, help="name of the checkpoint (what `latest` names)")
     parser.add_argument("--max_shard_size", default="5GB", help="size of one output file (5GB)")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what no optimizer trained")
+    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help="type of the floating point weights (fp32)")
     parser.add_argument("--safe_serialization", action="store_true", help="no effect: output_dir says what is written")
     parser.add_argument("-d", "--debug", action="store_true", help="print the whole traceback of an error")
     arguments = parser.parse_args()
@@ -446,12 +462,13 @@ def main() -> None:
             max_shard_size=arguments.max_shard_size,
             tag=arguments.tag,
             exclude_frozen_parameters=arguments.exclude_frozen_parameters,
+            dtype=arguments.dtype,
         )
     except (OSError, ValueError) as error:
         if arguments.debug:
             raise
         parser.exit(1, f"zero_to_fp32.py: {error}\n")
-    print(f"fp32 weights written to {_file_or_folder(arguments.output_dir)}")
+    print(f"{arguments.dtype} weights written to {_file_or_folder(arguments.output_dir)}")
 
 
 if __name__ == "__main__":

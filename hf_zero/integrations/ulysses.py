@@ -60,6 +60,13 @@ class UlyssesSPAttentionHF:
         """
         if sequence_parallel_size == 1:
             return None
+        # A module is looked at when it is bound; this is something around one, or in its place, that has its configuration.
+        own = getattr(getattr(model_name_or_path, "config", None), "_attn_implementation", None)
+        if not isinstance(model_name_or_path, nn.Module) and own is not None and core_attn_implementation not in (None, own):
+            raise ConfigError(
+                f"core_attn_implementation {core_attn_implementation!r} does not match model config attn_implementation {own!r}; "
+                "make them equal"
+            )
         length = seq_length if seq_length is not None else max_length
         if not seq_length_is_variable and length is None:
             raise ConfigError("seq_length_is_variable is False and seq_length is not given: give the length, or allow it to vary")

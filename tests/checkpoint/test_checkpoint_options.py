@@ -326,6 +326,8 @@ def test_names_of_the_output_and_errors_of_zero_to_fp32(
         assert [str(path.relative_to(tmp_path / str(number))) for path in (tmp_path / str(number)).rglob("*.*")] == [written]
         read = torch.load if written.endswith(".pt") else load_file
         assert torch.equal(read(tmp_path / str(number) / written)["entry.weight"], expected["master entry.weight"])
+    check_files_of_torch(tmp_path, expected["master entry.weight"])
+    check_universal_copy(tmp_path)
     command = [str(tmp_path / "zero_to_fp32.py"), str(tmp_path), str(tmp_path / "out"), "--tag", "absent"]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit, match="1"):
@@ -335,6 +337,39 @@ def test_names_of_the_output_and_errors_of_zero_to_fp32(
     monkeypatch.setattr(sys, "argv", [*command, "-d"])
     with pytest.raises(FileNotFoundError, match="absent is no complete checkpoint"):
         runpy.run_path(command[0], run_name="__main__")
+
+
+def check_files_of_torch(folder: Path, weight: torch.Tensor) -> None:
+    """DeepSpeed's names write what its users torch.load: tied weights under both names, in one file or several, in the type asked for."""
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict, convert_zero_checkpoint_to_state_dict
+
+    convert_zero_checkpoint_to_fp32_state_dict(folder, folder / "torch")
+    whole = torch.load(folder / "torch" / "pytorch_model.bin")
+    assert whole["twin.weight"] is whole["head.weight"] and torch.equal(whole["entry.weight"], weight)
+    build().load_state_dict(whole)
+    convert_zero_checkpoint_to_state_dict(folder, folder / "several", dtype="bf16", max_shard_size="1KB")
+    named = json.loads((folder / "several" / "pytorch_model.bin.index.json").read_text())["weight_map"]
+    parts = {file: torch.load(folder / "several" / file) for file in {*named.values()}}
+    assert len(parts) > 1 and set(named) == set(whole)
+    for name, file in named.items():
+        value = whole[name]
+        assert torch.equal(parts[file][name], value.bfloat16() if value.is_floating_point() else value), name
+    with pytest.raises(ValueError, match="Unsupported output dtype 'int8'"):
+        convert_zero_checkpoint_to_state_dict(folder, folder / "no", dtype="int8")
+
+
+def check_universal_copy(folder: Path) -> None:
+    """`ds_to_universal` gives a second checkpoint, which loads as the first does."""
+    from deepspeed.checkpoint import ds_to_universal
+    from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    words = ["--input_folder", str(folder / "global_step2"), "--output_folder", str(folder / "global_step2_universal")]
+    ds_to_universal.main(ds_to_universal.parse_arguments(words))
+    assert (folder / "latest_universal").read_text() == "global_step2_universal" and (folder / "latest").read_text() == "global_step2"
+    first, second = (get_fp32_state_dict_from_zero_checkpoint(folder, tag) for tag in (None, "global_step2_universal"))
+    assert all(torch.equal(first[name], second[name]) for name in {*first, *second})
+    with pytest.raises(CheckpointError, match="is no complete checkpoint of hf_zero"):
+        ds_to_universal.main(ds_to_universal.parse_arguments([*words[:1], str(folder / "absent"), *words[2:]]))
 
 
 # Converts, changes a byte of a file, and converts again.

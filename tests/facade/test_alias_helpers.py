@@ -303,6 +303,12 @@ def test_tensors_are_sorted_by_type_and_sparse_ones_left_out() -> None:
     assert [[id(tensor) for tensor in kind] for kind in found] == [[id(half)], [id(single), id(other)]]
 
 
+def test_what_does_not_come_out_even_gives_the_first_ranks_one_more() -> None:
+    from deepspeed.module_inject.tp_shard import get_shard_size, get_shard_size_list
+
+    assert get_shard_size_list(7, 3) == [3, 2, 2] and get_shard_size(7, 3, "mlp", rank=2) == 2
+
+
 def test_a_hook_runs_when_a_gradient_has_been_added() -> None:
     param, seen = nn.Parameter(torch.ones(2)), []
     handle = helpers.register_grad_hook(param, lambda given: seen.append(given.grad.tolist()))

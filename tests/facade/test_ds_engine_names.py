@@ -253,6 +253,9 @@ def _optimizer_values(stage: int) -> None:
     assert torch.equal(optimizer.get_full_hp_param(param), value + 1)
     assert optimizer.get_local_fp32_param(param).numel() <= value.numel()
     optimizer.empty_partition_cache()
+    optimizer._set_fp32_optimizer_param_groups()
+    assert {held.dtype for group in optimizer.optimizer.param_groups for held in group["params"]} == {torch.float32}
+    optimizer._clear_fp32_optimizer_param_groups()
     assert optimizer.dp_process_group is engine.seq_data_parallel_group and optimizer.dtype == torch.bfloat16
     assert optimizer.partition_count == [ranks.world()] * len(optimizer.param_groups) and optimizer.module is engine.module
     if engine.zero_optimization_stage() < 3:

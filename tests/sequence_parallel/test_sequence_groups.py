@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -353,3 +354,9 @@ def test_bytes_sent_are_those_of_the_formula() -> None:
     each = rows * tokens * hidden * 4 // ranks_ * (2 + 2 * 2 // 4) * (ranks_ - 1) // ranks_  # half as many key heads as query heads
     positions = rows * tokens // ranks_ * 8
     assert ranks.run_ranks(traffic, 2) == [(layers * each + positions, layers * each)] * 2
+
+
+def test_the_configuration_of_what_stands_for_a_model_is_looked_at() -> None:
+    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"))
+    with pytest.raises(ConfigError, match="'flash_attention_2' does not match model config attn_implementation 'sdpa'"):
+        UlyssesSPAttentionHF.register_with_transformers(model, "flash_attention_2", 2, 1)

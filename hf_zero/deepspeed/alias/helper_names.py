@@ -185,6 +185,9 @@ HELPERS: Final[dict[str, str]] = {
     # Files of DeepSpeed's own checkpoints, for scripts that look into them.
     **_rows("checkpoint.utils", "deepspeed.served.checkpoint_names", _CKPT_FILES),
     **_rows("checkpoint.constants", "deepspeed.served.checkpoint_names", _CKPT_KEYS),
+    **_rows("checkpoint", "deepspeed.served.checkpoint_names", (*_CKPT_FILES, *_CKPT_KEYS)),
+    **_rows("checkpoint.ds_to_universal", "deepspeed.served.universal", ("main", "parse_arguments")),
+    **_rows("module_inject.tp_shard", "deepspeed.served.shard_sizes", ("get_shard_size", "get_shard_size_list")),
     # DeepSpeed's own layer of experts.
     **_rows("moe.layer", "deepspeed.moe.layer", ("MoE",)),
     **_rows("moe.experts", "deepspeed.moe.layer", ("Experts",)),

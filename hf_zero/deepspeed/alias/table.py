@@ -251,9 +251,10 @@ PROVIDED: Final[dict[str, str]] = {
     "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint": (
         "hf_zero.checkpoint.zero_to_fp32:get_fp32_state_dict_from_zero_checkpoint"
     ),
-    "deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict": (
-        "hf_zero.checkpoint.zero_to_fp32:convert_zero_checkpoint_to_fp32_state_dict"
-    ),
+    **{
+        f"deepspeed.utils.zero_to_fp32.{name}": f"hf_zero.deepspeed.served.state_files:{name}"
+        for name in ("convert_zero_checkpoint_to_fp32_state_dict", "convert_zero_checkpoint_to_state_dict")
+    },
     "deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint": (
         "hf_zero.checkpoint.zero_to_fp32:load_state_dict_from_zero_checkpoint"
     ),
@@ -413,7 +414,7 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.elasticity": "only the computation of batch sizes is provided; a checkpoint loads on any number of ranks",
     "deepspeed.nebula": "Nebula is not implemented; checkpoints are written to a directory",
     "deepspeed.io": "checkpoint writers are not pluggable; checkpoints are written to a directory",
-    "deepspeed.checkpoint": "only clone_tensors_for_torch_save is provided; a checkpoint loads on any number of ranks without conversion",
+    "deepspeed.checkpoint": "a checkpoint loads on any number of ranks without conversion; DeepSpeed's own are read by `hf-zero convert`",
     "deepspeed.launcher": "start with `hf-zero launch`, which takes the same flags, `accelerate launch`, torchrun or mpirun",
     "deepspeed.env_report": "only main and cli_main are provided; `hf-zero report` is the same, made for bug reports",
     "deepspeed.ops.adam": "only DeepSpeedCPUAdam and FusedAdam are provided; torch.optim optimizers work as they are",

@@ -1,4 +1,4 @@
-"""`get_model_state_file` and `get_optim_files`: files that callers of DeepSpeed's converter `torch.load`, made on demand.
+"""Files that callers of DeepSpeed's converter `torch.load`: whole weights, and on demand `get_model_state_file` and `get_optim_files`.
 
 Lightning's converter to one file takes the weights from ``get_fp32_state_dict_from_zero_checkpoint`` and then reads the stage and its
 own state out of DeepSpeed's pickles. Our checkpoints hold none, and do not get any: what it reads is written to a folder for
@@ -20,10 +20,44 @@ from hf_zero.checkpoint.files.tensor_reader import RangeReader
 from hf_zero.checkpoint.format.index import Index
 from hf_zero.checkpoint.format.names import INDEX_FILE, VALUES_FILE
 from hf_zero.checkpoint.format.values import Decoder
+from hf_zero.checkpoint.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert
 from hf_zero.system import own_files
 
 _ENDING = ".pt"
 _scratch: Path | None = None
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """As hf_zero's own function of this name, with DeepSpeed's default: `pytorch_model.bin` in ``output_dir``, which scripts load next.
+
+    Raises:
+        FileNotFoundError, ValueError: There is no such checkpoint, or it is damaged.
+    """
+    convert(checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag, exclude_frozen_parameters)
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    dtype: str = "fp32",
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """The same in another type: "fp32", "bf16" or "fp16".
+
+    Raises:
+        FileNotFoundError, ValueError: There is no such checkpoint, or it is damaged; or no such type.
+    """
+    convert(checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag, exclude_frozen_parameters, dtype)
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
