@@ -11,6 +11,7 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.deepspeed import optimizer_getters
 from hf_zero.deepspeed.offload_handle import OffloadHandle
+from hf_zero.deepspeed.optimizer_state import add_masters, set_masters, take_masters
 from hf_zero.errors import StateError
 
 
@@ -147,17 +148,25 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         return {group: {place: part.float() for place, part in enumerate(parts)} for group, parts in self.averaged_gradients.items()}
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """This rank's part of the state, and a loss scale that changes; checkpoints are written by ``engine.save_checkpoint``."""
+        """This rank's part of the state, its masters, a loss scale that changes; checkpoints are written by ``engine.save_checkpoint``."""
         state = super().state_dict()
-        return {**state, "loss_scaler": self.scaler.state_dict()} if self.dynamic_loss_scale else state
+        if self.dynamic_loss_scale:
+            state = {**state, "loss_scaler": self.scaler.state_dict()}
+        return state if self.engine is None else add_masters(state, self, self.engine.zero_optimization_stage())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Restores what ``state_dict`` of the same rank and world size returned."""
+        """Restores what ``state_dict`` of the same rank and world size returned; with the masters the weights change, which is collective.
+
+        Raises:
+            StateError: The state is of another model or number of ranks.
+        """
         state = dict(state_dict)
-        scale = state.pop("loss_scaler", None)
+        scale, masters = state.pop("loss_scaler", None), take_masters(state, self)
         super().load_state_dict(state)
         if scale is not None:
             self.scaler.load_state_dict(scale)
+        if masters is not None:
+            set_masters(self, masters)
 
     def refresh_fp32_params(self) -> None:
         """Takes the masters from the 16-bit weights, after a script wrote to the module (``load_state_dict``) at stages 0 to 2; local."""

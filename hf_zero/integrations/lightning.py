@@ -62,13 +62,16 @@ class _ZeroArguments:
         export_placement()  # Lightning looks at RANK and LOCAL_RANK when its Trainer is made
         offload = {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
         arguments, sections = _arguments(type(self).__name__, stage, offload, nvme_path, config)
+        if config is None and not options.get("zero_optimization", True) and (stage or sections):
+            raise ConfigError(f"{type(self).__name__}: a stage or offload beside zero_optimization=False, which turns ZeRO off")
         super().__init__(**arguments, **options)
         if config is None:
             self._tidy(sections)
 
     def _tidy(self, sections: Mapping[str, dict[str, Any]]) -> None:
         """Takes out of the configuration that Lightning made what nobody asked for: settings of nvme and of activation checkpointing."""
-        self.config["zero_optimization"].update(sections)
+        if "zero_optimization" in self.config:  # Lightning leaves it out with zero_optimization=False
+            self.config["zero_optimization"].update(sections)
         if all(section["device"] != "nvme" for section in sections.values()):
             self.config.pop("aio", None)
         if not any(self.config.get("activation_checkpointing", {}).values()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.utils.data import TensorDataset
 
 from hf_zero.deepspeed import held_weights, optimizer_getters
 from hf_zero.deepspeed.optimizer import DeepSpeedOptimizer
-from hf_zero.utils import safe_get_full_grad
+from hf_zero.errors import StateError
+from hf_zero.utils import safe_get_full_fp32_param, safe_get_full_grad
 from tests.support import ranks
 from tests.support.models import CASES
 from tests.support.parity import Run, initialize
@@ -395,8 +397,23 @@ def _parts_of_the_optimizer(stage: int) -> None:
     assert all("exp_avg" in optimizer.optimizer.state[master] for master in masters)
     micro_step(engine, float("inf"))
     again = initialize(MLP.build(), Run(stage, "fp16", scale_power=4))
-    again.optimizer.load_state_dict(optimizer.state_dict())
+    state = copy.deepcopy(optimizer.state_dict())
+    again.optimizer.load_state_dict(state)
     assert again.loss_scale() == engine.loss_scale() == 8.0
+    for restored, values in zip(_masters_and_weights(again), _masters_and_weights(engine), strict=True):
+        torch.testing.assert_close(restored, values, rtol=0, atol=0)  # exact: nothing was rounded to 16 bit
+    state["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"].pop()
+    with pytest.raises(StateError, match="another model or another number of ranks"):
+        again.optimizer.load_state_dict(state)
+
+
+def _masters_and_weights(engine: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Whole masters, and what a forward computes with."""
+    from hf_zero.zero import GatheredParameters
+
+    masters = [safe_get_full_fp32_param(param) for param in engine.module.parameters()]
+    with GatheredParameters(list(engine.module.parameters())):
+        return masters, [param.detach().clone() for param in engine.module.parameters()]
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -60,8 +60,12 @@ def test_arguments() -> None:
     assert strategy.config["zero_optimization"]["offload_param"] == {"device": "nvme", "nvme_path": "/tmp/x"}
     assert strategy.config["activation_checkpointing"]["cpu_checkpointing"] is True
     assert FabricZeroStrategy(config={"zero_optimization": {"stage": 1}}).config["zero_optimization"] == {"stage": 1}
+    assert "zero_optimization" not in ZeroStrategy(zero_optimization=False).config
+    assert FabricZeroStrategy(zero_optimization=False, logging_batch_size_per_gpu=3).config["train_micro_batch_size_per_gpu"] == 3
     for wrong, text in (
         ({"stage": 4}, "stage is 4; allowed are 0, 1, 2, 3"),
+        ({"stage": 3, "zero_optimization": False}, "beside zero_optimization=False"),
+        ({"offload_optimizer": True, "zero_optimization": False}, "beside zero_optimization=False"),
         ({"offload_optimizer": "disk"}, "offload_optimizer is on 'disk'"),
         ({"offload_parameters": "nvme"}, "nvme without a place"),
         ({"stage": 3, "config": {}}, "stage beside config="),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,8 +164,12 @@ def _optimizers(stage: int, label: str) -> list[str]:
 
     def play(kind: str, blocks: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float]]:
         engine = make(run, blocks, optimizer=OPTIMIZERS[kind])
+        schedule = torch.optim.lr_scheduler.LambdaLR(engine.optimizer.inner, lambda step: 1.0)
         trace = collect(engine, steps(engine, run, 0) or Trace())
         rates = [group["lr"] for group in engine.optimizer.param_groups]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch's, that the optimizer was not stepped before
+            schedule.step()
         _destroy(engine)
         del engine
         gc.collect()

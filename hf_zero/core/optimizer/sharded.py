@@ -90,8 +90,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ``updated`` is called with each unit, in order, when its shard has its new value; all else is local.
         """
         self.state_store.update(shards, factor, updated)
-        # What torch's schedulers look at before they warn that they were stepped before the optimizer.
-        self._opt_called = True
+        # What torch's schedulers look at before they warn that they were stepped before the optimizer. A script's scheduler holds the
+        # inner optimizer, whose own `step` is not always what updates.
+        inner: Any = self.inner
+        self._opt_called = inner._opt_called = True
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
         """Finishes the reduction, clips and updates, as the engine's ``step`` does; for callers that step the optimizer.
