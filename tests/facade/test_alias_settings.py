@@ -19,6 +19,7 @@ from hf_zero.deepspeed.served.config_model import DeepSpeedConfigModel
 from hf_zero.deepspeed.served.monitors import CometMonitor, MonitorMaster, TensorBoardMonitor, TrackioMonitor, csvMonitor
 from hf_zero.deepspeed.served.schedule_arguments import add_tuning_arguments, get_config_from_args, get_lr_from_config
 from hf_zero.deepspeed.served.settings import (
+    TORCH_INFO,
     DeepSpeedConfig,
     DeepSpeedMonitorConfig,
     DeepSpeedZeroConfig,
@@ -209,6 +210,12 @@ def test_sections_of_a_programs_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sections_of_number_formats_alone() -> None:
     assert get_bfloat16_config({"bfloat16": {"enabled": True}, "unread": 1}).enabled and not get_bfloat16_config({}).enabled
     assert get_float16_config({"fp16": {"enabled": True, "loss_scale": 8}}).loss_scale == 8
+
+
+def test_versions_that_a_script_splits_are_there() -> None:
+    for name in ("version", "cuda_version", "nccl_version"):
+        assert all(part.isdecimal() for part in str(TORCH_INFO[name]).split(".")[:2])
+    assert TORCH_INFO["nccl_version"] != "0.0", "scripts ask torch.cuda.nccl then, which raises where PyTorch has no CUDA"
 
 
 def test_misuse_is_caught_as_an_assertion_too() -> None:
